@@ -1,0 +1,20 @@
+"""Agentic RL rollouts on asyncio: an agent, a YAML, exact tokens, a trainer that learns from them.
+
+Importing this package loads neither torch nor transformers, sets no environment variable and
+installs no event loop policy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_LAZY = {"workflow_context": "areal_lite.infra.workflow_context", "api": "areal_lite.api"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(_LAZY[name])
+    raise AttributeError(f"module 'areal_lite' has no attribute {name!r}")

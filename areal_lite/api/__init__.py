@@ -1,0 +1,28 @@
+"""Words and contracts: what users write against. No torch at import."""
+
+from __future__ import annotations
+
+from areal_lite.api.config import InferenceEngineConfig, RunConfig
+from areal_lite.api.engine_api import InferenceEngine
+from areal_lite.api.episode import EpisodeResult, EpisodeStatus
+from areal_lite.api.generation import GenerationHyperparameters
+from areal_lite.api.interaction import InteractionWithTokenLogpReward
+from areal_lite.api.io_struct import ModelRequest, ModelResponse
+from areal_lite.api.reward_api import AsyncRewardWrapper
+from areal_lite.api.workflow_api import Agent, RolloutWorkflow, WorkflowLike
+
+__all__ = [
+    "Agent",
+    "AsyncRewardWrapper",
+    "EpisodeResult",
+    "EpisodeStatus",
+    "GenerationHyperparameters",
+    "InferenceEngine",
+    "InferenceEngineConfig",
+    "InteractionWithTokenLogpReward",
+    "ModelRequest",
+    "ModelResponse",
+    "RolloutWorkflow",
+    "RunConfig",
+    "WorkflowLike",
+]

@@ -1,0 +1,267 @@
+"""Every section of a run's YAML, one record each; docstrings are what ``--help`` shows."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+from pydantic.dataclasses import dataclass
+
+from areal_lite.api.generation import GenerationHyperparameters
+from areal_lite.api.schema import STRICT
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def _path_name(value: str) -> str:
+    if not _NAME.fullmatch(value):
+        raise ValueError(f"{value!r} becomes a folder: use letters, digits, '.', '_' and '-', at most 100")
+    return value
+
+
+PathName = Annotated[str, AfterValidator(_path_name)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class InferenceEngineConfig:
+    """How episodes are scheduled, against which servers, and how old their data may grow."""
+
+    backend: Literal["sglang", "vllm", "embedded"] = "embedded"
+    """Wire dialect of the servers; embedded speaks SGLang's and is started for you where addresses is empty."""
+
+    addresses: list[str] = field(default_factory=list)
+    """host:port of each running server."""
+
+    experiment_name: PathName = "experiment"
+    """Folder below fileroot; a run's YAML sets it at the top."""
+
+    trial_name: PathName = "trial"
+    """Folder below experiment_name; a run's YAML sets it at the top."""
+
+    fileroot: str = "runs"
+    """Folder that holds everything a run writes."""
+
+    tokenizer_path: str | None = None
+    """Folder of the tokenizer; agents need it, dumps use it to show text. Null: the run's model."""
+
+    dump_to_file: bool = False
+    """Write every episode to fileroot/experiment/trial/[rollout|eval-rollout]/version/task_id.jsonl."""
+
+    group_size: Positive = 1
+    """Episodes per dataset row; their rewards are each other's baseline."""
+
+    on_error: Literal["drop_sample", "drop_group", "raise"] = "drop_sample"
+    """When an episode of a group fails: train the others, drop the group, or stop the run."""
+
+    consumer_batch_size: Positive = 1
+    """Groups in one training batch."""
+
+    max_concurrent_rollouts: Positive | None = None
+    """Most groups running at once; null: as many as the staleness bound lets start."""
+
+    max_head_offpolicyness: Annotated[int, Field(ge=0)] = 0
+    """Staleness bound: policy versions between a trajectory's oldest trained token and the version that
+    trains on it. 0 is fully on-policy: generation waits for every weight update."""
+
+    max_empty_batches: Positive = 10
+    """Stop when this many batches' worth of groups in a row end with none accepted."""
+
+    episode_timeout_s: Seconds = 3600.0
+    """Wall-clock limit of one group's episodes in seconds, tools included."""
+
+    request_retries: Positive = 4
+    """Tries of one request over all servers before it fails."""
+
+    connect_timeout_s: Seconds = 5.0
+    """Seconds to connect to a server."""
+
+    request_timeout_s: Seconds = 600.0
+    """Seconds a server may stay silent on one request."""
+
+    max_connections_per_server: Positive = 512
+    """Sockets kept open to one server; more requests wait their turn."""
+
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    """Sampling of training episodes where the agent does not say."""
+
+    eval_gconfig: GenerationHyperparameters = field(default_factory=lambda: GenerationHyperparameters(greedy=True))
+    """Sampling of evaluation episodes where the agent does not say."""
+
+    agent_workflow: str = "areal_lite.agents.agent_workflow.AgentWorkflow"
+    """Dotted path of the workflow that carries an object with ``async run()``."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class EmbeddedServerConfig:
+    """The server started on this machine where rollout.backend is embedded."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; anything but loopback lets others generate and change weights."""
+
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port to listen on; 0 takes a free one."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Number format of the served weights."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs; auto takes a GPU if there is one."""
+
+    num_threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads of the model; 0 shares the cores with the trainer."""
+
+    max_running_requests: Positive = 64
+    """Requests decoded together; more wait in a queue."""
+
+    context_length: Positive | None = None
+    """Most tokens of prompt and answer together; null is the model's own limit."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DatasetConfig:
+    """Where rows come from."""
+
+    path: str
+    """A .jsonl or .json file, reasoning-gym:TASK, or the dotted path of a function that returns rows."""
+
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the reasoning-gym task or of the function (size, seed, ...)."""
+
+    max_samples: Positive | None = None
+    """Use only the first so many rows."""
+
+    shuffle: bool = True
+    """Draw each epoch in an order made from (seed, epoch); false keeps the order of the rows."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainerConfig:
+    """How weights are learned from a batch of groups."""
+
+    total_steps: Positive
+    """Training steps. No default: it decides what the learning-rate schedule means."""
+
+    learning_rate: Annotated[float, Field(gt=0)]
+    """Peak learning rate of AdamW. No default: it decides what a run learns."""
+
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after warm-up, down to 0 at total_steps."""
+
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps of linear rise from 0."""
+
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled weight decay; norms and biases have none."""
+
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates."""
+
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's denominator floor."""
+
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled down to this global norm."""
+
+    minibatches_per_step: Positive = 1
+    """Optimizer updates per batch; each takes an equal share of the groups."""
+
+    max_tokens_per_microbatch: Positive = 4096
+    """Tokens, padding included, in one forward pass."""
+
+    advantage_std: bool = True
+    """GRPO divides the centred rewards of a group by their standard deviation; false is Dr. GRPO."""
+
+    clip_eps: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Half-width of the trust region around the proximal policy."""
+
+    clip_eps_high: Annotated[float, Field(gt=0)] | None = None
+    """Upper half-width where it differs (clip-higher); null is clip_eps."""
+
+    max_behaviour_weight: Annotated[float, Field(gt=0)] = 5.0
+    """Upper bound on proximal / behaviour per token, the correction for stale data."""
+
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL penalty (k3) to the frozen starting model; 0 keeps no such model."""
+
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Autocast number format; weights and optimizer stay float32."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model trains; auto takes a GPU if there is one."""
+
+    num_threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads of the trainer; 0 shares the cores with an embedded server."""
+
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more time."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class EvaluationConfig:
+    """When the held-out rows are run; always at the start and at the end."""
+
+    every_steps: Positive | None = None
+    """Also after every so many training steps."""
+
+    group_size: Positive = 1
+    """Episodes per held-out row."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RunConfig:
+    """One experiment: the whole YAML."""
+
+    experiment_name: PathName
+    """Folder of the experiment below fileroot."""
+
+    trial_name: PathName = "trial"
+    """Folder of this run below the experiment."""
+
+    fileroot: str = "runs"
+    """Folder that holds everything a run writes."""
+
+    model_path: str
+    """Folder of a Hugging Face causal LM with its tokenizer, or a hub name."""
+
+    seed: int = 1
+    """Seed of data order, sampling and training."""
+
+    workflow: str
+    """Dotted path of a workflow or of an agent class with ``async run()``."""
+
+    workflow_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of its constructor; gconfig and tokenizer are filled in where it takes them."""
+
+    should_accept_fn: str | None = None
+    """Dotted path of a filter: trajectory -> bool, called once per group; false rejects it."""
+
+    train_dataset: DatasetConfig
+    """Rows to train on."""
+
+    eval_dataset: DatasetConfig | None = None
+    """Held-out rows; null skips evaluation."""
+
+    rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
+    """The generating side."""
+
+    server: EmbeddedServerConfig = field(default_factory=EmbeddedServerConfig)
+    """The embedded server."""
+
+    trainer: TrainerConfig
+    """The learning side."""
+
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """When to evaluate."""
+
+    tensorboard: bool = False
+    """Write TensorBoard events beside metrics.jsonl."""
+
+    save_model: bool = True
+    """Save the trained model with its tokenizer at the end."""

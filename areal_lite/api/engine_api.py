@@ -1,0 +1,92 @@
+"""The inference engine as workflows, trainer and tests see it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from areal_lite.api.episode import EpisodeResult, TaskId
+from areal_lite.api.io_struct import ModelRequest, ModelResponse
+from areal_lite.api.workflow_api import WorkflowLike
+
+ShouldAcceptFn = Callable[[dict[str, Any]], bool]
+Row = Mapping[str, Any]
+
+
+class InferenceEngine(ABC):
+    """Generates answers and runs episodes; implementations own an event loop."""
+
+    @abstractmethod
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Return one answer to ``req``, whole, across aborts and weight updates.
+
+        Raises:
+            ConfigError: If the request breaks a rule of the server (too long, bad value).
+            ServerError: If no server gave a usable answer within the retry budget.
+        """
+
+    @abstractmethod
+    def submit(
+        self,
+        data: Row,
+        workflow: WorkflowLike,
+        workflow_kwargs: dict[str, Any] | None = None,
+        should_accept_fn: ShouldAcceptFn | str | None = None,
+        group_size: int | None = None,
+        task_id: TaskId | None = None,
+        is_eval: bool = False,
+    ) -> TaskId:
+        """Queue one row and return its task id at once."""
+
+    @abstractmethod
+    def wait(
+        self, count: int = 1, timeout: float | None = None, raise_timeout: bool = True
+    ) -> list[EpisodeResult]:
+        """Return ``count`` results of :meth:`submit`, whatever their status.
+
+        Raises:
+            TimeoutError: After ``timeout`` seconds; nothing that had finished is lost.
+        """
+
+    @abstractmethod
+    def rollout_batch(
+        self,
+        data: Sequence[Row],
+        workflow: WorkflowLike,
+        workflow_kwargs: dict[str, Any] | None = None,
+        should_accept_fn: ShouldAcceptFn | str | None = None,
+        group_size: int | None = None,
+        is_eval: bool = False,
+    ) -> list[EpisodeResult]:
+        """Run all rows and return one result per row, in the order of the rows."""
+
+    @abstractmethod
+    def prepare_batch(
+        self,
+        source: Iterable[Row],
+        workflow: WorkflowLike,
+        workflow_kwargs: dict[str, Any] | None = None,
+        should_accept_fn: ShouldAcceptFn | str | None = None,
+        group_size: int | None = None,
+    ) -> list[EpisodeResult]:
+        """Return exactly ``consumer_batch_size`` accepted results within the staleness bound.
+
+        Rows are drawn from ``source`` ahead of need, so generation goes on while the caller trains.
+        """
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Start no episode and send no request until :meth:`resume`; finished work is delivered."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """End :meth:`pause`."""
+
+    @abstractmethod
+    def get_version(self) -> int:
+        """Return the policy version."""
+
+    @abstractmethod
+    def set_version(self, version: int) -> None:
+        """Set the policy version; the trainer is its only writer."""

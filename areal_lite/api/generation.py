@@ -1,0 +1,75 @@
+"""How tokens are sampled: one immutable record that travels with every request."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from areal_lite.api.schema import STRICT
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GenerationHyperparameters:
+    """Sampling parameters of one request."""
+
+    n_samples: Annotated[int, Field(ge=1)] = 1
+    """Answers per prompt when a workflow asks for several; ``agenerate`` itself gives one."""
+
+    max_new_tokens: Annotated[int, Field(ge=1)] = 16384
+    """Most tokens one answer may have."""
+
+    min_new_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens before which neither a stop token nor a stop string ends the answer."""
+
+    max_tokens: Annotated[int, Field(ge=1)] = 32768
+    """Most tokens of prompt and answer together."""
+
+    greedy: bool = False
+    """Take the likeliest token; temperature, top_p and top_k are then without effect."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Divides the logits; 0 is greedy. The trainer divides by the same number."""
+
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus of this probability mass; 1 is off."""
+
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    """Only the k likeliest tokens; null is off."""
+
+    stop: list[str] | None = None
+    """Strings that end the answer."""
+
+    stop_token_ids: list[int] | None = None
+    """Token ids that end the answer, besides the model's own."""
+
+    ignore_eos: bool = False
+    """Go on past the model's end token, to ``max_new_tokens``."""
+
+    skip_special_tokens: bool = True
+    """Leave special tokens out of text; ids are never changed."""
+
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Lowers a token's logit by this times its count so far; 0 is off."""
+
+    seed: int | None = None
+    """Seed of this request's sampling, for servers that honour it; null is random."""
+
+    def new(self, **changes: Any) -> GenerationHyperparameters:
+        """Return a copy with ``changes``; an unknown name or bad value raises like the constructor."""
+        return dataclasses.replace(self, **changes)
+
+    def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
+        """Return a copy whose ``stop_token_ids`` also hold the tokenizer's end and pad ids."""
+        ids = list(self.stop_token_ids or [])
+        for extra in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+            if extra is not None and extra not in ids:
+                ids.append(extra)
+        return self.new(stop_token_ids=ids)
+
+    @property
+    def effective_temperature(self) -> float:
+        """The temperature the server is asked for: 0 where ``greedy``."""
+        return 0.0 if self.greedy else self.temperature

@@ -1,0 +1,80 @@
+"""What goes to an inference engine and what comes back, token by token."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from areal_lite.api.generation import GenerationHyperparameters
+
+STOP_REASONS = ("stop", "length", "tool_calls", "abort")
+
+
+def _fixed_length_rid() -> str:
+    # SGLang aborts by prefix of the rid, so ids must all have one length.
+    return uuid.uuid4().hex
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelRequest:
+    """One call of the model; only ``input_ids`` is required."""
+
+    input_ids: list[int]
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    rid: str = field(default_factory=_fixed_length_rid)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    tokenizer: Any = None
+
+    def copy(self) -> ModelRequest:
+        """Return a copy with its own ``input_ids`` and ``metadata``."""
+        return replace(self, input_ids=list(self.input_ids), metadata=dict(self.metadata))
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelResponse:
+    """The engine's answer; ids, log-probs and versions are as the server returned them.
+
+    ``output_tokens``, ``output_logprobs`` (nats) and ``output_versions`` have one length; a stop
+    token that was sampled is the last of them.
+    """
+
+    input_tokens: list[int]
+    output_tokens: list[int]
+    output_logprobs: list[float]
+    output_versions: list[int]
+    stop_reason: str = "stop"
+    latency: float = 0.0
+    """Seconds from the first request sent to the last answer."""
+    ttft: float = 0.0
+    """Seconds to the first answer (its whole text: answers are not streamed)."""
+    started: float = 0.0
+    """Wall clock at the first request, seconds since the epoch."""
+    attempts: int = 1
+    """HTTP requests it took, retries and continuations after an abort included."""
+    tokenizer: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def input_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.input_tokens)
+
+    @property
+    def output_len(self) -> int:
+        """Sampled tokens, a stop token included."""
+        return len(self.output_tokens)
+
+    @property
+    def output_tokens_without_stop(self) -> list[int]:
+        """The sampled ids less the end or pad token the answer stopped at.
+
+        Raises:
+            ValueError: If there is no tokenizer to tell which ids those are.
+        """
+        if self.tokenizer is None:
+            raise ValueError("output_tokens_without_stop needs a tokenizer: give ModelRequest(tokenizer=...)")
+        ends = {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id}
+        if self.stop_reason == "stop" and self.output_tokens and self.output_tokens[-1] in ends:
+            return self.output_tokens[:-1]
+        return self.output_tokens

@@ -1,0 +1,168 @@
+"""The tensor dict of a trajectory: its contract, checked, and the two ways to merge.
+
+| key | shape | kind | required | meaning |
+|---|---|---|---|---|
+| input_ids | [B, T] | integer | yes | prompt and answers |
+| attention_mask | [B, T] | bool or 0/1 | yes | True where a token is |
+| loss_mask | [B, T] | bool or 0/1 | no | 1 where the policy sampled the token and it trains |
+| logprobs | [B, T] | float | no | behaviour log-probs (nats), 0 where not sampled |
+| versions | [B, T] | integer | no | policy version of each sampled token, -1 elsewhere |
+| rewards | [B] | float | no | reward of each sequence |
+
+Other keys pass through: tensors and lists with B entries are merged, anything else is taken from the
+first. torch is loaded only when a dict is merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from areal_lite.api.interaction import InteractionWithTokenLogpReward
+
+if TYPE_CHECKING:
+    import numpy as np
+
+TOKEN_KEYS = {"input_ids": "iu", "attention_mask": "biu", "loss_mask": "biu", "logprobs": "f", "versions": "i"}
+"""Per-token keys and the numpy kinds they may have."""
+_KIND_WORDS = {"iu": "an integer tensor", "biu": "a bool or integer tensor", "f": "a float tensor", "i": "an integer tensor"}
+PADDING = {"versions": -1}
+"""Right-padding value per key; 0 where not named."""
+
+
+def trajectory_tensors(outcome: Any) -> dict[str, Any] | None:
+    """Return what ``arun_episode`` returned as a checked tensor dict, or None for a rejection.
+
+    Raises:
+        ValueError: If it is none of the three return types, or breaks the contract.
+    """
+    if outcome is None:
+        return None
+    if not isinstance(outcome, dict):
+        raise ValueError(
+            f"arun_episode returned {type(outcome).__name__}: return a tensor dict, a dict of interactions, or None"
+        )
+    if not outcome:
+        raise ValueError("arun_episode returned an empty dict: return None to reject an episode")
+    if all(isinstance(value, InteractionWithTokenLogpReward) for value in outcome.values()):
+        return concat_padded_tensors([value.to_tensor_dict() for value in outcome.values()])
+    check_tensor_dict(outcome)
+    return outcome
+
+
+def check_tensor_dict(tensors: Mapping[str, Any]) -> None:
+    """Raise ValueError, naming key, shape and mend, unless ``tensors`` keeps the contract above."""
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for key in ("input_ids", "attention_mask"):
+        if key not in tensors:
+            raise ValueError(f"the tensor dict has no {key!r}: it needs [batch, seq_len] {key}; it has {sorted(tensors)}")
+    shape: tuple[int, ...] | None = None
+    for key, kinds in TOKEN_KEYS.items():
+        if key not in tensors:
+            continue
+        array = arrays[key] = _as_numpy(key, tensors[key])
+        if array.dtype.kind not in kinds:
+            raise ValueError(f"{key} has dtype {tensors[key].dtype}: it must be {_KIND_WORDS[kinds]}")
+        if array.ndim != 2:
+            raise ValueError(
+                f"{key} has shape {list(array.shape)}: it must be [batch, seq_len]; one sequence is {key}.unsqueeze(0)"
+            )
+        if shape is None:
+            shape = array.shape
+        elif array.shape != shape:
+            raise ValueError(f"{key} has shape {list(array.shape)} but input_ids has {list(shape)}: make them equal")
+    assert shape is not None
+    if 0 in shape:
+        raise ValueError(f"input_ids has shape {list(shape)}: return None for an empty trajectory")
+    _check_values(arrays)
+    if "rewards" in tensors:
+        rewards = _as_numpy("rewards", tensors["rewards"])
+        if rewards.shape != (shape[0],):
+            raise ValueError(
+                f"rewards has shape {list(rewards.shape)}: it must be [{shape[0]}], one number per row of input_ids"
+            )
+        if rewards.dtype.kind != "f":
+            raise ValueError(f"rewards has dtype {tensors['rewards'].dtype}: it must be a float tensor")
+        if not _all_finite(rewards):
+            raise ValueError(f"rewards holds {rewards.tolist()}: every reward must be finite; raise instead of nan")
+
+
+def _check_values(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    mask = arrays.get("loss_mask")
+    if mask is None:
+        return
+    trained = mask != 0
+    if (trained > (arrays["attention_mask"] != 0)).any():
+        raise ValueError("loss_mask is 1 where attention_mask is 0: padding cannot be trained; set loss_mask to 0 there")
+    if "logprobs" in arrays and not _all_finite(arrays["logprobs"][trained]):
+        raise ValueError("logprobs holds nan or inf at a trained token: keep the log-probs as the server returned them")
+
+
+def _all_finite(array: np.ndarray[Any, Any]) -> bool:
+    # A sum is finite iff all terms are, short of overflow, which float64 rules out here.
+    total = float(array.sum(dtype="float64"))
+    return total - total == 0.0
+
+
+def _as_numpy(key: str, value: Any) -> np.ndarray[Any, Any]:
+    try:
+        return value.numpy()  # type: ignore[no-any-return]
+    except AttributeError:
+        raise ValueError(f"{key} is a {type(value).__name__}: wrap it in torch.tensor(...)") from None
+    except (TypeError, RuntimeError):  # bfloat16, another device, or a tensor with gradient
+        return value.detach().cpu().float().numpy()  # type: ignore[no-any-return]
+
+
+def concat_padded_tensors(dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Concatenate tensor dicts along the batch, right-padding every other dimension.
+
+    Raises:
+        ValueError: If the dicts do not have the same keys.
+    """
+    import torch
+
+    first = dicts[0]
+    if len(dicts) == 1:
+        return dict(first)
+    for other in dicts[1:]:
+        if other.keys() != first.keys():
+            raise ValueError(
+                f"tensor dicts of one group have different keys, {sorted(first)} and {sorted(other)}: "
+                "return the same keys from every episode"
+            )
+    merged: dict[str, Any] = {}
+    for key, value in first.items():
+        values = [d[key] for d in dicts]
+        if isinstance(value, torch.Tensor):
+            merged[key] = _concat(values, PADDING.get(key, 0))
+        elif isinstance(value, list):
+            merged[key] = [item for part in values for item in part]
+        else:
+            merged[key] = value
+    return merged
+
+
+def _concat(values: Sequence[Any], padding: int) -> Any:
+    import torch
+
+    if len({v.shape[1:] for v in values}) == 1:
+        return torch.cat(list(values))
+    widths = [max(sizes) for sizes in zip(*(v.shape[1:] for v in values), strict=True)]
+    out = values[0].new_full((sum(v.shape[0] for v in values), *widths), padding)
+    row = 0
+    for value in values:
+        out[(slice(row, row + value.shape[0]), *(slice(size) for size in value.shape[1:]))] = value
+        row += value.shape[0]
+    return out
+
+
+def trained_version_range(tensors: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return (oldest, newest) policy version over the trained tokens, None where nothing says."""
+    if "versions" not in tensors:
+        return None
+    versions = tensors["versions"].numpy()
+    keep = versions >= 0
+    if "loss_mask" in tensors:
+        keep &= tensors["loss_mask"].numpy() != 0
+    chosen = versions[keep]
+    return (int(chosen.min()), int(chosen.max())) if chosen.size else None
