@@ -1,0 +1,1 @@
+"""The rollout engine: admission, episodes, requests, dumps. Knows nothing of trainers or agents."""

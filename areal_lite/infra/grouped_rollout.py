@@ -1,0 +1,89 @@
+"""Several episodes of one dataset row, run at once and merged into one trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import traceback
+from typing import Any, Literal
+
+from areal_lite.api import episode_context
+from areal_lite.api.engine_api import InferenceEngine
+from areal_lite.api.episode import EpisodeStatus, MemberRecord
+from areal_lite.api.tensor_dict import concat_padded_tensors, trajectory_tensors
+from areal_lite.api.workflow_api import RolloutWorkflow
+from areal_lite.errors import ConfigError
+
+OnError = Literal["drop_sample", "drop_group", "raise"]
+
+
+def error_text(error: BaseException) -> str:
+    """Return type, message and the last frames of ``error``, at most 4,000 characters."""
+    return "".join(traceback.format_exception(error))[-4000:]
+
+
+class GroupedRolloutWorkflow(RolloutWorkflow):
+    """Runs ``workflow`` ``group_size`` times on one row; siblings never outlive the group.
+
+    Tensor dicts are concatenated along the batch, dicts of interactions are merged. Members that
+    return None are left out; if all do, so does the group.
+
+    Args:
+        workflow: What one member runs.
+        group_size: Members, at least 1.
+        on_error: What a failing member does: ``drop_sample`` trains the others (all failing raises the
+            first error), ``drop_group`` stops the others and returns None, ``raise`` stops the others
+            and raises the error.
+    """
+
+    def __init__(self, workflow: RolloutWorkflow, group_size: int, on_error: OnError = "drop_sample") -> None:
+        if group_size < 1:
+            raise ConfigError(f"group_size is {group_size}: it must be 1 or more")
+        if on_error not in ("drop_sample", "drop_group", "raise"):
+            raise ConfigError(f"on_error is {on_error!r}: write drop_sample, drop_group or raise")
+        self.workflow = workflow
+        self.group_size = group_size
+        self.on_error = on_error
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
+        """Run all members at once and return their merged trajectory, or None if none has one."""
+        context = episode_context.current()
+        members = context.members
+        members[:] = [MemberRecord(sample_idx=i) for i in range(self.group_size)]
+        errors: list[Exception] = []
+
+        async def run_member(member: MemberRecord) -> dict[str, Any] | None:
+            episode_context.enter(dataclasses.replace(context, sample_idx=member.sample_idx, member=member))
+            try:
+                tensors = trajectory_tensors(await self.workflow.arun_episode(engine, dict(data)))
+            except BaseException as error:  # the boundary where a member's error becomes data
+                cancelled = isinstance(error, asyncio.CancelledError)
+                if cancelled and _cancelled_from_outside():
+                    member.status = EpisodeStatus.CANCELLED
+                    raise
+                member.status, member.error = EpisodeStatus.FAILED, error_text(error)
+                failure = error if isinstance(error, Exception) else RuntimeError(f"episode raised {error!r}")
+                errors.append(failure)
+                if self.on_error == "drop_sample":
+                    return None
+                raise failure from error
+            member.status = EpisodeStatus.REJECTED if tensors is None else EpisodeStatus.ACCEPTED
+            member.num_rows = 0 if tensors is None else int(tensors["input_ids"].shape[0])
+            return tensors
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(run_member(member)) for member in members]
+        except* Exception:
+            if self.on_error == "drop_group":
+                return None
+            raise errors[0] from None
+        kept = [tensors for task in tasks if (tensors := task.result()) is not None]
+        if not kept and errors:
+            raise errors[0]
+        return concat_padded_tensors(kept) if kept else None
+
+
+def _cancelled_from_outside() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

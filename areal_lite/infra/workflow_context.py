@@ -1,0 +1,85 @@
+"""What a workflow may ask while it runs: its place in the run, its stats scope, shared HTTP clients.
+
+Each episode has its own context, also each member of a group; tasks that it starts inherit a copy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from areal_lite.api.episode_context import EpisodeContext as WorkflowContext
+from areal_lite.api.episode_context import current as get
+from areal_lite.api.episode_context import enter as set
+
+if TYPE_CHECKING:
+    import aiohttp
+    import httpx
+
+__all__ = ["SharedHttp", "WorkflowContext", "get", "get_aiohttp_session", "get_httpx_client", "set", "stat_scope"]
+
+
+def stat_scope() -> str:
+    """Return the name metrics of this episode go under: ``rollout`` or ``eval-rollout``."""
+    return scope_name(get().is_eval)
+
+
+def scope_name(is_eval: bool) -> str:
+    """Return the folder and metric scope of training or evaluation episodes."""
+    return "eval-rollout" if is_eval else "rollout"
+
+
+class SharedHttp:
+    """One aiohttp session and one httpx client for all episodes of an engine, made on first use."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+        self._client: httpx.AsyncClient | None = None
+
+    def aiohttp_session(self) -> aiohttp.ClientSession:
+        """Return the shared session; the engine closes it."""
+        if self._session is None:
+            import aiohttp
+
+            self._session = aiohttp.ClientSession()
+        return self._session
+
+    def httpx_client(self) -> httpx.AsyncClient:
+        """Return the shared client; the engine closes it."""
+        if self._client is None:
+            import httpx
+
+            self._client = httpx.AsyncClient(limits=httpx.Limits(max_connections=4096), timeout=600)
+        return self._client
+
+    async def close(self) -> None:
+        """Close whatever was opened."""
+        if self._session is not None:
+            await self._session.close()
+        if self._client is not None:
+            await self._client.aclose()
+
+
+def _shared() -> SharedHttp:
+    http: Any = get().http
+    if http is None:
+        raise RuntimeError("the shared HTTP clients exist inside an episode only; outside, open a session of your own")
+    assert isinstance(http, SharedHttp)
+    return http
+
+
+async def get_aiohttp_session() -> aiohttp.ClientSession:
+    """Return the engine's shared aiohttp session; never close it.
+
+    Raises:
+        RuntimeError: Outside an episode.
+    """
+    return _shared().aiohttp_session()
+
+
+async def get_httpx_client() -> httpx.AsyncClient:
+    """Return the engine's shared httpx client; never close it.
+
+    Raises:
+        RuntimeError: Outside an episode.
+    """
+    return _shared().httpx_client()

@@ -1,0 +1,92 @@
+"""From what a user names to a workflow object, with an error for every wrong case."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from areal_lite.api.dotted_path import load_object
+from areal_lite.api.workflow_api import RolloutWorkflow, WorkflowLike
+from areal_lite.errors import ConfigError
+
+_FORMS = (
+    "give a RolloutWorkflow instance, a class with workflow_kwargs, a dotted path 'package.module.Name', "
+    "or any class or object with `async def run(self, data, **extra_kwargs)`"
+)
+
+
+def resolve_workflow(
+    workflow: WorkflowLike,
+    workflow_kwargs: Mapping[str, Any] | None,
+    *,
+    wrap_agent: Callable[[Any], RolloutWorkflow],
+) -> RolloutWorkflow:
+    """Return the workflow that ``workflow`` names.
+
+    Args:
+        workflow: Instance, class, dotted path, or agent (see ``WorkflowLike``).
+        workflow_kwargs: Arguments of the class's constructor; None is none.
+        wrap_agent: Makes a workflow of an object with ``async run()``.
+
+    Raises:
+        ConfigError: If it is none of these, kwargs do not fit, or ``run`` is not async.
+    """
+    name = repr(workflow) if isinstance(workflow, str) else getattr(workflow, "__name__", type(workflow).__name__)
+    target: Any = load_object(workflow, where="workflow") if isinstance(workflow, str) else workflow
+    if target is None:
+        raise ConfigError(f"workflow is None: {_FORMS}")
+    if inspect.ismodule(target):
+        raise ConfigError(f"workflow {name} is a module: name the class in it, '{target.__name__}.Name'")
+    kwargs = dict(workflow_kwargs or {})
+    if inspect.isclass(target):
+        if not issubclass(target, RolloutWorkflow):
+            _check_run(target, name)
+        target = _instantiate(target, kwargs, name)
+    elif kwargs:
+        raise ConfigError(
+            f"workflow {name} is already an instance, so workflow_kwargs {sorted(kwargs)} have nowhere to go: "
+            "pass the class, or drop workflow_kwargs"
+        )
+    if isinstance(target, RolloutWorkflow):
+        return target
+    _check_run(target, name)
+    return wrap_agent(target)
+
+
+def _check_run(target: Any, name: str) -> None:
+    run = getattr(target, "run", None)
+    if not callable(run):
+        kind = "a function" if inspect.isfunction(target) else "not a workflow"
+        raise ConfigError(f"workflow {name} is {kind}: {_FORMS}")
+    if not (inspect.iscoroutinefunction(run) or inspect.iscoroutinefunction(getattr(run, "__call__", None))):
+        raise ConfigError(
+            f"workflow {name} has a run() that is not async: write `async def run(self, data, **extra_kwargs)`"
+        )
+    parameters = inspect.signature(run).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        named = {p.name for p in parameters}
+        if missing := {"base_url", "api_key", "http_client"} - named:
+            raise ConfigError(
+                f"workflow {name} has a run() that cannot take {', '.join(sorted(missing))}: write "
+                "`async def run(self, data, **extra_kwargs)`"
+            )
+
+
+def _instantiate(cls: type[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    if inspect.isabstract(cls):
+        missing = ", ".join(sorted(cls.__abstractmethods__))
+        raise ConfigError(f"workflow {name} does not define {missing}: write `async def {missing}(self, engine, data)`")
+    signature = inspect.signature(cls)
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        accepted = [p for p in signature.parameters if p not in ("args", "kwargs")]
+        close = [difflib.get_close_matches(k, accepted, 1) for k in kwargs if k not in accepted]
+        hint = f"; did you mean {close[0][0]!r}?" if close and close[0] else ""
+        raise ConfigError(
+            f"workflow {name}: workflow_kwargs {sorted(kwargs)} do not fit its constructor ({error}){hint} "
+            f"It takes {', '.join(accepted) or 'nothing'}"
+        ) from None
+    return cls(**kwargs)
