@@ -1,0 +1,182 @@
+"""Reading and judging a checkpoint directory before a weight is touched. Needs no torch.
+
+A directory is good when its safetensors files are whole, their names and shapes are those of the served model, and,
+where a ``manifest.json`` lies beside them, when every file it names has the size and SHA-256 it says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_lite.errors import ConfigError
+
+_DTYPE_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointHeader:
+    """What the headers of a directory's safetensors files say."""
+
+    path: Path
+    files: tuple[Path, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    locations: Mapping[str, tuple[Path, int, int]]
+    """File, first byte and end byte of each tensor's data."""
+
+
+def read_checkpoint_header(path: Path) -> CheckpointHeader:
+    """Read names and shapes of a checkpoint directory.
+
+    Raises:
+        ConfigError: If there are no weights, or a file is cut off or no safetensors file.
+    """
+    if not path.is_dir():
+        raise ConfigError(
+            f"model_path {str(path)!r} is not a directory; give the directory a trainer saved into."
+        )
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        files = tuple(path / name for name in sorted(set(weight_map.values())))
+    else:
+        files = tuple(sorted(path.glob("*.safetensors")))
+    if not files:
+        raise ConfigError(f"Cannot find any model weights with `{path}`: no *.safetensors file there.")
+    shapes: dict[str, tuple[int, ...]] = {}
+    locations: dict[str, tuple[Path, int, int]] = {}
+    for file in files:
+        for name, (shape, start, end) in _read_file_header(file).items():
+            shapes[name] = shape
+            locations[name] = (file, start, end)
+    if index.is_file() and (missing := sorted(set(weight_map) - set(shapes))):
+        raise ConfigError(
+            f"{index} names {missing[0]!r}, which none of its files holds; save the checkpoint again."
+        )
+    return CheckpointHeader(path=path, files=files, shapes=shapes, locations=locations)
+
+
+def _read_file_header(file: Path) -> dict[str, tuple[tuple[int, ...], int, int]]:
+    broken = f"{file} is not a whole safetensors file"
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            header_size = int.from_bytes(stream.read(8), "little")
+            if header_size > size - 8:
+                raise ConfigError(
+                    f"{broken}: its header ends behind the end of the file. Save the checkpoint again."
+                )
+            header: dict[str, Any] = json.loads(stream.read(header_size))
+        tensors = {}
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            shape = tuple(entry["shape"])
+            start, end = (8 + header_size + offset for offset in entry["data_offsets"])
+            wanted = math.prod(shape) * _DTYPE_BYTES.get(entry["dtype"], 0)
+            if end > size or (wanted and wanted != end - start):
+                raise ConfigError(f"{broken}: the data of {name!r} is cut off. Save the checkpoint again.")
+            tensors[name] = (shape, start, end)
+        return tensors
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{broken} ({error}). Save the checkpoint again.") from error
+
+
+def check_manifest(path: Path) -> None:
+    """Compare the files of ``path`` with its ``manifest.json``, if it has one.
+
+    The manifest is ``{"files": {NAME: {"size": BYTES, "sha256": HEX}}}``, written after the files.
+
+    Raises:
+        ConfigError: If a file is missing, or its size or hash is another.
+    """
+    manifest = path / "manifest.json"
+    if not manifest.is_file():
+        return
+    try:
+        entries = {
+            name: (int(entry["size"]), str(entry["sha256"])) for name, entry in _manifest_files(manifest)
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{manifest} is no manifest ({error!r}); save the checkpoint again.") from error
+    for name, (size, sha256) in entries.items():
+        file = path / name
+        if not file.is_file():
+            raise ConfigError(f"{manifest} names {name!r}, which is not there; save the checkpoint again.")
+        if file.stat().st_size != size:
+            raise ConfigError(
+                f"{file} has {file.stat().st_size} bytes, {manifest.name} says {size}; save the checkpoint again."
+            )
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if digest != sha256:
+            raise ConfigError(
+                f"{file} has SHA-256 {digest}, {manifest.name} says {sha256}; save the checkpoint again."
+            )
+
+
+def _manifest_files(manifest: Path) -> list[tuple[str, Any]]:
+    return list(json.loads(manifest.read_text())["files"].items())
+
+
+def check_weights(
+    header: CheckpointHeader, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]
+) -> None:
+    """Check that a checkpoint fits the served model.
+
+    Args:
+        header: The checkpoint.
+        shapes: Names and shapes of the served model's weights, tied names included.
+        tied: Second names of tied weights, each with the first name of the same tensor.
+
+    Raises:
+        ConfigError: If a weight is missing, unknown or of another shape, or if the checkpoint gives two different
+            tensors for weights that the served model ties.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in shapes:
+        groups.setdefault(tied.get(name, name), []).append(name)
+    missing = [group[0] for group in groups.values() if not any(name in header.shapes for name in group)]
+    unknown = [name for name in header.shapes if name not in shapes]
+    wrong = [name for name, shape in header.shapes.items() if name in shapes and shapes[name] != shape]
+    for names, what in ((missing, "lacks"), (unknown, "has unknown"), (wrong, "has another shape for")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            detail = f" {header.shapes[names[0]]} instead of {shapes[names[0]]}" if names is wrong else ""
+            raise ConfigError(
+                f"checkpoint {str(header.path)!r} {what} {names[0]!r}{detail}{more}; the served weights stay. "
+                "Save the whole model, of the same architecture as the served one."
+            )
+    for second, first in tied.items():
+        if {first, second} <= set(header.shapes) and _tensor_hash(header, first) != _tensor_hash(
+            header, second
+        ):
+            raise ConfigError(
+                f"checkpoint {str(header.path)!r} has different tensors for {first!r} and {second!r}, which the served "
+                "model ties; the served weights stay. Train with tied embeddings, or serve an untied model."
+            )
+
+
+def _tensor_hash(header: CheckpointHeader, name: str) -> bytes:
+    file, start, end = header.locations[name]
+    with file.open("rb") as stream:
+        stream.seek(start)
+        return hashlib.sha256(stream.read(end - start)).digest()

@@ -1,0 +1,221 @@
+"""From the JSON body of ``/generate`` to requests: every rule of SGLang's wire that can be checked beforehand.
+
+Token ids outside the vocabulary are refused here; they would end a real SGLang server.
+"""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from areal_lite.embedded.generation_request import GenerationRequest
+from areal_lite.embedded.sampling_params import parse_sampling_params, rule_broken, wrong_type
+
+_IGNORED_UNLESS_SET = (
+    "input_embeds",
+    "image_data",
+    "audio_data",
+    "video_data",
+    "lora_path",
+    "return_hidden_states",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What the served model can take."""
+
+    context_length: int
+    vocab_size: int
+    max_total_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateCall:
+    """One call of ``/generate``: its requests in the order of the reply."""
+
+    requests: list[GenerationRequest]
+    owners: list[str]
+    """The rid that aborts each request: for ``n > 1`` the caller's, shared by its outputs."""
+
+    as_list: bool
+    stream: bool
+    return_prompt_token_ids: bool
+    return_text_in_logprobs: bool
+
+
+def parse_generate(
+    body: Any, *, encode: Callable[[str], list[int]], limits: Limits, draw: random.Random
+) -> GenerateCall:
+    """Check a ``/generate`` body and make its requests.
+
+    Args:
+        body: The parsed JSON. Unknown top-level fields are ignored, as SGLang does.
+        encode: Text to token ids.
+        limits: Context and vocabulary of the served model.
+        draw: Source of the seeds that are not given.
+
+    Raises:
+        BadRequest: With the status and JSON body to answer.
+    """
+    if not isinstance(body, dict):
+        raise wrong_type(f"the body must be a JSON object, got {type(body).__name__}.")
+    for name in _IGNORED_UNLESS_SET:
+        if body.get(name):
+            raise rule_broken(
+                f"{name} is not supported by the embedded server; leave it out, or serve with SGLang."
+            )
+    prompts, is_batch = _prompts(body, encode)
+    count = len(prompts)
+    sampling = body.get("sampling_params")
+    params = [
+        parse_sampling_params(given, vocab_size=limits.vocab_size)
+        for given in _per_prompt("sampling_params", sampling, count, is_batch and isinstance(sampling, list))
+    ]
+    rids = _rids(body.get("rid"), count, is_batch)
+    flags = {name: _per_prompt_typed(body, name, bool, False, count) for name in ("return_logprob",)}
+    starts = _per_prompt_typed(body, "logprob_start_len", int, -1, count)
+    tops = _per_prompt_typed(body, "top_logprobs_num", int, 0, count)
+    stream, prompt_ids, with_text = (
+        _flag(body, name) for name in ("stream", "return_prompt_token_ids", "return_text_in_logprobs")
+    )
+    requests, owners = [], []
+    for i, prompt in enumerate(prompts):
+        _check_prompt(prompt, limits)
+        _check_length(prompt, params[i].max_new_tokens, limits)
+        if not -1 <= starts[i] < len(prompt):
+            raise rule_broken(
+                f"logprob_start_len must be -1 (off) or in [0, {len(prompt)}) for this prompt, got {starts[i]}."
+            )
+        if not 0 <= tops[i] <= limits.vocab_size:
+            raise rule_broken(f"top_logprobs_num must be in [0, {limits.vocab_size}], got {tops[i]}.")
+        given_seed = params[i].sampling_seed
+        for copy in range(params[i].n):
+            seed = (
+                draw.getrandbits(64)
+                if given_seed is None
+                else (given_seed + copy * 0xD1342543DE82EF95) % 2**64
+            )
+            requests.append(
+                GenerationRequest(
+                    rid=rids[i] if params[i].n == 1 else f"{rids[i]}_{copy}",
+                    prompt=prompt,
+                    params=params[i],
+                    seed=seed,
+                    return_logprob=flags["return_logprob"][i],
+                    logprob_start=starts[i] if flags["return_logprob"][i] and starts[i] >= 0 else None,
+                    top_logprobs_num=tops[i] if flags["return_logprob"][i] else 0,
+                    stream=stream,
+                )
+            )
+            owners.append(rids[i])
+    as_list = is_batch or len(requests) > 1
+    if stream and as_list:
+        raise rule_broken(
+            "stream is for one prompt with n = 1; send one call per output, or leave stream out."
+        )
+    return GenerateCall(
+        requests=requests,
+        owners=owners,
+        as_list=as_list,
+        stream=stream,
+        return_prompt_token_ids=prompt_ids,
+        return_text_in_logprobs=with_text,
+    )
+
+
+def _prompts(body: dict[str, Any], encode: Callable[[str], list[int]]) -> tuple[list[list[int]], bool]:
+    text, input_ids = body.get("text"), body.get("input_ids")
+    if text is None and input_ids is None:
+        raise rule_broken("Either text, input_ids or input_embeds should be provided.")
+    if text is not None and input_ids is not None:
+        raise rule_broken("text and input_ids are both given; give one of them.")
+    if input_ids is not None:
+        if not isinstance(input_ids, list):
+            raise wrong_type(f"input_ids: must be list or null; got {type(input_ids).__name__}.")
+        if not input_ids:
+            raise rule_broken("input_ids cannot be empty.")
+        is_batch = isinstance(input_ids[0], list)
+        return (input_ids if is_batch else [input_ids]), is_batch
+    texts = text if isinstance(text, list) else [text]
+    if not texts or not all(isinstance(one, str) for one in texts):
+        raise wrong_type("text: must be a string or a list of strings that is not empty.")
+    return [encode(one) for one in texts], isinstance(text, list)
+
+
+def _check_prompt(prompt: list[int], limits: Limits) -> None:
+    if not prompt:
+        raise rule_broken("input_ids cannot be empty.")
+    if any(type(token) is not int for token in prompt):
+        odd = next(token for token in prompt if type(token) is not int)
+        raise wrong_type(f"input_ids: elements must be int or list; got {type(odd).__name__}.")
+    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+        odd = min(prompt) if min(prompt) < 0 else max(prompt)
+        raise rule_broken(
+            f"input_ids holds {odd}, which is not in the vocabulary [0, {limits.vocab_size}); was the prompt tokenized "
+            "with this model's tokenizer?"
+        )
+
+
+def _check_length(prompt: list[int], max_new_tokens: int, limits: Limits) -> None:
+    context, length = limits.context_length, len(prompt)
+    if length > context or (length == context and max_new_tokens > 0):
+        raise rule_broken(
+            f"The input ({length} tokens) is longer than the model's context length ({context} tokens)."
+        )
+    total = length + max_new_tokens
+    if total > context:
+        raise rule_broken(
+            f"Requested token count exceeds the model's maximum context length of {context} tokens. You requested a "
+            f"total of {total} tokens: {length} tokens from the input messages and {max_new_tokens} tokens for the "
+            "completion. Please reduce the number of tokens in the input messages or the completion to fit within "
+            "the limit."
+        )
+
+
+def _rids(given: Any, count: int, is_batch: bool) -> list[str]:
+    if given is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    rids = (
+        given
+        if isinstance(given, list)
+        else [given]
+        if count == 1
+        else [f"{given}_{i}" for i in range(count)]
+    )
+    if not all(isinstance(rid, str) and rid for rid in rids) or (isinstance(given, list) and not is_batch):
+        raise wrong_type(f"rid must be a string, or for a batch a list of strings; got {given!r}.")
+    if len(rids) != count:
+        raise rule_broken(f"rid has {len(rids)} entries for {count} prompts; give one per prompt.")
+    twice = sorted({rid for rid in rids if rids.count(rid) > 1}) if len(set(rids)) < count else []
+    if twice:
+        raise rule_broken(f"Duplicate request IDs detected within the request: {twice}")
+    return rids
+
+
+def _per_prompt(name: str, value: Any, count: int, is_list: bool) -> list[Any]:
+    if not is_list:
+        return [value] * count
+    if len(value) != count:
+        raise rule_broken(
+            f"{name} has {len(value)} entries for {count} prompts; give one, or one per prompt."
+        )
+    return list(value)
+
+
+def _per_prompt_typed(body: dict[str, Any], name: str, kind: type, default: Any, count: int) -> list[Any]:
+    given = body.get(name)
+    values = _per_prompt(name, default if given is None else given, count, isinstance(given, list))
+    if any(type(value) is not kind for value in values):
+        raise wrong_type(f"{name} must be {kind.__name__}, got {given!r}.")
+    return values
+
+
+def _flag(body: dict[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise wrong_type(f"{name} must be true or false, got {value!r}.")
+    return bool(value)

@@ -1,0 +1,387 @@
+"""SGLang's native HTTP dialect in front of the scheduler.
+
+Guarantees: a bad request gets a 4xx with a JSON body and costs the model nothing; a client that goes away aborts its
+requests; ``/health`` answers at once in every state. Sampling, batching and weights are the scheduler's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+from aiohttp import web
+
+from areal_lite import __version__
+from areal_lite.embedded import checkpoint
+from areal_lite.embedded.generate_body import GenerateCall, Limits, parse_generate
+from areal_lite.embedded.generation_request import GenerationRequest
+from areal_lite.embedded.sampling_params import BadRequest, SamplingParams, rule_broken, wrong_type
+from areal_lite.embedded.scheduler import Scheduler
+from areal_lite.errors import ArealLiteError, ConfigError
+
+_MAX_BODY_BYTES = 64 * 2**20
+_FLUSHED = (
+    "Cache flushed.\nPlease check backend logs for more details. "
+    "(When there are running or waiting requests, the operation will not be performed.)\n"
+)
+
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class SGLangDialect:
+    """The HTTP application of one served model."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        tokenizer: Any,
+        model_path: str,
+        limits: Limits,
+        seed: int,
+        description: dict[str, Any],
+    ) -> None:
+        """Prepare the application; ``app`` makes it.
+
+        Args:
+            scheduler: Where requests go.
+            tokenizer: A Hugging Face tokenizer.
+            model_path: Where the served weights came from; updates change it.
+            limits: What the model can take.
+            seed: Decides the seeds of requests that bring none.
+            description: What ``/server_info`` shows besides the counters.
+        """
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._model_path = model_path
+        self._limits = limits
+        self._draw = random.Random(seed)
+        self._description = description
+        self._live: dict[str, list[GenerationRequest]] = {}
+        self._updating = asyncio.Lock()
+        # One thread: a tokenizer may not be used from two at once, and a long text must not hold up the event loop.
+        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[_errors_as_json], client_max_size=_MAX_BODY_BYTES)
+        both = ("GET", "POST")
+        for methods, path, handler in (
+            (("POST", "PUT"), "/generate", self._generate),
+            (("POST",), "/abort_request", self._abort_request),
+            (("POST",), "/pause_generation", self._pause),
+            (("POST",), "/continue_generation", self._continue),
+            (("POST",), "/update_weights_from_disk", self._update_weights),
+            (("POST",), "/update_weight_version", self._update_version),
+            (both, "/flush_cache", self._flush_cache),
+            (("GET",), "/model_info", self._model_info),
+            (("GET",), "/get_model_info", self._model_info),
+            (("GET",), "/server_info", self._server_info),
+            (("GET",), "/get_server_info", self._server_info),
+            (("GET",), "/v1/loads", self._loads),
+            (("GET",), "/v1/models", self._models),
+            (("GET",), "/health", self._alive),
+            (("GET",), "/ready", self._alive),
+            (("GET",), "/ping", self._alive),
+            (("GET",), "/health_generate", self._health_generate),
+            (("POST",), "/tokenize", self._tokenize),
+        ):
+            for method in methods:
+                app.router.add_route(method, path, handler)
+        return app
+
+    # -- generating --------------------------------------------------------------------------------------------------
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await _json(request)
+        try:
+            call = await self._in_tokenizer_thread(
+                lambda: parse_generate(body, encode=self._encode, limits=self._limits, draw=self._draw)
+            )
+            self._register(call)
+        except BadRequest as error:
+            message = error.body["error"]["message"] if isinstance(error.body.get("error"), dict) else None
+            if message is not None and isinstance(body, dict) and body.get("stream") is True:
+                return await _stream_error(request, message)
+            raise
+        try:
+            self._scheduler.submit(call.requests)
+            if call.stream:
+                return await self._stream(request, call)
+            replies = []
+            for one in call.requests:
+                while one.finish_reason is None:
+                    await one.changed.wait()
+                    one.changed.clear()
+                replies.append(await self._reply(one, call))
+            for one in call.requests:
+                if one.finish_reason is not None and one.finish_reason.get("status_code"):
+                    raise rule_broken(one.finish_reason["message"], status=one.finish_reason["status_code"])
+            return _reply_json(replies if call.as_list else replies[0])
+        finally:
+            for owner in set(call.owners):
+                self._live.pop(owner, None)
+            if unfinished := [one for one in call.requests if one.finish_reason is None]:
+                self._scheduler.discard(unfinished)
+
+    def _register(self, call: GenerateCall) -> None:
+        for owner in set(call.owners):
+            if owner in self._live:
+                raise rule_broken(f"Duplicate request ID detected: {owner}")
+        for owner, one in zip(call.owners, call.requests, strict=True):
+            self._live.setdefault(owner, []).append(one)
+
+    async def _stream(self, request: web.Request, call: GenerateCall) -> web.StreamResponse:
+        response = await _open_stream(request)
+        one, ended = call.requests[0], False
+        while not ended:
+            await one.changed.wait()
+            one.changed.clear()
+            reply = await self._reply(one, call)
+            ended = reply["meta_info"]["finish_reason"] is not None
+            await response.write(b"data: " + orjson.dumps(reply) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _reply(self, one: GenerationRequest, call: GenerateCall) -> dict[str, Any]:
+        return await self._in_tokenizer_thread(lambda: self._make_reply(one, call))
+
+    def _make_reply(self, one: GenerationRequest, call: GenerateCall) -> dict[str, Any]:
+        num_tokens = len(one.output_ids)
+        decoded = self.decode(one.ids_of_text(num_tokens), one.params.skip_special_tokens)
+        version = self._scheduler.weight_version
+        reply = one.reply(one.visible_text(decoded, num_tokens), num_tokens, version)
+        if call.return_prompt_token_ids:
+            reply["prompt_token_ids"] = one.prompt
+        if call.return_text_in_logprobs:
+            for name in ("input_token_logprobs", "output_token_logprobs"):
+                for entry in reply["meta_info"].get(name, ()):
+                    entry[2] = self.decode([entry[1]], False)
+        return reply
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, truncation=False)["input_ids"]
+        return ids
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """Return the text of ``ids``."""
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    async def _in_tokenizer_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        prompt = _fields(await _json(request)).get("prompt")
+        if not isinstance(prompt, str):
+            raise wrong_type(f"prompt must be a string, got {prompt!r}.")
+        ids = await self._in_tokenizer_thread(lambda: self._encode(prompt))
+        return _reply_json({"tokens": ids, "count": len(ids), "max_model_len": self._limits.context_length})
+
+    # -- control -----------------------------------------------------------------------------------------------------
+
+    async def _abort_request(self, request: web.Request) -> web.Response:
+        fields = _fields(await _json(request))
+        if fields.get("abort_all") is True:
+            await self._scheduler.command(self._scheduler.abort_all)
+        elif requests := self._live.get(str(fields.get("rid"))):
+            await self._scheduler.command(lambda: self._scheduler.abort(requests))
+        return web.Response()
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        mode = _fields(await _json(request)).get("mode", "abort")
+        if mode not in ("abort", "retract", "in_place"):
+            raise wrong_type(f"mode: Input should be 'abort', 'retract' or 'in_place', got {mode!r}.")
+        await self._scheduler.command(lambda: self._scheduler.pause(mode))
+        return _reply_json({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def _continue(self, request: web.Request) -> web.Response:
+        _fields(await _json(request))
+        await self._scheduler.command(self._scheduler.resume)
+        return _reply_json({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _flush_cache(self, _request: web.Request) -> web.Response:
+        await self._scheduler.command(self._scheduler.flush_cache)
+        return web.Response(text=_FLUSHED)
+
+    async def _update_version(self, request: web.Request) -> web.Response:
+        fields = _fields(await _json(request))
+        version = _version(fields.get("new_version"))
+        if version is None:
+            raise wrong_type("new_version: Field required.")
+
+        def change() -> None:
+            if fields.get("abort_all_requests", True):
+                self._scheduler.abort_all()
+            self._scheduler.weight_version = version
+
+        await self._scheduler.command(change)
+        message = f"Weight version updated to {version}"
+        return _reply_json({"success": True, "message": message, "new_version": version})
+
+    async def _update_weights(self, request: web.Request) -> web.Response:
+        """Check the checkpoint beside the model thread, then load it between two steps."""
+        fields = _fields(await _json(request))
+        path, version = fields.get("model_path"), _version(fields.get("weight_version"))
+        if not isinstance(path, str):
+            raise wrong_type(f"model_path: Field required, a string; got {path!r}.")
+        async with self._updating:
+            try:
+                header = await asyncio.to_thread(self._check_checkpoint, Path(path).expanduser())
+                await self._scheduler.command(
+                    lambda: self._scheduler.change_weights(
+                        lambda: self._load(header),
+                        version,
+                        abort_all=fields.get("abort_all_requests") is True,
+                    )
+                )
+            except (ArealLiteError, OSError) as error:
+                return _reply_json(
+                    {"success": False, "message": str(error), "num_paused_requests": 0}, status=400
+                )
+            self._model_path = path
+        message = "Succeeded to update model weights."
+        if version is not None:
+            message += f" Weight version updated to {version}."
+        paused = len(self._scheduler.running) if self._scheduler.paused else 0
+        return _reply_json({"success": True, "message": message, "num_paused_requests": paused})
+
+    def _check_checkpoint(self, path: Path) -> checkpoint.CheckpointHeader:
+        header = checkpoint.read_checkpoint_header(path)
+        checkpoint.check_manifest(path)
+        checkpoint.check_weights(header, *self._scheduler.runner.weight_shapes())
+        return header
+
+    def _load(self, header: checkpoint.CheckpointHeader) -> None:
+        """Load checked weights; if even so that fails, half of them are new: put the served ones back."""
+        try:
+            self._scheduler.runner.load_weights(header)
+        except Exception as error:
+            self._scheduler.runner.load_weights(checkpoint.read_checkpoint_header(Path(self._model_path)))
+            raise ConfigError(
+                f"loading {str(header.path)!r} failed ({error}); the served weights were put back."
+            ) from error
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    async def _alive(self, _request: web.Request) -> web.Response:
+        return web.Response(status=200 if self._scheduler.alive else 503)
+
+    async def _health_generate(self, request: web.Request) -> web.Response:
+        if not self._scheduler.paused and self._scheduler.alive:
+            one = GenerationRequest(rid="health", prompt=[0], params=SamplingParams(max_new_tokens=1), seed=0)
+            self._scheduler.submit([one])
+            await one.changed.wait()
+        return await self._alive(request)
+
+    async def _model_info(self, _request: web.Request) -> web.Response:
+        return _reply_json(self._info())
+
+    def _info(self) -> dict[str, Any]:
+        return {
+            "model_path": self._model_path,
+            "served_model_name": self._model_path,
+            "tokenizer_path": self._model_path,
+            "is_generation": True,
+            "weight_version": self._scheduler.weight_version,
+            **self._description,
+            "context_length": self._limits.context_length,
+            "vocab_size": self._limits.vocab_size,
+            "max_running_requests": self._scheduler.max_running_requests,
+            "max_total_num_tokens": self._limits.max_total_tokens,
+        }
+
+    async def _server_info(self, _request: web.Request) -> web.Response:
+        return _reply_json(
+            {**self._info(), "version": __version__, "internal_states": [self._load_numbers()]}
+        )
+
+    async def _loads(self, _request: web.Request) -> web.Response:
+        load = {"timestamp": time.time(), "dp_rank": 0, **self._load_numbers()}
+        return _reply_json(
+            {"timestamp": time.time(), "version": __version__, "num_accelerators": 1, "loads": [load]}
+        )
+
+    def _load_numbers(self) -> dict[str, Any]:
+        scheduler = self._scheduler
+        used = sum(len(one.prompt) + len(one.output_ids) for one in tuple(scheduler.running))
+        return {
+            "num_running_reqs": len(scheduler.running),
+            "num_waiting_reqs": len(scheduler.waiting),
+            "num_used_tokens": used,
+            "max_total_num_tokens": self._limits.max_total_tokens,
+            "max_running_requests": scheduler.max_running_requests,
+            "token_usage": used / self._limits.max_total_tokens,
+            "generated_tokens": scheduler.generated_tokens,
+            "paused": scheduler.paused,
+        }
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        model = {
+            "id": self._model_path,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "areal_lite",
+        }
+        model |= {"root": self._model_path, "parent": None, "max_model_len": self._limits.context_length}
+        return _reply_json({"object": "list", "data": [model]})
+
+
+def _reply_json(body: Any, *, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+
+
+async def _json(request: web.Request) -> Any:
+    raw = await request.read()
+    if not raw:
+        raise wrong_type("body: Field required, a JSON object.")
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise wrong_type(f"body: JSON decode error: {error}") from error
+
+
+def _fields(body: Any) -> dict[str, Any]:
+    if not isinstance(body, dict):
+        raise wrong_type(f"the body must be a JSON object, got {type(body).__name__}.")
+    return body
+
+
+def _version(given: Any) -> str | None:
+    if given is not None and (isinstance(given, bool) or not isinstance(given, str | int)):
+        raise wrong_type(f"the weight version must be a string, got {given!r}.")
+    return None if given is None else str(given)
+
+
+async def _open_stream(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    return response
+
+
+async def _stream_error(request: web.Request, message: str) -> web.StreamResponse:
+    error = {"message": message, "type": "invalid_request_error", "code": 400, "retryable": False}
+    response = await _open_stream(request)
+    await response.write(b"data: " + orjson.dumps({"error": error}) + b"\n\ndata: [DONE]\n\n")
+    return response
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except BadRequest as error:
+        return _reply_json(error.body, status=error.status)
+    except web.HTTPRequestEntityTooLarge:
+        message = f"the body is larger than {_MAX_BODY_BYTES} bytes; send shorter prompts, or fewer at once."
+        return _reply_json({"error": {"message": message}}, status=413)
+    except web.HTTPException as error:
+        return _reply_json({"detail": error.reason}, status=error.status)

@@ -1,0 +1,156 @@
+"""The model: loading it, one forward pass over any mixture of rows, and new weights in place.
+
+Guarantees next-token logits that equal a plain forward pass over the row's whole sequence, to float tolerance; a
+model for which that does not hold is refused at the start. Who owns which slot is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from areal_lite.embedded.checkpoint import CheckpointHeader
+from areal_lite.embedded.slot_cache import SlotCache
+from areal_lite.errors import ConfigError
+
+
+class ModelRunner:
+    """A causal language model with a slot cache."""
+
+    def __init__(self, model: Any, *, slots: int, context_length: int) -> None:
+        self.model = model
+        self.device: torch.device = model.device
+        self.context_length = context_length
+        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self.slots = slots
+        num_layers = int(model.config.get_text_config().num_hidden_layers)
+        self.cache = SlotCache(
+            num_layers=num_layers, slots=slots, capacity=context_length, device=self.device
+        )
+        self._last: Tensor | None = None
+        head: nn.Module = model.get_output_embeddings()
+        head.register_forward_pre_hook(self._keep_last_positions)
+
+    def _keep_last_positions(self, _head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        # A hook and not ``logits_to_keep``: rows end at different positions, and scaled or capped logits stay right.
+        if self._last is None:
+            return inputs
+        hidden = inputs[0]
+        return (hidden[torch.arange(hidden.shape[0], device=hidden.device), self._last][:, None], *inputs[1:])
+
+    @torch.inference_mode()
+    def forward(
+        self, rows: list[int], tokens: list[list[int]], past: list[int], *, all_positions: bool
+    ) -> Tensor:
+        """Compute ``tokens`` behind the ``past`` columns of each slot in ``rows`` and keep their KV.
+
+        Args:
+            rows: ``[n]`` slots, all different.
+            tokens: ``[n][<= q]`` ids, at least one a row; shorter rows are padded on the right.
+            past: ``[n]`` columns of the slot that are valid and come before these tokens.
+            all_positions: Logits of every position instead of each row's last.
+
+        Returns:
+            ``[n, vocab]`` logits of each row's last token, or ``[n, q, vocab]``.
+        """
+        lengths = [len(row) for row in tokens]
+        width = max(lengths)
+        plan = self.cache.plan
+        plan.set(rows, past, width)
+        padded = [row + [0] * (width - len(row)) for row in tokens]
+        input_ids = torch.tensor(padded, device=self.device)
+        self._last = None if all_positions or width == 1 else torch.tensor(lengths, device=self.device) - 1
+        mask = None
+        if not plan.fresh:
+            columns = torch.arange(plan.kv_length, device=self.device)
+            visible = columns[None, None] <= plan.columns[:, :, None]  # [n, q, kv]
+            mask = torch.zeros(visible.shape, dtype=self.model.dtype, device=self.device)
+            mask = mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)[:, None]
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=plan.columns.clamp(max=self.context_length - 1),
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        logits: Tensor = output.logits
+        return logits if all_positions else logits[:, -1]
+
+    @torch.inference_mode()
+    def check_against_plain_forward(self) -> None:
+        """Refuse a model whose attention the slot cache does not reproduce.
+
+        Raises:
+            ConfigError: If prefill, extension and decoding together do not give the logits of one plain pass.
+        """
+        length = min(9, self.context_length)
+        ids = [(7 * i + 3) % self.vocab_size for i in range(length)]
+        self._last = None
+        plain = (
+            self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False)
+            .logits[0, -1]
+            .float()
+        )
+        self.forward([1, 0], [ids[: length - 4], ids[:1]], [0, 0], all_positions=False)
+        self.forward([1, 0], [ids[length - 4 : length - 1], ids[1:2]], [length - 4, 1], all_positions=False)
+        slotted = self.forward([0, 1], [ids[2:3], ids[-1:]], [2, length - 1], all_positions=False)[1].float()
+        difference = float((plain.log_softmax(-1) - slotted.log_softmax(-1)).abs().max())
+        tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.5
+        if not difference <= tolerance:
+            raise ConfigError(
+                f"the model ({type(self.model).__name__}) gives log-probs that differ by {difference:.3g} with the slot "
+                f"cache of the embedded server, more than {tolerance}: it does not use standard attention and KV caching. "
+                "Serve it with SGLang or vLLM instead."
+            )
+
+    def weight_shapes(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+        """Return the shape of each weight by name, and the second names of tied weights with their first."""
+        first_names: dict[int, str] = {}
+        tied: dict[str, str] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, tensor in self.model.state_dict().items():
+            shapes[name] = tuple(tensor.shape)
+            first = first_names.setdefault(tensor.data_ptr(), name)
+            if first != name:
+                tied[name] = first
+        return shapes, tied
+
+    @torch.inference_mode()
+    def load_weights(self, header: CheckpointHeader) -> None:
+        """Copy a checkpoint over the weights in place; ``checkpoint.check_weights`` has to come first."""
+        state = self.model.state_dict()
+        _, tied = self.weight_shapes()
+        for file in header.files:
+            with safe_open(str(file), framework="pt") as shard:
+                for name in shard.keys():  # noqa: SIM118 -- a safetensors file, not a mapping
+                    if tied.get(name) not in header.shapes:
+                        state[name].copy_(shard.get_tensor(name))
+
+
+def load_model(model_path: Path, *, dtype: str, device: str) -> Any:
+    """Load a causal language model for inference.
+
+    Args:
+        model_path: Directory with config.json and weights.
+        dtype: ``bfloat16``, ``float32``, ``float16`` or ``auto``.
+        device: ``cpu`` or ``cuda``.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=getattr(torch, dtype) if dtype != "auto" else "auto"
+    )
+    return model.to(device).eval().requires_grad_(False)
+
+
+def longest_context(config: Any) -> int:
+    """Return the number of positions the model can attend to; a sliding window bounds it."""
+    text_config = config.get_text_config()
+    limits = [
+        getattr(text_config, "max_position_embeddings", None),
+        getattr(text_config, "sliding_window", None),
+    ]
+    return min((int(limit) for limit in limits if limit), default=2048)

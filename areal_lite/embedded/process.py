@@ -1,0 +1,198 @@
+"""The embedded server as a child process. Imports no torch.
+
+Guarantees: the child is in its own process group, so a Ctrl-C at the terminal reaches only the parent; it ends
+with the parent, also when that is killed with SIGKILL (a pipe, not a process-death signal, which would fire when
+the *thread* that started the child ends); ``start`` returns when requests are answered, without polling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import fields
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import areal_lite
+from areal_lite.embedded.settings import ServerSettings, check_model_path, check_port
+from areal_lite.errors import ConfigError, ServerError
+
+_LOG_TAIL_LINES = 20
+
+
+class EmbeddedServer:
+    """One child process that serves one model.
+
+    Example:
+        with EmbeddedServer(model_path="models/smollm2", dtype="float32") as server:
+            requests.post(f"{server.address}/generate", json=...)
+    """
+
+    def __init__(
+        self, *, log_path: str | Path | None = None, start_timeout_s: float = 600.0, **settings: Any
+    ) -> None:
+        """Check the settings; nothing runs yet.
+
+        Args:
+            log_path: File the child's stdout and stderr are appended to. None: a temporary file, for error messages.
+            start_timeout_s: Seconds until the model must be loaded and served.
+            settings: The fields of ``ServerSettings``.
+
+        Raises:
+            ConfigError: If a setting is unknown or out of range, or the model or the port cannot be used.
+        """
+        known = [field.name for field in fields(ServerSettings)]
+        if unknown := sorted(set(settings) - set(known)):
+            raise ConfigError(f"EmbeddedServer has no setting {unknown[0]!r}; known are {', '.join(known)}.")
+        self.settings = ServerSettings(**settings)
+        check_model_path(self.settings.model_path)
+        check_port(self.settings.host, self.settings.port)
+        self.log_path = None if log_path is None else Path(log_path)
+        self._start_timeout_s = start_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log: IO[bytes] | None = None
+        self._address: str | None = None
+
+    @property
+    def address(self) -> str:
+        """``http://HOST:PORT`` of the running server."""
+        if self._address is None:
+            raise ServerError(
+                "the embedded server is not running; call start(), or use it in a with statement."
+            )
+        return self._address
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child, None before the start."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code of a child that ended, None while it runs."""
+        return self.poll()
+
+    def poll(self) -> int | None:
+        """Return the exit code if the child ended, else None."""
+        return None if self._process is None else self._process.poll()
+
+    def start(self) -> EmbeddedServer:
+        """Start the child and wait until it answers requests.
+
+        Raises:
+            ConfigError: If the child finds a setting it cannot use.
+            ServerError: If the child dies first, or is not ready in time; with the end of its log.
+        """
+        if self._process is not None:
+            raise ServerError(f"the embedded server was started before (pid {self.pid}); make another one.")
+        self._log = tempfile.TemporaryFile() if self.log_path is None else self.log_path.open("a+b")  # noqa: SIM115
+        self._log.seek(0, os.SEEK_END)
+        ready_read, ready_write = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "areal_lite.embedded", *self._arguments(ready_write)],
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(ready_write,),
+                start_new_session=True,
+                env=self._environment(),
+            )
+        finally:
+            os.close(ready_write)
+        try:
+            where = self._wait_until_ready(ready_read)
+            self._address = f"http://{where['host']}:{where['port']}"
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            os.close(ready_read)
+        return self
+
+    def stop(self, *, timeout_s: float = 5.0) -> None:
+        """End the child: SIGTERM, and SIGKILL to its process group if it is still there after ``timeout_s``."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout_s)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        if self._log is not None:
+            self._log.close()
+        self._address = None
+
+    def log_tail(self) -> str:
+        """Return the last lines the child wrote."""
+        if self._log is None or self._log.closed:
+            return ""
+        with (
+            open(f"/proc/self/fd/{self._log.fileno()}", "rb")
+            if self.log_path is None
+            else self.log_path.open("rb") as log
+        ):
+            return "\n".join(log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
+
+    def __enter__(self) -> EmbeddedServer:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _arguments(self, ready_fd: int) -> list[str]:
+        arguments = [self.settings.model_path, "--ready-fd", str(ready_fd), "--die-with-stdin"]
+        for field in fields(self.settings):
+            value = getattr(self.settings, field.name)
+            if field.name != "model_path" and value is not None:
+                arguments.append(f"--{field.name.replace('_', '-')}={value}")
+        return arguments
+
+    def _environment(self) -> dict[str, str]:
+        """Return the child's environment: threads that sleep while they wait, and this package on its path."""
+        threads = str(self.settings.threads)
+        package_root = str(Path(areal_lite.__file__).resolve().parent.parent)
+        return os.environ | {
+            # Spinning threads of two processes on the same cores made generation 15 times slower.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "KMP_BLOCKTIME": "0",
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")])),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def _wait_until_ready(self, ready_fd: int) -> dict[str, Any]:
+        """Read the child's ready line; the pipe ends without one when the child dies."""
+        assert self._process is not None
+        deadline, line = time.monotonic() + self._start_timeout_s, b""
+        while not line.endswith(b"\n"):
+            if not select.select([ready_fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise ServerError(
+                    f"the embedded server was not ready after {self._start_timeout_s:.0f} s; the end of its log:\n"
+                    f"{self.log_tail()}\nIs the model too large for this machine? Else raise start_timeout_s."
+                )
+            piece = os.read(ready_fd, 4096)
+            if not piece:
+                code, tail = self._process.wait(), self.log_tail()
+                if code == ConfigError.exit_code:
+                    raise ConfigError(tail[tail.rfind("error: ") + len("error: ") :])
+                raise ServerError(f"the embedded server ended with code {code} before it was ready:\n{tail}")
+            line += piece
+        where: dict[str, Any] = json.loads(line)
+        return where

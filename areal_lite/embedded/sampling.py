@@ -1,0 +1,139 @@
+"""Sampling for a whole batch at once: log-probs in SGLang's convention, filters, and seeded choices.
+
+A row's token depends on its logits, its parameters, its seed and its position, never on the other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_lite.embedded.generation_request import GenerationRequest
+
+_FIRST_TRY = 1024  # most top-p supports fit; a full sort of a vocabulary costs 7 times as much
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One sampled token per row."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    """Nats, fp32 ``log_softmax(logits / temperature)``; of the undivided logits for temperature 0."""
+
+    top: list[list[tuple[float, int]]]
+    """The ``top_logprobs_num`` most probable (log-prob, id) per row, where asked for."""
+
+
+def sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: frozenset[int]) -> Sampled:
+    """Sample the next token of each request.
+
+    Args:
+        logits: ``[rows, vocab]``, any float type.
+        requests: One per row.
+        eos_ids: Ids that ``min_new_tokens`` forbids, besides the request's own stop ids.
+    """
+    temperatures = [request.params.temperature for request in requests]
+    logits = logits.float()
+    if any(temperature not in (0.0, 1.0) for temperature in temperatures):
+        divisors = torch.tensor([temperature or 1.0 for temperature in temperatures], device=logits.device)
+        logits = logits / divisors[:, None]
+    logprobs = torch.log_softmax(logits, dim=-1)
+    allowed = _forbid_early_stop(logprobs, requests, eos_ids)
+    tokens = torch.empty(len(requests), dtype=torch.long, device=logits.device)
+    greedy = [row for row, temperature in enumerate(temperatures) if temperature == 0.0]
+    plain, filtered = [], []
+    for row, request in enumerate(requests):
+        params = request.params
+        if params.temperature > 0.0:
+            (filtered if params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0 else plain).append(row)
+    if greedy:
+        tokens[greedy] = _rows(allowed, greedy).argmax(dim=-1)
+    uniforms = torch.from_numpy(_uniforms(requests)).to(logits.device)
+    if plain:
+        tokens[plain] = _pick(_rows(allowed, plain).exp(), uniforms[plain])
+    if filtered:
+        probabilities = _rows(allowed, filtered).exp()
+        tokens[filtered] = _pick_filtered(
+            probabilities, uniforms[filtered], [requests[row] for row in filtered]
+        )
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    return Sampled(
+        tokens.tolist(), chosen.tolist(), top_logprobs(logprobs, [r.top_logprobs_num for r in requests])
+    )
+
+
+def top_logprobs(logprobs: Tensor, counts: Sequence[int]) -> list[list[tuple[float, int]]]:
+    """Return each row's ``counts[row]`` most probable ``(log-prob, id)``, best first."""
+    tops: list[list[tuple[float, int]]] = [[] for _ in counts]
+    for row, count in enumerate(counts):
+        if count:
+            values, ids = logprobs[row].topk(min(count, logprobs.shape[1]))
+            tops[row] = list(zip(values.tolist(), ids.tolist(), strict=True))
+    return tops
+
+
+def _rows(values: Tensor, rows: list[int]) -> Tensor:
+    return values if len(rows) == values.shape[0] else values[rows]
+
+
+def _forbid_early_stop(
+    logprobs: Tensor, requests: Sequence[GenerationRequest], eos_ids: frozenset[int]
+) -> Tensor:
+    rows, columns = [], []
+    for row, request in enumerate(requests):
+        if len(request.output_ids) < request.params.min_new_tokens:
+            for token in eos_ids | request.params.stop_token_ids:
+                rows.append(row)
+                columns.append(token)
+    if not rows:
+        return logprobs
+    allowed = logprobs.clone()
+    allowed[rows, columns] = -torch.inf
+    return allowed
+
+
+def _uniforms(requests: Sequence[GenerationRequest]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Return one number in [0, 1) per request, a hash of its seed and position (splitmix64)."""
+    seeds = np.array([request.seed for request in requests], dtype=np.uint64)
+    positions = np.array([len(request.output_ids) + 1 for request in requests], dtype=np.uint64)
+    for addend in (positions, np.uint64(1)):
+        seeds = seeds + addend * np.uint64(0x9E3779B97F4A7C15)
+        seeds = (seeds ^ (seeds >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        seeds = (seeds ^ (seeds >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        seeds = seeds ^ (seeds >> np.uint64(31))
+    uniforms: np.ndarray[tuple[int], np.dtype[np.float64]] = (seeds >> np.uint64(11)).astype(
+        np.float64
+    ) * 2.0**-53
+    return uniforms
+
+
+def _pick(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Invert the cumulated ``weights [rows, choices]`` (not normalised) at ``uniforms [rows]``."""
+    cumulated = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulated[:, -1:]
+    # nextafter: rounding must not let the target reach the total, behind which nothing has weight.
+    target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulated, target, right=True)[:, 0]
+
+
+def _pick_filtered(probabilities: Tensor, uniforms: Tensor, requests: list[GenerationRequest]) -> Tensor:
+    """Apply top-k, top-p and min-p as SGLang does: all three on the unfiltered, sorted probabilities."""
+    vocab_size = probabilities.shape[1]
+    top_k = torch.tensor([r.params.top_k if r.params.top_k > 0 else vocab_size for r in requests])
+    top_p = torch.tensor([r.params.top_p for r in requests], device=probabilities.device)[:, None]
+    min_p = torch.tensor([r.params.min_p for r in requests], device=probabilities.device)[:, None]
+    width = min(int(top_k.max()), _FIRST_TRY, vocab_size)
+    kept, ids = probabilities.topk(width)
+    if width < int(top_k.max()):
+        covered = (kept.sum(-1) >= top_p[:, 0]) | (kept[:, -1] < min_p[:, 0] * kept[:, 0])
+        if not bool((covered | (top_k.to(covered.device) <= width)).all()):
+            kept, ids = probabilities.sort(dim=-1, descending=True)
+    before = kept.cumsum(dim=-1, dtype=torch.float64) - kept
+    ranks = torch.arange(kept.shape[1], device=kept.device)
+    drop = (before > top_p) | (ranks >= top_k.to(kept.device)[:, None]) | (kept < min_p * kept[:, :1])
+    return ids.gather(1, _pick(kept.masked_fill(drop, 0.0), uniforms)[:, None])[:, 0]

@@ -1,0 +1,158 @@
+"""From settings to a listening server: load the model, start the model thread, answer until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from areal_lite.embedded.settings import ServerSettings, check_model_path, check_port
+from areal_lite.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_model_path(model_path: str) -> Path:
+    """Return the directory of a model, fetched from the Hugging Face Hub where it is a Hub name.
+
+    Raises:
+        ConfigError: If the directory cannot be served, or the Hub does not give the model.
+    """
+    check_model_path(model_path)
+    local = Path(model_path).expanduser()
+    if local.is_dir():
+        return local
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+        return Path(snapshot_download(model_path, allow_patterns=patterns))
+    except Exception as error:
+        raise ConfigError(
+            f"model_path {model_path!r} is no directory, and the Hugging Face Hub did not give it "
+            f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}). Check the name and "
+            "the network, or give a directory with config.json and weights."
+        ) from error
+
+
+def serve(settings: ServerSettings, *, on_ready: Callable[[str, int], None]) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        settings: What to serve and where.
+        on_ready: Called with host and port once requests are answered.
+
+    Raises:
+        ConfigError: If model, port or device cannot be used; before torch is imported where that can be known.
+    """
+    directory = resolve_model_path(settings.model_path)
+    check_port(settings.host, settings.port)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    dialect, scheduler = _build(settings, directory)
+    try:
+        asyncio.run(_listen(settings, dialect, scheduler, on_ready))
+    finally:
+        scheduler.close()
+
+
+def _build(settings: ServerSettings, directory: Path) -> tuple[Any, Any]:
+    """Load the model and put the parts together."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from areal_lite.embedded.generate_body import Limits
+    from areal_lite.embedded.http_server import SGLangDialect
+    from areal_lite.embedded.model_runner import ModelRunner, load_model, longest_context
+    from areal_lite.embedded.scheduler import Scheduler
+
+    device = settings.device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device is 'cuda', but torch finds no GPU: use 'cpu' or 'auto', or install torch for CUDA."
+        )
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(settings.threads)
+    model = load_model(directory, dtype=settings.dtype, device=device)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    longest = longest_context(model.config)
+    context_length = settings.context_length or longest
+    if context_length > longest:
+        raise ConfigError(
+            f"context_length is {context_length}: {directory} attends to at most {longest} tokens."
+        )
+    # Some slots beyond the batch keep the KV of finished turns, so that an agent's next turn starts from it.
+    slots = settings.max_running_requests + max(4, settings.max_running_requests // 2)
+    runner = ModelRunner(model, slots=slots, context_length=context_length)
+    runner.check_against_plain_forward()
+    max_total_tokens = settings.max_total_tokens or settings.max_running_requests * context_length
+    scheduler = Scheduler(
+        runner,
+        eos_ids=eos_token_ids(model, tokenizer),
+        decode=lambda ids, skip: str(tokenizer.decode(ids, skip_special_tokens=skip)),
+        max_running_requests=settings.max_running_requests,
+        max_total_tokens=max_total_tokens,
+        max_prefill_tokens=settings.max_prefill_tokens,
+        weight_version=settings.weight_version,
+    )
+    dialect = SGLangDialect(
+        scheduler,
+        tokenizer=tokenizer,
+        model_path=settings.model_path,
+        limits=Limits(
+            context_length=context_length, vocab_size=runner.vocab_size, max_total_tokens=max_total_tokens
+        ),
+        seed=settings.seed,
+        description={
+            "model_type": model.config.model_type,
+            "architectures": model.config.architectures,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": device,
+            "num_threads": settings.threads,
+        },
+    )
+    return dialect, scheduler
+
+
+def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Return every id that ends an output, by generation config, config and tokenizer."""
+    found: set[int] = set()
+    for given in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+        found |= set(given) if isinstance(given, list) else {given} if given is not None else set()
+    return frozenset(found)
+
+
+async def _listen(
+    settings: ServerSettings, dialect: Any, scheduler: Any, on_ready: Callable[[str, int], None]
+) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    scheduler.start(loop)
+    app_runner = web.AppRunner(
+        dialect.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+    )
+    await app_runner.setup()
+    try:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        listener = socket.create_server((settings.host, settings.port), family=family, backlog=4096)
+        await web.SockSite(app_runner, listener).start()
+        on_ready(settings.host, listener.getsockname()[1])
+        await stop.wait()
+    finally:
+        await app_runner.cleanup()
+
+
+def write_ready_line(descriptor: int, host: str, port: int) -> None:
+    """Tell the parent process through its pipe where the server listens."""
+    with os.fdopen(descriptor, "w") as pipe:
+        pipe.write(json.dumps({"host": host, "port": port}) + "\n")

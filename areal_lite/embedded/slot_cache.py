@@ -1,0 +1,102 @@
+"""A KV cache with one slot per request, so that rows of any length share a batch.
+
+Per layer two tensors ``[slots, kv_heads, capacity + 1, head_dim]``; position ``p`` of a request lies in column ``p``
+of its slot. On a CPU the zeros are not backed by memory until a column is first written. The last column takes what
+padding writes. Knows nothing about requests: the scheduler says which rows, and how much of each is already there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class ForwardPlan:
+    """Where the tokens of one forward pass go: ``rows [n]`` slots, ``past [n]`` columns already filled."""
+
+    def __init__(self, *, slots: int, capacity: int, device: torch.device) -> None:
+        self.slots = slots
+        self.capacity = capacity
+        self.device = device
+        self.rows = torch.empty(0, dtype=torch.long)
+        self.columns = torch.empty(0, 0, dtype=torch.long)
+        self.kv_length = 0
+        self.fresh = True
+        self.leading = False
+
+    def set(self, rows: list[int], past: list[int], query_length: int) -> None:
+        """Plan a pass of ``query_length`` tokens a row, right-padded."""
+        self.rows = torch.tensor(rows, device=self.device)
+        starts = torch.tensor(past, device=self.device)
+        self.columns = (starts[:, None] + torch.arange(query_length, device=self.device)).clamp(
+            max=self.capacity
+        )
+        self.fresh = not any(past)
+        self.leading = rows == list(range(len(rows)))
+        self.kv_length = min(max(past) + query_length, self.capacity + 1)
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer of a ``SlotCache``; allocated when the first keys show their shape."""
+
+    is_sliding = False
+
+    def __init__(self, plan: ForwardPlan) -> None:
+        super().__init__()
+        self.plan = plan
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        for name, states in (("keys", key_states), ("values", value_states)):
+            shape = (self.plan.slots, states.shape[1], self.plan.capacity + 1, states.shape[3])
+            # Zeros: a masked column still enters the sum with weight 0, and 0 * nan is nan.
+            setattr(self, name, torch.zeros(shape, dtype=states.dtype, device=states.device))
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Store ``[n, kv_heads, query, head_dim]`` and return what the queries attend to."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        plan = self.plan
+        self.keys[plan.rows[:, None], :, plan.columns] = key_states.transpose(1, 2)
+        self.values[plan.rows[:, None], :, plan.columns] = value_states.transpose(1, 2)
+        if plan.fresh:
+            return key_states, value_states
+        where = slice(len(plan.rows)) if plan.leading else plan.rows
+        return self.keys[where, :, : plan.kv_length], self.values[where, :, : plan.kv_length]
+
+    def copy_columns(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        for states in (self.keys, self.values):
+            if states is not None:
+                # The right side is gathered before anything is written, so slots may be both source and target.
+                states[targets, :, :length] = states[sources, :, :length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return (query_length if self.plan.fresh else self.plan.kv_length), 0
+
+    def get_seq_length(self) -> int:
+        return 0 if self.plan.fresh else self.plan.kv_length - self.plan.columns.shape[1]
+
+    def get_max_length(self) -> int:
+        return self.plan.capacity
+
+    get_max_cache_shape = get_max_length
+
+
+class SlotCache(Cache):
+    """The layers, and the moves of whole slots."""
+
+    def __init__(self, *, num_layers: int, slots: int, capacity: int, device: torch.device) -> None:
+        self.plan = ForwardPlan(slots=slots, capacity=capacity, device=device)
+        super().__init__(layers=[SlotLayer(self.plan) for _ in range(num_layers)])
+
+    def copy_columns(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Copy the first ``length`` columns of each source slot to the target slot at the same place in the list."""
+        source_rows = torch.tensor(sources, device=self.plan.device)
+        target_rows = torch.tensor(targets, device=self.plan.device)
+        for layer in self.layers:
+            assert isinstance(layer, SlotLayer)
+            layer.copy_columns(source_rows, target_rows, length)
