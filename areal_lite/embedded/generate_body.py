@@ -140,7 +140,7 @@ def _prompts(body: dict[str, Any], encode: Callable[[str], list[int]]) -> tuple[
             raise rule_broken("input_ids cannot be empty.")
         is_batch = isinstance(input_ids[0], list)
         return (input_ids if is_batch else [input_ids]), is_batch
-    texts = text if isinstance(text, list) else [text]
+    texts: list[Any] = text if isinstance(text, list) else [text]
     if not texts or not all(isinstance(one, str) for one in texts):
         raise wrong_type("text: must be a string or a list of strings that is not empty.")
     return [encode(one) for one in texts], isinstance(text, list)

@@ -235,7 +235,7 @@ class SGLangDialect:
             raise wrong_type(f"model_path: Field required, a string; got {path!r}.")
         async with self._updating:
             try:
-                header = await asyncio.to_thread(self._check_checkpoint, Path(path).expanduser())
+                header = await asyncio.to_thread(self._check_checkpoint, path)
                 await self._scheduler.command(
                     lambda: self._scheduler.change_weights(
                         lambda: self._load(header),
@@ -254,7 +254,8 @@ class SGLangDialect:
         paused = len(self._scheduler.running) if self._scheduler.paused else 0
         return _reply_json({"success": True, "message": message, "num_paused_requests": paused})
 
-    def _check_checkpoint(self, path: Path) -> checkpoint.CheckpointHeader:
+    def _check_checkpoint(self, model_path: str) -> checkpoint.CheckpointHeader:
+        path = Path(model_path).expanduser()
         header = checkpoint.read_checkpoint_header(path)
         checkpoint.check_manifest(path)
         checkpoint.check_weights(header, *self._scheduler.runner.weight_shapes())

@@ -103,8 +103,9 @@ class ModelRunner:
         tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.5
         if not difference <= tolerance:
             raise ConfigError(
-                f"the model ({type(self.model).__name__}) gives log-probs that differ by {difference:.3g} with the slot "
-                f"cache of the embedded server, more than {tolerance}: it does not use standard attention and KV caching. "
+                f"the model ({type(self.model).__name__}) gives log-probs that differ by {difference:.3g} with "
+                f"the slot cache of the embedded server, more than {tolerance}: it does not use standard attention "
+                "and KV caching. "
                 "Serve it with SGLang or vLLM instead."
             )
 
@@ -141,7 +142,7 @@ def load_model(model_path: Path, *, dtype: str, device: str) -> Any:
         device: ``cpu`` or ``cuda``.
     """
     model = AutoModelForCausalLM.from_pretrained(
-        model_path, dtype=getattr(torch, dtype) if dtype != "auto" else "auto"
+        str(model_path), dtype=getattr(torch, dtype) if dtype != "auto" else "auto"
     )
     return model.to(device).eval().requires_grad_(False)
 

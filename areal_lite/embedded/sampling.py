@@ -46,7 +46,8 @@ def sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: froze
     allowed = _forbid_early_stop(logprobs, requests, eos_ids)
     tokens = torch.empty(len(requests), dtype=torch.long, device=logits.device)
     greedy = [row for row, temperature in enumerate(temperatures) if temperature == 0.0]
-    plain, filtered = [], []
+    plain: list[int] = []
+    filtered: list[int] = []
     for row, request in enumerate(requests):
         params = request.params
         if params.temperature > 0.0:

@@ -2,9 +2,427 @@
 
 Guarantees: a request ends exactly once; every token carries the version of the weights that computed it; requests
 start in the order they came; between two steps the thread runs commands (abort, pause, new weights), so that they
-see no half-done step. All state below belongs to the model thread; others only call ``submit`` and ``command``.
+see no half-done step. All state below belongs to the model thread; others only call ``submit``, ``discard`` and
+``command``.
 
-Running requests fill the slots ``[0, running)`` without gaps. The slots behind keep the KV of finished requests:
-a prompt that begins like one of these, or like a running one, copies that prefix and computes the rest only. Equal
-prompts that wait together are computed once.
+Running requests fill the slots ``[0, running)`` without gaps. The slots behind ``max_running_requests`` keep the KV
+of finished requests: a prompt that begins like one of these, or like a running one, copies that prefix and computes
+the rest only. Equal prompts that wait together are computed once.
+"""
 
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from areal_lite.embedded.generation_request import FinishReason, GenerationRequest, aborted
+from areal_lite.embedded.model_runner import ModelRunner
+from areal_lite.embedded.sampling import sample, top_logprobs
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_MIN_SHARED_PREFIX = 16  # tokens; below it a plain prefill is cheaper than copying and masking
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """One row of a prefill: the requests that share it (equal tokens), and where its first columns come from."""
+
+    requests: list[GenerationRequest]
+    tokens: list[int]
+    donor: int | None
+    past: int
+
+
+class Scheduler:
+    """The step loop over a model."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        eos_ids: frozenset[int],
+        decode: Callable[[list[int], bool], str],
+        max_running_requests: int,
+        max_total_tokens: int,
+        max_prefill_tokens: int,
+        weight_version: str,
+    ) -> None:
+        """Prepare the loop; ``start`` runs it.
+
+        Args:
+            runner: The model; its ``slots`` beyond ``max_running_requests`` keep finished prefixes.
+            eos_ids: Ids that end an output.
+            decode: Ids and skip_special_tokens to text, for stop strings.
+            max_running_requests: Rows of the batch.
+            max_total_tokens: Bound on the sum, over running requests, of prompt and ``max_new_tokens``. A request
+                that is larger on its own runs alone.
+            max_prefill_tokens: Padded tokens of one prefill step; a longer prompt goes alone.
+            weight_version: Name of the weights the model holds.
+        """
+        self.runner = runner
+        self.weight_version = weight_version
+        self.max_running_requests = max_running_requests
+        self.max_total_tokens = max_total_tokens
+        self.generated_tokens = 0
+        self.paused = False
+        self.running: list[GenerationRequest] = []
+        self.waiting: deque[GenerationRequest] = deque()
+        self._eos_ids = eos_ids
+        self._decode = decode
+        self._max_prefill_tokens = max_prefill_tokens
+        self._retained: dict[int, npt.NDArray[np.int64]] = {}  # slot -> ids whose KV it holds; oldest first
+        self._foreign_kv: set[GenerationRequest] = set()  # running on KV of earlier weights
+        self._changed: list[GenerationRequest] = []
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # -- called from the event loop ----------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """Whether the model thread runs."""
+        return self._thread.is_alive()
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the model thread; ``changed`` events are set on ``loop``."""
+        self._loop = loop
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop after the step in progress; requests still alive stay unanswered."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests; their ``changed`` events tell of progress."""
+        self._enqueue(lambda: self.waiting.extend(requests))
+
+    def discard(self, requests: Sequence[GenerationRequest]) -> None:
+        """Abort requests nobody waits for any more."""
+        self._enqueue(lambda: self.abort(requests))
+
+    async def command(self, function: Callable[[], T]) -> T:
+        """Run ``function`` in the model thread between two steps and return its result."""
+        assert self._loop is not None
+        loop = self._loop
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(outcome: Callable[[], None]) -> None:
+            if not future.done():
+                outcome()
+
+        def run() -> None:
+            try:
+                result = function()
+            except Exception as error:  # handed to the caller
+                loop.call_soon_threadsafe(settle, lambda error=error: future.set_exception(error))
+            else:
+                loop.call_soon_threadsafe(settle, lambda: future.set_result(result))
+
+        self._enqueue(run)
+        return await future
+
+    def _enqueue(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    # -- commands, run in the model thread ---------------------------------------------------------------------
+
+    def abort(self, requests: Sequence[GenerationRequest]) -> None:
+        """End these requests with what they have; those that already ended are left alone."""
+        unwanted = set(requests)
+        for request in self.waiting:
+            if request in unwanted:
+                self._finish(request, aborted() if request.output_ids else aborted("Abort in waiting queue"))
+        self.waiting = deque(request for request in self.waiting if request not in unwanted)
+        for request in [request for request in self.running if request in unwanted]:
+            self._finish(request, aborted())
+            self._leave(request)
+
+    def abort_all(self) -> None:
+        """End every request with what it has."""
+        self.abort([*self.running, *self.waiting])
+
+    def pause(self, mode: str) -> None:
+        """Stop stepping. ``abort`` ends all requests, ``retract`` drops their KV, ``in_place`` keeps it."""
+        self.paused = True
+        if mode == "abort":
+            self.abort_all()
+        elif mode == "retract":
+            self.retract()
+
+    def retract(self) -> None:
+        """Send the running requests back to the head of the queue, to be prefilled with all they have so far."""
+        for request in self.running:
+            request.num_retractions += 1
+        self.waiting.extendleft(reversed(self.running))
+        self.running = []
+        self._foreign_kv.clear()
+
+    def resume(self) -> None:
+        """Step again."""
+        self.paused = False
+
+    def flush_cache(self) -> None:
+        """Forget the KV of finished requests."""
+        self._retained.clear()
+
+    def change_weights(self, load: Callable[[], None], version: str | None, *, abort_all: bool) -> None:
+        """Put new weights in; unless paused in place, running requests continue on KV recomputed with them."""
+        if abort_all:
+            self.abort_all()
+        if not self.paused:
+            self.retract()
+        self._foreign_kv.update(self.running)
+        self.flush_cache()
+        load()
+        if version is not None:
+            self.weight_version = version
+
+    # -- the loop ----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._closing or self._commands or self._can_step()):
+                    self._wake.wait()
+                if self._closing:
+                    return
+                commands = list(self._commands)
+                self._commands.clear()
+            for command in commands:
+                command()
+            if self._can_step():
+                try:
+                    self._step()
+                except Exception as error:  # one broken batch must not end the server
+                    self._fail_running(error)
+            self._publish()
+
+    def _can_step(self) -> bool:
+        return not self.paused and bool(self.running or self.waiting)
+
+    def _fail_running(self, error: Exception) -> None:
+        logger.exception("a step failed; its requests end with status 500")
+        reason = aborted(f"{type(error).__name__}: {error}")
+        reason |= {"status_code": 500, "err_type": "InternalServerError"}
+        for request in self.running:
+            self._finish(request, reason)
+        self.running = []
+        self._foreign_kv.clear()
+        self.flush_cache()
+
+    def _publish(self) -> None:
+        if self._changed and self._loop is not None:
+            changed, self._changed = self._changed, []
+            self._loop.call_soon_threadsafe(_set_changed, changed)
+
+    def _step(self) -> None:
+        if prefills := self._choose_prefills():
+            self._prefill(prefills)
+            return
+        requests = list(self.running)
+        past = [len(request.prompt) + len(request.output_ids) - 1 for request in requests]
+        tokens = [[request.output_ids[-1]] for request in requests]
+        logits = self.runner.forward(list(range(len(requests))), tokens, past, all_positions=False)
+        self._extend(requests, logits)
+
+    # -- admission ---------------------------------------------------------------------------------------------
+
+    def _choose_prefills(self) -> list[_Prefill]:
+        """Take from the head of the queue what fits into one prefill step."""
+        room = self.max_running_requests - len(self.running)
+        reserved = sum(request.reserved_tokens for request in self.running)
+        chosen: list[_Prefill] = []
+        by_tokens: dict[tuple[int, ...], _Prefill] = {}
+        skipped: list[GenerationRequest] = []
+        while self.waiting and room > 0:
+            request = self.waiting[0]
+            if reserved + request.reserved_tokens > self.max_total_tokens and (self.running or chosen):
+                break
+            tokens = request.tokens
+            twin = None if request.needs_scores else by_tokens.get(tuple(tokens))
+            if twin is not None:
+                twin.requests.append(request)
+            else:
+                prefill = self._plan_prefill(request, tokens)
+                verdict = self._fits(prefill, chosen)
+                if verdict == "full":
+                    break
+                if verdict == "later":
+                    skipped.append(self.waiting.popleft())
+                    continue
+                chosen.append(prefill)
+                if not request.needs_scores:
+                    by_tokens[tuple(tokens)] = prefill
+            self.waiting.popleft()
+            reserved += request.reserved_tokens
+            room -= 1
+        self.waiting.extendleft(reversed(skipped))
+        return chosen
+
+    def _plan_prefill(self, request: GenerationRequest, tokens: list[int]) -> _Prefill:
+        """Look for the slot that holds most of these tokens' KV."""
+        if request.needs_scores:
+            return _Prefill([request], tokens, None, 0)
+        ids = np.asarray(tokens, dtype=np.int64)
+        donor, past = None, 0
+        running = [(i, one.prompt_array) for i, one in enumerate(self.running) if one not in self._foreign_kv]
+        for slot, held in [*running, *self._retained.items()]:
+            shared = min(_shared_prefix(ids, held), len(tokens) - 1)  # the last token's logits are needed
+            if shared > max(past, _MIN_SHARED_PREFIX - 1):
+                donor, past = slot, shared
+        return _Prefill([request], tokens, donor, past)
+
+    def _fits(self, prefill: _Prefill, chosen: list[_Prefill]) -> str:
+        """Say whether a row joins this step: ``yes``, ``later`` (others behind it may) or ``full``."""
+        if not chosen:
+            return "yes"
+        if prefill.requests[0].needs_scores or chosen[0].requests[0].needs_scores:
+            return "full"
+        if (prefill.donor is None) != (chosen[0].donor is None):
+            return "later"
+        lengths = [len(row.tokens) - row.past for row in [*chosen, prefill]]
+        padded = len(lengths) * max(lengths)
+        if padded > self._max_prefill_tokens:
+            return "full"
+        if padded - sum(lengths) > max(64, sum(lengths) // 4):
+            return "later"
+        ids = np.asarray(prefill.tokens, dtype=np.int64)
+        for row in chosen:  # a long common beginning is computed once, in this step, and copied in the next
+            shared = _shared_prefix(ids, row.requests[0].prompt_array)
+            if shared - prefill.past >= max(2 * _MIN_SHARED_PREFIX, lengths[-1] // 2):
+                return "later"
+        return "yes"
+
+    def _prefill(self, prefills: list[_Prefill]) -> None:
+        """Compute the rows, give each request its copy, and sample the first tokens."""
+        cache = self.runner.cache
+        leaders: list[int] = []
+        twins: list[tuple[int, int]] = []  # (from, to)
+        rows: list[int] = []  # of the logits, one per request
+        joined = [request for prefill in prefills for request in prefill.requests]
+        for row, prefill in enumerate(prefills):
+            leaders.append(len(self.running))
+            for i, request in enumerate(prefill.requests):
+                if i:
+                    twins.append((leaders[row], len(self.running)))
+                if request.num_retractions == 0:
+                    request.cached_tokens = len(request.prompt) if i else prefill.past
+                rows.append(row)
+                self.running.append(request)
+        past = [prefill.past for prefill in prefills]
+        if any(past):
+            cache.copy_columns([prefill.donor or 0 for prefill in prefills], leaders, max(past))
+        scored = joined[0] if joined[0].needs_scores else None
+        suffixes = [prefill.tokens[prefill.past :] for prefill in prefills]
+        logits = self.runner.forward(leaders, suffixes, past, all_positions=scored is not None)
+        if scored is not None:
+            self._score_prompt(scored, logits[0])
+            logits = logits[:, -1]
+        if twins:
+            sources, targets = zip(*twins, strict=True)
+            cache.copy_columns(list(sources), list(targets), max(len(prefill.tokens) for prefill in prefills))
+            logits = logits[torch.tensor(rows, device=logits.device)]
+        self._extend(joined, logits)
+
+    def _score_prompt(self, request: GenerationRequest, logits: torch.Tensor) -> None:
+        """Fill in the prompt's log-probs from ``logits [tokens, vocab]``; those are of the undivided logits."""
+        assert request.logprob_start is not None
+        request.input_logprobs, request.input_top_logprobs = [None], [None]
+        end = len(request.prompt) - 1
+        for start in range(request.logprob_start, end, 256):  # bounds the fp32 copy
+            stop = min(start + 256, end)
+            logprobs = logits[start:stop].float().log_softmax(dim=-1)
+            following = torch.tensor(request.prompt[start + 1 : stop + 1], device=logits.device)
+            request.input_logprobs += logprobs.gather(1, following[:, None])[:, 0].tolist()
+            request.input_top_logprobs += top_logprobs(logprobs, [request.top_logprobs_num] * (stop - start))
+
+    # -- growing and ending ------------------------------------------------------------------------------------
+
+    def _extend(self, requests: list[GenerationRequest], logits: torch.Tensor) -> None:
+        """Sample one token for each of these running requests and take out those that are done."""
+        sampled = sample(logits, requests, self._eos_ids)
+        for row, request in enumerate(requests):
+            if request.params.max_new_tokens == 0:
+                self._finish(request, {"type": "length", "length": 0})
+                continue
+            if request.top_logprobs_num:
+                request.output_top_logprobs.append(sampled.top[row])
+            request.append(sampled.tokens[row], sampled.logprobs[row], self.weight_version)
+            self.generated_tokens += 1
+            reason = self._why_finished(request)
+            if reason is not None:
+                self._finish(request, reason)
+            elif request.stream:
+                self._changed.append(request)
+        for request in requests:
+            if request.finish_reason is not None:
+                self._leave(request)
+
+    def _why_finished(self, request: GenerationRequest) -> FinishReason | None:
+        params, count, token = request.params, len(request.output_ids), request.output_ids[-1]
+        if count >= params.min_new_tokens:
+            if token in params.stop_token_ids or (token in self._eos_ids and not params.ignore_eos):
+                return {"type": "stop", "matched": token}
+            if params.stop:
+                # A token is at least one byte, so a stop text lies within as many tokens as it has bytes.
+                window = max(len(text.encode()) for text in params.stop) + 8
+                tail = self._decode(request.output_ids[-window:], params.skip_special_tokens)
+                for text in params.stop:
+                    if text in tail:
+                        return {"type": "stop", "matched": text}
+        return {"type": "length", "length": count} if count >= params.max_new_tokens else None
+
+    def _finish(self, request: GenerationRequest, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        self._changed.append(request)
+
+    def _leave(self, request: GenerationRequest) -> None:
+        """Take a request out of the batch: its KV goes behind the batch, the last row moves into its slot."""
+        slot, last = self.running.index(request), len(self.running) - 1
+        columns = len(request.prompt) + max(len(request.output_ids) - 1, 0)
+        if request not in self._foreign_kv and columns >= _MIN_SHARED_PREFIX:
+            self._retain(slot, np.asarray(request.tokens[:columns], dtype=np.int64))
+        self._foreign_kv.discard(request)
+        if slot != last:
+            moved = self.running[slot] = self.running[last]
+            self.runner.cache.copy_columns([last], [slot], len(moved.prompt) + len(moved.output_ids))
+        self.running.pop()
+
+    def _retain(self, slot: int, ids: npt.NDArray[np.int64]) -> None:
+        places = range(self.max_running_requests, self.runner.slots)
+        place = next((place for place in places if place not in self._retained), None)
+        if place is None:
+            place = next(iter(self._retained))
+            del self._retained[place]
+        self.runner.cache.copy_columns([slot], [place], len(ids))
+        self._retained[place] = ids
+
+
+def _set_changed(requests: list[GenerationRequest]) -> None:
+    for request in requests:
+        request.changed.set()
+
+
+def _shared_prefix(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> int:
+    length = min(len(first), len(second))
+    different = np.flatnonzero(first[:length] != second[:length])
+    return int(different[0]) if different.size else length

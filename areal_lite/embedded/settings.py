@@ -88,17 +88,19 @@ def check_model_path(model_path: str) -> None:
         if looks_local:
             what = "is a file" if path.is_file() else "does not exist"
             raise ConfigError(
-                f"model_path {model_path!r} {what}: it must be a directory with config.json and weights, or the name of "
-                "a model on the Hugging Face Hub, like 'HuggingFaceTB/SmolLM2-135M-Instruct'."
+                f"model_path {model_path!r} {what}: it must be a directory with config.json and weights, or the "
+                "name of a model on the Hugging Face Hub, like 'HuggingFaceTB/SmolLM2-135M-Instruct'."
             )
         return
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"model_path {model_path!r} has no config.json: give the directory that save_pretrained wrote, not its parent."
+            f"model_path {model_path!r} has no config.json: give the directory that save_pretrained wrote, "
+            "not its parent."
         )
     if not any(path.glob("*.safetensors")):
         raise ConfigError(
-            f"model_path {model_path!r} has no *.safetensors file: save the model with save_pretrained, which writes them."
+            f"model_path {model_path!r} has no *.safetensors file: save the model with save_pretrained, "
+            "which writes them."
         )
     if not any(
         (path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")

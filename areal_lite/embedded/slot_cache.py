@@ -37,13 +37,13 @@ class ForwardPlan:
         self.kv_length = min(max(past) + query_length, self.capacity + 1)
 
 
-class SlotLayer(CacheLayerMixin):
+class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer of a ``SlotCache``; allocated when the first keys show their shape."""
 
     is_sliding = False
 
     def __init__(self, plan: ForwardPlan) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.plan = plan
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
