@@ -45,7 +45,7 @@ class EpisodeResult:
     """What a submission left behind: one row's group of episodes.
 
     ``trajectory`` is the tensor dict of :mod:`areal_lite.api.tensor_dict` (dicts of interactions are
-    converted), or None unless accepted.
+    converted); None where the episode left none. Only accepted ones train.
     """
 
     task_id: TaskId
@@ -57,6 +57,8 @@ class EpisodeResult:
     error: str | None = None
     """Cause of a failure, or why it was rejected."""
     is_eval: bool = False
+    start_order: int = 0
+    """Place in the order episodes were started in."""
     start_version: int = 0
     """Policy version when the episode started."""
     head_version: int | None = None

@@ -23,39 +23,80 @@ from areal_lite.api.interaction import InteractionWithTokenLogpReward
 if TYPE_CHECKING:
     import numpy as np
 
-TOKEN_KEYS = {"input_ids": "iu", "attention_mask": "biu", "loss_mask": "biu", "logprobs": "f", "versions": "i"}
+TOKEN_KEYS = {
+    "input_ids": "iu",
+    "attention_mask": "biu",
+    "loss_mask": "biu",
+    "logprobs": "f",
+    "versions": "i",
+}
 """Per-token keys and the numpy kinds they may have."""
-_KIND_WORDS = {"iu": "an integer tensor", "biu": "a bool or integer tensor", "f": "a float tensor", "i": "an integer tensor"}
+_KIND_WORDS = {
+    "iu": "an integer tensor",
+    "biu": "a bool or integer tensor",
+    "f": "a float tensor",
+    "i": "an integer tensor",
+}
 PADDING = {"versions": -1}
 """Right-padding value per key; 0 where not named."""
 
 
-def trajectory_tensors(outcome: Any) -> dict[str, Any] | None:
-    """Return what ``arun_episode`` returned as a checked tensor dict, or None for a rejection.
+Outcome = dict[str, Any]
+"""What an episode that was not rejected returned: a tensor dict or a dict of interactions."""
+
+
+def check_outcome(outcome: Any) -> int:
+    """Return how many rows of training data ``arun_episode`` returned; 0 is a rejection (None).
 
     Raises:
         ValueError: If it is none of the three return types, or breaks the contract.
     """
     if outcome is None:
-        return None
+        return 0
     if not isinstance(outcome, dict):
         raise ValueError(
             f"arun_episode returned {type(outcome).__name__}: return a tensor dict, a dict of interactions, or None"
         )
     if not outcome:
         raise ValueError("arun_episode returned an empty dict: return None to reject an episode")
-    if all(isinstance(value, InteractionWithTokenLogpReward) for value in outcome.values()):
+    if not is_interactions(outcome):
+        return check_tensor_dict(outcome)
+    for name, interaction in outcome.items():
+        reward = interaction.reward
+        if reward is None or reward - reward != 0.0:
+            raise ValueError(
+                f"interaction {name} has the reward {reward}: give each a finite number with set_reward()"
+            )
+    return len(outcome)
+
+
+def is_interactions(outcome: Outcome) -> bool:
+    """Return whether ``outcome`` is a dict of interactions by id."""
+    return all(isinstance(value, InteractionWithTokenLogpReward) for value in outcome.values())
+
+
+def merge_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the outcomes of a group as one: interactions stay interactions, else one tensor dict."""
+    if all(is_interactions(outcome) for outcome in outcomes):
+        return {key: value for outcome in outcomes for key, value in outcome.items()}
+    return concat_padded_tensors([trajectory_tensors(outcome) for outcome in outcomes])
+
+
+def trajectory_tensors(outcome: Outcome) -> dict[str, Any]:
+    """Return a checked outcome as one tensor dict, one row per interaction."""
+    if is_interactions(outcome):
         return concat_padded_tensors([value.to_tensor_dict() for value in outcome.values()])
-    check_tensor_dict(outcome)
     return outcome
 
 
-def check_tensor_dict(tensors: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming key, shape and mend, unless ``tensors`` keeps the contract above."""
+def check_tensor_dict(tensors: Mapping[str, Any]) -> int:
+    """Return the number of rows; raise ValueError, naming key, shape and mend, if the contract is broken."""
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     for key in ("input_ids", "attention_mask"):
         if key not in tensors:
-            raise ValueError(f"the tensor dict has no {key!r}: it needs [batch, seq_len] {key}; it has {sorted(tensors)}")
+            raise ValueError(
+                f"the tensor dict has no {key!r}: it needs [batch, seq_len] {key}; it has {sorted(tensors)}"
+            )
     shape: tuple[int, ...] | None = None
     for key, kinds in TOKEN_KEYS.items():
         if key not in tensors:
@@ -70,7 +111,9 @@ def check_tensor_dict(tensors: Mapping[str, Any]) -> None:
         if shape is None:
             shape = array.shape
         elif array.shape != shape:
-            raise ValueError(f"{key} has shape {list(array.shape)} but input_ids has {list(shape)}: make them equal")
+            raise ValueError(
+                f"{key} has shape {list(array.shape)} but input_ids has {list(shape)}: make them equal"
+            )
     assert shape is not None
     if 0 in shape:
         raise ValueError(f"input_ids has shape {list(shape)}: return None for an empty trajectory")
@@ -84,7 +127,10 @@ def check_tensor_dict(tensors: Mapping[str, Any]) -> None:
         if rewards.dtype.kind != "f":
             raise ValueError(f"rewards has dtype {tensors['rewards'].dtype}: it must be a float tensor")
         if not _all_finite(rewards):
-            raise ValueError(f"rewards holds {rewards.tolist()}: every reward must be finite; raise instead of nan")
+            raise ValueError(
+                f"rewards holds {rewards.tolist()}: every reward must be finite; raise instead of nan"
+            )
+    return shape[0]
 
 
 def _check_values(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
@@ -93,9 +139,13 @@ def _check_values(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
         return
     trained = mask != 0
     if (trained > (arrays["attention_mask"] != 0)).any():
-        raise ValueError("loss_mask is 1 where attention_mask is 0: padding cannot be trained; set loss_mask to 0 there")
+        raise ValueError(
+            "loss_mask is 1 where attention_mask is 0: padding cannot be trained; set loss_mask to 0 there"
+        )
     if "logprobs" in arrays and not _all_finite(arrays["logprobs"][trained]):
-        raise ValueError("logprobs holds nan or inf at a trained token: keep the log-probs as the server returned them")
+        raise ValueError(
+            "logprobs holds nan or inf at a trained token: keep the log-probs as the server returned them"
+        )
 
 
 def _all_finite(array: np.ndarray[Any, Any]) -> bool:

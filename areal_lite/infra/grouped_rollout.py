@@ -10,7 +10,7 @@ from typing import Any, Literal
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.episode import EpisodeStatus, MemberRecord
-from areal_lite.api.tensor_dict import concat_padded_tensors, trajectory_tensors
+from areal_lite.api.tensor_dict import Outcome, check_outcome, merge_outcomes
 from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.errors import ConfigError
 
@@ -45,17 +45,20 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         self.group_size = group_size
         self.on_error = on_error
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Outcome | None:
         """Run all members at once and return their merged trajectory, or None if none has one."""
         context = episode_context.current()
         members = context.members
         members[:] = [MemberRecord(sample_idx=i) for i in range(self.group_size)]
         errors: list[Exception] = []
 
-        async def run_member(member: MemberRecord) -> dict[str, Any] | None:
-            episode_context.enter(dataclasses.replace(context, sample_idx=member.sample_idx, member=member))
+        async def run_member(member: MemberRecord) -> Outcome | None:
+            episode_context.enter(
+                dataclasses.replace(context, sample_idx=member.sample_idx, member=member, members=[member])
+            )
             try:
-                tensors = trajectory_tensors(await self.workflow.arun_episode(engine, dict(data)))
+                outcome = await self.workflow.arun_episode(engine, dict(data))
+                member.num_rows = check_outcome(outcome)
             except BaseException as error:  # the boundary where a member's error becomes data
                 cancelled = isinstance(error, asyncio.CancelledError)
                 if cancelled and _cancelled_from_outside():
@@ -67,21 +70,23 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
                 if self.on_error == "drop_sample":
                     return None
                 raise failure from error
-            member.status = EpisodeStatus.REJECTED if tensors is None else EpisodeStatus.ACCEPTED
-            member.num_rows = 0 if tensors is None else int(tensors["input_ids"].shape[0])
-            return tensors
+            member.status = EpisodeStatus.REJECTED if outcome is None else EpisodeStatus.ACCEPTED
+            return outcome
 
+        dropped = False
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(run_member(member)) for member in members]
-        except* Exception:
-            if self.on_error == "drop_group":
-                return None
-            raise errors[0] from None
-        kept = [tensors for task in tasks if (tensors := task.result()) is not None]
+        except* Exception as failures:
+            if self.on_error == "raise":
+                raise errors[0] from failures
+            dropped = True
+        if dropped:
+            return None
+        kept = [outcome for task in tasks if (outcome := task.result()) is not None]
         if not kept and errors:
             raise errors[0]
-        return concat_padded_tensors(kept) if kept else None
+        return merge_outcomes(kept) if kept else None
 
 
 def _cancelled_from_outside() -> bool:

@@ -13,9 +13,17 @@ from areal_lite.api.episode_context import enter as set
 
 if TYPE_CHECKING:
     import aiohttp
-    import httpx
+    import httpx2
 
-__all__ = ["SharedHttp", "WorkflowContext", "get", "get_aiohttp_session", "get_httpx_client", "set", "stat_scope"]
+__all__ = [
+    "SharedHttp",
+    "WorkflowContext",
+    "get",
+    "get_aiohttp_session",
+    "get_httpx_client",
+    "set",
+    "stat_scope",
+]
 
 
 def stat_scope() -> str:
@@ -33,7 +41,7 @@ class SharedHttp:
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
-        self._client: httpx.AsyncClient | None = None
+        self._client: httpx2.AsyncClient | None = None
 
     def aiohttp_session(self) -> aiohttp.ClientSession:
         """Return the shared session; the engine closes it."""
@@ -43,12 +51,12 @@ class SharedHttp:
             self._session = aiohttp.ClientSession()
         return self._session
 
-    def httpx_client(self) -> httpx.AsyncClient:
+    def httpx_client(self) -> httpx2.AsyncClient:
         """Return the shared client; the engine closes it."""
         if self._client is None:
-            import httpx
+            import httpx2
 
-            self._client = httpx.AsyncClient(limits=httpx.Limits(max_connections=4096), timeout=600)
+            self._client = httpx2.AsyncClient(limits=httpx2.Limits(max_connections=4096), timeout=600)
         return self._client
 
     async def close(self) -> None:
@@ -62,7 +70,9 @@ class SharedHttp:
 def _shared() -> SharedHttp:
     http: Any = get().http
     if http is None:
-        raise RuntimeError("the shared HTTP clients exist inside an episode only; outside, open a session of your own")
+        raise RuntimeError(
+            "the shared HTTP clients exist inside an episode only; outside, open a session of your own"
+        )
     assert isinstance(http, SharedHttp)
     return http
 
@@ -76,7 +86,7 @@ async def get_aiohttp_session() -> aiohttp.ClientSession:
     return _shared().aiohttp_session()
 
 
-async def get_httpx_client() -> httpx.AsyncClient:
+async def get_httpx_client() -> httpx2.AsyncClient:
     """Return the engine's shared httpx client; never close it.
 
     Raises:

@@ -33,7 +33,11 @@ def resolve_workflow(
     Raises:
         ConfigError: If it is none of these, kwargs do not fit, or ``run`` is not async.
     """
-    name = repr(workflow) if isinstance(workflow, str) else getattr(workflow, "__name__", type(workflow).__name__)
+    name = (
+        repr(workflow)
+        if isinstance(workflow, str)
+        else getattr(workflow, "__name__", type(workflow).__name__)
+    )
     target: Any = load_object(workflow, where="workflow") if isinstance(workflow, str) else workflow
     if target is None:
         raise ConfigError(f"workflow is None: {_FORMS}")
@@ -60,7 +64,7 @@ def _check_run(target: Any, name: str) -> None:
     if not callable(run):
         kind = "a function" if inspect.isfunction(target) else "not a workflow"
         raise ConfigError(f"workflow {name} is {kind}: {_FORMS}")
-    if not (inspect.iscoroutinefunction(run) or inspect.iscoroutinefunction(getattr(run, "__call__", None))):
+    if not inspect.iscoroutinefunction(run):
         raise ConfigError(
             f"workflow {name} has a run() that is not async: write `async def run(self, data, **extra_kwargs)`"
         )
@@ -77,7 +81,9 @@ def _check_run(target: Any, name: str) -> None:
 def _instantiate(cls: type[Any], kwargs: Mapping[str, Any], name: str) -> Any:
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
-        raise ConfigError(f"workflow {name} does not define {missing}: write `async def {missing}(self, engine, data)`")
+        raise ConfigError(
+            f"workflow {name} does not define {missing}: write `async def {missing}(self, engine, data)`"
+        )
     signature = inspect.signature(cls)
     try:
         signature.bind(**kwargs)

@@ -1,0 +1,110 @@
+"""The child process that runs reward functions; started as a file, so it loads nothing of ours.
+
+It reads length-prefixed pickles from the process that started it and answers ``kind, length, body``,
+body being a double or JSON: what runs here has read the model's output, so it is not believed to
+write honest pickles.
+"""
+
+from __future__ import annotations
+
+import builtins
+import fcntl
+import json
+import math
+import os
+import pickle
+import resource
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing import spawn
+from pathlib import Path
+from typing import Any
+
+LENGTH = struct.Struct("!I")
+REPLY = struct.Struct("!cI")
+NUMBER = struct.Struct("!d")
+LOADED, REWARD, RAISED = b"l", b"r", b"e"
+MAX_TEXT = 8192
+
+
+def as_reward(value: Any) -> float:
+    """Return ``value`` as a float.
+
+    Raises:
+        ValueError: If it is not a finite real number (int, float, bool, numpy scalar, Fraction, ...).
+    """
+    if not isinstance(value, str | bytes | bytearray):
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if math.isfinite(number):
+            return number
+    raise ValueError(
+        f"the reward is {repr(value)[:200]}: it must be a finite number; raise an exception instead"
+    )
+
+
+def main() -> None:
+    """Serve the socket whose number is the first argument until the other side closes it."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    _die_with_parent(int(sys.argv[2]))
+    _limit_memory(int(sys.argv[3]))
+    requests = connection.makefile("rb", 1 << 16)
+    functions: dict[int, Callable[..., Any]] = {}
+    while header := requests.read(LENGTH.size):
+        message = requests.read(LENGTH.unpack(header)[0])
+        try:
+            key, arguments, keywords = pickle.loads(message)
+            if arguments is None:
+                function, preparation = keywords
+                spawn.prepare(preparation)
+                functions[key] = pickle.loads(function)
+                kind, body = LOADED, b""
+            else:
+                kind, body = REWARD, NUMBER.pack(as_reward(functions[key](*arguments, **keywords)))
+        except BaseException as error:  # SystemExit too: the exception is the answer
+            kind, body = RAISED, _describe(error)
+        connection.sendall(REPLY.pack(kind, len(body)) + body)
+
+
+def _describe(error: BaseException) -> bytes:
+    text = "".join(traceback.format_exception(error))
+    message = str(error.args[0] if len(error.args) == 1 else error)  # str() of a KeyError has quotes
+    return json.dumps([type(error).__name__, message[:MAX_TEXT], text[-MAX_TEXT:]]).encode()
+
+
+def rebuild(body: bytes) -> Exception:
+    """Return the exception that :func:`_describe` wrote, as its own type where that is a builtin."""
+    name, message, text = json.loads(body)
+    kind = getattr(builtins, str(name), None)
+    error: Exception = RuntimeError(f"{name}: {message}")
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        try:
+            error = kind(message)
+        except TypeError:  # UnicodeDecodeError and its like take more than a text
+            pass
+    error.add_note(f"in the reward worker:\n{text}")
+    return error
+
+
+def _die_with_parent(life_line: int) -> None:
+    # Nobody writes to this pipe: SIGIO, which ends a process, comes when the parent's end closes,
+    # even while the reward function never gives control back.
+    fcntl.fcntl(life_line, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(life_line, fcntl.F_SETFL, fcntl.fcntl(life_line, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _limit_memory(limit_bytes: int) -> None:
+    # Not RLIMIT_AS: libraries that are only mapped, CUDA's say, are no bomb.
+    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+    oom = Path("/proc/self/oom_score_adj")
+    if oom.exists():
+        oom.write_text("1000")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""When the next episode may start: a pure state machine over concurrency, staleness and pause.
+
+It counts groups, owns no task and does no waiting; whoever changes it asks again. Counting alone does
+not bound staleness (a slow episode can be overtaken); it is back-pressure. The guarantee is the check
+where a batch is cut, in :mod:`areal_lite.infra.row_feed`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class AdmissionGate:
+    """Capacity as in AReaL: ``min(concurrency - running, (bound + version + 1) * batch - taken)``."""
+
+    max_concurrent: int | None
+    """Most groups running at once; None is no limit of its own."""
+    max_staleness: int
+    batch_size: int
+    """Groups in one training batch."""
+    version: int = 0
+    paused: bool = False
+    running: int = 0
+    """Groups running now, evaluation included."""
+    taken: int = 0
+    """Training groups that run, or ended accepted and were not given back as stale."""
+
+    def may_start(self) -> bool:
+        """Return whether a group that no staleness bound holds (evaluation, rollout_batch) may start."""
+        return not self.paused and (self.max_concurrent is None or self.running < self.max_concurrent)
+
+    def may_start_training(self) -> bool:
+        """Return whether a group may start whose result waits for a training step."""
+        return self.may_start() and self.taken < (self.max_staleness + self.version + 1) * self.batch_size
+
+    def start(self, *, training: bool) -> None:
+        """Count a group that starts."""
+        self.running += 1
+        self.taken += training
+
+    def end(self, *, training: bool, accepted: bool) -> None:
+        """Count a group that ended; only accepted training groups keep their place."""
+        self.running -= 1
+        if training and not accepted:
+            self.taken -= 1
+        assert self.running >= 0 and self.taken >= 0
+
+    def give_back(self) -> None:
+        """Free the place of an accepted group that was too stale to train."""
+        self.taken -= 1
+        assert self.taken >= 0
+
+    def set_version(self, version: int) -> None:
+        """Take a new policy version.
+
+        The places taken before a version that was jumped to (a resumed run) count as used, so that a
+        jump does not open the gate for all the steps in between.
+        """
+        if version > self.version + 1:
+            self.taken = max(self.taken, version * self.batch_size)
+        self.version = version
+
+    def describe(self) -> str:
+        """Return the state in words, for the error of a wait that took too long."""
+        if self.paused:
+            return "the engine is paused: call resume()"
+        limit = (self.max_staleness + self.version + 1) * self.batch_size
+        if self.taken >= limit:
+            return (
+                f"{self.taken} groups were started for version {self.version}, all that max_head_offpolicyness="
+                f"{self.max_staleness} and consumer_batch_size={self.batch_size} allow: call set_version() after a "
+                "weight update, or raise them"
+            )
+        return f"{self.running} groups are running"

@@ -1,0 +1,124 @@
+"""What the engine client needs of a server's protocol."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from areal_lite.api.generation import GenerationHyperparameters
+
+
+class BadResponse(Exception):
+    """A reply that cannot be trusted: wrong shape, lengths that differ, log-probs that are not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens of one reply; a request takes several if it is aborted and continued."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int] | None
+    """Per token; None where the server does not tell versions."""
+    finish: Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class ControlCall:
+    """One request of the control plane."""
+
+    path: str
+    body: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a server says of itself; None where it does not."""
+
+    context_length: int | None = None
+    vocab_size: int | None = None
+
+
+class Dialect(Protocol):
+    """One backend's wire protocol, without any I/O."""
+
+    generate_path: str
+    info_path: str
+
+    def generate_body(
+        self,
+        input_ids: list[int],
+        gconfig: GenerationHyperparameters,
+        *,
+        rid: str,
+        max_new_tokens: int,
+        min_new_tokens: int,
+    ) -> dict[str, Any]:
+        """Return the JSON body of one generation."""
+
+    def parse_generate(self, reply: Any) -> Chunk:
+        """Return the tokens of a reply; raises BadResponse."""
+
+    def parse_info(self, reply: Any) -> ServerInfo:
+        """Return what the reply of ``info_path`` says; never raises."""
+
+    def pause(self) -> ControlCall:
+        """Return the call that ends running requests with what they have."""
+
+    def update_weights(self, path: str, version: int) -> list[ControlCall]:
+        """Return the calls that load the checkpoint folder at ``path`` as ``version``."""
+
+    def resume(self) -> ControlCall:
+        """Return the call that ends :meth:`pause`."""
+
+    def update_error(self, reply: Any) -> str | None:
+        """Return why a reply with status 200 is a failed update, or None."""
+
+
+def checked_chunk(tokens: list[int], logprobs: list[float], versions: list[int] | None, finish: str) -> Chunk:
+    """Return a chunk whose lengths agree, whose ids are ids and whose log-probs are log-probs.
+
+    Raises:
+        BadResponse: If they are not.
+    """
+    if len(tokens) != len(logprobs) or (versions is not None and len(versions) != len(tokens)):
+        raise BadResponse(
+            f"{len(tokens)} tokens, {len(logprobs)} log-probs, {versions and len(versions)} versions"
+        )
+    if tokens:
+        if set(map(type, tokens)) != {int} or min(tokens) < 0:
+            raise BadResponse("token ids that are not whole numbers from 0")
+        if not set(map(type, logprobs)) <= {float, int}:
+            raise BadResponse("log-probs that are not numbers")
+        total = sum(logprobs)
+        if total - total != 0.0 or max(logprobs) > 1e-3:
+            raise BadResponse("log-probs that are not finite numbers up to 0")
+    if finish not in ("stop", "length", "abort"):
+        raise BadResponse(f"the unknown finish reason {finish!r}")
+    return Chunk(tokens, logprobs, versions, finish)  # type: ignore[arg-type]
+
+
+def version_number(label: Any) -> int:
+    """Return a server's version label as a policy version; ``default`` is the start, 0.
+
+    Raises:
+        BadResponse: If it is neither a number nor ``default``.
+    """
+    if label == "default":
+        return 0
+    try:
+        return int(label)
+    except (TypeError, ValueError):
+        raise BadResponse(f"the weight version {label!r}: it must be a number") from None
+
+
+def spans_to_versions(spans: Any, length: int) -> list[int]:
+    """Return the version of each of ``length`` tokens from ``[{version, start, end}, ...]``."""
+    versions: list[int] = []
+    for span in spans:
+        if span["start"] != len(versions):
+            raise BadResponse(f"version spans with a gap at token {len(versions)}")
+        versions.extend([version_number(span["version"])] * (span["end"] - span["start"]))
+    if len(versions) != length:
+        raise BadResponse(f"version spans over {len(versions)} of {length} tokens")
+    return versions

@@ -1,0 +1,321 @@
+"""Requests to inference servers: the one retry loop, failover, abort-and-continue, weight updates.
+
+Runs on one event loop. A request that a server aborts (a weight update does that) is continued from
+the tokens it had, so one answer may mix policy versions; each token keeps the one its server named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from typing import Any
+
+import aiohttp
+import orjson
+
+from areal_lite.api import episode_context
+from areal_lite.api.config import InferenceEngineConfig
+from areal_lite.api.io_struct import ModelRequest, ModelResponse
+from areal_lite.errors import ConfigError, ServerError
+from areal_lite.infra.backends import dialect_of
+from areal_lite.infra.backends.dialect import BadResponse, Chunk, ControlCall
+from areal_lite.infra.server_pool import Server, ServerPool
+
+logger = logging.getLogger(__name__)
+
+RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+MAX_FRUITLESS_ABORTS = 8
+"""Aborts in a row without a new token before a request fails."""
+MAX_BAD_RESPONSES = 2
+_JSON = {"Content-Type": "application/json"}
+
+
+class EngineClient:
+    """A keep-alive client of all servers; ``open`` and ``close`` on the loop it is used on."""
+
+    def __init__(self, config: InferenceEngineConfig) -> None:
+        self.pool = ServerPool(config.addresses)
+        self.version = 0
+        """The client's policy version; labels tokens only where a server does not say."""
+        self._config = config
+        self._dialect = dialect_of(config.backend)
+        self._session: aiohttp.ClientSession | None = None
+        self._may_send = asyncio.Event()
+        self._may_send.set()
+        self._holds = 0
+        self._warned_no_version = False
+
+    async def open(self) -> None:
+        """Open the session and ask every server what it serves.
+
+        Raises:
+            ServerError: If no server answers.
+        """
+        # uvicorn closes idle connections after 5 s and aiohttp does not retry a POST on a closed one.
+        connector = aiohttp.TCPConnector(
+            limit=0,
+            limit_per_host=self._config.max_connections_per_server,
+            keepalive_timeout=4,
+            ttl_dns_cache=300,
+        )
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=self._config.connect_timeout_s, sock_read=self._config.request_timeout_s
+        )
+        self._session = aiohttp.ClientSession(
+            connector=connector, timeout=timeout, trust_env=False, read_bufsize=2**18, auto_decompress=False
+        )
+        failures = await asyncio.gather(*(self._ask_info(server) for server in self.pool.servers))
+        if all(failures):
+            raise ServerError(
+                f"no inference server answers: {'; '.join(f for f in failures if f)}. Are they up, and does "
+                "rollout.addresses name them?"
+            )
+
+    async def close(self) -> None:
+        """Close all connections; servers drop what they still generate for us."""
+        if self._session is not None:
+            await self._session.close()
+
+    def hold(self) -> None:
+        """Send no generation until :meth:`release`; holds nest."""
+        self._holds += 1
+        self._may_send.clear()
+
+    def release(self) -> None:
+        """End one :meth:`hold`."""
+        self._holds -= 1
+        if self._holds == 0:
+            self._may_send.set()
+
+    # -- generation ----------------------------------------------------------------------------
+
+    async def generate(self, req: ModelRequest) -> ModelResponse:
+        """Return one whole answer; see ``InferenceEngine.agenerate``."""
+        gconfig = req.gconfig
+        member = episode_context.current().member
+        server: Server | None = None if member is None else member.server
+        budget = self._budget(req)
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        attempts = fruitless = 0
+        started, clock = time.time(), time.monotonic()
+        ttft = 0.0
+        while True:
+            body = self._dialect.generate_body(
+                req.input_ids + tokens if tokens else req.input_ids,
+                gconfig,
+                rid=req.rid,
+                max_new_tokens=budget - len(tokens),
+                min_new_tokens=max(0, gconfig.min_new_tokens - len(tokens)),
+            )
+            chunk, server, tries = await self._send(orjson.dumps(body), server)
+            ttft = ttft or time.monotonic() - clock
+            attempts += tries
+            tokens += chunk.tokens
+            logprobs += chunk.logprobs
+            versions += chunk.versions or ()
+            if chunk.finish != "abort":
+                break
+            if len(tokens) >= budget:
+                chunk = Chunk([], [], None, "length")
+                break
+            fruitless = 0 if chunk.tokens else fruitless + 1
+            if fruitless > MAX_FRUITLESS_ABORTS:
+                raise ServerError(
+                    f"{server.url} aborted request {req.rid} {fruitless} times in a row without a token"
+                )
+            if fruitless:
+                await asyncio.sleep(random.uniform(0, 0.05 * 2**fruitless))
+        response = ModelResponse(
+            input_tokens=req.input_ids,
+            output_tokens=tokens,
+            output_logprobs=logprobs,
+            output_versions=versions,
+            stop_reason=chunk.finish,
+            latency=time.monotonic() - clock,
+            ttft=ttft,
+            started=started,
+            attempts=attempts,
+            tokenizer=req.tokenizer,
+            metadata=req.metadata,
+        )
+        if member is not None:
+            member.server = server
+            member.turns.append(response)
+        return response
+
+    def _budget(self, req: ModelRequest) -> int:
+        """Return how many tokens the answer may have; raises ConfigError for a request no server can serve."""
+        ids, gconfig = req.input_ids, req.gconfig
+        if gconfig.n_samples != 1:
+            raise ConfigError(
+                f"gconfig.n_samples is {gconfig.n_samples}: one request gives one answer; use gconfig.new(n_samples=1)"
+            )
+        if not ids:
+            raise ConfigError("input_ids is empty: a prompt has at least one token")
+        info = self.pool.servers[0].info
+        if set(map(type, ids)) != {int} or min(ids) < 0 or (info.vocab_size and max(ids) >= info.vocab_size):
+            bad = next(
+                i for i in ids if type(i) is not int or i < 0 or (info.vocab_size and i >= info.vocab_size)
+            )
+            raise ConfigError(
+                f"input_ids holds {bad!r}: ids are plain ints from 0 to below the vocabulary size"
+                f"{'' if info.vocab_size is None else f' {info.vocab_size}'}; a tensor needs .tolist()"
+            )
+        window = min(gconfig.max_tokens, info.context_length or gconfig.max_tokens)
+        budget = min(gconfig.max_new_tokens, window - len(ids))
+        if budget < 1:
+            raise ConfigError(
+                f"the prompt has {len(ids)} tokens and the window {window}, so no token can be sampled: shorten the "
+                "prompt, or raise gconfig.max_tokens or the server's context length"
+            )
+        return budget
+
+    async def _send(self, body: bytes, preferred: Server | None) -> tuple[Chunk, Server, int]:
+        """Return the first usable reply, the server that gave it, and how many tries it took."""
+        failed: list[Server] = []
+        last = "no server has the newest weights"
+        bad_responses = 0
+        for attempt in range(1, self._config.request_retries + 1):
+            await self._may_send.wait()
+            now = time.monotonic()
+            server = self.pool.pick(now, preferred=preferred, avoid=failed)
+            wait_s = random.uniform(0, min(5.0, 0.1 * 2**attempt))
+            if server is not None:
+                sent_version = self.version
+                try:
+                    status, reply, retry_after_s = await self._post(server, self._dialect.generate_path, body)
+                    if status == 200:
+                        chunk = self._dialect.parse_generate(orjson.loads(reply))
+                        self.pool.succeeded(server)
+                        return self._labelled(chunk, server, sent_version), server, attempt
+                    last = f"{server.url} said HTTP {status}: {_short(reply)}"
+                    if status not in RETRY_STATUSES:
+                        raise _refusal(status, last)
+                    wait_s = max(wait_s, retry_after_s)
+                    if status != 429:
+                        self.pool.failed(server, now)
+                except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                    last = f"{server.url} failed: {error!r}"
+                    self.pool.failed(server, now)
+                except (BadResponse, orjson.JSONDecodeError) as error:
+                    last = f"{server.url} sent {error}"
+                    self.pool.failed(server, now)
+                    bad_responses += 1
+                    if bad_responses > MAX_BAD_RESPONSES:
+                        break
+                failed.append(server)
+            if attempt < self._config.request_retries:
+                await asyncio.sleep(wait_s)
+        raise ServerError(
+            f"no usable answer in {attempt} tries; the last: {last}. Are the servers up, and does rollout.addresses "
+            "name them?"
+        )
+
+    def _labelled(self, chunk: Chunk, server: Server, sent_version: int) -> Chunk:
+        if chunk.versions is not None:
+            return chunk
+        if not self._warned_no_version:
+            self._warned_no_version = True
+            logger.warning(
+                "%s does not tell the weight version of its tokens; they are labelled with the version at which the "
+                "request was sent",
+                server.url,
+            )
+        return Chunk(chunk.tokens, chunk.logprobs, [sent_version] * len(chunk.tokens), chunk.finish)
+
+    async def _post(self, server: Server, path: str, body: bytes) -> tuple[int, bytes, float]:
+        """Return status, body and the seconds of Retry-After."""
+        assert self._session is not None, "open() first"
+        server.outstanding += 1
+        try:
+            async with self._session.post(
+                server.url + path, data=body, headers=_JSON, allow_redirects=False
+            ) as reply:
+                after = reply.headers.get("Retry-After", "")
+                return reply.status, await reply.read(), min(30.0, float(after)) if after.isdigit() else 0.0
+        finally:
+            server.outstanding -= 1
+
+    async def _ask_info(self, server: Server) -> str | None:
+        """Note what the server says of itself; return why it cannot be reached, if so."""
+        assert self._session is not None
+        last = ""
+        for attempt in range(self._config.request_retries):
+            try:
+                async with self._session.get(
+                    server.url + self._dialect.info_path, allow_redirects=False
+                ) as reply:
+                    body = await reply.read()
+                    if reply.status == 200:
+                        server.info = self._dialect.parse_info(orjson.loads(body))
+                    return None
+            except orjson.JSONDecodeError:
+                return None
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                last = f"{server.url}: {error}"
+                await asyncio.sleep(random.uniform(0, 0.2 * 2**attempt))
+        return last
+
+    # -- weights -------------------------------------------------------------------------------
+
+    async def update_weights_from_disk(self, path: str, version: int) -> None:
+        """Have every server load the checkpoint folder at ``path`` as ``version``.
+
+        Running requests are aborted with what they have and continue under the new weights. A server
+        that fails gets no more requests until a later update succeeds on it.
+
+        Raises:
+            ServerError: If the update failed on all servers.
+        """
+        self.hold()
+        try:
+            errors = await asyncio.gather(
+                *(self._update_one(server, path, version) for server in self.pool.servers)
+            )
+        finally:
+            self.release()
+        for server, error in zip(self.pool.servers, errors, strict=True):
+            server.behind = error
+            if error is not None:
+                logger.error(
+                    "%s did not take version %d and gets no requests: %s", server.url, version, error
+                )
+        if all(errors):
+            raise ServerError(f"no server took policy version {version} from {path}: {errors[0]}")
+
+    async def _update_one(self, server: Server, path: str, version: int) -> str | None:
+        try:
+            await self._control(server, self._dialect.pause())
+            try:
+                for call in self._dialect.update_weights(path, version):
+                    await self._control(server, call)
+            finally:
+                await self._control(server, self._dialect.resume())
+        except (ServerError, aiohttp.ClientError, TimeoutError, OSError) as error:
+            return str(error) or repr(error)
+        return None
+
+    async def _control(self, server: Server, call: ControlCall) -> None:
+        status, reply, _ = await self._post(server, call.path, orjson.dumps(call.body))
+        if status != 200:
+            raise ServerError(f"{server.url}{call.path} said HTTP {status}: {_short(reply)}")
+        try:
+            error = self._dialect.update_error(orjson.loads(reply))
+        except orjson.JSONDecodeError:
+            return
+        if error is not None:
+            raise ServerError(f"{server.url}{call.path}: {error}")
+
+
+def _refusal(status: int, message: str) -> Exception:
+    if status in (400, 413, 422):
+        return ConfigError(f"{message}. The request breaks a rule of the server, so it is not sent again")
+    return ServerError(message)
+
+
+def _short(reply: bytes) -> Any:
+    return reply[:500].decode(errors="replace")

@@ -1,0 +1,46 @@
+"""Finished episodes and those who wait for them. Nothing leaves the box unless a wait succeeds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from areal_lite.api.episode import EpisodeResult
+
+
+class ResultBox:
+    """Results in the order they finished; lives on the event loop.
+
+    A waiter gives a condition that is asked once per change, so a completion costs O(waiters), which
+    is one.
+    """
+
+    def __init__(self) -> None:
+        self.results: list[EpisodeResult] = []
+        self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+
+    def put(self, result: EpisodeResult) -> None:
+        """Add a finished episode."""
+        self.results.append(result)
+        self.changed()
+
+    def changed(self) -> None:
+        """Wake the waiters whose condition holds."""
+        for condition, future in self._waiters:
+            if not future.done() and condition():
+                future.set_result(None)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Return as soon as ``condition()`` holds."""
+        while not condition():
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append((condition, future))
+            try:
+                await future
+            finally:
+                self._waiters.remove((condition, future))
+
+    def take(self, count: int) -> list[EpisodeResult]:
+        """Remove and return the ``count`` results that finished first."""
+        taken, self.results = self.results[:count], self.results[count:]
+        return taken

@@ -1,0 +1,78 @@
+"""Which server the next request goes to. Pure bookkeeping: no I/O, no clock of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from areal_lite.errors import ConfigError
+from areal_lite.infra.backends.dialect import ServerInfo
+
+FAILURES_TO_OPEN = 3
+"""Failures in a row after which a server is left alone for a while."""
+MAX_REST_S = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """One inference server as the client sees it."""
+
+    url: str
+    outstanding: int = 0
+    failures: int = 0
+    """Failures in a row."""
+    rest_until: float = 0.0
+    """Monotonic time before which it is avoided."""
+    behind: str | None = None
+    """Why its weights are not the newest; such a server gets no request."""
+    info: ServerInfo = field(default_factory=ServerInfo)
+
+
+class ServerPool:
+    """Least-outstanding routing with affinity, and a breaker per server."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        if not addresses:
+            raise ConfigError(
+                "rollout.addresses is empty: name the servers host:port, or run through `areal-lite train`, which "
+                "starts an embedded one"
+            )
+        self.servers = [Server(_url(address)) for address in addresses]
+
+    def pick(
+        self, now: float, *, preferred: Server | None = None, avoid: Iterable[Server] = ()
+    ) -> Server | None:
+        """Return the server for a request, None if no server has usable weights.
+
+        ``preferred`` wins while it is healthy; ``avoid`` (servers that just failed this request) are
+        taken only when nothing else is left.
+        """
+        usable = [server for server in self.servers if server.behind is None]
+        avoided = set(avoid)
+        if preferred in usable and preferred not in avoided and preferred.rest_until <= now:
+            return preferred
+        return min(
+            usable,
+            key=lambda s: (s in avoided, s.rest_until if s.rest_until > now else 0.0, s.outstanding),
+            default=None,
+        )
+
+    def succeeded(self, server: Server) -> None:
+        """Close the breaker."""
+        server.failures, server.rest_until = 0, 0.0
+
+    def failed(self, server: Server, now: float) -> None:
+        """Count a failure; from the third in a row on the server rests, longer each time."""
+        server.failures += 1
+        if server.failures >= FAILURES_TO_OPEN:
+            server.rest_until = now + min(MAX_REST_S, 2.0 ** (server.failures - FAILURES_TO_OPEN))
+
+
+def _url(address: str) -> str:
+    url = address if "://" in address else f"http://{address}"
+    host, _, port = url.split("://", 1)[1].rstrip("/").rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(
+            f"rollout.addresses holds {address!r}: write host:port, for example 127.0.0.1:30000"
+        )
+    return url.rstrip("/")

@@ -1,0 +1,444 @@
+"""Runs episodes on one event loop and guarantees that each ends exactly once.
+
+Everything here runs on the loop; :mod:`areal_lite.infra.remote_inf_engine` is the door for other
+threads. There is one task per group of episodes, owned by the executor; ending costs O(1). Nothing
+polls: each end, each new version, each resume asks the gate again and starts what may start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import re
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from areal_lite.api import episode_context
+from areal_lite.api.config import InferenceEngineConfig
+from areal_lite.api.engine_api import InferenceEngine, Row, ShouldAcceptFn
+from areal_lite.api.episode import EpisodeResult, EpisodeStatus, MemberRecord, TaskId
+from areal_lite.api.episode_context import EpisodeContext
+from areal_lite.api.tensor_dict import check_outcome, trained_version_range, trajectory_tensors
+from areal_lite.api.workflow_api import RolloutWorkflow
+from areal_lite.errors import ConfigError, EpisodeError
+from areal_lite.infra.admission_gate import AdmissionGate
+from areal_lite.infra.grouped_rollout import error_text
+from areal_lite.infra.result_box import ResultBox
+from areal_lite.infra.row_feed import STALE, RowFeed, cut_batch, miss_reason
+from areal_lite.infra.workflow_context import SharedHttp
+
+logger = logging.getLogger(__name__)
+
+CANCEL_GRACE_S = 5.0
+"""Seconds a cancelled episode may take to clean up before it is left behind."""
+
+_TASK_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRecipe:
+    """What to run on a row, resolved once and shared by many submissions."""
+
+    workflow: RolloutWorkflow
+    should_accept_fn: ShouldAcceptFn | None = None
+    is_eval: bool = False
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Submission:
+    """A group of episodes on its way to its one end."""
+
+    task_id: TaskId
+    data: Row
+    recipe: EpisodeRecipe
+    deliver: Callable[[EpisodeResult], None]
+    training: bool
+    """Whether the staleness bound holds it back: its result waits for a training step."""
+    final: bool = True
+    """Whether its end is final; False where the cut of a batch decides over accepted results."""
+    members: list[MemberRecord]
+    submitted: float
+    started: float = 0.0
+    start_order: int = 0
+    start_version: int = 0
+    task: asyncio.Task[EpisodeResult] | None = None
+    deadline: asyncio.TimerHandle | None = None
+    stopped_by: str | None = None
+    """Why we cancelled it; None while we did not."""
+
+
+class WorkflowExecutor:
+    """Admits, runs and ends episodes.
+
+    Args:
+        engine: What workflows generate with.
+        config: Bounds and deadlines.
+        gate: Decides when the next group may start; shared with nobody.
+        on_end: Called once with each final result; must not raise and must not block.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        config: InferenceEngineConfig,
+        *,
+        gate: AdmissionGate,
+        on_end: Callable[[EpisodeResult], None],
+    ) -> None:
+        self.config = config
+        self.gate = gate
+        self.counts: Counter[str] = Counter()
+        """Ended groups by status, over the whole life."""
+        self.abandoned = 0
+        """Episodes that swallowed their cancellation and were left behind."""
+        self._engine = engine
+        self._on_end = on_end
+        self._http = SharedHttp()
+        self._box = ResultBox()
+        self._feeds: dict[int, tuple[RowFeed, EpisodeRecipe]] = {}
+        self._waiting: deque[Submission] = deque()
+        self._waiting_free: deque[Submission] = deque()
+        self._live: dict[TaskId, Submission] = {}
+        """All that has not ended, waiting or running."""
+        self._next_task_id = 0
+        self._ids_lock = threading.Lock()
+        self._start_orders = itertools.count()
+        self._outstanding = 0
+        """Submissions whose result goes to ``wait`` and has not ended."""
+
+    # -- what callers ask for ------------------------------------------------------------------
+
+    def submit(self, data: Row, recipe: EpisodeRecipe, task_id: TaskId | None = None) -> Submission:
+        """Reserve a task id for one row whose result is for :meth:`wait`; any thread may call this.
+
+        The episode starts once :meth:`enqueue` was called with it on the loop.
+
+        Raises:
+            ConfigError: If ``task_id`` is in use or cannot name a file.
+        """
+        return self._make(data, recipe, self._deliver_to_wait, training=not recipe.is_eval, task_id=task_id)
+
+    def enqueue(self, submission: Submission) -> None:
+        """Start the submission as soon as the gate lets it."""
+        self._outstanding += submission.deliver == self._deliver_to_wait
+        (self._waiting if submission.training else self._waiting_free).append(submission)
+        self._pump()
+
+    async def wait(self, count: int, timeout_s: float | None) -> list[EpisodeResult]:
+        """Return the ``count`` submitted results that finished first.
+
+        Raises:
+            ValueError: If fewer were submitted and there is no ``timeout_s``.
+            TimeoutError: After ``timeout_s``; the finished results stay for the next wait.
+        """
+        there = len(self._box.results) + self._outstanding
+        if count > there and timeout_s is None:
+            raise ValueError(
+                f"wait(count={count}) but only {there} submissions are left to wait for: submit more first"
+            )
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._box.until(lambda: len(self._box.results) >= count)
+        except TimeoutError:
+            raise TimeoutError(
+                f"{len(self._box.results)} of {count} episodes ended within {timeout_s} s; {self.gate.describe()}. "
+                "Nothing is lost: wait again"
+            ) from None
+        return self._box.take(count)
+
+    async def rollout_batch(self, rows: Sequence[Row], recipe: EpisodeRecipe) -> list[EpisodeResult]:
+        """Run all rows at the current version and return their results in the order of the rows."""
+        self._refuse_paused()
+        results: list[EpisodeResult | None] = [None] * len(rows)
+        left = len(rows)
+        done = asyncio.get_running_loop().create_future()
+
+        def deliver(index: int, result: EpisodeResult) -> None:
+            nonlocal left
+            results[index] = result
+            left -= 1
+            if left == 0 and not done.done():
+                done.set_result(None)
+
+        for index, row in enumerate(rows):
+            self.enqueue(self._make(row, recipe, partial(deliver, index), training=False))
+        if rows:
+            await done
+        return [result for result in results if result is not None]
+
+    async def prepare_batch(self, source: Iterable[Row], recipe: EpisodeRecipe) -> list[EpisodeResult]:
+        """Return exactly ``consumer_batch_size`` accepted results within the staleness bound.
+
+        From the first call on, rows of ``source`` are started whenever the gate is open, also between
+        calls. Rows of results that grew too old are drawn again.
+
+        Raises:
+            StarvationError: If nothing was accepted for ``max_empty_batches`` batches.
+            EpisodeError: If an episode failed under ``on_error: raise``.
+            ConfigError: If the source ended with less than a batch.
+        """
+        self._refuse_paused()
+        feed = self._feeds[id(source)][0] if id(source) in self._feeds else RowFeed(source)
+        self._feeds[id(source)] = (feed, recipe)
+        count = self.config.consumer_batch_size
+        max_misses = self.config.max_empty_batches * count
+        while True:
+            self._pump()
+            await feed.box.until(feed.ready(count, max_misses))
+            feed.check(count)
+            cut = cut_batch(
+                feed.box.results,
+                count,
+                version=self.gate.version,
+                max_staleness=self.config.max_head_offpolicyness,
+            )
+            for result in cut.stale:
+                result.status, result.error = EpisodeStatus.REJECTED, STALE
+                self.gate.give_back()
+                feed.owe(result)
+                self._close(result)
+            if cut.fresh:
+                for result in cut.fresh:
+                    self._close(result)
+                return cut.fresh
+
+    def set_version(self, version: int) -> None:
+        """Take a new policy version and start what it lets start."""
+        if version < 0:
+            raise ConfigError(f"the policy version is {version}: it starts at 0 and grows")
+        self.gate.set_version(version)
+        self._pump()
+
+    def pause(self) -> None:
+        """Start nothing more; what runs goes on and is delivered."""
+        self.gate.paused = True
+
+    def resume(self) -> None:
+        """End :meth:`pause`."""
+        self.gate.paused = False
+        self._pump()
+
+    async def close(self) -> None:
+        """Cancel all that has not ended, give it a grace to clean up, and deliver it as cancelled."""
+        self.gate.paused = True
+        reason = "the engine was closed"
+        for queue in (self._waiting, self._waiting_free):
+            while queue:
+                self._end(queue.popleft(), EpisodeStatus.CANCELLED, error=reason)
+        for submission in list(self._live.values()):
+            self._stop(submission, reason)
+        if tasks := [s.task for s in self._live.values() if s.task is not None]:
+            await asyncio.wait(tasks, timeout=CANCEL_GRACE_S)
+        for submission in list(self._live.values()):
+            self._abandon(submission)
+        for feed, _ in self._feeds.values():
+            for result in feed.box.take(len(feed.box.results)):
+                result.status, result.error = EpisodeStatus.CANCELLED, "the run ended before it was trained"
+                self._close(result)
+        await self._http.close()
+
+    # -- one submission, from start to end -----------------------------------------------------
+
+    def _make(
+        self,
+        data: Row,
+        recipe: EpisodeRecipe,
+        deliver: Callable[[EpisodeResult], None],
+        *,
+        training: bool,
+        final: bool = True,
+        task_id: TaskId | None = None,
+    ) -> Submission:
+        with self._ids_lock:
+            if task_id is None:
+                task_id = self._next_task_id
+            elif isinstance(task_id, str) and not _TASK_ID.fullmatch(task_id):
+                raise ConfigError(
+                    f"task_id {task_id!r} names a file: use letters, digits, '.', '_' and '-', at most 100"
+                )
+            elif task_id in self._live:
+                raise ConfigError(
+                    f"task_id {task_id!r} has not ended yet: use another, or None for a fresh one"
+                )
+            if isinstance(task_id, int):
+                self._next_task_id = max(self._next_task_id, task_id + 1)
+            submission = self._live[task_id] = Submission(
+                task_id=task_id,
+                data=data,
+                recipe=recipe,
+                deliver=deliver,
+                training=training,
+                final=final,
+                members=[MemberRecord()],
+                submitted=time.monotonic(),
+            )
+        return submission
+
+    def _refuse_paused(self) -> None:
+        if self.gate.paused:
+            raise ConfigError("the engine is paused, so no episode could start: call resume() first")
+
+    def _pump(self) -> None:
+        """Start whatever the gate lets start: evaluation and batches first, then training, then feeds."""
+        gate = self.gate
+        while self._waiting_free and gate.may_start():
+            self._start(self._waiting_free.popleft())
+        while self._waiting and gate.may_start_training():
+            self._start(self._waiting.popleft())
+        for feed, recipe in self._feeds.values():
+            while gate.may_start_training() and (row := feed.next_row()) is not None:
+                feed.running += 1
+                deliver = partial(self._deliver_to_feed, feed)
+                self._start(self._make(row, recipe, deliver, training=True, final=False))
+
+    def _start(self, submission: Submission) -> None:
+        loop = asyncio.get_running_loop()
+        self.gate.start(training=submission.training)
+        submission.started = time.monotonic()
+        submission.start_order = next(self._start_orders)
+        submission.start_version = self.gate.version
+        submission.task = loop.create_task(self._run(submission))
+        submission.task.add_done_callback(lambda task: self._on_done(submission, task))
+        submission.deadline = loop.call_later(self.config.episode_timeout_s, self._on_deadline, submission)
+
+    async def _run(self, submission: Submission) -> EpisodeResult:
+        recipe, members = submission.recipe, submission.members
+        episode_context.enter(
+            EpisodeContext(
+                is_eval=recipe.is_eval,
+                task_id=submission.task_id,
+                group_id=str(submission.task_id),
+                version=submission.start_version,
+                members=members,
+                member=members[0],
+                http=self._http,
+            )
+        )
+        try:
+            outcome = await recipe.workflow.arun_episode(self._engine, dict(submission.data))
+            num_rows = check_outcome(outcome)
+            if len(members) == 1:
+                members[0].num_rows = num_rows
+            if outcome is None:
+                # A group that was dropped for a member's error is a failure, not a refusal.
+                error = next((m.error for m in members if m.status is EpisodeStatus.FAILED), None)
+                status = EpisodeStatus.FAILED if error else EpisodeStatus.REJECTED
+                return self._result(submission, status, error=error or "the workflow returned None")
+            tensors = trajectory_tensors(outcome)
+            if recipe.should_accept_fn is not None and not recipe.should_accept_fn(tensors):
+                return self._result(submission, EpisodeStatus.REJECTED, tensors, "should_accept_fn said no")
+            return self._result(submission, EpisodeStatus.ACCEPTED, tensors)
+        except asyncio.CancelledError:
+            if submission.stopped_by is not None:
+                raise
+            return self._result(submission, EpisodeStatus.FAILED, error="the episode cancelled itself")
+        except BaseException as error:  # the one place where an episode's error becomes data
+            return self._result(submission, EpisodeStatus.FAILED, error=error_text(error))
+
+    def _on_done(self, submission: Submission, task: asyncio.Task[EpisodeResult]) -> None:
+        if self._live.get(submission.task_id) is not submission:
+            return  # it had been abandoned
+        if task.cancelled():
+            self._end_stopped(submission)
+        else:
+            result = task.result()
+            if submission.stopped_by is not None and result.status is EpisodeStatus.FAILED:
+                self._end_stopped(submission)
+            else:
+                self._finish(submission, result)
+
+    def _on_deadline(self, submission: Submission) -> None:
+        self._stop(
+            submission, f"the episode ran longer than episode_timeout_s={self.config.episode_timeout_s:g}"
+        )
+
+    def _stop(self, submission: Submission, reason: str) -> None:
+        if submission.stopped_by is None and submission.task is not None:
+            submission.stopped_by = reason
+            submission.task.cancel()
+            asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._abandon, submission)
+
+    def _abandon(self, submission: Submission) -> None:
+        if self._live.get(submission.task_id) is submission:
+            self.abandoned += 1
+            logger.warning("episode %s swallowed its cancellation and is left behind", submission.task_id)
+            self._end_stopped(submission)
+
+    def _end_stopped(self, submission: Submission) -> None:
+        reason = submission.stopped_by or "the task was cancelled"
+        late = "episode_timeout_s" in reason
+        self._end(submission, EpisodeStatus.FAILED if late else EpisodeStatus.CANCELLED, error=reason)
+
+    def _end(self, submission: Submission, status: EpisodeStatus, *, error: str) -> None:
+        self._finish(submission, self._result(submission, status, error=error))
+
+    def _finish(self, submission: Submission, result: EpisodeResult) -> None:
+        """The one end: counters, delivery, and whatever may start in the freed place."""
+        if submission.deadline is not None:
+            submission.deadline.cancel()
+        del self._live[submission.task_id]
+        accepted = result.status is EpisodeStatus.ACCEPTED
+        if submission.task is not None:
+            self.gate.end(training=submission.training, accepted=accepted)
+        for member in result.members:
+            if member.status is None:
+                member.status = result.status
+                member.error = result.error
+        if submission.final or not accepted:
+            self._close(result)
+        submission.deliver(result)
+        self._pump()
+
+    def _deliver_to_wait(self, result: EpisodeResult) -> None:
+        self._outstanding -= 1
+        self._box.put(result)
+
+    def _deliver_to_feed(self, feed: RowFeed, result: EpisodeResult) -> None:
+        feed.running -= 1
+        if result.status is EpisodeStatus.ACCEPTED:
+            feed.accept(result)
+            return
+        if result.status is EpisodeStatus.FAILED and self.config.on_error == "raise":
+            feed.error = EpisodeError(
+                f"episode {result.task_id} failed and rollout.on_error is raise:\n{result.error}"
+            )
+        feed.count_miss(miss_reason(result))
+
+    def _close(self, result: EpisodeResult) -> None:
+        """The result is final: count it and let observers see it."""
+        self.counts[result.status] += 1
+        self._on_end(result)
+
+    def _result(
+        self,
+        submission: Submission,
+        status: EpisodeStatus,
+        tensors: dict[str, Any] | None = None,
+        error: str | None = None,
+    ) -> EpisodeResult:
+        versions = trained_version_range(tensors) if tensors is not None else None
+        now = time.monotonic()
+        started = submission.started or now
+        return EpisodeResult(
+            task_id=submission.task_id,
+            group_id=str(submission.task_id),
+            status=status,
+            data=submission.data,
+            trajectory=tensors,
+            error=error,
+            is_eval=submission.recipe.is_eval,
+            start_order=submission.start_order,
+            start_version=submission.start_version,
+            head_version=versions[0] if versions else None,
+            tail_version=versions[1] if versions else None,
+            members=submission.members,
+            queued_s=started - submission.submitted,
+            run_s=now - started,
+            finished_at=time.time(),
+        )

@@ -1,0 +1,116 @@
+"""What a user may name as a workflow, and what each wrong name is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_lite.api import RolloutWorkflow
+from areal_lite.api.dotted_path import load_object
+from areal_lite.errors import ConfigError
+from areal_lite.infra.workflow_resolution import resolve_workflow
+
+
+class Workflow(RolloutWorkflow):
+    def __init__(self, reward: float = 1.0) -> None:
+        self.reward = reward
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> None:
+        return None
+
+
+class Unfinished(RolloutWorkflow):
+    pass
+
+
+class Agent:
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        return 1.0
+
+
+class SyncAgent:
+    def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        return 1.0
+
+
+class NarrowAgent:
+    async def run(self, data: dict[str, Any]) -> float:
+        return 1.0
+
+
+class Nothing:
+    pass
+
+
+def function(data: dict[str, Any]) -> float:
+    return 1.0
+
+
+instance = Workflow(3.0)
+
+
+class Wrapped(Workflow):
+    def __init__(self, agent: Any) -> None:
+        super().__init__()
+        self.agent = agent
+
+
+def resolve(workflow: Any, **kwargs: Any) -> RolloutWorkflow:
+    return resolve_workflow(workflow, kwargs or None, wrap_agent=Wrapped)
+
+
+def test_every_documented_form_resolves() -> None:
+    here = __name__
+    assert resolve(instance) is instance
+    assert resolve(f"{here}.instance") is load_object(f"{here}.instance", where="test")
+    assert isinstance(resolve(Workflow), Workflow)
+    kept = resolve(f"{here}.Workflow", reward=2.0)
+    assert isinstance(kept, RolloutWorkflow) and kept.reward == 2.0  # type: ignore[attr-defined]
+    assert isinstance(resolve(f"{here}:Workflow"), RolloutWorkflow)
+    for agent in (Agent, Agent(), f"{here}.Agent"):
+        wrapped = resolve(agent)
+        assert isinstance(wrapped, Wrapped) and type(wrapped.agent).__name__ == "Agent"
+
+
+@pytest.mark.parametrize(
+    ("workflow", "kwargs", "says"),
+    [
+        (None, {}, "workflow is None: give a RolloutWorkflow instance"),
+        ("nodots", {}, "write a dotted path 'package.module.Name'"),
+        ("../etc/passwd", {}, "write a dotted path"),
+        ("no_such_module.Name", {}, "there is no module 'no_such_module'"),
+        (f"{__name__}.Workfow", {}, "did you mean"),
+        (f"{__name__}.Nothing", {}, "is not a workflow: give a RolloutWorkflow"),
+        (f"{__name__}.function", {}, "is a function"),
+        ("areal_lite.api", {}, "is a module: name the class in it"),
+        (SyncAgent, {}, "has a run() that is not async: write `async def run"),
+        (NarrowAgent, {}, "cannot take api_key, base_url, http_client"),
+        (Unfinished, {}, "does not define arun_episode: write `async def arun_episode"),
+        (Workflow, {"rewrd": 2.0}, "did you mean 'reward'?"),
+        (Agent, {"x": 1}, "do not fit its constructor"),
+        (instance, {"reward": 2.0}, "already an instance, so workflow_kwargs ['reward'] have nowhere to go"),
+        (3, {}, "is not a workflow"),
+    ],
+)
+def test_every_wrong_form_says_what_to_write_instead(workflow: Any, kwargs: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match="workflow") as caught:
+        resolve(workflow, **kwargs)
+    assert says in str(caught.value)
+
+
+def test_a_module_that_needs_a_missing_package_names_the_package(tmp_path: Any, monkeypatch: Any) -> None:
+    (tmp_path / "needs_missing.py").write_text("import not_installed_anywhere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="needs 'not_installed_anywhere', which is not installed"):
+        resolve("needs_missing.Agent")
+
+
+@given(st.text(max_size=30))
+def test_no_text_is_imported_unless_it_is_a_dotted_path(text: str) -> None:
+    with pytest.raises(ConfigError):
+        load_object("zz_no_such_package." + text, where="workflow")
+    with pytest.raises(ConfigError):
+        load_object(text.replace(".", ""), where="workflow")

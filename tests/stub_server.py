@@ -1,0 +1,224 @@
+"""A deterministic inference server in SGLang's dialect, for tests and benchmarks.
+
+An answer is a pure function of (prompt, weight version), so a test knows the truth of every token.
+Faults are scheduled by request number. Run alone (``python tests/stub_server.py PORT``) it serves until
+it is killed; in a test it runs in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+Fault = Callable[[int], str | None]
+"""Request number (from 0) -> None or one of: 500, 400, 429, reset, garbage, lengths, nan, negative."""
+
+
+def answer_tokens(prompt: list[int], version: int, length: int) -> list[int]:
+    """Return the ``length`` tokens that follow ``prompt`` under ``version``; each carries its version."""
+    return [(sum(prompt[-3:]) + i) % 7 + 10 + 100 * version for i in range(length)]
+
+
+class StubServer:
+    """Serves ``/generate`` and the control plane; counts what it saw."""
+
+    def __init__(
+        self, *, answer_len: int = 8, delay_s: float = 0.0, fault: Fault | None = None, tell_version: bool = True
+    ) -> None:
+        self.answer_len = answer_len
+        self.delay_s = delay_s
+        self.fault = fault
+        self.tell_version = tell_version
+        self.version: str = "default"
+        self.seen: Counter[str] = Counter()
+        self.requests: list[dict[str, Any]] = []
+        self.fail_updates = False
+        self.hold: asyncio.Event | None = None
+        """Answers wait for this event; an abort ends the wait with half the tokens."""
+        self._running: set[asyncio.Future[None]] = set()
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+
+    def app(self) -> web.Application:
+        """Return the aiohttp application."""
+        app = web.Application(client_max_size=2**26)
+        app.router.add_post("/generate", self.generate)
+        app.router.add_post("/pause_generation", self.pause)
+        app.router.add_post("/continue_generation", self.resume)
+        app.router.add_post("/update_weights_from_disk", self.update)
+        app.router.add_get("/server_info", self.info)
+        return app
+
+    async def info(self, _: web.Request) -> web.Response:
+        """Tell the window."""
+        return _json({"context_length": 4096})
+
+    async def generate(self, request: web.Request) -> web.Response:
+        """Answer, or fail as scheduled."""
+        number = self.seen["generate"]
+        self.seen["generate"] += 1
+        body = orjson.loads(await request.read())
+        self.requests.append(body) if len(self.requests) < 10_000 else None
+        fault = self.fault(number) if self.fault else None
+        if fault is not None:
+            self.seen[f"fault {fault}"] += 1
+        if fault in ("500", "429", "400"):
+            return _json({"error": {"message": f"scheduled {fault}"}}, status=int(fault))
+        if fault == "reset":
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
+        if fault == "garbage":
+            return web.Response(body=b"<html>oops", content_type="text/html")
+        await self._resumed.wait()
+        length = min(self.answer_len, body["sampling_params"]["max_new_tokens"])
+        version = 0 if self.version == "default" else int(self.version)
+        finish: dict[str, Any] = {"type": "stop", "matched": 2}
+        if fault == "abort":
+            length, finish = 0, {"type": "abort", "message": "Aborted"}
+        elif await self._generating():
+            length, finish = length // 2, {"type": "abort", "message": "Aborted"}
+        tokens = answer_tokens(body["input_ids"], version, length)
+        label = self.version if finish["type"] == "abort" or version == 0 else str(version)
+        return _json(self._reply(body, tokens, finish, label if self.tell_version else None, fault))
+
+    def _reply(
+        self, body: dict[str, Any], tokens: list[int], finish: dict[str, Any], label: str | None, fault: str | None
+    ) -> dict[str, Any]:
+        pairs: list[list[Any]] = [[-0.5 - i / 64, token, None] for i, token in enumerate(tokens)]
+        ids = list(tokens)
+        if fault == "lengths":
+            ids = ids[:-1]
+        if fault == "nan":
+            pairs[0][0] = None
+        if fault == "negative":
+            pairs[0][1] = ids[0] = -5
+        meta: dict[str, Any] = {
+            "id": body.get("rid"),
+            "finish_reason": finish,
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": len(tokens),
+            "output_token_logprobs": pairs,
+        }
+        if label is not None:
+            meta |= {
+                "weight_version": label,
+                "weight_versions": [{"version": label, "start": 0, "end": len(tokens)}] if tokens else [],
+            }
+        return {"text": "", "output_ids": ids, "meta_info": meta}
+
+    async def _generating(self) -> bool:
+        """Wait as long as the answer takes; return whether it was aborted."""
+        if self.hold is None:
+            if self.delay_s:
+                await asyncio.sleep(self.delay_s)
+            return False
+        aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._running.add(aborted)
+        held = asyncio.ensure_future(self.hold.wait())
+        self.seen["held"] += 1
+        try:
+            await asyncio.wait([aborted, held], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            held.cancel()
+            self._running.discard(aborted)
+        return aborted.done()
+
+    async def pause(self, request: web.Request) -> web.Response:
+        """Abort what runs and hold new requests."""
+        assert orjson.loads(await request.read())["mode"] == "abort"
+        self.seen["pause"] += 1
+        self._resumed.clear()
+        for aborted in list(self._running):
+            aborted.done() or aborted.set_result(None)
+        return _json({"status": "ok"})
+
+    async def resume(self, request: web.Request) -> web.Response:
+        """Go on."""
+        await request.read()
+        self.seen["resume"] += 1
+        self._resumed.set()
+        return _json({"status": "ok"})
+
+    async def update(self, request: web.Request) -> web.Response:
+        """Take a new version."""
+        body = orjson.loads(await request.read())
+        self.seen["update"] += 1
+        if self.fail_updates:
+            return _json({"success": False, "message": "no such folder"}, status=400)
+        self.version = body["weight_version"]
+        return _json({"success": True, "message": "ok"})
+
+
+class StubThread:
+    """Runs a stub server in a thread; a context manager that gives the address."""
+
+    def __init__(self, server: StubServer) -> None:
+        self.server = server
+        self.address = ""
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._main, daemon=True)
+
+    def __enter__(self) -> StubThread:
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Run ``function`` on the server's loop."""
+        done = threading.Event()
+        self._loop.call_soon_threadsafe(lambda: (function(), done.set()))
+        assert done.wait(10)
+
+    def until_held(self, count: int) -> None:
+        """Return once ``count`` answers are being held."""
+
+        async def held() -> None:
+            while self.server.seen["held"] < count:
+                await asyncio.sleep(0.001)
+
+        asyncio.run_coroutine_threadsafe(held(), self._loop).result(10)
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        runner = web.AppRunner(self.server.app(), access_log=None, shutdown_timeout=0.1)
+        self._loop.run_until_complete(runner.setup())
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        self._loop.run_until_complete(site.start())
+        assert site._server is not None
+        self.address = f"127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
+        self._ready.set()
+        self._loop.run_forever()
+        self._loop.run_until_complete(runner.cleanup())
+        self._loop.close()
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), content_type="application/json", status=status)
+
+
+def main() -> None:
+    """Serve on the given port until killed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("port", type=int)
+    parser.add_argument("--answer-len", type=int, default=64)
+    parser.add_argument("--delay-s", type=float, default=0.0)
+    args = parser.parse_args()
+    server = StubServer(answer_len=args.answer_len, delay_s=args.delay_s)
+    web.run_app(server.app(), host="127.0.0.1", port=args.port, print=None, access_log=None)
+
+
+if __name__ == "__main__":
+    main()
