@@ -8,6 +8,7 @@ write honest pickles.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import fcntl
 import json
 import math
@@ -83,10 +84,8 @@ def rebuild(body: bytes) -> Exception:
     kind = getattr(builtins, str(name), None)
     error: Exception = RuntimeError(f"{name}: {message}")
     if isinstance(kind, type) and issubclass(kind, Exception):
-        try:
+        with contextlib.suppress(TypeError):  # UnicodeDecodeError and its like take more than a text
             error = kind(message)
-        except TypeError:  # UnicodeDecodeError and its like take more than a text
-            pass
     error.add_note(f"in the reward worker:\n{text}")
     return error
 

@@ -1,0 +1,99 @@
+"""Every config key with its type, default and meaning, read from the records themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+_WORDS = {
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+    Any: "anything",
+}
+_BOUNDS = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
+
+
+class FieldHelp(NamedTuple):
+    """One key of the YAML."""
+
+    key: str
+    """Dotted, as in an override."""
+    type: str
+    """In words; ``section`` for a record."""
+    default: str | None
+    """As YAML would write it; None where a value is required."""
+    meaning: str
+    """What the docstring under the field says."""
+
+
+def describe_fields(root: type[Any], prefix: str = "") -> Iterator[FieldHelp]:
+    """Yield the fields of a config record and, after each section, the section's own."""
+    hints = typing.get_type_hints(root, include_extras=True)
+    for field in dataclasses.fields(root):
+        info: FieldInfo = root.__pydantic_fields__[field.name]
+        key = prefix + field.name
+        section = next(
+            (k for k in (hints[field.name], *typing.get_args(hints[field.name])) if _is_record(k)), None
+        )
+        meaning = " ".join((info.description or "").split())
+        if section is None:
+            default = None if info.is_required() else _yaml_word(info.get_default(call_default_factory=True))
+            yield FieldHelp(key, _type_words(hints[field.name]), default, meaning)
+        else:
+            default = None if info.is_required() else "null" if info.default is None else "{}"
+            yield FieldHelp(key, "section", default, meaning)
+            yield from describe_fields(section, f"{key}.")
+
+
+def help_text(root: type[Any], width: int = 80) -> str:
+    """Return all fields of ``root`` as text of at most ``width`` columns."""
+    lines: list[str] = []
+    for key, kind, default, meaning in describe_fields(root):
+        value = "required" if default is None else f"default {default}"
+        head = f"{key}  ({kind}; {value})" if kind != "section" or default != "{}" else f"{key}:"
+        if kind == "section":
+            lines.append("")
+        lines += textwrap.wrap(head, width, subsequent_indent="    ", break_on_hyphens=False)
+        lines += textwrap.wrap(meaning, width, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def _is_record(kind: Any) -> bool:
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+
+
+def _type_words(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        constraints = [c for extra in arguments[1:] for c in getattr(extra, "metadata", [extra])]
+        limits = [
+            f"{_BOUNDS[type(c)]} {dataclasses.astuple(c)[0]}" for c in constraints if type(c) in _BOUNDS
+        ]
+        return " ".join([_type_words(arguments[0]), " and ".join(limits)]).rstrip()
+    if origin is Literal:
+        return " | ".join(str(a) for a in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_type_words(a) for a in arguments)
+    if origin is list:
+        return f"list of {_type_words(arguments[0])}"
+    if origin is tuple:
+        return f"list of {len(arguments)} {_type_words(arguments[0])}s"
+    if origin is dict:
+        return "mapping"
+    return _WORDS.get(annotation) or str(getattr(annotation, "__name__", annotation))
+
+
+def _yaml_word(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(list(value)) if isinstance(value, tuple) else str(value) or '""'

@@ -1,0 +1,266 @@
+"""A YAML file and ``key=value`` overrides become one checked :class:`RunConfig`, and back.
+
+Everything that is wrong is reported at once, each line with file, key, value, rule and mend. A config
+names code by dotted path, so it is trusted; it is still parsed as plain data (``SafeLoader``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from areal_lite.api.config import RunConfig
+from areal_lite.errors import ConfigError
+
+MAX_BYTES = 1 << 20
+_SHARED_WITH_ROLLOUT = ("experiment_name", "trial_name", "fileroot")
+_SECRET_KEY = re.compile(r"(api_?key|password|secret|access_token|auth_token)$", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"(sk-|hf_|al_|Bearer )\S{8,}")
+# YAML 1.1 reads 1e-5 as text; people mean the number.
+_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?[eE][-+]?[0-9]+|[-+]?\.[0-9_]+[eE][-+]?[0-9]+")
+
+Config = TypeVar("Config", bound=RunConfig)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[tuple[str, str]] = set()
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
+                key = (key_node.tag, key_node.value)
+                if key in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {key_node.value!r} is here twice; keep one",
+                        problem_mark=key_node.start_mark,
+                    )
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that writes what :class:`_Loader` reads, without anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    root: type[Config] = RunConfig,  # type: ignore[assignment]
+) -> Config:
+    """Return the checked config of ``path`` with ``overrides`` laid over it.
+
+    Names of experiment, trial and fileroot are copied into ``rollout``; its tokenizer is the model's
+    unless given.
+
+    Args:
+        path: A YAML file of at most 1 MiB.
+        overrides: ``section.key=value`` each; the value is YAML (``null``, ``[a, b]``, ``0.5``). The
+            last one of a key counts.
+        root: ``RunConfig``, or a subclass with more fields.
+
+    Raises:
+        ConfigError: With every fault found, one per line.
+    """
+    values = _parse(_read(Path(path)), where=str(path))
+    if values is None:
+        raise ConfigError(f"{path}: the file is empty: it must be a mapping with at least {_required(root)}")
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{path}: the file holds a {type(values).__name__}: it must be a mapping, 'key: value' lines"
+        )
+    sources: dict[str, str] = {}
+    for override in overrides:
+        sources[_lay_over(values, override, root, where=str(path))] = f"{path}, override {override!r}"
+    try:
+        config = TypeAdapter(root).validate_python(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_complaints(error, root, str(path), sources))) from None
+    return _resolve(config, values.get("rollout") or {}, str(path))
+
+
+def dump_config(config: RunConfig) -> str:
+    """Return ``config`` as YAML that loads back to an equal config; what looks like a key or token is masked."""
+    return yaml.dump(_masked(dataclasses.asdict(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file{_close_files(path)}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}. Give the path of a YAML file") from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{path}: the file is larger than {MAX_BYTES} bytes: is it a config?")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8: save the file as UTF-8 text") from None
+
+
+def _close_files(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f", nor a folder {folder}"
+    names = [p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml")]
+    close = difflib.get_close_matches(path.name, names, 3, 0.5)
+    return f"; did you mean {' or '.join(str(folder / name) for name in close)}?" if close else ""
+
+
+def _parse(text: str, *, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        context = f"{error.context}: " if error.context else ""
+        raise ConfigError(f"{where}: {place}{context}{error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-45
+        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply to be a config") from None
+
+
+def _lay_over(values: dict[Any, Any], override: str, root: type[Any], *, where: str) -> str:
+    """Set one ``a.b=value`` in ``values`` and return its key."""
+    where = f"{where}, override {override!r}"
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{where}: write section.key=value")
+    *sections, last = key.split(".")
+    here: dict[Any, Any] = values
+    owner: type[Any] | None = root  # None below a free mapping such as kwargs
+    for depth, name in enumerate(sections):
+        if owner is not None:
+            field = _field_type(owner, name)
+            if field is None:
+                raise ConfigError(f"{where}: {_unknown(owner, name, root)}")
+            owner = _section(field)
+            if owner is None and not _is_mapping(field):
+                raise ConfigError(f"{where}: {'.'.join(sections[: depth + 1])} is a value, not a section")
+        below = here.get(name)
+        if not isinstance(below, dict):
+            below = here[name] = {}
+        here = below
+    if owner is not None and _field_type(owner, last) is None:
+        raise ConfigError(f"{where}: {_unknown(owner, last, root)}")
+    here[last] = _parse(text, where=where)
+    return key
+
+
+def _complaints(
+    error: ValidationError, root: type[Any], path: str, sources: Mapping[str, str]
+) -> Iterator[str]:
+    for fault in error.errors(include_url=False):
+        keys = [str(part) for part in fault["loc"]]
+        dotted = ".".join(keys)
+        source = next((s for key, s in sources.items() if f"{dotted}.".startswith(f"{key}.")), path)
+        owner, meaning = _locate(root, keys)
+        prefix = f"{source}: {'.'.join(keys[:-1])}: ".replace(": : ", ": ")
+        if fault["type"] == "unexpected_keyword_argument" and owner is not None:
+            yield prefix + _unknown(owner, keys[-1], root)
+        elif fault["type"] == "missing":
+            yield f"{source}: {dotted}: missing, and it has no default. {meaning}"
+        else:
+            rule = fault["msg"].removeprefix("Value error, ").replace("Input should", "it must")
+            yield f"{source}: {dotted}: {_short(fault['input'])}: {rule}. {meaning}".rstrip(" ")
+
+
+def _locate(root: type[Any], keys: Sequence[str]) -> tuple[type[Any] | None, str]:
+    """Return the record that holds the last of ``keys`` and what the nearest known field means."""
+    owner: type[Any] | None = root
+    meaning = ""
+    for name in keys[:-1]:
+        field = _field_type(owner, name) if owner else None
+        meaning = _meaning(owner, name) or meaning
+        owner = _section(field)
+    return owner, (_meaning(owner, keys[-1]) or meaning) if keys else ""
+
+
+def _meaning(owner: type[Any] | None, name: str) -> str:
+    info = owner.__pydantic_fields__.get(name) if owner else None
+    return " ".join((info.description or "").split()) if info else ""
+
+
+def _field_type(owner: type[Any], name: str) -> Any:
+    """Return the annotation of a record's field, or None where there is no such field."""
+    return typing.get_type_hints(owner).get(name) if name in owner.__pydantic_fields__ else None
+
+
+def _section(annotation: Any) -> type[Any] | None:
+    """Return the record type in ``Record`` or ``Record | None``, else None."""
+    for kind in (annotation, *typing.get_args(annotation)):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            return kind
+    return None
+
+
+def _is_mapping(annotation: Any) -> bool:
+    return any(typing.get_origin(kind) is dict for kind in (annotation, *typing.get_args(annotation)))
+
+
+def _unknown(owner: type[Any], name: str, root: type[Any]) -> str:
+    known = list(owner.__pydantic_fields__)
+    elsewhere = [key for key in _all_keys(root) if key.rpartition(".")[2] == name]
+    if close := elsewhere or difflib.get_close_matches(name, known, 1):
+        return f"unknown key {name!r}; did you mean {close[0]!r}?"
+    return f"unknown key {name!r}; the keys here are {', '.join(known)}"
+
+
+def _all_keys(owner: type[Any], prefix: str = "") -> Iterator[str]:
+    for name in owner.__pydantic_fields__:
+        yield prefix + name
+        if section := _section(_field_type(owner, name)):
+            yield from _all_keys(section, f"{prefix}{name}.")
+
+
+def _required(root: type[Any]) -> str:
+    return ", ".join(name for name, info in root.__pydantic_fields__.items() if info.is_required())
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _resolve(config: Config, given: Mapping[str, Any], path: str) -> Config:
+    """Copy what the run and its rollout share; ``given`` is the rollout section as written."""
+    shared = {name: getattr(config, name) for name in _SHARED_WITH_ROLLOUT}
+    faults = [
+        f"{path}: rollout.{name}: {given[name]!r} contradicts {name} {value!r} at the top: remove it from rollout"
+        for name, value in shared.items()
+        if name in given and getattr(config.rollout, name) != value
+    ]
+    if faults:
+        raise ConfigError("\n".join(faults))
+    tokenizer_path = config.rollout.tokenizer_path or config.model_path
+    rollout = dataclasses.replace(config.rollout, **shared, tokenizer_path=tokenizer_path)
+    return dataclasses.replace(config, rollout=rollout)
+
+
+def _masked(value: Any, key: Any = "") -> Any:
+    if isinstance(value, dict):
+        return {k: _masked(v, k) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_masked(v) for v in value]
+    if isinstance(value, str) and (_SECRET_VALUE.match(value) or (value and _SECRET_KEY.search(str(key)))):
+        return "***"
+    return value

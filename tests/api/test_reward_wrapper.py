@@ -1,0 +1,248 @@
+"""A reward is a finite number, or an exception that says why there is none."""
+
+import asyncio
+import gc
+import math
+import os
+import subprocess
+import sys
+import time
+from fractions import Fraction
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_lite.api import AsyncRewardWrapper
+from areal_lite.api.reward_worker import as_reward
+from areal_lite.errors import ConfigError
+from tests.api import reward_samples as samples
+
+
+def score(function, *args, timeout_seconds=15, max_workers=2, **kwargs):
+    return asyncio.run(AsyncRewardWrapper(function, timeout_seconds, max_workers)(*args, **kwargs))
+
+
+@given(
+    st.one_of(
+        st.floats(allow_nan=False, allow_infinity=False), st.integers(-(10**300), 10**300), st.booleans()
+    )
+)
+def test_every_finite_real_number_is_a_reward(value):
+    assert as_reward(value) == float(value)
+
+
+@pytest.mark.parametrize(
+    "value", [np.float32(0.5), np.float64(0.5), np.bool_(True), np.int64(3), Fraction(1, 2)]
+)
+def test_numpy_scalars_and_fractions_are_rewards(value):
+    assert as_reward(value) == float(value)
+
+
+@given(
+    st.one_of(
+        st.sampled_from([math.nan, math.inf, -math.inf, None, 1j, 10**400, np.nan]), st.text(), st.binary()
+    )
+)
+def test_anything_else_is_refused_with_its_value(value):
+    with pytest.raises(ValueError, match="must be a finite number"):
+        as_reward(value)
+
+
+def test_a_function_gets_prompt_completion_ids_and_row():
+    assert score(samples.same, "p", "c", [1], [2], answer="c", question="?") == 1.0
+
+
+def test_a_function_can_be_named_by_its_dotted_path():
+    assert score("tests.api.reward_samples.echo", 2) == 2.0
+
+
+def test_a_callable_object_travels_with_its_state():
+    assert score(samples.Threshold(3), 4) == 1.0
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "'1'", "None", "[1]"])
+def test_a_value_that_is_no_number_raises_and_the_worker_lives_on(text):
+    before = score(samples.process_id, max_workers=1)
+    with pytest.raises(ValueError, match="must be a finite number"):
+        score(samples.evaluate, text, max_workers=1)
+    assert score(samples.process_id, max_workers=1) == before
+
+
+@pytest.mark.parametrize("function", [samples.endless, samples.endless_in_c])
+def test_a_time_out_raises_and_the_next_call_gets_a_new_worker(function):
+    before = score(samples.process_id, max_workers=1)
+    with pytest.raises(TimeoutError, match=rf"{function.__name__} gave no answer in 0.2 s"):
+        score(function, timeout_seconds=0.2, max_workers=1)
+    assert score(samples.process_id, max_workers=1) != before
+
+
+def test_a_time_out_kills_what_the_function_started(tmp_path):
+    note = tmp_path / "pid"
+    with pytest.raises(TimeoutError):
+        score(samples.starts_a_child, str(note), timeout_seconds=1)
+    try:
+        child = psutil.Process(int(note.read_text()))
+    except psutil.NoSuchProcess:
+        return
+    assert child.status() == psutil.STATUS_ZOMBIE or child.wait(10) is None
+
+
+def test_a_dead_worker_is_a_failure_with_its_exit_code():
+    with pytest.raises(RuntimeError, match=r"exits: its worker process died \(exit code 7\)"):
+        score(samples.exits)
+    assert score(samples.echo, 1) == 1.0
+
+
+def test_an_exception_is_raised_again_with_its_type_text_and_traceback():
+    with pytest.raises(KeyError) as caught:
+        score(samples.complains, "no such answer")
+    assert caught.value.args == ("no such answer",)
+    assert "reward_samples.py" in caught.value.__notes__[0]
+
+
+def test_sys_exit_in_a_reward_function_does_not_end_the_worker():
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        score(samples.leaves)
+
+
+def test_more_memory_than_a_worker_may_have_is_a_memory_error():
+    limit = max(4 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
+    with pytest.raises(MemoryError):
+        score(samples.allocates, limit + 1)
+
+
+def test_a_worker_loads_neither_torch_nor_pydantic():
+    assert score(samples.loaded_modules) == 0.0
+
+
+def test_long_arguments_arrive_whole():
+    assert score(samples.same, "p" * 3_000_000, "c", list(range(100_000)), [], answer="c") == 1.0
+
+
+def test_wrappers_with_the_same_number_share_their_workers_over_event_loops():
+    assert len({score(samples.process_id, max_workers=1) for _ in range(3)}) == 1
+
+
+def test_more_calls_than_workers_all_end_though_some_time_out():
+    async def run():
+        good, bad = AsyncRewardWrapper(samples.echo, 15, 2), AsyncRewardWrapper(samples.endless, 0.1, 2)
+        return await asyncio.gather(
+            *(bad() if i % 20 == 0 else good(i) for i in range(100)), return_exceptions=True
+        )
+
+    ends = asyncio.run(run())
+    assert [i for i, end in enumerate(ends) if isinstance(end, TimeoutError)] == [0, 20, 40, 60, 80]
+    assert all(end == i for i, end in enumerate(ends) if i % 20)
+
+
+def test_cancelled_calls_stop_at_once_and_leave_the_pool_whole():
+    async def run():
+        endless, good = AsyncRewardWrapper(samples.endless, 60, 2), AsyncRewardWrapper(samples.echo, 15, 2)
+        await asyncio.gather(good(0), good(1))
+        with pytest.raises(TimeoutError, match="^$"):  # the caller's own limit, not the reward's
+            async with asyncio.timeout(0.2):
+                await asyncio.gather(*(endless() for _ in range(5)))
+        assert [await good(i) for i in range(3)] == [0, 1, 2]
+
+    asyncio.run(run())
+
+
+def test_an_async_function_is_awaited_on_the_loop_under_the_same_limit():
+    assert score(samples.judged, 0.25) == 0.25
+    assert score(samples.AsyncJudge(), 2) == 2.0
+    with pytest.raises(TimeoutError, match=r"judged_late gave no answer in 0.05 s"):
+        score(samples.judged_late, timeout_seconds=0.05)
+    with pytest.raises(ValueError, match="finite"):
+        score(samples.judged, math.nan)
+
+
+def test_retries_end_with_the_first_success(tmp_path):
+    wrapper = AsyncRewardWrapper(samples.fails_until, 15, 2, 2)
+    assert asyncio.run(wrapper(str(tmp_path / "two"), 3)) == 1.0
+    with pytest.raises(OSError, match="not yet"):
+        asyncio.run(wrapper(str(tmp_path / "three"), 4))
+
+
+def test_a_lambda_is_refused_with_the_mend_and_runs_in_process():
+    with pytest.raises(ConfigError, match=r"no importable name.*top level of a module.*in_process=True"):
+        AsyncRewardWrapper(lambda value: value)
+    wrapper = AsyncRewardWrapper(lambda value: value, in_process=True)
+    assert asyncio.run(wrapper(3)) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"timeout_seconds": 0}, "timeout_seconds is 0"),
+        ({"timeout_seconds": math.nan}, "timeout_seconds is nan"),
+        ({"max_workers": 0}, "max_workers is 0"),
+        ({"max_retries": -1}, "max_retries is -1"),
+        ({"reward_fn": 3}, "it must be callable|dotted path"),
+        ({"reward_fn": "tests.api.reward_samples.ecco"}, "did you mean tests.api.reward_samples.echo"),
+    ],
+)
+def test_bad_arguments_are_config_errors(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        AsyncRewardWrapper(**{"reward_fn": samples.echo, **arguments})
+
+
+SCRIPT = """
+import asyncio, os, sys
+from areal_lite.api import AsyncRewardWrapper
+def mine(value): return os.getpid()
+def forever():
+    while True: pass
+if __name__ == "__main__":
+    print(int(asyncio.run(AsyncRewardWrapper(mine, max_workers=1)(1))), flush=True)
+    if "hang" in sys.argv:
+        asyncio.run(AsyncRewardWrapper(forever, 60, max_workers=1)())
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return [sys.executable, str(path)]
+
+
+def has_ended(process_id, within_s=10):
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+    return False
+
+
+def test_a_function_of_the_main_script_works_and_its_worker_ends_with_the_script(script):
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert has_ended(int(done.stdout))
+
+
+def test_a_busy_worker_dies_with_a_killed_parent(script):
+    with subprocess.Popen([*script, "hang"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        worker = psutil.Process(int(process.stdout.readline()))
+        while worker.cpu_percent(0.01) < 50:
+            pass
+        process.kill()
+    assert has_ended(worker.pid)
+
+
+def test_no_descriptor_is_left_behind():
+    score(samples.echo, 1)
+    gc.collect()
+    before = psutil.Process().num_fds()
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            score(samples.exits, max_workers=2)
+        score(samples.echo, 1)
+    assert psutil.Process().num_fds() <= before
