@@ -1,0 +1,132 @@
+"""The workflow that carries an agent: opens a session, lets the agent run, and takes its reward."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from numbers import Real
+from typing import Any
+
+from areal_lite.agents.chat_renderer import ChatRenderer, load_renderer
+from areal_lite.agents.chat_service import ChatService
+from areal_lite.agents.chat_session import ChatSession, Interactions
+from areal_lite.agents.http_transport import BASE_URL, SharedClient
+from areal_lite.api import episode_context
+from areal_lite.api.config import InferenceEngineConfig
+from areal_lite.api.engine_api import InferenceEngine
+from areal_lite.api.workflow_api import RolloutWorkflow
+from areal_lite.errors import ConfigError
+
+
+class AgentWorkflow(RolloutWorkflow):
+    """Runs any object with ``async def run(self, data, **extra_kwargs)`` as a workflow.
+
+    ``run`` is given ``base_url``, ``api_key`` and ``http_client`` for an OpenAI SDK client. What it
+    returns is the reward: a number rewards every sequence of the episode, one row each, all answers
+    trained; a dict rewards answers by completion id, each its own row, and answers it leaves out are
+    not trained; None rejects the episode.
+
+    Sampling is ``config.gconfig``'s while training, whatever the agent asks; in evaluation the agent's
+    temperature and top_p count, and ``config.eval_gconfig`` where it gives none.
+
+    Args:
+        agent: The object; one serves all episodes, so it keeps nothing between them.
+        config: The rollout section of the run.
+    """
+
+    def __init__(self, agent: Any, config: InferenceEngineConfig) -> None:
+        self.agent = agent
+        self._config = config
+        self._service = ChatService()
+        self._client = SharedClient(self._service)
+        self._renderer: ChatRenderer | None = None
+        self._loading = asyncio.Lock()
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Interactions | None:
+        """Run the agent on one dataset row.
+
+        Raises:
+            ConfigError: If the tokenizer cannot be loaded.
+            ValueError: If the reward is not a finite number, or the agent called no model.
+            ServerError: If the engine failed at the agent's last call, whatever the agent made of it.
+        """
+        is_eval = episode_context.current().is_eval
+        session = ChatSession(
+            engine,
+            self._renderer or await self._load_renderer(),
+            self._config.eval_gconfig if is_eval else self._config.gconfig,
+            agent_samples=is_eval,
+        )
+        key = self._service.open(session)
+        try:
+            reward = await self.agent.run(data, base_url=BASE_URL, api_key=key, http_client=self._client)
+        except Exception as error:
+            if session.error is not None:
+                raise session.error from error
+            raise
+        finally:
+            self._service.close(key)
+        if session.error is not None:  # a reward after a failed call says nothing about the model
+            raise session.error
+        return rewarded(session, reward)
+
+    async def _load_renderer(self) -> ChatRenderer:
+        path = self._config.tokenizer_path
+        if path is None:
+            raise ConfigError(
+                "rollout.tokenizer_path is null: an agent's messages become tokens with it; name the folder of the "
+                "served model's tokenizer"
+            )
+        async with self._loading:
+            if self._renderer is None:
+                self._renderer = await asyncio.to_thread(load_renderer, path)
+        return self._renderer
+
+
+def rewarded(session: ChatSession, reward: Any) -> Interactions | None:
+    """Return the rows of an ended session with their rewards; None rejects the episode.
+
+    Raises:
+        ValueError: If the reward is none of the three kinds, or there is nothing to reward.
+    """
+    if reward is None:
+        return None
+    if not session.interactions:
+        cause = f"; its call was refused: {session.refusal}" if session.refusal else ""
+        raise ValueError(
+            "the agent called no model, so there is nothing to train: make its client with the base_url, api_key and "
+            f"http_client that run() is given, or return None to reject the episode{cause}"
+        )
+    if not isinstance(reward, Mapping):
+        number = checked_reward(reward)
+        return {key: replace(row, reward=number) for key, row in session.export("concat").items()}
+    rows = session.export("individual")
+    if unknown := [key for key in reward if key not in rows]:
+        raise ValueError(
+            f"run() rewards {unknown[0]!r}, no completion of its own: its completions are {list(rows)}"
+        )
+    if not reward:
+        raise ValueError("run() returned an empty dict: return None to reject the episode")
+    return {
+        key: replace(row, reward=checked_reward(reward[key])) for key, row in rows.items() if key in reward
+    }
+
+
+def checked_reward(value: Any) -> float:
+    """Return a reward as a float: any real number, numpy's and torch's scalars too; a bool is 0 or 1.
+
+    Raises:
+        ValueError: If it is no number, or not finite.
+    """
+    if not isinstance(value, Real) and callable(item := getattr(value, "item", None)):
+        value = item()
+    if not isinstance(value, Real):
+        raise ValueError(
+            f"run() returned {value!r}, a {type(value).__name__}: return a number, a dict of numbers by completion id, "
+            "or None to reject the episode"
+        )
+    if not math.isfinite(value):
+        raise ValueError(f"run() returned {value!r}: a reward must be finite; raise where there is none")
+    return float(value)

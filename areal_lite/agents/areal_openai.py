@@ -1,0 +1,160 @@
+"""AReaL's client: an OpenAI SDK client that generates with the engine and keeps what it sampled.
+
+For workflows that call the model themselves. An agent with ``async run()`` needs none of this: the
+plain SDK does.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from openai import AsyncOpenAI
+from openai.resources.chat import AsyncChat
+from openai.resources.chat.completions import AsyncCompletions
+from openai.types.chat import ChatCompletion
+
+from areal_lite.agents.chat_renderer import ChatRenderer
+from areal_lite.agents.chat_service import ChatService
+from areal_lite.agents.chat_session import ChatSession, Interactions, Style
+from areal_lite.agents.http_transport import BASE_URL, SharedClient
+from areal_lite.api.engine_api import InferenceEngine
+from areal_lite.api.generation import GenerationHyperparameters
+from areal_lite.api.interaction import InteractionWithTokenLogpReward
+
+
+class ArealOpenAI(AsyncOpenAI):
+    """An AsyncOpenAI client over one session of an inference engine.
+
+    ``chat.completions.create`` takes what the SDK takes; ``model`` may be left out, and temperature,
+    top_p and top_k are followed: they are the workflow's own. Make one client per episode.
+
+    Args:
+        engine: Generates the answers.
+        tokenizer: A Hugging Face tokenizer with a chat template, or a ``ChatRenderer`` of it.
+        gconfig: Sampling where a call does not say.
+        engine_max_tokens: Most tokens of prompt and answer together; None is ``gconfig.max_tokens``.
+        tool_call_parser: Taken as AReaL's argument and without effect: tags and bare JSON are read.
+        reasoning_parser: Taken and without effect: reasoning stays in the content.
+        chat_template_type: Taken and without effect: a continued conversation is always one sequence.
+        **client_options: Other options of AsyncOpenAI.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        tokenizer: Any,
+        gconfig: GenerationHyperparameters | None = None,
+        *,
+        engine_max_tokens: int | None = None,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        chat_template_type: str | None = None,
+        **client_options: Any,
+    ) -> None:
+        gconfig = gconfig or GenerationHyperparameters()
+        if engine_max_tokens is not None:
+            gconfig = gconfig.new(max_tokens=engine_max_tokens)
+        renderer = tokenizer if isinstance(tokenizer, ChatRenderer) else ChatRenderer(tokenizer)
+        self.session = ChatSession(engine, renderer, gconfig, agent_samples=True)
+        self._discounted = False
+        service = ChatService()
+        options = {
+            "base_url": BASE_URL,
+            "api_key": service.open(self.session),
+            "http_client": SharedClient(service),
+        }
+        super().__init__(**{**client_options, **options})
+
+    @cached_property
+    def chat(self) -> AsyncChat:
+        """The chat API, with ``model`` optional."""
+        return _Chat(self)
+
+    def get_interaction(self, completion_id: str) -> InteractionWithTokenLogpReward:
+        """Return the request and answer of a completion, with its tokens; its ``completion`` is a ChatCompletion.
+
+        Raises:
+            KeyError: If the id is not one of this client's.
+        """
+        try:
+            interaction = self.session.interactions[completion_id]
+        except KeyError:
+            known = list(self.session.interactions)
+            raise KeyError(f"{completion_id!r} is no completion of this client; it has {known}") from None
+        if isinstance(interaction.completion, dict):
+            interaction.completion = ChatCompletion.model_validate(interaction.completion)
+        return interaction
+
+    def set_reward(self, completion_id: str, reward: float) -> None:
+        """Set the reward of one completion.
+
+        Raises:
+            KeyError: If the id is not one of this client's.
+            ValueError: If the reward is not a finite number.
+        """
+        from areal_lite.agents.agent_workflow import checked_reward
+
+        self.get_interaction(completion_id).reward = checked_reward(reward)
+
+    def set_last_reward(self, reward: float) -> None:
+        """Set the reward of the latest completion.
+
+        Raises:
+            ValueError: If there is none yet, or the reward is not a finite number.
+        """
+        self.set_reward(self._last_id(), reward)
+
+    def apply_reward_discount(self, turn_discount: float = 1.0) -> Interactions:
+        """Pass rewards back to earlier turns: ``r[i] += turn_discount * r[i + 1]``, from the last to the first.
+
+        Turns count in the order of creation, across branches. A turn without a reward counts as 0; the
+        last one must have one.
+
+        Returns:
+            The interactions by completion id.
+
+        Raises:
+            ValueError: If the last turn has no reward.
+            RuntimeError: If called twice.
+        """
+        if self._discounted:
+            raise RuntimeError(
+                "apply_reward_discount was called before: a second time would discount the discounted"
+            )
+        if self.get_interaction(self._last_id()).reward is None:
+            raise ValueError("the last turn has no reward to pass back: call set_last_reward() first")
+        self._discounted = True
+        following = 0.0
+        for interaction in reversed(self.session.interactions.values()):
+            following = interaction.reward = (interaction.reward or 0.0) + turn_discount * following
+        return dict(self.session.interactions)
+
+    def export_interactions(self, style: Style = "individual") -> Interactions:
+        """Return what ``arun_episode`` may return: rows by completion id.
+
+        Args:
+            style: "individual": each answer is a row with its own reward. "concat": each sequence is a
+                row that trains all its answers, with the reward of its last one.
+        """
+        return self.session.export(style)
+
+    def _last_id(self) -> str:
+        try:
+            return next(reversed(self.session.interactions))
+        except StopIteration:
+            raise ValueError(
+                "there is no completion to reward yet: call chat.completions.create() first"
+            ) from None
+
+
+class _Chat(AsyncChat):
+    @cached_property
+    def completions(self) -> AsyncCompletions:
+        return _Completions(self._client)
+
+
+class _Completions(AsyncCompletions):
+    async def create(self, **params: Any) -> ChatCompletion:  # type: ignore[override]
+        completion: ChatCompletion = await super().create(**{"model": "default", **params})
+        return completion

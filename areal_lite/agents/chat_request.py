@@ -1,0 +1,291 @@
+"""A chat completion body, checked and normalised. Pure: nothing here knows tokens or sessions.
+
+What the run decides (temperature, nucleus, penalties) is read only to be compared; what cannot be
+served is refused by name, so that no setting of an agent is silently without effect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from areal_lite.agents.request_error import RequestError
+
+MAX_MESSAGES = 512
+MAX_TOOLS = 128
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_NO_EFFECT = {
+    "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort",
+    "safety_identifier", "service_tier", "store", "stream_options", "user", "verbosity",
+}  # fmt: skip
+"""Fields that change nothing about the tokens: accepted and ignored."""
+_SAMPLING: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2), "top_p": (0, 1), "top_k": (-1, 2**31), "min_p": (0, 1),
+    "frequency_penalty": (-2, 2), "presence_penalty": (-2, 2), "repetition_penalty": (0, 2),
+}  # fmt: skip
+"""Fields that change the sampling distribution, with their bounds."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "stream": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "tool_choice": ("auto", "none"),
+}
+"""Fields served with these values only."""
+_MENDS = {
+    "n": "one answer per call; call again, or raise rollout.group_size, for more",
+    "stream": "streaming is not served; leave stream out and read the whole answer",
+    "top_logprobs": "only the sampled token's log-prob is known; leave top_logprobs out",
+    "tool_choice": "the model is not constrained; use 'auto' or 'none'",
+    "functions": "use tools",
+}
+_READ = {"messages", "model", "tools", "max_tokens", "max_completion_tokens", "stop", "seed", "logprobs"}
+_RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
+                            "tokenize", "chat_template", "conversation"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """One checked request."""
+
+    messages: list[dict[str, Any]]
+    """Role and content as the chat template takes them: content a string, arguments parsed."""
+    keys: list[Hashable]
+    """What tells each message from another, in the order of ``messages``."""
+    model: str = "default"
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Extra variables of the chat template, such as ``enable_thinking``."""
+    parse_tools: bool = False
+    """True where an answer's tool calls are to be parsed."""
+    max_tokens: int | None = None
+    stop: list[str] = field(default_factory=list)
+    seed: int | None = None
+    logprobs: bool = False
+    sampling: dict[str, float] = field(default_factory=dict)
+    """What the agent asked of the distribution: temperature, top_p, ..."""
+
+
+def parse_chat_request(body: Any) -> ChatRequest:
+    """Return the checked request.
+
+    Raises:
+        RequestError: 400 that names field, rule and mend.
+    """
+    if not isinstance(body, dict):
+        raise RequestError(f"the body is a {type(body).__name__}: send a JSON object with 'messages'")
+    sampling: dict[str, float] = {}
+    for name, value in body.items():
+        if name in _READ or name in _NO_EFFECT or value is None or name == "chat_template_kwargs":
+            continue
+        if name in _SAMPLING:
+            sampling[name] = _number(name, value, *_SAMPLING[name])
+        elif name in _NEUTRAL:
+            if value not in _NEUTRAL[name] or (isinstance(value, bool) and name in ("n", "top_logprobs")):
+                raise RequestError(
+                    f"{name} is {_short(value)}: {_MENDS.get(name, 'leave it out')}", param=name
+                )
+        else:
+            raise RequestError(
+                f"unknown field {_short(name)}: leave it out", param=name[:80], code="unknown_parameter"
+            )
+    tools = _tools(body.get("tools"))
+    raw_messages = body.get("messages")
+    if not isinstance(raw_messages, list) or not raw_messages:
+        raise RequestError(
+            f"messages is {_short(raw_messages)}: send a list of at least one", param="messages"
+        )
+    if len(raw_messages) > MAX_MESSAGES:
+        raise RequestError(
+            f"messages has {len(raw_messages)} entries: at most {MAX_MESSAGES}", param="messages"
+        )
+    messages, keys = [], []
+    for index, raw in enumerate(raw_messages):
+        message, key = parse_message(raw, f"messages[{index}]")
+        messages.append(message)
+        keys.append(key)
+    limits = [_whole(name, body.get(name), 1) for name in ("max_completion_tokens", "max_tokens")]
+    model, logprobs = body.get("model"), body.get("logprobs")
+    if model is not None and not isinstance(model, str):
+        raise RequestError(f"model is {_short(model)}: send any string", param="model")
+    if logprobs is not None and not isinstance(logprobs, bool):
+        raise RequestError(f"logprobs is {_short(logprobs)}: send true or false", param="logprobs")
+    return ChatRequest(
+        messages=messages,
+        keys=keys,
+        model=model or "default",
+        tools=tools,
+        template_kwargs=_template_kwargs(body.get("chat_template_kwargs")),
+        parse_tools=tools is not None and body.get("tool_choice") != "none",
+        max_tokens=limits[0] or limits[1],
+        stop=_stop(body.get("stop")),
+        seed=_whole("seed", body.get("seed"), -(2**63)),
+        logprobs=bool(logprobs),
+        sampling=sampling,
+    )
+
+
+def parse_message(raw: Any, where: str) -> tuple[dict[str, Any], Hashable]:
+    """Return one message as the template takes it, and its key.
+
+    Two messages have one key where role, text and tool calls agree; null, missing and "" are one,
+    and an assistant's text and arguments are compared without surrounding or JSON white space.
+    """
+    if not isinstance(raw, dict):
+        raise RequestError(f"{where} is {_short(raw)}: send an object with role and content", param=where)
+    role = _ROLES.get(str(raw.get("role")))
+    if role is None:
+        raise RequestError(
+            f"{where}.role is {_short(raw.get('role'))}: one of {', '.join(_ROLES)}", param=f"{where}.role"
+        )
+    content = _text(raw.get("content"), where)
+    message: dict[str, Any] = {"role": role, "content": content}
+    for name in ("name", "tool_call_id"):
+        value = raw.get(name)
+        if value is not None:
+            if not isinstance(value, str):
+                raise RequestError(
+                    f"{where}.{name} is {_short(value)}: send a string", param=f"{where}.{name}"
+                )
+            message[name] = value
+    if role != "assistant":
+        return message, (role, content, message.get("name"), message.get("tool_call_id"))
+    calls, call_keys = _tool_calls(raw.get("tool_calls"), f"{where}.tool_calls")
+    if calls:
+        message["tool_calls"] = calls
+    return message, (role, content.strip(), call_keys)
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise RequestError(
+            f"{where}.content is {_short(content)}: send a string or text parts", param=f"{where}.content"
+        )
+    parts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise RequestError(
+                f"{where}.content has a part of type {_short(kind)}: only text parts are served",
+                param=f"{where}.content",
+            )
+        parts.append(text)
+    return "\n".join(parts)
+
+
+def _tool_calls(raw: Any, where: str) -> tuple[list[dict[str, Any]], Hashable]:
+    if raw is None or raw == []:
+        return [], ()
+    if not isinstance(raw, list) or len(raw) > MAX_TOOLS:
+        raise RequestError(f"{where} is {_short(raw)}: send a list of at most {MAX_TOOLS} calls", param=where)
+    calls, keys = [], []
+    for call in raw:
+        function = call.get("function") if isinstance(call, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not isinstance(arguments, str | dict | None):
+            raise RequestError(
+                f"{where} has {_short(call)}: send id, function.name, function.arguments", param=where
+            )
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError):  # not JSON: the template is given the text
+                arguments = orjson.loads(arguments)
+        calls.append({"type": "function", "function": {"name": name, "arguments": arguments}})
+        if isinstance(call.get("id"), str):
+            calls[-1]["id"] = call["id"]
+        keys.append((name, _canonical(arguments)))
+    return calls, tuple(keys)
+
+
+def _tools(raw: Any) -> list[dict[str, Any]] | None:
+    if raw is None or raw == []:
+        return None
+    if not isinstance(raw, list) or len(raw) > MAX_TOOLS:
+        raise RequestError(
+            f"tools is {_short(raw)}: send a list of at most {MAX_TOOLS} functions", param="tools"
+        )
+    for index, tool in enumerate(raw):
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                f"tools[{index}] is {_short(tool)}: send {{'type': 'function', 'function': {{'name': ...}}}}",
+                param=f"tools[{index}]",
+            )
+    return raw
+
+
+def _template_kwargs(raw: Any) -> dict[str, Any]:
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict) or not all(
+        isinstance(v, str | int | float | bool | None) for v in raw.values()
+    ):
+        raise RequestError(
+            f"chat_template_kwargs is {_short(raw)}: send an object of plain values",
+            param="chat_template_kwargs",
+        )
+    if taken := _RESERVED_TEMPLATE_NAMES & raw.keys():
+        raise RequestError(
+            f"chat_template_kwargs sets {sorted(taken)}: leave these out", param="chat_template_kwargs"
+        )
+    return raw
+
+
+def _stop(raw: Any) -> list[str]:
+    stop = [raw] if isinstance(raw, str) else [] if raw is None else raw
+    if not isinstance(stop, list) or len(stop) > 4 or not all(isinstance(s, str) and s for s in stop):
+        raise RequestError(f"stop is {_short(raw)}: send a string or up to 4 strings", param="stop")
+    return stop
+
+
+def _whole(name: str, value: Any, minimum: int) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value < 2**63:
+        raise RequestError(
+            f"{name} is {_short(value)}: send a whole number of at least {minimum}", param=name
+        )
+    return value
+
+
+def _number(name: str, value: Any, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RequestError(f"{name} is {_short(value)}: send a number", param=name)
+    if not low <= value <= high:
+        raise RequestError(f"{name} is {value}: it must be between {low} and {high}", param=name)
+    return value
+
+
+def tools_key(request: ChatRequest) -> bytes:
+    """Return what tells one rendering of a history from another, beside the messages."""
+    return (
+        _canonical([request.tools, request.template_kwargs])
+        if request.tools or request.template_kwargs
+        else b""
+    )
+
+
+def _canonical(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def known_names(tools: list[Mapping[str, Any]] | list[dict[str, Any]] | None) -> set[str]:
+    """Return the names of the declared tools."""
+    return {tool["function"]["name"] for tool in tools or ()}

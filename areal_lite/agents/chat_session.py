@@ -1,0 +1,325 @@
+"""One episode's conversation with the model, as tokens.
+
+Guarantees: sampled ids, log-probs and versions are kept as the engine returned them and are never
+tokenized again. A request whose messages begin with an earlier request and its answer is generated
+from the recorded ids of both plus the newly rendered messages, so the two are one sequence. Whatever
+else a client sends starts a sequence of its own. Messages are looked up in a tree, one step each, and
+only the new ones are rendered; the work per turn does not grow with the turns.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from areal_lite.agents.chat_renderer import ChatRenderer
+from areal_lite.agents.chat_request import (
+    ChatRequest,
+    known_names,
+    parse_chat_request,
+    parse_message,
+    tools_key,
+)
+from areal_lite.agents.request_error import RequestError
+from areal_lite.agents.tool_calls import parse_tool_calls
+from areal_lite.api.engine_api import InferenceEngine
+from areal_lite.api.generation import GenerationHyperparameters
+from areal_lite.api.interaction import InteractionWithTokenLogpReward
+from areal_lite.api.io_struct import ModelRequest, ModelResponse
+from areal_lite.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+Style = Literal["individual", "concat"]
+Interactions = dict[str, InteractionWithTokenLogpReward]
+_TOO_LONG = re.compile(r"context|too long|longer than|max_tokens", re.IGNORECASE)
+
+
+@dataclass(slots=True)
+class _Node:
+    """A conversation so far; ``interaction`` where its last message is an answer of ours."""
+
+    children: dict[Hashable, _Node] = field(default_factory=dict)
+    interaction: InteractionWithTokenLogpReward | None = None
+
+
+class ChatSession:
+    """The token cache of one episode.
+
+    Args:
+        engine: Generates; only ``agenerate`` is used.
+        renderer: The tokenizer with its chat template.
+        gconfig: The run's sampling. An agent may shorten an answer (max_tokens, stop) and seed it.
+        agent_samples: False: temperature, top_p and the like are the run's, whatever the agent says,
+            for the trainer divides by the run's temperature. True: the agent's word counts.
+
+    Attributes:
+        interactions: Every answer by completion id, in the order they came.
+        clean_turns: Answers whose prompt holds no earlier answer, or holds it as sampled.
+        forks: Answers whose prompt holds an assistant message rendered from text although the session
+            has answers on record: the client's history was no exact extension.
+        tool_parse_errors: Answers that began a tool call which cannot be read.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        renderer: ChatRenderer,
+        gconfig: GenerationHyperparameters,
+        *,
+        agent_samples: bool = False,
+    ) -> None:
+        self._engine = engine
+        self._renderer = renderer
+        self._agent_samples = agent_samples
+        stop_ids = dict.fromkeys([*(gconfig.stop_token_ids or []), *renderer.stop_ids])
+        self._gconfig = gconfig.new(stop_token_ids=list(stop_ids) or None)
+        self._roots: dict[bytes, _Node] = {}
+        self._warned = False
+        self._closed = False
+        self.interactions: Interactions = {}
+        self.clean_turns = 0
+        self.forks = 0
+        self.tool_parse_errors = 0
+        self.error: Exception | None = None
+        """What broke the latest call on the engine's side; None after a call that went well."""
+        self.refusal: RequestError | None = None
+        """The latest refusal of a request."""
+
+    async def create(self, body: Any) -> dict[str, Any]:
+        """Answer one chat completion request with the JSON object of OpenAI's API.
+
+        Raises:
+            RequestError: If the request is bad (400) or no server answers (503).
+        """
+        try:
+            completion = await self._create(parse_chat_request(body))
+        except RequestError as error:
+            self.refusal = error
+            raise
+        except Exception as error:
+            self.error = error
+            raise RequestError(
+                f"the engine failed: {type(error).__name__}: {error}"[:500], status=503
+            ) from error
+        self.error = None
+        return completion
+
+    def close(self) -> None:
+        """End the session: answers that still come are not recorded."""
+        self._closed = True
+
+    async def _create(self, request: ChatRequest) -> dict[str, Any]:
+        root = self._roots.setdefault(tools_key(request), _Node())
+        parent, known = self._longest_recorded(root, request.keys)
+        new = request.messages[known:]
+        prompt, parent = await self._prompt(request, parent, new)
+        if parent is None:
+            new = request.messages
+        is_fork = bool(self.interactions) and any(message["role"] == "assistant" for message in new)
+        gconfig = self._sampling(request, len(prompt))
+        try:
+            response = await self._engine.agenerate(
+                ModelRequest(input_ids=prompt, gconfig=gconfig, tokenizer=self._renderer.tokenizer)
+            )
+        except ConfigError as error:
+            code = "context_length_exceeded" if _TOO_LONG.search(str(error)) else None
+            raise RequestError(str(error)[:500], param="messages", code=code) from error
+        message, finish_reason = self._message(request, response)
+        completion = _completion(request, response, message, finish_reason, self._renderer)
+        if not self._closed:
+            interaction = InteractionWithTokenLogpReward(
+                model_response=response,
+                parent=parent,
+                messages=request.messages,
+                output_message_list=[message],
+                completion=completion,
+            )
+            self._record(root, request.keys, interaction)
+            self.forks += is_fork
+            self.clean_turns += not is_fork
+        return completion
+
+    def _longest_recorded(
+        self, root: _Node, keys: Sequence[Hashable]
+    ) -> tuple[InteractionWithTokenLogpReward | None, int]:
+        """Return the answer that the longest recorded beginning of ``keys`` ends with, and its length."""
+        node = root
+        parent, known = None, 0
+        for depth, key in enumerate(keys, 1):
+            child = node.children.get(key)
+            if child is None:
+                break
+            node = child
+            if node.interaction is not None:
+                parent, known = node.interaction, depth
+        return parent, known
+
+    def _record(
+        self, root: _Node, keys: Sequence[Hashable], interaction: InteractionWithTokenLogpReward
+    ) -> None:
+        answer = interaction.output_message_list[0]
+        node = root
+        for key in (*keys, parse_message(answer, "answer")[1]):
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = _Node()
+            node = child
+        node.interaction = interaction
+        self.interactions[interaction.completion["id"]] = interaction
+
+    async def _prompt(
+        self, request: ChatRequest, parent: InteractionWithTokenLogpReward | None, new: list[dict[str, Any]]
+    ) -> tuple[list[int], InteractionWithTokenLogpReward | None]:
+        if parent is not None:
+            recorded = parent.model_response
+            try:
+                added = await self._renderer.continuation(
+                    recorded.output_tokens,
+                    recorded.stop_reason != "length",
+                    new,
+                    request.tools,
+                    request.template_kwargs,
+                )
+                return recorded.input_tokens + recorded.output_tokens + added, parent
+            except RequestError:
+                logger.debug("the new messages cannot be rendered alone", exc_info=True)
+        return await self._renderer.prompt(request.messages, request.tools, request.template_kwargs), None
+
+    def _sampling(self, request: ChatRequest, prompt_tokens: int) -> GenerationHyperparameters:
+        gconfig = self._gconfig
+        room = gconfig.max_tokens - prompt_tokens
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {prompt_tokens} tokens and gconfig.max_tokens is {gconfig.max_tokens}, so no room is "
+                "left for an answer: shorten the messages, or raise gconfig.max_tokens",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        asked = request.max_tokens or gconfig.max_new_tokens
+        changes: dict[str, Any] = {"max_new_tokens": min(asked, gconfig.max_new_tokens, room)}
+        if changes["max_new_tokens"] < gconfig.min_new_tokens:
+            changes["min_new_tokens"] = changes["max_new_tokens"]
+        if request.stop:
+            changes["stop"] = [*(gconfig.stop or []), *request.stop]
+        if request.seed is not None:
+            changes["seed"] = request.seed
+        changes |= self._distribution(request.sampling)
+        changes = {name: value for name, value in changes.items() if getattr(gconfig, name) != value}
+        return gconfig.new(**changes) if changes else gconfig
+
+    def _distribution(self, asked: Mapping[str, float]) -> dict[str, Any]:
+        """Return the agent's wishes that are followed; warn once of others."""
+        run = {
+            "temperature": self._gconfig.effective_temperature,
+            "top_p": self._gconfig.top_p,
+            "top_k": -1 if self._gconfig.top_k is None else self._gconfig.top_k,
+            "frequency_penalty": self._gconfig.frequency_penalty,
+            "repetition_penalty": 1,
+        }
+        other = {name: value for name, value in asked.items() if value != run.get(name, 0)}
+        followed: dict[str, Any] = {}
+        if self._agent_samples:
+            if "temperature" in other:
+                followed |= {"temperature": other.pop("temperature"), "greedy": False}
+            if other.get("top_p", 0) > 0:
+                followed["top_p"] = other.pop("top_p")
+            if "frequency_penalty" in other:
+                followed["frequency_penalty"] = other.pop("frequency_penalty")
+            if "top_k" in other:
+                top_k = int(other.pop("top_k"))
+                followed["top_k"] = top_k if top_k > 0 else None
+        if other and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the agent asks for %s; the run's gconfig decides, for the trainer learns from that distribution",
+                ", ".join(f"{name}={value}" for name, value in other.items()),
+            )
+        return followed
+
+    def _message(self, request: ChatRequest, response: ModelResponse) -> tuple[dict[str, Any], str]:
+        """Return the assistant message and the finish reason; the text is a view of the ids."""
+        ids = response.output_tokens
+        if ids and ids[-1] in self._renderer.special_ids:
+            ids = ids[:-1]
+        text = self._renderer.decode(ids, skip_special_tokens=self._gconfig.skip_special_tokens)
+        for stop in [*(self._gconfig.stop or []), *request.stop]:
+            text = text.partition(stop)[0]
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        finish_reason = "stop" if response.stop_reason in ("stop", "tool_calls") else "length"
+        if request.parse_tools:
+            parsed = parse_tool_calls(text, known_names(request.tools))
+            self.tool_parse_errors += parsed.unparsable
+            if parsed.tool_calls:
+                message = {
+                    "role": "assistant",
+                    "content": parsed.content or None,
+                    "tool_calls": parsed.tool_calls,
+                }
+                finish_reason = "tool_calls"
+        return message, finish_reason
+
+    def export(self, style: Style) -> Interactions:
+        """Return the rows to train on, by completion id; the originals stay as they are.
+
+        Args:
+            style: "individual": every answer is a row of its own, its prompt not trained. "concat":
+                every sequence is one row that trains all its answers; where sequences branch, the
+                earlier one trains what they share, so each sampled token is trained once.
+        """
+        if style == "individual":
+            return {key: replace(answer, concat=False) for key, answer in self.interactions.items()}
+        if style != "concat":
+            raise ValueError(f"style is {style!r}: use 'individual' or 'concat'")
+        parents = {id(answer.parent) for answer in self.interactions.values()}
+        trained: set[int] = set()
+        rows = {}
+        for key, leaf in self.interactions.items():
+            if id(leaf) in parents:
+                continue
+            chain = [leaf]
+            trained.add(id(leaf))
+            while (node := chain[-1].parent) is not None and id(node) not in trained:
+                trained.add(id(node))
+                chain.append(node)
+            row: InteractionWithTokenLogpReward | None = None
+            for node in reversed(chain):
+                row = replace(node, parent=row, concat=True)
+            assert row is not None
+            rows[key] = row
+        return rows
+
+
+def _completion(
+    request: ChatRequest,
+    response: ModelResponse,
+    message: dict[str, Any],
+    finish_reason: str,
+    renderer: ChatRenderer,
+) -> dict[str, Any]:
+    logprobs = None
+    if request.logprobs:
+        content = []
+        for token, logprob in zip(response.output_tokens, response.output_logprobs, strict=True):
+            text = renderer.decode([token], skip_special_tokens=False)
+            content.append(
+                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            )
+        logprobs = {"content": content, "refusal": None}
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": request.model,
+        "choices": [{"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": logprobs}],
+        "usage": {
+            "prompt_tokens": response.input_len,
+            "completion_tokens": response.output_len,
+            "total_tokens": response.input_len + response.output_len,
+        },
+    }

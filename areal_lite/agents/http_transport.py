@@ -1,0 +1,55 @@
+"""The chat service as an ``httpx`` client: no sockets, no serialization beyond the JSON bodies.
+
+The OpenAI SDK builds on ``httpx`` up to its version 2 and on ``httpx2`` since; a client of ``httpx``,
+where that is installed, suits both and other vendors' SDKs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from areal_lite.agents.chat_service import ChatService
+
+if TYPE_CHECKING:
+    import httpx2 as httpx
+else:
+    try:
+        import httpx
+    except ModuleNotFoundError:
+        import httpx2 as httpx
+
+BASE_URL = "http://areal-lite.local/v1"
+
+
+class ChatTransport(httpx.AsyncBaseTransport):
+    """Hands each request to a chat service in the same process."""
+
+    def __init__(self, service: ChatService) -> None:
+        self._service = service
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Answer one request; ``httpx`` calls this."""
+        body = await request.aread()
+        status, headers, content = await self._service.handle(
+            request.method, request.url.path, request.headers, body
+        )
+        return httpx.Response(status, headers=dict(headers), content=content)
+
+
+class SharedClient(httpx.AsyncClient):
+    """One client for all episodes of a process. It holds no sockets and is bound to no event loop.
+
+    Closing it does nothing: an agent that closes its SDK client must not close the others'.
+    """
+
+    def __init__(self, service: ChatService) -> None:
+        super().__init__(transport=ChatTransport(service), base_url=BASE_URL, trust_env=False)
+
+    async def aclose(self) -> None:
+        """Do nothing."""
+
+    async def __aenter__(self) -> SharedClient:
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        """Do nothing."""

@@ -1,0 +1,82 @@
+"""Tool calls in an answer's text: Hermes and Qwen's tags, and bare JSON. Never raises."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Collection
+from typing import Any, NamedTuple, NoReturn
+
+_OPEN = "<tool_call>"
+_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+class ParsedAnswer(NamedTuple):
+    """An answer split into its text and its calls in OpenAI's shape."""
+
+    content: str
+    tool_calls: list[dict[str, Any]]
+    unparsable: bool = False
+    """True where the model began a tool call that cannot be read; the text is then left whole."""
+
+
+def parse_tool_calls(text: str, names: Collection[str]) -> ParsedAnswer:
+    """Return the calls in ``text``.
+
+    Calls are ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, or an answer that is
+    nothing but such an object (or a list of them) naming a tool in ``names``; ``parameters`` is
+    read as ``arguments``. One call that cannot be read leaves the whole answer as text.
+    """
+    if _OPEN in text:
+        calls = [_read_call(match) for match in _TAGGED.findall(text)]
+        read = [call for call in calls if call is not None]
+        if len(read) < len(calls):
+            return ParsedAnswer(text, [], unparsable=True)
+        return ParsedAnswer(_TAGGED.sub("", text).strip(), read)
+    bare = text.strip()
+    if bare[:1] in ("{", "["):
+        try:
+            value = _loads(bare)
+        except (ValueError, RecursionError):
+            return ParsedAnswer(text, [])
+        calls = [_call(item) for item in (value if isinstance(value, list) else [value])]
+        read = [call for call in calls if call is not None and call["function"]["name"] in names]
+        if read and len(read) == len(calls):
+            return ParsedAnswer("", read)
+    return ParsedAnswer(text, [])
+
+
+def _read_call(text: str) -> dict[str, Any] | None:
+    try:
+        return _call(_loads(text))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _call(value: Any) -> dict[str, Any] | None:
+    if (
+        not isinstance(value, dict)
+        or not isinstance(value.get("name"), str)
+        or not _NAME.fullmatch(value["name"])
+    ):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if not isinstance(arguments, dict):
+        return None
+    text = json.dumps(arguments, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate, written as an escape
+        return None
+    function = {"name": value["name"], "arguments": text}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _loads(text: str) -> Any:
+    return json.loads(text, parse_constant=_refuse)  # keeps whole numbers of any size, which orjson rounds
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,31 @@
+"""The smallest agent: asks for the largest of four numbers. Copy it and change ``run``."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+from openai import AsyncOpenAI
+
+
+class LargestNumberAgent:
+    """Reward 1 where the last number of the answer is the largest one asked about."""
+
+    async def run(self, data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any) -> float:
+        client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        system = {"role": "system", "content": "Reply with a number only."}
+        user = {"role": "user", "content": data["question"]}
+        completion = await client.chat.completions.create(model="default", messages=[system, user])
+        numbers = re.findall(r"\d+", completion.choices[0].message.content or "")
+        return float(bool(numbers) and numbers[-1] == data["answer"])
+
+
+def rows(size: int = 1000, seed: int = 1) -> list[dict[str, str]]:
+    """Return ``size`` rows of ``question`` and ``answer``, each with four distinct numbers from 1 to 99."""
+    draw = random.Random(seed)
+    samples = [draw.sample(range(1, 100), 4) for _ in range(size)]
+    return [
+        {"question": f"Which is the largest number: {', '.join(map(str, s))}?", "answer": str(max(s))}
+        for s in samples
+    ]
