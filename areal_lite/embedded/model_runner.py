@@ -141,7 +141,7 @@ def load_model(model_path: Path, *, dtype: str, device: str) -> Any:
         dtype: ``bfloat16``, ``float32``, ``float16`` or ``auto``.
         device: ``cpu`` or ``cuda``.
     """
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         str(model_path), dtype=getattr(torch, dtype) if dtype != "auto" else "auto"
     )
     return model.to(device).eval().requires_grad_(False)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from areal_lite.embedded.generation_request import GenerationRequest
 
+_BLOCK = 128
 _FIRST_TRY = 1024  # most top-p supports fit; a full sort of a vocabulary costs 7 times as much
 
 
@@ -114,12 +115,29 @@ def _uniforms(requests: Sequence[GenerationRequest]) -> np.ndarray[tuple[int], n
 
 
 def _pick(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Invert the cumulated ``weights [rows, choices]`` (not normalised) at ``uniforms [rows]``."""
-    cumulated = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulated[:, -1:]
-    # nextafter: rounding must not let the target reach the total, behind which nothing has weight.
+    """Invert the cumulated ``weights [rows, choices]`` (not normalised) at ``uniforms [rows]``.
+
+    In two levels, block and place in the block: summing a vocabulary in float64 costs a fifth of a decode step,
+    summing it in float32 loses the tail of the distribution.
+    """
+    missing = -weights.shape[1] % _BLOCK
+    padded = torch.nn.functional.pad(weights, (0, missing)) if missing else weights
+    blocks = padded.view(weights.shape[0], -1, _BLOCK)
+    sums = blocks.sum(dim=-1).double()
+    block = _invert(sums, uniforms)[:, None]
+    ends = sums.cumsum(dim=-1)
+    size = sums.gather(1, block)
+    within = (uniforms[:, None] * ends[:, -1:] - (ends.gather(1, block) - size)) / size
+    rows = torch.arange(len(uniforms), device=weights.device)
+    return block[:, 0] * _BLOCK + _invert(blocks[rows, block[:, 0]].double(), within[:, 0].clamp(0.0, 1.0))
+
+
+def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    ends = weights.cumsum(dim=-1)
+    total = ends[:, -1:]
+    # Rounding must not let the target reach the total: nothing behind it has weight.
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulated, target, right=True)[:, 0]
+    return torch.searchsorted(ends, target, right=True)[:, 0]
 
 
 def _pick_filtered(probabilities: Tensor, uniforms: Tensor, requests: list[GenerationRequest]) -> Tensor:

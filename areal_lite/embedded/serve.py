@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from areal_lite.embedded.settings import ServerSettings, check_model_path, check_port
 from areal_lite.errors import ConfigError
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from areal_lite.embedded.http_server import SGLangDialect
+    from areal_lite.embedded.scheduler import Scheduler
 
 
 def resolve_model_path(model_path: str) -> Path:
@@ -56,15 +58,12 @@ def serve(settings: ServerSettings, *, on_ready: Callable[[str, int], None]) -> 
     directory = resolve_model_path(settings.model_path)
     check_port(settings.host, settings.port)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    dialect, scheduler = _build(settings, directory)
-    try:
-        asyncio.run(_listen(settings, dialect, scheduler, on_ready))
-    finally:
-        scheduler.close()
+    dialect, scheduler = build(settings, directory)
+    asyncio.run(_serve_until_signal(settings, dialect, scheduler, on_ready))
 
 
-def _build(settings: ServerSettings, directory: Path) -> tuple[Any, Any]:
-    """Load the model and put the parts together."""
+def build(settings: ServerSettings, directory: Path) -> tuple[SGLangDialect, Scheduler]:
+    """Load the model in ``directory`` and put the parts together; ``listening`` brings them to life."""
     import torch
     from transformers import AutoTokenizer
 
@@ -100,7 +99,7 @@ def _build(settings: ServerSettings, directory: Path) -> tuple[Any, Any]:
         decode=lambda ids, skip: str(tokenizer.decode(ids, skip_special_tokens=skip)),
         max_running_requests=settings.max_running_requests,
         max_total_tokens=max_total_tokens,
-        max_prefill_tokens=settings.max_prefill_tokens,
+        max_prefill_tokens=settings.max_prefill_tokens or (512 if device == "cpu" else 8192),
         weight_version=settings.weight_version,
     )
     dialect = SGLangDialect(
@@ -130,26 +129,37 @@ def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-async def _listen(
-    settings: ServerSettings, dialect: Any, scheduler: Any, on_ready: Callable[[str, int], None]
+async def _serve_until_signal(
+    settings: ServerSettings,
+    dialect: SGLangDialect,
+    scheduler: Scheduler,
+    on_ready: Callable[[str, int], None],
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    scheduler.start(loop)
-    app_runner = web.AppRunner(
-        dialect.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
-    )
-    await app_runner.setup()
-    try:
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        listener = socket.create_server((settings.host, settings.port), family=family, backlog=4096)
-        await web.SockSite(app_runner, listener).start()
-        on_ready(settings.host, listener.getsockname()[1])
+    async with listening(dialect, scheduler, host=settings.host, port=settings.port) as port:
+        on_ready(settings.host, port)
         await stop.wait()
+
+
+@asynccontextmanager
+async def listening(
+    dialect: SGLangDialect, scheduler: Scheduler, *, host: str, port: int
+) -> AsyncIterator[int]:
+    """Answer requests inside the ``async with``; gives the port."""
+    scheduler.start(asyncio.get_running_loop())
+    runner = web.AppRunner(dialect.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=4096)
+        await web.SockSite(runner, listener).start()
+        yield listener.getsockname()[1]
     finally:
-        await app_runner.cleanup()
+        await runner.cleanup()
+        scheduler.close()
 
 
 def write_ready_line(descriptor: int, host: str, port: int) -> None:

@@ -1,11 +1,14 @@
 """A KV cache with one slot per request, so that rows of any length share a batch.
 
 Per layer two tensors ``[slots, kv_heads, capacity + 1, head_dim]``; position ``p`` of a request lies in column ``p``
-of its slot. On a CPU the zeros are not backed by memory until a column is first written. The last column takes what
+of its slot. The last column takes what
 padding writes. Knows nothing about requests: the scheduler says which rows, and how much of each is already there.
 """
 
 from __future__ import annotations
+
+import math
+import mmap
 
 import torch
 from torch import Tensor
@@ -49,8 +52,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         for name, states in (("keys", key_states), ("values", value_states)):
             shape = (self.plan.slots, states.shape[1], self.plan.capacity + 1, states.shape[3])
-            # Zeros: a masked column still enters the sum with weight 0, and 0 * nan is nan.
-            setattr(self, name, torch.zeros(shape, dtype=states.dtype, device=states.device))
+            setattr(self, name, _lazy_zeros(shape, states))
         self.is_initialized = True
 
     def update(
@@ -84,6 +86,19 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.plan.capacity
 
     get_max_cache_shape = get_max_length
+
+
+def _lazy_zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return zeros that on a CPU take memory page by page as columns are written, not all at once.
+
+    Zeros, since a masked column still enters the sum with weight 0, and 0 * nan is nan.
+    """
+    if like.device.type != "cpu":
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    memory = mmap.mmap(-1, math.prod(shape) * like.element_size(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a huge page would span several slots
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=like.dtype).view(shape)
 
 
 class SlotCache(Cache):

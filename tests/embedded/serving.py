@@ -1,0 +1,93 @@
+"""A real server in the test's own event loop, a client for it, and plain transformers to compare with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+
+from areal_lite.embedded.scheduler import Scheduler
+from areal_lite.embedded.serve import build, listening
+from areal_lite.embedded.settings import ServerSettings
+
+
+class Client:
+    """JSON calls to one server."""
+
+    def __init__(self, session: aiohttp.ClientSession, scheduler: Scheduler) -> None:
+        self.session = session
+        self.scheduler = scheduler
+
+    async def call(self, path: str, body: Any = None, *, raw: bytes | None = None) -> tuple[int, Any]:
+        """POST (GET without a body) and return status and parsed JSON, or text."""
+        method = "GET" if body is None and raw is None else "POST"
+        data = raw if raw is not None else (None if body is None else json.dumps(body).encode())
+        async with self.session.request(method, path, data=data) as response:
+            text = await response.text()
+            is_json = response.content_type == "application/json"
+            return response.status, json.loads(text) if is_json else text
+
+    async def generate(self, prompt: list[int] | str, *, rid: str | None = None, **params: Any) -> Any:
+        """Return the reply to one prompt, with log-probs; greedy unless said otherwise."""
+        body = {"text" if isinstance(prompt, str) else "input_ids": prompt, "return_logprob": True, "rid": rid}
+        status, reply = await self.call("/generate", body | {"sampling_params": {"temperature": 0} | params})
+        assert status == 200, reply
+        return reply
+
+    @asynccontextmanager
+    async def stream(self, prompt: list[int], **params: Any) -> AsyncIterator[AsyncIterator[Any]]:
+        """Give the events of a streamed call."""
+        rid = params.pop("rid", None)
+        body = {"input_ids": prompt, "return_logprob": True, "stream": True, "rid": rid, "sampling_params": params}
+        async with self.session.post("/generate", data=json.dumps(body).encode()) as response:
+
+            async def events() -> AsyncIterator[Any]:
+                async for line in response.content:
+                    if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                        yield json.loads(line[6:])
+
+            yield events()
+
+
+@asynccontextmanager
+async def serving(path: Path, **settings: Any) -> AsyncIterator[Client]:
+    """Serve ``path`` in float32 on one thread."""
+    settings = {"dtype": "float32", "device": "cpu", "num_threads": 1, "weight_version": "0"} | settings
+    dialect, scheduler = build(ServerSettings(model_path=str(path), **settings), path)
+    async with (
+        listening(dialect, scheduler, host="127.0.0.1", port=0) as port,
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
+    ):
+        yield Client(session, scheduler)
+
+
+def load(path: Path) -> Any:
+    """Return the model as transformers loads it."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def logprobs_of(model: Any, prompt: list[int], output: list[int], temperature: float = 1.0) -> list[float]:
+    """Return the log-prob of each output id in one plain forward pass."""
+    logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    logprobs = (logits / (temperature or 1.0)).log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
+
+
+def reported(reply: Any) -> list[float]:
+    """Return the reply's log-probs, checked to be of its ids."""
+    entries = reply["meta_info"]["output_token_logprobs"]
+    assert [entry[1] for entry in entries] == reply["output_ids"]
+    return [entry[0] for entry in entries]
+
+
+def worst(first: list[float], second: list[float]) -> float:
+    """Return the largest difference."""
+    return max(abs(a - b) for a, b in zip(first, second, strict=True))

@@ -1,0 +1,110 @@
+"""What the server samples is what the model says: against plain transformers, whatever shares the batch."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.embedded.serving import load, logprobs_of, reported, serving, worst
+
+PROMPT = list(b"What is the capital of France?")
+
+
+@pytest.mark.parametrize("params", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8, "top_k": 20}, {}])
+def test_logprobs_are_those_of_a_plain_forward_before_filters(tiny: Path, params: dict[str, float]) -> None:
+    async def run() -> None:
+        async with serving(tiny) as client:
+            reply = await client.generate(PROMPT, max_new_tokens=40, ignore_eos=True, **params)
+            expected = logprobs_of(load(tiny), PROMPT, reply["output_ids"], params.get("temperature", 0.0))
+            assert worst(reported(reply), expected) < 1e-4
+
+    asyncio.run(run())
+
+
+def test_prompt_scores_and_top_logprobs(tiny: Path) -> None:
+    async def run() -> None:
+        async with serving(tiny) as client:
+            body = {"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": 3, "top_logprobs_num": 2}
+            status, reply = await client.call("/generate", body | {"sampling_params": {"max_new_tokens": 0}})
+            assert status == 200
+            meta = reply["meta_info"]
+            assert (reply["output_ids"], meta["finish_reason"]) == ([], {"type": "length", "length": 0})
+            scores = meta["input_token_logprobs"]
+            assert [entry[1] for entry in scores] == PROMPT[3:]
+            assert scores[0][0] is None
+            expected = logprobs_of(load(tiny), PROMPT[:4], PROMPT[4:])
+            assert worst([entry[0] for entry in scores[1:]], expected) < 1e-4
+            with torch.inference_mode():
+                logits = load(tiny)(torch.tensor([PROMPT])).logits[0]
+            values, ids = logits[3].log_softmax(-1).topk(2)
+            assert [entry[1] for entry in meta["input_top_logprobs"][1]] == ids.tolist()
+            assert worst([entry[0] for entry in meta["input_top_logprobs"][1]], values.tolist()) < 1e-4
+
+    asyncio.run(run())
+
+
+def test_requests_that_arrive_at_random_equal_the_same_requests_one_by_one(tiny: Path) -> None:
+    """Prompts share prefixes, repeat, end at different times and outnumber the rows of the batch."""
+    draw = random.Random(0)
+    stems = [[draw.randrange(3, 259) for _ in range(length)] for length in (5, 40, 90)]
+    prompts = [draw.choice(stems) + [draw.randrange(3, 259)] * draw.randrange(4) for _ in range(40)]
+    lengths = [draw.randrange(1, 30) for _ in prompts]
+
+    async def run() -> None:
+        async with serving(tiny, max_running_requests=6, max_prefill_tokens=128) as client:
+            started: list[asyncio.Task[dict[str, object]]] = []
+            async with asyncio.TaskGroup() as tasks:
+                for prompt, length in zip(prompts, lengths, strict=True):
+                    started.append(tasks.create_task(client.generate(prompt, max_new_tokens=length)))
+                    for _ in range(draw.randrange(3)):  # lets the server run some steps in between
+                        await client.call("/v1/loads")
+            together = [task.result() for task in started]
+        model = load(tiny)
+        async with serving(tiny, max_running_requests=1) as client:
+            for prompt, length, reply in zip(prompts, lengths, together, strict=True):
+                await client.call("/flush_cache", {})
+                alone = await client.generate(prompt, max_new_tokens=length)
+                assert reply["output_ids"] == alone["output_ids"]
+                assert alone["meta_info"]["cached_tokens"] == 0
+                assert worst(reported(reply), logprobs_of(model, prompt, alone["output_ids"], 0.0)) < 1e-4
+        assert sum(reply["meta_info"]["cached_tokens"] > 0 for reply in together) > 10  # type: ignore[index]
+
+    asyncio.run(run())
+
+
+def test_a_group_is_prefilled_once_and_the_next_turn_starts_from_the_last(tiny: Path) -> None:
+    async def run() -> None:
+        async with serving(tiny) as client:
+            group = await client.generate(PROMPT, n=4, max_new_tokens=8, temperature=1.0, ignore_eos=True)
+            assert [one["meta_info"]["cached_tokens"] for one in group] == [0] + [len(PROMPT)] * 3
+            model = load(tiny)
+            for one in group:
+                assert worst(reported(one), logprobs_of(model, PROMPT, one["output_ids"])) < 1e-4
+            history = PROMPT + group[1]["output_ids"] + list(b"and then?")
+            turn = await client.generate(history, max_new_tokens=8)
+            assert turn["meta_info"]["cached_tokens"] >= len(PROMPT) + 7  # all but the last sampled token
+            assert worst(reported(turn), logprobs_of(model, history, turn["output_ids"])) < 1e-4
+
+    asyncio.run(run())
+
+
+def test_a_seed_decides_the_tokens_whatever_else_is_in_the_batch(tiny: Path) -> None:
+    async def run() -> None:
+        params = {"temperature": 1.0, "max_new_tokens": 30, "ignore_eos": True, "sampling_seed": 7}
+        async with serving(tiny, seed=1) as client:
+            alone = await client.generate(PROMPT, **params)
+            crowd = await asyncio.gather(
+                *(client.generate(PROMPT[: 5 + i], temperature=1.0, max_new_tokens=10 + i) for i in range(8)),
+                client.generate(PROMPT, **params),
+                client.generate(PROMPT, **params | {"sampling_seed": 8}),
+            )
+            assert crowd[-2]["output_ids"] == alone["output_ids"] != crowd[-1]["output_ids"]
+            copies = await client.generate(PROMPT, n=3, **params)
+            assert copies[0]["output_ids"] == alone["output_ids"]
+            assert len({tuple(copy["output_ids"]) for copy in copies}) == 3
+
+    asyncio.run(run())
