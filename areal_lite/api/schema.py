@@ -4,4 +4,6 @@ from __future__ import annotations
 
 from pydantic import ConfigDict
 
-STRICT = ConfigDict(extra="forbid", strict=False, allow_inf_nan=False, use_attribute_docstrings=True)
+STRICT = ConfigDict(
+    extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, use_attribute_docstrings=True
+)

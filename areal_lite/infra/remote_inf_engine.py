@@ -53,19 +53,20 @@ class RemoteInfEngine(InferenceEngine):
 
         Raises:
             ServerError: If no server answers.
+            ConfigError: If dumps are to show text and ``tokenizer_path`` holds no tokenizer.
         """
         if self._loop is not None:
             raise ConfigError(
                 "the engine is initialized already: call destroy() before a second initialize()"
             )
+        if self.config.dump_to_file:
+            self._dumper = TrajectoryDumper(self.config)
         self._loop = LoopThread("areal-lite-rollout")
         try:
             self._loop.call(self._client.open())
         except BaseException:
             self.destroy()
             raise
-        if self.config.dump_to_file:
-            self._dumper = TrajectoryDumper(self.config)
         return self
 
     def destroy(self) -> None:
@@ -222,6 +223,10 @@ class RemoteInfEngine(InferenceEngine):
         """Async form of :meth:`prepare_batch`."""
         recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn, group_size)
         return await self._running_loop.acall(self._executor.prepare_batch(source, recipe))
+
+    def close_source(self, source: Iterable[Row]) -> None:
+        """Draw no more rows of ``source``; what of it is not in a batch yet ends as cancelled."""
+        self._running_loop.call(self._executor.close_source(source))
 
     # -- pause, version, weights -----------------------------------------------------------------
 

@@ -21,6 +21,7 @@ import orjson
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.episode import EpisodeResult, MemberRecord
 from areal_lite.api.io_struct import ModelResponse
+from areal_lite.data.tokenizer import load_tokenizer
 from areal_lite.infra.workflow_context import scope_name
 
 logger = logging.getLogger(__name__)
@@ -30,14 +31,17 @@ SCHEMA = 1
 
 
 class TrajectoryDumper:
-    """A writer thread with a queue in front."""
+    """A writer thread with a queue in front.
+
+    Raises:
+        ConfigError: If ``config.tokenizer_path`` is given and holds no tokenizer.
+    """
 
     def __init__(self, config: InferenceEngineConfig) -> None:
         self.root = Path(config.fileroot) / config.experiment_name / config.trial_name
         self.failures = 0
         """Results that could not be written."""
-        self._tokenizer_path = config.tokenizer_path
-        self._tokenizer: Any = None
+        self._tokenizer = None if config.tokenizer_path is None else load_tokenizer(config.tokenizer_path)
         self._folders: set[Path] = set()
         self._queue: queue.SimpleQueue[EpisodeResult | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="areal-lite-dumper", daemon=True)
@@ -58,8 +62,6 @@ class TrajectoryDumper:
         return self.root / scope_name(result.is_eval) / str(version) / f"{result.task_id}.jsonl"
 
     def _main(self) -> None:
-        if self._tokenizer_path is not None:
-            self._tokenizer = _load_tokenizer(self._tokenizer_path)
         while (result := self._queue.get()) is not None:
             try:
                 self._write(result)
@@ -81,16 +83,6 @@ class TrajectoryDumper:
             os.write(descriptor, data)
         finally:
             os.close(descriptor)
-
-
-def _load_tokenizer(path: str) -> Any:
-    try:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(path)
-    except Exception as error:
-        logger.warning("dumps will have no text: no tokenizer at %s (%s)", path, error)
-        return None
 
 
 def dump_lines(result: EpisodeResult, tokenizer: Any = None) -> Iterator[dict[str, Any]]:

@@ -60,8 +60,8 @@ class Submission:
     deliver: Callable[[EpisodeResult], None]
     training: bool
     """Whether the staleness bound holds it back: its result waits for a training step."""
-    final: bool = True
-    """Whether its end is final; False where the cut of a batch decides over accepted results."""
+    feed: RowFeed | None = None
+    """Where it was drawn from; the cut of a batch then decides over an accepted result."""
     members: list[MemberRecord]
     submitted: float
     started: float = 0.0
@@ -208,6 +208,24 @@ class WorkflowExecutor:
                     self._close(result)
                 return cut.fresh
 
+    async def close_source(self, source: Iterable[Row]) -> None:
+        """Draw no more rows of ``source``, and cancel what of it is running or waits for a batch."""
+        if id(source) not in self._feeds:
+            return
+        feed, _ = self._feeds.pop(id(source))
+        running = [s for s in self._live.values() if s.task is not None and s.feed is feed]
+        for submission in running:
+            self._stop(submission, "the source was closed")
+        if running:
+            await asyncio.wait([s.task for s in running if s.task], timeout=CANCEL_GRACE_S)
+        self._cancel_untrained(feed)
+
+    def _cancel_untrained(self, feed: RowFeed) -> None:
+        for result in feed.box.take(len(feed.box.results)):
+            result.status, result.error = EpisodeStatus.CANCELLED, "the run ended before it was trained"
+            self.gate.give_back()
+            self._close(result)
+
     def set_version(self, version: int) -> None:
         """Take a new policy version and start what it lets start."""
         if version < 0:
@@ -238,9 +256,7 @@ class WorkflowExecutor:
         for submission in list(self._live.values()):
             self._abandon(submission)
         for feed, _ in self._feeds.values():
-            for result in feed.box.take(len(feed.box.results)):
-                result.status, result.error = EpisodeStatus.CANCELLED, "the run ended before it was trained"
-                self._close(result)
+            self._cancel_untrained(feed)
         await self._http.close()
 
     # -- one submission, from start to end -----------------------------------------------------
@@ -252,7 +268,7 @@ class WorkflowExecutor:
         deliver: Callable[[EpisodeResult], None],
         *,
         training: bool,
-        final: bool = True,
+        feed: RowFeed | None = None,
         task_id: TaskId | None = None,
     ) -> Submission:
         with self._ids_lock:
@@ -274,7 +290,7 @@ class WorkflowExecutor:
                 recipe=recipe,
                 deliver=deliver,
                 training=training,
-                final=final,
+                feed=feed,
                 members=[MemberRecord()],
                 submitted=time.monotonic(),
             )
@@ -295,7 +311,7 @@ class WorkflowExecutor:
             while gate.may_start_training() and (row := feed.next_row()) is not None:
                 feed.running += 1
                 deliver = partial(self._deliver_to_feed, feed)
-                self._start(self._make(row, recipe, deliver, training=True, final=False))
+                self._start(self._make(row, recipe, deliver, training=True, feed=feed))
 
     def _start(self, submission: Submission) -> None:
         loop = asyncio.get_running_loop()
@@ -390,7 +406,7 @@ class WorkflowExecutor:
             if member.status is None:
                 member.status = result.status
                 member.error = result.error
-        if submission.final or not accepted:
+        if submission.feed is None or not accepted:
             self._close(result)
         submission.deliver(result)
         self._pump()

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.infra.scripted import OneTurn, TwoTurns
-from tests.stub_server import StubThread
 
 from areal_lite.api import EpisodeStatus, InferenceEngine, RolloutWorkflow
 from areal_lite.errors import ConfigError, EpisodeError, StarvationError
 from areal_lite.infra import workflow_context, workflow_executor
 from areal_lite.infra.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
+from tests.infra.scripted import OneTurn, TwoTurns
+from tests.stub_server import StubThread
 
 StartStub = Callable[..., StubThread]
 StartEngine = Callable[..., RemoteInfEngine]
@@ -212,9 +212,8 @@ def test_thousands_of_concurrent_episodes_each_see_their_own_context(
             assert after is before is workflow_context.get()
             assert after.is_eval == data["eval"]
             assert workflow_context.stat_scope() == ("eval-rollout" if data["eval"] else "rollout")
-            from tests.infra.scripted import tensors_of
-
             from areal_lite.api import ModelResponse
+            from tests.infra.scripted import tensors_of
 
             return tensors_of(
                 ModelResponse(

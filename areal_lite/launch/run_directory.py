@@ -1,0 +1,59 @@
+"""The folder of one run, held by one process at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from areal_lite.api.config import RunConfig
+from areal_lite.api.config_loader import dump_config
+from areal_lite.errors import ConfigError, RunDirBusyError, StorageError
+
+
+def run_directory_path(config: RunConfig) -> Path:
+    """Return ``fileroot/experiment_name/trial_name``."""
+    return Path(config.fileroot) / config.experiment_name / config.trial_name
+
+
+@contextmanager
+def run_directory(config: RunConfig, *, fresh: bool) -> Iterator[Path]:
+    """Make the run's folder, hold it for as long as the context lasts, and save the config in it.
+
+    Args:
+        fresh: Refuse a folder in which a training run has left metrics.
+
+    Raises:
+        RunDirBusyError: If another live process holds it.
+        ConfigError: If ``fresh`` and the folder is not.
+        StorageError: If it cannot be written.
+    """
+    path = run_directory_path(config)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise StorageError(
+            f"the run directory {path} cannot be written: {error}. Set fileroot to a folder that can"
+        ) from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 32, 0).decode() or "unknown"
+            raise RunDirBusyError(
+                f"{path} is held by a run that is still alive (pid {holder}): stop it, or choose another trial_name"
+            ) from None
+        if fresh and (path / "metrics.jsonl").exists():
+            raise ConfigError(
+                f"{path} already holds a training run, which this one would mix with: choose another name "
+                "(trial_name=...), or remove the folder"
+            )
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        (path / "config.yaml").write_text(dump_config(config))
+        yield path
+    finally:
+        os.close(lock)

@@ -1,0 +1,43 @@
+"""`make demo`: a language model learns by RL on this machine, and you see what it did.
+
+Trains SmolLM2-135M with configs/demo.yaml, whose agent is the ten lines of workflows/largest_number.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+# Threads of two processes that wait by spinning slow each other down; set before torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+sys.path.insert(0, os.getcwd())
+
+from smollm2 import smollm2  # noqa: E402
+
+from areal_lite.api.config_loader import load_config  # noqa: E402
+from areal_lite.inspect.plot import plot_metrics  # noqa: E402
+from areal_lite.launch.progress import TrainingProgress, summary_table  # noqa: E402
+from areal_lite.launch.run import run_training  # noqa: E402
+
+
+def main() -> None:
+    """Train, then show before and after, the curve, the dump, and what to type next."""
+    smollm2()
+    trial = time.strftime("%Y%m%d-%H%M%S")
+    config = load_config("configs/demo.yaml", [f"trial_name={trial}", *sys.argv[1:]])
+    with TrainingProgress(config.trainer.total_steps) as progress:
+        summary = run_training(config, on_step=progress.on_step)
+    progress.console.print(summary_table(summary))
+    print(f"reward curve: {plot_metrics(summary.run_dir)}")
+    assert summary.before is not None and summary.after is not None
+    before, after = summary.before.reward, summary.after.reward
+    dumps = sorted((summary.run_dir / "rollout").glob("*/*.jsonl"), key=lambda p: p.stat().st_mtime)
+    print(f"held-out accuracy: {before:.2f} -> {after:.2f} ({summary.seconds:.0f} s)")
+    print(f"trajectories: {summary.run_dir / 'rollout'}")
+    print(f"next: .venv/bin/areal-lite view {Path(dumps[-1])}")
+
+
+if __name__ == "__main__":
+    main()

