@@ -12,7 +12,7 @@ import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -26,8 +26,6 @@ _SECRET_KEY = re.compile(r"(api_?key|password|secret|access_token|auth_token)$",
 _SECRET_VALUE = re.compile(r"(sk-|hf_|al_|Bearer )\S{8,}")
 # YAML 1.1 reads 1e-5 as text; people mean the number.
 _FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?[eE][-+]?[0-9]+|[-+]?\.[0-9_]+[eE][-+]?[0-9]+")
-
-Config = TypeVar("Config", bound=RunConfig)
 
 
 class _Loader(yaml.SafeLoader):
@@ -62,8 +60,8 @@ def load_config(
     path: str | Path,
     overrides: Sequence[str] = (),
     *,
-    root: type[Config] = RunConfig,  # type: ignore[assignment]
-) -> Config:
+    root: type[RunConfig] = RunConfig,
+) -> RunConfig:
     """Return the checked config of ``path`` with ``overrides`` laid over it.
 
     Names of experiment, trial and fileroot are copied into ``rollout``; its tokenizer is the model's
@@ -181,7 +179,12 @@ def _complaints(
             yield f"{source}: {dotted}: missing, and it has no default. {meaning}"
         else:
             rule = fault["msg"].removeprefix("Value error, ").replace("Input should", "it must")
-            yield f"{source}: {dotted}: {_short(fault['input'])}: {rule}. {meaning}".rstrip(" ")
+            if fault["type"] == "dataclass_type":
+                rule = "it must be a section: indented 'key: value' lines"
+            value = (
+                "" if fault["type"] == "value_error" else f"{_short(fault['input'])}: "
+            )  # ours say the value
+            yield f"{source}: {dotted}: {value}{rule}. {meaning}".rstrip(" ")
 
 
 def _locate(root: type[Any], keys: Sequence[str]) -> tuple[type[Any] | None, str]:
@@ -237,11 +240,11 @@ def _required(root: type[Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = "null" if value is None else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _resolve(config: Config, given: Mapping[str, Any], path: str) -> Config:
+def _resolve(config: RunConfig, given: Mapping[str, Any], path: str) -> RunConfig:
     """Copy what the run and its rollout share; ``given`` is the rollout section as written."""
     shared = {name: getattr(config, name) for name in _SHARED_WITH_ROLLOUT}
     faults = [

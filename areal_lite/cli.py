@@ -1,0 +1,207 @@
+"""The command ``areal-lite``: arguments, signals and exit codes; the work is in ``launch``, ``embedded``, ``inspect``.
+
+Exit codes: 0 done, 64 bad arguments or config, 70 internal, 73 run folder busy, 74 disk, 75 try again
+later, 78 no usable checkpoint, 130 and 143 stopped by SIGINT and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from areal_lite import __version__
+from areal_lite.errors import ArealLiteError
+
+if TYPE_CHECKING:
+    from areal_lite.api.config import RunConfig
+
+STOP_SECONDS = 11.0
+"""After a first signal the process ends by itself within this time, whatever is stuck."""
+
+# Threads that spin while they wait starve the other processes of the machine.
+_THREAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}
+
+
+class Stopped(KeyboardInterrupt):
+    """SIGINT or SIGTERM asked the command to end."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    for name, value in _THREAD_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    if arguments[:1] == ["serve"]:
+        from areal_lite.embedded.__main__ import main as serve
+
+        return serve(arguments[1:])
+    options = _parser().parse_args(arguments)
+    stop = _StopOnSignal()
+    try:
+        if options.command == "view":
+            _view(options)
+        else:
+            from areal_lite.api.config_loader import load_config
+
+            options.run(load_config(options.config, options.overrides))
+        sys.stdout.flush()
+        code = 0
+    except BrokenPipeError:  # the reader of our output, `head` say, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except ArealLiteError as error:
+        _report(error)
+        code = error.exit_code
+    except (Exception, KeyboardInterrupt, BaseExceptionGroup):
+        if not stop.signal:
+            traceback.print_exc()
+        code = ArealLiteError.exit_code
+    return 128 + stop.signal if stop.signal else code
+
+
+def _view(options: argparse.Namespace) -> None:
+    from areal_lite.inspect.view import view
+
+    view(options.path, limit=options.limit)
+
+
+def _config(config: RunConfig) -> None:
+    from areal_lite.api.config_loader import dump_config
+
+    print(dump_config(config), end="")
+
+
+def _train(config: RunConfig) -> None:
+    from areal_lite.launch.progress import TrainingProgress, summary_table
+    from areal_lite.launch.run import run_training
+
+    with TrainingProgress(config.trainer.total_steps) as progress:
+        summary = run_training(config, on_step=progress.on_step)
+    progress.console.print(summary_table(summary))
+    print(f"written to {summary.run_dir}")
+
+
+def _rollout(config: RunConfig) -> None:
+    from areal_lite.launch.run import run_rollout
+
+    results = run_rollout(config)
+    rewards = [reward for result in results for reward in result.rewards]
+    counts = ", ".join(f"{count} {status}" for status, count in Counter(r.status for r in results).items())
+    print(
+        f"groups: {counts}; mean reward {sum(rewards) / max(1, len(rewards)):.3f} over {len(rewards)} episodes"
+    )
+
+
+def _eval(config: RunConfig) -> None:
+    from areal_lite.launch.run import run_evaluation
+
+    found = run_evaluation(config)
+    print(f"held-out reward {found.reward:.3f} over {found.episodes} episodes, {found.failed} failed")
+
+
+_RUNS = {
+    "train": (_train, "roll out, train and evaluate"),
+    "rollout": (_rollout, "run episodes on the training rows without learning from them"),
+    "eval": (_eval, "run episodes on the held-out rows"),
+    "config": (_config, "print the config as it will be used, defaults and overrides included"),
+}
+
+
+def _report(error: ArealLiteError) -> None:
+    if os.environ.get("AREAL_LITE_DEBUG") == "1":
+        traceback.print_exception(error)
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr)
+
+
+class _StopOnSignal:
+    """The first SIGINT or SIGTERM raises :class:`Stopped` in the main thread, the second ends the process.
+
+    A thread watches too, because the main thread sees no signal while it is inside a long call of torch.
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self._watched, waker = socket.socketpair()
+        waker.setblocking(False)
+        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        self._waker = waker
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._raise)
+        threading.Thread(target=self._watch, name="signal watch", daemon=True).start()
+
+    def _raise(self, number: int, frame: FrameType | None) -> NoReturn:
+        self.signal = number
+        raise Stopped
+
+    def _watch(self) -> None:
+        first = self._next_signal()
+        print("stopping; once more to stop at once", file=sys.stderr, flush=True)
+        self._watched.settimeout(STOP_SECONDS)
+        try:
+            last = self._next_signal()
+        except TimeoutError:
+            print(f"not stopped after {STOP_SECONDS:g} s: ending here", file=sys.stderr, flush=True)
+            last = first
+        os._exit(128 + last)
+
+    def _next_signal(self) -> int:
+        while (number := self._watched.recv(1)[0]) not in (signal.SIGINT, signal.SIGTERM):
+            pass
+        return number
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(64, f"error: {message}. See {self.prog} --help\n")
+
+
+class _ConfigHelp(argparse.Action):
+    """``--help`` that ends with every config key."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="show this help and every config key")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        from areal_lite.api.config import RunConfig
+        from areal_lite.api.config_help import help_text
+
+        print(f"{parser.format_help()}\nConfig keys\n\n{help_text(RunConfig)}", flush=True)
+        parser.exit()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="areal-lite", description="Agentic RL rollouts and training from one YAML file.")
+    parser.add_argument("--version", action="version", version=f"areal-lite {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    for name, (run, summary) in _RUNS.items():
+        command = commands.add_parser(name, help=summary, description=summary, add_help=False)
+        command.add_argument("config", metavar="CONFIG.yaml")
+        command.add_argument(
+            "overrides", metavar="key=value", nargs="*", help="replaces one value; dotted key, YAML value"
+        )
+        command.add_argument("-h", "--help", action=_ConfigHelp)
+        command.set_defaults(run=run)
+    commands.add_parser(
+        "serve", help="serve a model in SGLang's HTTP dialect, without SGLang", add_help=False
+    )
+    command = commands.add_parser("view", help="show dumped episodes in the terminal")
+    command.add_argument(
+        "path", type=Path, metavar="PATH", help="a .jsonl dump, or a folder with dumps below"
+    )
+    command.add_argument(
+        "--limit", type=int, default=10, metavar="N", help="show at most N samples (default 10)"
+    )
+    return parser

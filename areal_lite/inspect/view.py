@@ -1,0 +1,81 @@
+"""Episodes of a dump as text in the terminal: what the model read, and what it wrote (in colour).
+
+Text comes from a model, so nothing in it reaches the terminal but printable characters.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from areal_lite.errors import ConfigError
+from areal_lite.inspect.jsonl import read_records
+
+# Controls but newline and tab, and the marks that turn the reading direction around.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_STATUS_STYLE = {"accepted": "green", "rejected": "yellow", "failed": "red", "cancelled": "dim"}
+_ROLE_STYLE = {"assistant": "cyan", "prompt": "dim"}
+
+
+def view(path: Path, *, limit: int, console: Console | None = None) -> int:
+    """Print up to ``limit`` samples of a dump file, or of all dumps below a folder, and return how many.
+
+    Raises:
+        ConfigError: If there is nothing to show, or a line is damaged.
+    """
+    console = console or Console(highlight=False)
+    shown = 0
+    for record in itertools.islice(_records(path), limit):
+        shown += 1
+        for text in _lines(record):
+            console.print(text, soft_wrap=True)
+    if not shown:
+        raise ConfigError(f"{path}: no dumped episodes here: set rollout.dump_to_file to true to write them")
+    return shown
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with every control character written out, as in ``\\x1b``."""
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    files = sorted(path.rglob("*.jsonl"), key=_by_number) if path.is_dir() else [path]
+    for file in files:
+        yield from (record for record in read_records(file) if "turns" in record)
+
+
+def _by_number(path: Path) -> list[tuple[int, str]]:
+    return [(len(part) if part.isdigit() else 0, part) for part in path.with_suffix("").parts]
+
+
+def _lines(record: dict[str, Any]) -> Iterator[Text]:
+    status = str(record.get("status"))
+    versions = f"{record.get('head_version')}..{record.get('tail_version')}"
+    yield Text.assemble(
+        ("── ", "dim"),
+        printable(f"task {record.get('task_id')} sample {record.get('sample_idx')}  "),
+        (printable(status), _STATUS_STYLE.get(status, "")),
+        printable(f"  reward {record.get('reward')}  {record.get('seqlen')} tokens  versions {versions}"),
+    )
+    if record.get("error"):
+        yield Text(printable(str(record["error"])), "red")
+    for turn in record["turns"]:
+        role = str(turn.get("role"))
+        mask = turn.get("loss_mask") or []
+        facts = [f"{len(turn.get('ids') or mask)} tokens", f"{sum(mask)} trained", turn.get("stop_reason")]
+        if turn.get("latency_s") is not None:
+            facts.append(f"{turn['latency_s']:.2f} s")
+        yield Text(printable(f"{role} ({', '.join(str(fact) for fact in facts if fact)})"), "bold")
+        text = turn.get("text")
+        yield Text(
+            printable(str(text)) if text is not None else "no text: the run had no tokenizer",
+            _ROLE_STYLE.get(role, ""),
+        )
+    yield Text()
