@@ -76,7 +76,7 @@ def parse_generate(
         for given in _per_prompt("sampling_params", sampling, count, is_batch and isinstance(sampling, list))
     ]
     rids = _rids(body.get("rid"), count, is_batch)
-    flags = {name: _per_prompt_typed(body, name, bool, False, count) for name in ("return_logprob",)}
+    with_logprob = _per_prompt_typed(body, "return_logprob", bool, False, count)
     starts = _per_prompt_typed(body, "logprob_start_len", int, -1, count)
     tops = _per_prompt_typed(body, "top_logprobs_num", int, 0, count)
     stream, prompt_ids, with_text = (
@@ -105,9 +105,9 @@ def parse_generate(
                     prompt=prompt,
                     params=params[i],
                     seed=seed,
-                    return_logprob=flags["return_logprob"][i],
-                    logprob_start=starts[i] if flags["return_logprob"][i] and starts[i] >= 0 else None,
-                    top_logprobs_num=tops[i] if flags["return_logprob"][i] else 0,
+                    return_logprob=with_logprob[i],
+                    logprob_start=starts[i] if with_logprob[i] and starts[i] >= 0 else None,
+                    top_logprobs_num=tops[i] if with_logprob[i] else 0,
                     stream=stream,
                 )
             )
@@ -147,6 +147,8 @@ def _prompts(body: dict[str, Any], encode: Callable[[str], list[int]]) -> tuple[
 
 
 def _check_prompt(prompt: list[int], limits: Limits) -> None:
+    if not isinstance(prompt, list):
+        raise wrong_type(f"input_ids: a batch must hold lists only; got {type(prompt).__name__}.")
     if not prompt:
         raise rule_broken("input_ids cannot be empty.")
     if any(type(token) is not int for token in prompt):

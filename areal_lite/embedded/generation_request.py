@@ -141,7 +141,8 @@ class GenerationRequest:
             meta["weight_versions"] = [
                 {"version": version, "start": start, "end": end} for version, start, end in self.version_spans
             ]
-        meta |= {"cached_tokens_details": None, "dp_rank": None}
+        details = {"device": self.cached_tokens, "host": 0} if self.cached_tokens else None
+        meta |= {"cached_tokens_details": details, "dp_rank": None}
         if finished is not None:
             meta["e2e_latency"] = time.perf_counter() - self.arrived_at
         meta["response_sent_to_client_ts"] = time.time()

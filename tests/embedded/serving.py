@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,7 +24,9 @@ class Client:
         self.session = session
         self.scheduler = scheduler
 
-    async def call(self, path: str, body: Any = None, *, raw: bytes | None = None) -> tuple[int, Any]:
+    async def call(
+        self, path: str, body: Any = None, *, raw: bytes | io.BytesIO | None = None
+    ) -> tuple[int, Any]:
         """POST (GET without a body) and return status and parsed JSON, or text."""
         method = "GET" if body is None and raw is None else "POST"
         data = raw if raw is not None else (None if body is None else json.dumps(body).encode())
@@ -34,7 +37,11 @@ class Client:
 
     async def generate(self, prompt: list[int] | str, *, rid: str | None = None, **params: Any) -> Any:
         """Return the reply to one prompt, with log-probs; greedy unless said otherwise."""
-        body = {"text" if isinstance(prompt, str) else "input_ids": prompt, "return_logprob": True, "rid": rid}
+        body = {
+            "text" if isinstance(prompt, str) else "input_ids": prompt,
+            "return_logprob": True,
+            "rid": rid,
+        }
         status, reply = await self.call("/generate", body | {"sampling_params": {"temperature": 0} | params})
         assert status == 200, reply
         return reply
@@ -43,7 +50,13 @@ class Client:
     async def stream(self, prompt: list[int], **params: Any) -> AsyncIterator[AsyncIterator[Any]]:
         """Give the events of a streamed call."""
         rid = params.pop("rid", None)
-        body = {"input_ids": prompt, "return_logprob": True, "stream": True, "rid": rid, "sampling_params": params}
+        body = {
+            "input_ids": prompt,
+            "return_logprob": True,
+            "stream": True,
+            "rid": rid,
+            "sampling_params": params,
+        }
         async with self.session.post("/generate", data=json.dumps(body).encode()) as response:
 
             async def events() -> AsyncIterator[Any]:

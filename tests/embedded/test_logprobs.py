@@ -14,7 +14,9 @@ from tests.embedded.serving import load, logprobs_of, reported, serving, worst
 PROMPT = list(b"What is the capital of France?")
 
 
-@pytest.mark.parametrize("params", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8, "top_k": 20}, {}])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8, "top_k": 20}, {}]
+)
 def test_logprobs_are_those_of_a_plain_forward_before_filters(tiny: Path, params: dict[str, float]) -> None:
     async def run() -> None:
         async with serving(tiny) as client:
@@ -28,7 +30,12 @@ def test_logprobs_are_those_of_a_plain_forward_before_filters(tiny: Path, params
 def test_prompt_scores_and_top_logprobs(tiny: Path) -> None:
     async def run() -> None:
         async with serving(tiny) as client:
-            body = {"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": 3, "top_logprobs_num": 2}
+            body = {
+                "input_ids": PROMPT,
+                "return_logprob": True,
+                "logprob_start_len": 3,
+                "top_logprobs_num": 2,
+            }
             status, reply = await client.call("/generate", body | {"sampling_params": {"max_new_tokens": 0}})
             assert status == 200
             meta = reply["meta_info"]

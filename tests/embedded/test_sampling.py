@@ -17,7 +17,8 @@ PROBABILITIES = [0.4, 0.3, 0.2, 0.1]
 def draw(logits: torch.Tensor, count: int, **params: Any) -> torch.Tensor:
     """Return how often each id was drawn for ``count`` seeds."""
     requests = [
-        GenerationRequest(rid=str(seed), prompt=[0], params=SamplingParams(**params), seed=seed) for seed in range(count)
+        GenerationRequest(rid=str(seed), prompt=[0], params=SamplingParams(**params), seed=seed)
+        for seed in range(count)
     ]
     tokens = sample(logits.expand(count, -1), requests, frozenset({0})).tokens
     return torch.bincount(torch.tensor(tokens), minlength=logits.shape[0]) / count
@@ -46,23 +47,23 @@ def test_samples_follow_the_renormalised_distribution_of_the_kept_ids(
 
 
 def test_the_tail_of_a_large_vocabulary_keeps_its_mass() -> None:
-    """Half of the mass in one id, the other half in 50,001 equal ones, behind it; no multiple of the block."""
-    logits = torch.full((50_002,), 0.5 / 50_001).log()
-    logits[0] = torch.tensor(0.5).log()
-    frequencies = torch.stack([draw(logits, 200) for _ in range(1)])[0]
-    assert abs(float(frequencies[0]) - 0.5) < 0.1
-    late = sum(float(draw(logits + 0, 200)[40_000:].sum()) for _ in range(1))
-    assert abs(late - 0.1) < 0.06
+    """Half of the mass is in the first id, half in 50,001 equal ones behind it; no multiple of the block."""
+    probabilities = torch.full((50_002,), 0.5 / 50_001)
+    probabilities[0] = 0.5
+    frequencies = draw(probabilities.log(), 400)
+    assert abs(float(frequencies[0]) - 0.5) < 0.08
+    assert abs(float(frequencies[40_000:].sum()) - 0.1) < 0.05
 
 
-def test_top_p_beyond_the_first_thousand_ids_is_exact() -> None:
-    frequencies = draw(torch.zeros(4000), 64, top_p=0.9)
-    assert float(frequencies.max()) < 0.1  # a cut at 1,024 ids would still pass; the support must not be empty
-    assert int((frequencies > 0).sum()) > 50
+def test_top_p_reaches_beyond_the_ids_that_are_looked_at_first() -> None:
+    drawn = int((draw(torch.zeros(4000), 2000, top_p=0.9) > 0).sum())
+    assert drawn > 1024  # 3,600 ids make up 0.9; 2,000 draws hit about 1,530 of them
 
 
 def test_unknown_parameter_names_its_neighbour() -> None:
     with pytest.raises(BadRequest) as error:
         parse_sampling_params({"max_new_token": 3}, vocab_size=10)
-    assert error.value.body["error"].startswith("unknown field `max_new_token`, expected one of `max_new_tokens`")
+    assert error.value.body["error"].startswith(
+        "unknown field `max_new_token`, expected one of `max_new_tokens`"
+    )
     assert error.value.body["error"].endswith("Did you mean `max_new_tokens`?")

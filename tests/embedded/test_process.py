@@ -1,0 +1,139 @@
+"""The child process: it starts, says where, ends with its parent, and its failures are errors of the parent."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from areal_lite.embedded import EmbeddedServer
+from areal_lite.errors import ConfigError, ServerError
+
+FAST = {"dtype": "float32", "device": "cpu", "num_threads": 1}
+
+
+def get(address: str, path: str) -> bytes:
+    with urllib.request.urlopen(address + path) as answer:
+        return bytes(answer.read())
+
+
+def wait_for_end(pid: int) -> None:
+    """Return when the process is gone, by the kernel's word."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        assert select.select([descriptor], [], [], 20)[0], f"process {pid} is still there"
+    finally:
+        os.close(descriptor)
+
+
+def test_it_serves_logs_and_stops(tiny: Path, tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    server = EmbeddedServer(
+        model_path=str(tiny), log_path=log, weight_version="3", max_running_requests=2, **FAST
+    )
+    with server:
+        assert server.poll() is None
+        info = json.loads(get(server.address, "/model_info"))
+        assert (info["weight_version"], info["max_running_requests"], info["num_threads"]) == ("3", 2, 1)
+        assert f"embedded server ready at {server.address} (model {tiny})" in log.read_text()
+        pid = server.pid
+        assert pid is not None
+        assert os.getpgid(pid) == pid  # a group of its own
+        port = int(server.address.rsplit(":", 1)[1])
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}.*port 0"):
+            EmbeddedServer(model_path=str(tiny), port=port)
+    assert server.returncode == 0  # SIGTERM was enough
+    with pytest.raises(ServerError, match="not running"):
+        _ = server.address
+
+
+def test_a_server_that_dies_is_noticed(tiny: Path) -> None:
+    with EmbeddedServer(model_path=str(tiny), **FAST) as server:
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        wait_for_end(server.pid)
+        assert server.poll() == -signal.SIGKILL
+
+
+def test_it_ends_with_a_parent_that_is_killed(tiny: Path) -> None:
+    script = (
+        "import sys, threading, time; from areal_lite.embedded import EmbeddedServer\n"
+        f"server = EmbeddedServer(model_path={str(tiny)!r}, num_threads=1)\n"
+        "starter = threading.Thread(target=server.start); starter.start(); starter.join()\n"  # its thread is gone
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+        "print(server.pid, flush=True); sys.stdin.read()"
+    )
+    root = str(Path(__file__).parents[2])
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": root},
+    ) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+        wait_for_end(child)
+
+
+def test_it_refuses_what_it_cannot_serve_before_it_starts(tiny: Path, tmp_path: Path) -> None:
+    half = tmp_path / "half"
+    half.mkdir()
+    for content, message in (
+        (None, "has no config.json"),
+        ("config.json", "no \\*.safetensors"),
+        ("model.safetensors", "no tokenizer"),
+    ):
+        if content is not None:
+            (half / content).touch()
+        with pytest.raises(ConfigError, match=message):
+            EmbeddedServer(model_path=str(half))
+    with pytest.raises(ConfigError, match="does not exist.*directory with config.json"):
+        EmbeddedServer(model_path=str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match="is a file"):
+        EmbeddedServer(model_path=str(half / "config.json"))
+    with pytest.raises(ConfigError, match="no setting 'modelpath'; known are model_path"):
+        EmbeddedServer(modelpath=str(tiny))
+    for broken in (
+        {"dtype": "int8"},
+        {"device": "tpu"},
+        {"port": 70000},
+        {"num_threads": 0},
+        {"context_length": 1},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(broken))):
+            EmbeddedServer(model_path=str(tiny), **broken)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        with pytest.raises(ConfigError, match="cannot listen"):
+            EmbeddedServer(model_path=str(tiny), port=held.getsockname()[1])
+
+
+def test_what_only_the_child_can_know_is_an_error_of_the_parent(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="context_length is 999.*at most 256"):
+        EmbeddedServer(model_path=str(tiny), context_length=999, **FAST).start()
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (broken / name).write_text("{}")
+    server = EmbeddedServer(model_path=str(broken), **FAST)
+    with pytest.raises(ServerError, match="ended with code 1 before it was ready:\n(.|\n)*Error"):
+        server.start()
+    assert server.returncode == 1
+
+
+def test_a_hub_name_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(
+        ConfigError, match="'areal-lite/no-such-model' is no directory, and the Hugging Face Hub"
+    ):
+        EmbeddedServer(model_path="areal-lite/no-such-model", **FAST).start()
