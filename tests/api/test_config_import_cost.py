@@ -1,0 +1,37 @@
+"""Importing the package is cheap and changes nothing."""
+
+import statistics
+import subprocess
+import sys
+
+BASELINE = "import aiohttp, pydantic, orjson, yaml"
+PROBE = """
+import asyncio, os, resource, sys, time
+before, policy = dict(os.environ), asyncio.get_event_loop_policy()
+start = time.perf_counter()
+{statement}
+seconds = time.perf_counter() - start
+assert dict(os.environ) == before, "os.environ changed"
+assert asyncio.get_event_loop_policy() is policy, "event loop policy changed"
+heavy = sorted({{"torch", "transformers", "numpy", "openai"}} & set(sys.modules))
+print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, *heavy)
+"""
+
+
+def probe(statement):
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE.format(statement=statement)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    seconds, mebibytes, *heavy = done.stdout.split()
+    return float(seconds), float(mebibytes), heavy
+
+
+def test_import_is_cheap_loads_no_torch_and_changes_neither_environment_nor_loop_policy():
+    statements = ["import areal_lite, areal_lite.api", BASELINE]
+    probe(statements[0])
+    runs = [[probe(statement) for statement in statements] for _ in range(5)]  # in turn: load falls on both
+    ours, baseline = (statistics.median(run[i][0] for run in runs) for i in (0, 1))
+    assert runs[0][0][2] == []
+    assert ours <= 1.5 * baseline, f"import takes {ours:.3f} s, the baseline {baseline:.3f} s"
+    assert max(run[0][1] for run in runs) <= 60

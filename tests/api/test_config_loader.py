@@ -1,0 +1,284 @@
+"""A config is loaded whole or refused with everything that is wrong with it."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, RunConfig
+from areal_lite.api.config import DatasetConfig, EvaluationConfig, TrainerConfig
+from areal_lite.api.config_help import describe_fields, help_text
+from areal_lite.api.config_loader import dump_config, load_config
+from areal_lite.errors import ConfigError
+
+MINIMAL = """\
+experiment_name: exp
+model_path: models/tiny
+workflow: my.Agent
+train_dataset: {path: rows.jsonl}
+trainer: {total_steps: 2, learning_rate: 1e-5}
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str | bytes = MINIMAL, name: str = "run.yaml") -> str:
+        Path(name).write_bytes(text.encode() if isinstance(text, str) else text)
+        return name
+
+    return write
+
+
+def refused(path, *overrides) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def test_a_minimal_file_gives_the_defaults(write):
+    config = load_config(write())
+    assert config.trainer == TrainerConfig(total_steps=2, learning_rate=1e-5)
+    assert config.seed == 1
+
+
+def test_names_and_tokenizer_flow_into_rollout(write):
+    config = load_config(write(), ["trial_name=t", "fileroot=out"])
+    rollout = config.rollout
+    assert (rollout.experiment_name, rollout.trial_name, rollout.fileroot) == ("exp", "t", "out")
+    assert rollout.tokenizer_path == "models/tiny"
+    assert load_config(write(), ["rollout.tokenizer_path=other"]).rollout.tokenizer_path == "other"
+
+
+def test_a_name_in_rollout_that_contradicts_the_top_is_refused(write):
+    text = refused(write(), "rollout.trial_name=b", "rollout.fileroot=else")
+    assert "rollout.trial_name: 'b' contradicts trial_name 'trial' at the top: remove it from rollout" in text
+    assert "rollout.fileroot: 'else' contradicts" in text
+
+
+def test_all_faults_are_told_at_once_each_with_file_key_value_rule_and_meaning(write):
+    path = write("""
+model_path: m
+workflow: w.A
+seed: x
+learning_rate: 1
+train_dataset: {path: x, max_samples: 0}
+rollout: {grup_size: 3, trial_name: a/b}
+trainer: [1]
+""")
+    lines = refused(path).splitlines()
+    assert sorted(lines) == [
+        "run.yaml: experiment_name: missing, and it has no default. Folder of the experiment below fileroot.",
+        "run.yaml: rollout.trial_name: 'a/b' becomes a folder: use letters, digits, '.', '_' and '-', at most 100. "
+        "Folder below experiment_name; a run's YAML sets it at the top.",
+        "run.yaml: rollout: unknown key 'grup_size'; did you mean 'group_size'?",
+        "run.yaml: seed: 'x': it must be a valid integer, unable to parse string as an integer. "
+        "Seed of data order, sampling and training.",
+        "run.yaml: train_dataset.max_samples: 0: it must be greater than or equal to 1. "
+        "Use only the first so many rows.",
+        "run.yaml: trainer: [1]: it must be a section: indented 'key: value' lines. The learning side.",
+        "run.yaml: unknown key 'learning_rate'; did you mean 'trainer.learning_rate'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "run.yaml: the file is empty: it must be a mapping with at least experiment_name, model_path"),
+        ("# nothing\n", "the file is empty"),
+        ("- 1\n", "run.yaml: the file holds a list: it must be a mapping"),
+        ("seed: 1\nseed: 2\n", "run.yaml: line 2, column 1: the key 'seed' is here twice"),
+        (
+            "rollout:\n  gconfig: {greedy: true, greedy: false}\n",
+            "line 2, column 27: the key 'greedy' is here twice",
+        ),
+        ("seed: [1\ntrial", "run.yaml: line 2, column 6: while parsing a flow sequence: expected ',' or ']'"),
+        ("seed: @x\n", "line 1, column 7: while scanning for the next token: found character '@'"),
+        ("? [a]\n: 1\n", "found unhashable key"),
+        ("a: !!python/object/apply:os.system [ls]\n", "could not determine a constructor"),
+        ("a: 2024-13-45\n", "run.yaml: not YAML: month must be in 1..12"),
+        ("a: \x01\n", "run.yaml: not YAML: "),
+        ("[" * 5000, "nested too deeply"),
+        (b"a: \xff\n", "run.yaml: byte 3 is not UTF-8"),
+        ("#" * (1 << 20) + "\n", "larger than 1048576 bytes"),
+    ],
+)
+def test_a_file_that_is_no_mapping_of_yaml_says_where(write, text, message):
+    assert message in refused(write(text))
+
+
+def test_a_file_that_is_not_there_names_close_ones(write):
+    write(name="grpo_gsm8k.yaml")
+    assert refused("grpo_gsm8.yaml") == "grpo_gsm8.yaml: there is no such file; did you mean grpo_gsm8k.yaml?"
+    assert refused("no/x.yaml") == "no/x.yaml: there is no such file, nor a folder no"
+    assert "cannot be read: Is a directory" in refused(".")
+
+
+def test_a_byte_order_mark_is_no_fault(write):
+    assert load_config(write("\ufeff" + MINIMAL)).experiment_name == "exp"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "rollout.groupsize=1",
+            "run.yaml, override 'rollout.groupsize=1': unknown key 'groupsize'; did you mean 'group_size'?",
+        ),
+        ("group_size=1", "unknown key 'group_size'; did you mean 'rollout.group_size'?"),
+        ("rollot.group_size=1", "unknown key 'rollot'; did you mean 'rollout'?"),
+        ("zzz=1", "unknown key 'zzz'; the keys here are experiment_name, trial_name"),
+        ("seed.x=1", "seed is a value, not a section"),
+        ("seed", "override 'seed': write section.key=value"),
+        ("=1", "write section.key=value"),
+        (
+            "rollout.group_size=0",
+            "run.yaml, override 'rollout.group_size=0': rollout.group_size: 0: it must be greater",
+        ),
+        ("rollout.addresses=[a", "override 'rollout.addresses=[a': line 1, column 3"),
+        ("trainer=null", "run.yaml, override 'trainer=null': trainer: null: it must be a section"),
+    ],
+)
+def test_a_bad_override_is_named_with_the_file(write, override, message):
+    assert message in refused(write(), override)
+
+
+def test_overrides_are_yaml_and_the_last_one_counts(write):
+    config = load_config(
+        write(),
+        [
+            "rollout.addresses=[a:1, b:2]",
+            "rollout.group_size=2",
+            "rollout.group_size=4",
+            "eval_dataset.path=held.jsonl",
+            "eval_dataset.kwargs.deep.er=1e-3",
+            "rollout.gconfig.top_k=null",
+            "train_dataset.path=reasoning-gym:chain_sum",
+            "rollout.gconfig.stop=['=', 'b']",
+        ],
+    )
+    assert config.rollout.addresses == ["a:1", "b:2"]
+    assert config.rollout.group_size == 4
+    assert config.eval_dataset == DatasetConfig(path="held.jsonl", kwargs={"deep": {"er": 0.001}})
+    assert config.rollout.gconfig == GenerationHyperparameters(stop=["=", "b"])
+    assert config.train_dataset.path == "reasoning-gym:chain_sum"
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.sampled_from(["1e-5", "no", "1_000", "0x1", "~", "2024-01-01", "=", "<<", "1:30", ".inf", "-.5e1"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
+kwargs = st.dictionaries(st.text(min_size=1, max_size=8), json_values, max_size=3)
+positive = st.floats(0, exclude_min=True, allow_infinity=False, allow_subnormal=False)
+configs = st.builds(
+    RunConfig,
+    experiment_name=names,
+    trial_name=names,
+    fileroot=st.text(),
+    model_path=st.text(min_size=1),
+    seed=st.integers(),
+    workflow=st.text(),
+    workflow_kwargs=kwargs,
+    train_dataset=st.builds(
+        DatasetConfig, path=st.text(), kwargs=kwargs, max_samples=st.none() | st.integers(1)
+    ),
+    eval_dataset=st.none() | st.builds(DatasetConfig, path=st.text()),
+    rollout=st.builds(
+        InferenceEngineConfig,
+        addresses=st.lists(st.text(), max_size=2),
+        request_timeout_s=positive,
+        gconfig=st.builds(GenerationHyperparameters, stop=st.none() | st.lists(st.text(), max_size=2)),
+    ),
+    trainer=st.builds(TrainerConfig, total_steps=st.integers(1), learning_rate=positive),
+    evaluation=st.builds(EvaluationConfig),
+)
+
+
+@given(config=configs)
+def test_a_dumped_config_loads_back_equal(tmp_path_factory, config):
+    rollout = dataclasses.replace(
+        config.rollout,
+        experiment_name=config.experiment_name,
+        trial_name=config.trial_name,
+        fileroot=config.fileroot,
+        tokenizer_path=config.model_path,
+    )
+    resolved = dataclasses.replace(config, rollout=rollout)
+    path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
+    path.write_text(dump_config(resolved), "utf-8")
+    assert load_config(path) == resolved
+
+
+ascii_text = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=8)
+
+
+@given(
+    value=st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | ascii_text,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ascii_text, inner, max_size=3),
+        max_leaves=6,
+    )
+)
+def test_an_override_takes_any_json(tmp_path_factory, value):
+    path = tmp_path_factory.getbasetemp() / "override.yaml"
+    path.write_text(MINIMAL)
+    config = load_config(path, [f"workflow_kwargs.x={json.dumps(value)}"])
+    assert config.workflow_kwargs == {"x": value}
+
+
+def test_a_dump_masks_what_looks_like_a_key(write):
+    config = load_config(
+        write(), ["workflow_kwargs={api_key: abc, url: u, list: [sk-0123456789abcdef], max_tokens: 5}"]
+    )
+    assert yaml.safe_load(dump_config(config))["workflow_kwargs"] == {
+        "api_key": "***",
+        "url": "u",
+        "list": ["***"],
+        "max_tokens": 5,
+    }
+
+
+CONFIGS = sorted(Path(__file__).parents[2].glob("configs/**/*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_config_in_the_repository_loads(path):
+    config = load_config(path)
+    assert load_config(path, []) == config
+
+
+def test_help_tells_type_default_and_meaning_of_every_key():
+    fields = {field.key: field for field in describe_fields(RunConfig)}
+    assert fields["rollout.group_size"] == (
+        "rollout.group_size",
+        "integer >= 1",
+        "1",
+        "Episodes per dataset row; their rewards are each other's baseline.",
+    )
+    assert fields["trainer.learning_rate"][1:3] == ("number > 0", None)
+    assert fields["trainer.adam_betas"][1:3] == ("list of 2 numbers", "[0.9, 0.999]")
+    assert fields["trainer.clip_eps_high"][1:3] == ("number > 0 or null", "null")
+    assert fields["rollout.backend"].type == "sglang | vllm | embedded"
+    assert fields["rollout.eval_gconfig.greedy"].type == "true or false"
+    assert fields["server.port"].type == "integer >= 0 and <= 65535"
+    assert all(field.meaning for field in fields.values())
+
+
+def test_help_fits_eighty_columns():
+    assert max(map(len, help_text(RunConfig).splitlines())) <= 80
