@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping
 from dataclasses import replace
-from numbers import Real
 from typing import Any
 
-from areal_lite.agents.chat_renderer import ChatRenderer, load_renderer
+from areal_lite.agents.chat_renderer import ChatRenderer, chat_renderer
 from areal_lite.agents.chat_service import ChatService
 from areal_lite.agents.chat_session import ChatSession, Interactions
 from areal_lite.agents.http_transport import BASE_URL, SharedClient
 from areal_lite.api import episode_context
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.engine_api import InferenceEngine
+from areal_lite.api.reward_worker import as_reward
 from areal_lite.api.workflow_api import RolloutWorkflow
+from areal_lite.data.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError
 
 
@@ -81,7 +81,7 @@ class AgentWorkflow(RolloutWorkflow):
             )
         async with self._loading:
             if self._renderer is None:
-                self._renderer = await asyncio.to_thread(load_renderer, path)
+                self._renderer = chat_renderer(await asyncio.to_thread(load_tokenizer, path))
         return self._renderer
 
 
@@ -100,7 +100,7 @@ def rewarded(session: ChatSession, reward: Any) -> Interactions | None:
             f"http_client that run() is given, or return None to reject the episode{cause}"
         )
     if not isinstance(reward, Mapping):
-        number = checked_reward(reward)
+        number = as_reward(reward)
         return {key: replace(row, reward=number) for key, row in session.export("concat").items()}
     rows = session.export("individual")
     if unknown := [key for key in reward if key not in rows]:
@@ -109,24 +109,4 @@ def rewarded(session: ChatSession, reward: Any) -> Interactions | None:
         )
     if not reward:
         raise ValueError("run() returned an empty dict: return None to reject the episode")
-    return {
-        key: replace(row, reward=checked_reward(reward[key])) for key, row in rows.items() if key in reward
-    }
-
-
-def checked_reward(value: Any) -> float:
-    """Return a reward as a float: any real number, numpy's and torch's scalars too; a bool is 0 or 1.
-
-    Raises:
-        ValueError: If it is no number, or not finite.
-    """
-    if not isinstance(value, Real) and callable(item := getattr(value, "item", None)):
-        value = item()
-    if not isinstance(value, Real):
-        raise ValueError(
-            f"run() returned {value!r}, a {type(value).__name__}: return a number, a dict of numbers by completion id, "
-            "or None to reject the episode"
-        )
-    if not math.isfinite(value):
-        raise ValueError(f"run() returned {value!r}: a reward must be finite; raise where there is none")
-    return float(value)
+    return {key: replace(row, reward=as_reward(reward[key])) for key, row in rows.items() if key in reward}

@@ -14,13 +14,14 @@ from openai.resources.chat import AsyncChat
 from openai.resources.chat.completions import AsyncCompletions
 from openai.types.chat import ChatCompletion
 
-from areal_lite.agents.chat_renderer import ChatRenderer
+from areal_lite.agents.chat_renderer import chat_renderer
 from areal_lite.agents.chat_service import ChatService
 from areal_lite.agents.chat_session import ChatSession, Interactions, Style
 from areal_lite.agents.http_transport import BASE_URL, SharedClient
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
+from areal_lite.api.reward_worker import as_reward
 
 
 class ArealOpenAI(AsyncOpenAI):
@@ -31,7 +32,7 @@ class ArealOpenAI(AsyncOpenAI):
 
     Args:
         engine: Generates the answers.
-        tokenizer: A Hugging Face tokenizer with a chat template, or a ``ChatRenderer`` of it.
+        tokenizer: A Hugging Face tokenizer with a chat template.
         gconfig: Sampling where a call does not say.
         engine_max_tokens: Most tokens of prompt and answer together; None is ``gconfig.max_tokens``.
         tool_call_parser: Taken as AReaL's argument and without effect: tags and bare JSON are read.
@@ -55,8 +56,7 @@ class ArealOpenAI(AsyncOpenAI):
         gconfig = gconfig or GenerationHyperparameters()
         if engine_max_tokens is not None:
             gconfig = gconfig.new(max_tokens=engine_max_tokens)
-        renderer = tokenizer if isinstance(tokenizer, ChatRenderer) else ChatRenderer(tokenizer)
-        self.session = ChatSession(engine, renderer, gconfig, agent_samples=True)
+        self.session = ChatSession(engine, chat_renderer(tokenizer), gconfig, agent_samples=True)
         self._discounted = False
         service = ChatService()
         options = {
@@ -93,9 +93,7 @@ class ArealOpenAI(AsyncOpenAI):
             KeyError: If the id is not one of this client's.
             ValueError: If the reward is not a finite number.
         """
-        from areal_lite.agents.agent_workflow import checked_reward
-
-        self.get_interaction(completion_id).reward = checked_reward(reward)
+        self.get_interaction(completion_id).reward = as_reward(reward)
 
     def set_last_reward(self, reward: float) -> None:
         """Set the reward of the latest completion.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from pathlib import Path
 from typing import Any
 
 from areal_lite.agents.request_error import RequestError
@@ -42,10 +41,7 @@ class ChatRenderer:
             )
         self.tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is not None:  # as the tokenizer's own encode does; called directly it is thread-safe
-            backend.no_truncation()
-            backend.no_padding()
-        self._backend = backend
+        self._backend = backend if backend and not (backend.truncation or backend.padding) else None
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
         self.stop_ids: list[int] = []
@@ -138,21 +134,10 @@ class ChatRenderer:
 
 
 @functools.lru_cache(maxsize=8)
-def load_renderer(tokenizer_path: str) -> ChatRenderer:
-    """Load a tokenizer; once per path. Blocks: call it in a thread.
+def chat_renderer(tokenizer: Any) -> ChatRenderer:
+    """Return the renderer of a tokenizer; the same one for the same tokenizer.
 
     Raises:
-        ConfigError: If it cannot be loaded or has no chat template.
+        ConfigError: If it has no chat template.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        return ChatRenderer(AutoTokenizer.from_pretrained(tokenizer_path))
-    except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        hint = "" if Path(tokenizer_path).is_dir() else "; there is no such folder here"
-        raise ConfigError(
-            f"rollout.tokenizer_path is {tokenizer_path!r}: no tokenizer could be loaded{hint}. Name a folder with "
-            f"tokenizer.json, or a hub name. ({str(error)[:300]})"
-        ) from error
+    return ChatRenderer(tokenizer)

@@ -70,7 +70,12 @@ QWEN3 = (  # drops the thoughts of earlier answers
 )
 FAMILIES = {  # template, end of answer, beginning of text, other special tokens
     "chatml": (CHATML, "<|im_end|>", None, ["<|im_start|>", "<|endoftext|>"]),
-    "llama3": (LLAMA3, "<|eot_id|>", "<|begin_of_text|>", ["<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>"]),
+    "llama3": (
+        LLAMA3,
+        "<|eot_id|>",
+        "<|begin_of_text|>",
+        ["<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>"],
+    ),
     "mistral": (MISTRAL, "</s>", "<s>", ["[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]),
     "qwen3": (QWEN3, "<|im_end|>", None, ["<|im_start|>", "<|endoftext|>"]),
 }
@@ -117,7 +122,9 @@ class ScriptedEngine:
         family: Tokenizer.
     """
 
-    def __init__(self, answers: Iterable[Any] | Callable[[ModelRequest], Any], family: str = "chatml") -> None:
+    def __init__(
+        self, answers: Iterable[Any] | Callable[[ModelRequest], Any], family: str = "chatml"
+    ) -> None:
         self.tokenizer = tokenizer(family)
         self._answers = answers if callable(answers) else iter(answers)
         self.requests: list[ModelRequest] = []

@@ -83,8 +83,12 @@ def test_every_sampled_token_is_kept_extended_and_trained_once(family: str, seed
                 prefix = recorded.input_tokens + recorded.output_tokens
                 assert engine.requests[-1].input_ids[: len(prefix)] == prefix
             else:
-                whole = tokenizer(family).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-                assert engine.requests[-1].input_ids == tokenizer(family).encode(whole, add_special_tokens=False)
+                whole = tokenizer(family).apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True
+                )
+                assert engine.requests[-1].input_ids == tokenizer(family).encode(
+                    whole, add_special_tokens=False
+                )
             assert completion["usage"]["completion_tokens"] == engine.responses[-1].output_len
             histories.append(([*messages, answer_of(completion)], len(engine.responses) - 1))
         assert trained(session, "concat") == trained(session, "individual") == sampled(engine)
@@ -97,11 +101,15 @@ def test_every_sampled_token_is_kept_extended_and_trained_once(family: str, seed
 @pytest.mark.parametrize("family", ["chatml", "llama3", "mistral"])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_where_the_answer_is_the_templates_text_the_ids_are_its_full_render(family: str, data: st.DataObject) -> None:
+def test_where_the_answer_is_the_templates_text_the_ids_are_its_full_render(
+    family: str, data: st.DataObject
+) -> None:
     words = st.text("abc xyz,.?!\nÄ水", max_size=12).map(lambda s: f"w{s}w")
     pairs = data.draw(st.lists(st.tuples(words, words), min_size=2, max_size=5))
     has_system = family != "mistral" and data.draw(st.booleans())
-    cut = data.draw(st.integers(0, len(pairs) - 1))  # this answer lacks its end token: it is supplied, untrained
+    cut = data.draw(
+        st.integers(0, len(pairs) - 1)
+    )  # this answer lacks its end token: it is supplied, untrained
 
     async def play() -> None:
         encode = tokenizer(family).encode
@@ -111,7 +119,9 @@ def test_where_the_answer_is_the_templates_text_the_ids_are_its_full_render(fami
         for question, _ in pairs:
             messages.append(user(question))
             messages.append(answer_of(await session.create({"messages": messages})))
-            whole = tokenizer(family).apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+            whole = tokenizer(family).apply_chat_template(
+                messages[:-1], tokenize=False, add_generation_prompt=True
+            )
             assert engine.requests[-1].input_ids == encode(whole, add_special_tokens=False)
         assert (session.clean_turns, session.forks, len(session.export("concat"))) == (len(pairs), 0, 1)
         assert trained(session) == sampled(engine)
@@ -136,7 +146,9 @@ def test_tool_rounds_are_one_sequence_equal_to_the_full_render() -> None:
             for call in message.get("tool_calls", []):
                 call["function"]["arguments"] = {"expression": "1 + 2"}
             message["content"] = message["content"] or ""
-        whole = tokenizer().apply_chat_template(messages[:-1], tools=[TOOL], tokenize=False, add_generation_prompt=True)
+        whole = tokenizer().apply_chat_template(
+            messages[:-1], tools=[TOOL], tokenize=False, add_generation_prompt=True
+        )
         assert engine.requests[-1].input_ids == tokenizer().encode(whole, add_special_tokens=False)
         assert (session.clean_turns, session.forks, len(session.export("concat"))) == (3, 0, 1)
         assert trained(session) == sampled(engine)
@@ -189,7 +201,9 @@ def test_an_edited_history_is_forked_and_counted_and_a_new_conversation_is_not()
         assert (session.clean_turns, session.forks) == (2, 1)
         await session.create({"messages": [user("another conversation")]})
         assert (session.clean_turns, session.forks) == (3, 1)
-        await session.create({"messages": [user("1"), first, user("2")], "tools": [TOOL]})  # rendered differently
+        await session.create(
+            {"messages": [user("1"), first, user("2")], "tools": [TOOL]}
+        )  # rendered differently
         assert (session.clean_turns, session.forks) == (3, 2)
         assert len(session.export("concat")) == 4
 
@@ -202,7 +216,10 @@ def test_white_space_null_and_argument_order_do_not_fork() -> None:
         session, _ = make_session([" hi \n", call, "done"])
         messages: list[Any] = [user("1")]
         await session.create({"messages": messages, "tools": [TOOL]})
-        messages += [{"role": "assistant", "content": [{"type": "text", "text": "hi"}], "tool_calls": []}, user("2")]
+        messages += [
+            {"role": "assistant", "content": [{"type": "text", "text": "hi"}], "tool_calls": []},
+            user("2"),
+        ]
         message = answer_of(await session.create({"messages": messages, "tools": [TOOL]}))
         function = {"name": "calculator", "arguments": '{ "b": [2],  "a": 1 }'}
         again = {"role": "assistant", "content": "", "tool_calls": [{"id": "other", "function": function}]}
@@ -313,7 +330,9 @@ def test_a_prompt_that_is_too_long_says_context_length_exceeded(by: str) -> None
 
 def test_logprobs_are_given_when_asked() -> None:
     session, _ = make_session(["hello", "hello"])
-    content = asyncio.run(session.create({"messages": [user("1")], "logprobs": True}))["choices"][0]["logprobs"]["content"]
+    content = asyncio.run(session.create({"messages": [user("1")], "logprobs": True}))["choices"][0][
+        "logprobs"
+    ]["content"]
     assert "".join(token["token"] for token in content) == "hello<|im_end|>"
     assert content[1]["logprob"] == -2 / 1024
 

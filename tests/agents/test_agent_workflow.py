@@ -1,0 +1,192 @@
+"""An agent's run() becomes rows with its reward, or a failure that says why."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+
+from areal_lite.agents.agent_workflow import AgentWorkflow
+from areal_lite.api import episode_context
+from areal_lite.api.config import InferenceEngineConfig
+from areal_lite.api.episode_context import EpisodeContext
+from areal_lite.api.generation import GenerationHyperparameters
+from areal_lite.api.tensor_dict import trajectory_tensors
+from areal_lite.errors import ConfigError, ServerError
+from tests.agents.scripted_engine import ScriptedEngine, tokenizer
+
+Run = Callable[..., Awaitable[Any]]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> InferenceEngineConfig:
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer().save_pretrained(path)
+    return InferenceEngineConfig(tokenizer_path=str(path))
+
+
+class FunctionAgent:
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+
+def run_episode(config: InferenceEngineConfig, run: Run, answers: Any) -> Any:
+    workflow = AgentWorkflow(FunctionAgent(run), config)
+    return asyncio.run(workflow.arun_episode(ScriptedEngine(answers), {"question": "hello"}))  # type: ignore[arg-type]
+
+
+async def two_turns(data: dict[str, Any], **extra_kwargs: Any) -> list[str]:
+    client = openai.AsyncOpenAI(**extra_kwargs)
+    messages: list[Any] = [{"role": "user", "content": data["question"]}]
+    ids = []
+    for _ in range(2):
+        completion = await client.chat.completions.create(model="default", messages=messages)
+        messages += [completion.choices[0].message, {"role": "user", "content": "again"}]
+        ids.append(completion.id)
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("reward", "value"),
+    [(0.5, 0.5), (1, 1.0), (True, 1.0), (np.float32(0.25), 0.25), (np.int64(2), 2.0), (np.bool_(True), 1.0),
+     (torch.tensor(0.5), 0.5)],
+)  # fmt: skip
+def test_a_number_rewards_the_whole_episode_as_one_sequence(config: Any, reward: Any, value: float) -> None:
+    async def run(data: dict[str, Any], **extra_kwargs: Any) -> Any:
+        await two_turns(data, **extra_kwargs)
+        return reward
+
+    tensors = trajectory_tensors(run_episode(config, run, ["one", "two"]))
+    assert tensors is not None
+    assert tensors["rewards"].tolist() == [value]
+    mask = tensors["loss_mask"][0].bool()
+    text = tokenizer().decode(tensors["input_ids"][0][mask])
+    assert text == "one<|im_end|>two<|im_end|>"
+    assert tensors["versions"][0][~mask].unique().tolist() == [-1]
+
+
+def test_a_dict_rewards_each_completion_as_a_row_of_its_own(config: Any) -> None:
+    async def run(data: dict[str, Any], **extra_kwargs: Any) -> Any:
+        first, second = await two_turns(data, **extra_kwargs)
+        return {second: 1, first: 0.5}
+
+    tensors = trajectory_tensors(run_episode(config, run, ["one", "two"]))
+    assert tensors is not None
+    assert tensors["rewards"].tolist() == [0.5, 1.0]
+    trained = [
+        tokenizer().decode(ids[mask.bool()])
+        for ids, mask in zip(tensors["input_ids"], tensors["loss_mask"], strict=True)
+    ]
+    assert trained == ["one<|im_end|>", "two<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [(float("nan"), "the reward is nan"), (float("inf"), "the reward is inf"), ("1.0", "finite"), ([1.0], "finite"),
+     ({"chatcmpl-x": 1.0}, "its completions are"), ({}, "empty dict"), (1j, "must be a finite number")],
+)  # fmt: skip
+def test_what_is_no_reward_fails_the_episode(config: Any, reward: Any, says: str) -> None:
+    async def run(data: dict[str, Any], **extra_kwargs: Any) -> Any:
+        await two_turns(data, **extra_kwargs)
+        return reward
+
+    with pytest.raises(ValueError, match=says):
+        run_episode(config, run, ["one", "two"])
+
+
+def test_none_rejects_and_a_reward_without_a_model_call_fails(config: Any) -> None:
+    async def nothing(data: dict[str, Any], **extra_kwargs: Any) -> None:
+        return None
+
+    async def reward_only(data: dict[str, Any], **extra_kwargs: Any) -> float:
+        return 1.0
+
+    assert run_episode(config, nothing, []) is None
+    with pytest.raises(ValueError, match="the agent called no model"):
+        run_episode(config, reward_only, [])
+
+
+def test_an_engine_that_failed_fails_the_episode_whatever_the_agent_makes_of_it(config: Any) -> None:
+    async def swallows(data: dict[str, Any], **extra_kwargs: Any) -> float:
+        try:
+            await two_turns(data, **extra_kwargs)
+        except openai.APIError:
+            return 0.0
+        return 1.0
+
+    for run in (swallows, two_turns):
+        with pytest.raises(ServerError, match="no server is left"):
+            run_episode(config, run, ["one", ServerError("no server is left")])
+
+
+def test_an_episode_that_outgrew_the_context_may_end_with_its_reward(config: Any) -> None:
+    async def run(data: dict[str, Any], **extra_kwargs: Any) -> float:
+        try:
+            await two_turns(data, **extra_kwargs)
+        except openai.BadRequestError as error:
+            assert error.code == "context_length_exceeded"
+            return 0.5
+        raise AssertionError
+
+    rows = run_episode(config, run, ["one", ConfigError("longer than the context length")])
+    assert [row.reward for row in rows.values()] == [0.5]
+
+
+def test_the_key_ends_with_the_episode(config: Any) -> None:
+    kept: list[openai.AsyncOpenAI] = []
+
+    async def run(data: dict[str, Any], **extra_kwargs: Any) -> float:
+        kept.append(openai.AsyncOpenAI(**extra_kwargs))
+        raise RuntimeError("the agent's own bug")
+
+    with pytest.raises(RuntimeError, match="own bug"):
+        run_episode(config, run, [])
+    with pytest.raises(openai.APIStatusError, match="has ended"):
+        asyncio.run(kept[0].chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}]))
+
+
+def test_training_takes_gconfig_and_evaluation_eval_gconfig(config: Any) -> None:
+    async def run(data: dict[str, Any], **extra_kwargs: Any) -> float:
+        await two_turns(data, **extra_kwargs)
+        return 1.0
+
+    sampling = InferenceEngineConfig(
+        tokenizer_path=config.tokenizer_path, gconfig=GenerationHyperparameters(temperature=0.7)
+    )
+    workflow = AgentWorkflow(FunctionAgent(run), sampling)
+    engine = ScriptedEngine(["a", "b", "c", "d"])
+
+    async def play() -> None:
+        for is_eval, temperature in ((False, 0.7), (True, 0.0)):
+            episode_context.enter(EpisodeContext(is_eval=is_eval))
+            await workflow.arun_episode(engine, {"question": "?"})  # type: ignore[arg-type]
+            assert engine.requests[-1].gconfig.effective_temperature == temperature
+
+    asyncio.run(play())
+
+
+def test_the_tokenizer_is_loaded_once_and_a_bad_path_is_named(config: Any, tmp_path: Path) -> None:
+    async def run(data: dict[str, Any], **extra_kwargs: Any) -> float:
+        await two_turns(data, **extra_kwargs)
+        return 1.0
+
+    workflow = AgentWorkflow(FunctionAgent(run), config)
+
+    async def play() -> None:
+        engines = [ScriptedEngine(["a", "b"]) for _ in range(50)]
+        await asyncio.gather(*(workflow.arun_episode(engine, {"question": "?"}) for engine in engines))  # type: ignore[arg-type]
+        assert len({id(engine.requests[0].tokenizer) for engine in engines}) == 1
+
+    asyncio.run(play())
+    for path, says in (
+        (None, "tokenizer_path is null"),
+        (str(tmp_path / "absent"), "no tokenizer can be loaded"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            run_episode(InferenceEngineConfig(tokenizer_path=path), run, ["a", "b"])
