@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from areal_lite.embedded.sampling_params import SamplingParams
 
 FinishReason = dict[str, Any]
+Decode = Callable[[list[int], bool], str]
 
 
 def aborted(message: str = "Aborted") -> FinishReason:
@@ -91,63 +93,61 @@ class GenerationRequest:
         self.output_logprobs.append(logprob)
         self.output_ids.append(token)
 
-    def visible_text(self, decoded: str, num_tokens: int) -> str:
-        """Return what the caller sees of ``decoded``, the text of the first ``num_tokens`` output ids."""
-        if num_tokens < len(self.output_ids) or self.finish_reason is None:
-            return decoded.rstrip("\ufffd")  # half a character: its other bytes are still to come
-        matched = self.finish_reason.get("matched")
-        if isinstance(matched, str) and not self.params.no_stop_trim and matched in decoded:
-            return decoded[: decoded.index(matched)]
-        return decoded
+    def reply(self, decode: Decode, *, current_version: str, token_texts: bool) -> dict[str, Any]:
+        """Return the reply in the form of SGLang's ``/generate``, with what is sampled so far.
 
-    def ids_of_text(self, num_tokens: int) -> list[int]:
-        """Return the ids to decode for the first ``num_tokens``: all but a stop token that is to be trimmed."""
-        trim = (
-            num_tokens == len(self.output_ids)
-            and self.finish_reason is not None
-            and isinstance(self.finish_reason.get("matched"), int)
-            and not self.params.no_stop_trim
-        )
-        return self.output_ids[: num_tokens - 1 if trim else num_tokens]
-
-    def reply(self, text: str, num_tokens: int, weight_version: str) -> dict[str, Any]:
-        """Return the reply over the first ``num_tokens`` output ids in the form of SGLang's ``/generate``."""
-        finished = self.finish_reason if num_tokens == len(self.output_ids) else None
+        Args:
+            decode: Ids and skip_special_tokens to text.
+            current_version: Weight version to name when no token was sampled.
+            token_texts: Whether to give the text of each token beside its log-prob.
+        """
+        finished = (
+            self.finish_reason
+        )  # read first, since it is written last: from here on nothing changes if set
+        count = len(self.output_ids)
         meta: dict[str, Any] = {
             "id": self.rid,
             "finish_reason": finished,
             "prompt_tokens": len(self.prompt),
-            "weight_version": weight_version,
+            "weight_version": self.version_spans[-1][0] if self.version_spans else current_version,
             "num_retractions": self.num_retractions,
         }
         if self.return_logprob:
-            start = len(self.prompt) if self.logprob_start is None else self.logprob_start
-            meta["input_token_logprobs"] = [
-                [logprob, token, None]
-                for logprob, token in zip(self.input_logprobs, self.prompt[start:], strict=False)
-            ]
-            meta["output_token_logprobs"] = [
-                [logprob, token, None]
-                for logprob, token in zip(self.output_logprobs[:num_tokens], self.output_ids, strict=False)
-            ]
-            meta["output_token_logprobs_length"] = num_tokens
+
+            def entry(logprob: float | None, token: int) -> list[Any]:
+                return [logprob, token, decode([token], False) if token_texts else None]
+
+            def entries(top: list[tuple[float, int]] | None) -> list[list[Any]] | None:
+                return None if top is None else [entry(*one) for one in top]
+
+            scored = self.prompt[self.logprob_start :] if self.input_logprobs else []
+            meta["input_token_logprobs"] = list(map(entry, self.input_logprobs, scored))
+            meta["output_token_logprobs"] = list(map(entry, self.output_logprobs[:count], self.output_ids))
+            meta["output_token_logprobs_length"] = count
             if self.top_logprobs_num:
-                meta["input_top_logprobs"] = [_with_null_text(top) for top in self.input_top_logprobs]
-                meta["output_top_logprobs"] = [
-                    _with_null_text(top) for top in self.output_top_logprobs[:num_tokens]
-                ]
-        meta |= {"reasoning_tokens": 0, "completion_tokens": num_tokens, "cached_tokens": self.cached_tokens}
+                meta["input_top_logprobs"] = [entries(top) for top in self.input_top_logprobs]
+                meta["output_top_logprobs"] = [entries(top) for top in self.output_top_logprobs[:count]]
+        meta |= {"reasoning_tokens": 0, "completion_tokens": count, "cached_tokens": self.cached_tokens}
         if finished is not None:
             meta["weight_versions"] = [
                 {"version": version, "start": start, "end": end} for version, start, end in self.version_spans
             ]
-        details = {"device": self.cached_tokens, "host": 0} if self.cached_tokens else None
-        meta |= {"cached_tokens_details": details, "dp_rank": None}
-        if finished is not None:
             meta["e2e_latency"] = time.perf_counter() - self.arrived_at
-        meta["response_sent_to_client_ts"] = time.time()
-        return {"text": text, "output_ids": self.output_ids[:num_tokens], "meta_info": meta}
+        meta["cached_tokens_details"] = (
+            {"device": self.cached_tokens, "host": 0} if self.cached_tokens else None
+        )
+        meta |= {"dp_rank": None, "response_sent_to_client_ts": time.time()}
+        return {
+            "text": self._text(decode, count, finished),
+            "output_ids": self.output_ids[:count],
+            "meta_info": meta,
+        }
 
-
-def _with_null_text(top: list[tuple[float, int]] | None) -> list[list[Any]] | None:
-    return None if top is None else [[logprob, token, None] for logprob, token in top]
+    def _text(self, decode: Decode, count: int, finished: FinishReason | None) -> str:
+        """Return the text of the first ``count`` ids: without what stopped it, and without half a character."""
+        matched = None if finished is None or self.params.no_stop_trim else finished.get("matched")
+        ids = self.output_ids[: count - 1 if isinstance(matched, int) else count]
+        text = decode(ids, self.params.skip_special_tokens)
+        if finished is None:
+            return text.rstrip("\ufffd")  # its other bytes are still to come
+        return text[: text.index(matched)] if isinstance(matched, str) and matched in text else text

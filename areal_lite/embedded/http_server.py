@@ -20,7 +20,7 @@ from aiohttp import web
 from areal_lite import __version__
 from areal_lite.embedded import checkpoint
 from areal_lite.embedded.generate_body import GenerateCall, Limits, parse_generate
-from areal_lite.embedded.generation_request import GenerationRequest
+from areal_lite.embedded.generation_request import Decode, GenerationRequest
 from areal_lite.embedded.sampling_params import BadRequest, SamplingParams, rule_broken, wrong_type
 from areal_lite.embedded.scheduler import Scheduler
 from areal_lite.errors import ArealLiteError, ConfigError
@@ -42,7 +42,8 @@ class SGLangDialect:
         self,
         scheduler: Scheduler,
         *,
-        tokenizer: Any,
+        encode: Callable[[str], list[int]],
+        decode: Decode,
         model_path: str,
         limits: Limits,
         seed: int,
@@ -52,14 +53,16 @@ class SGLangDialect:
 
         Args:
             scheduler: Where requests go.
-            tokenizer: A Hugging Face tokenizer.
+            encode: Text to token ids.
+            decode: Ids and skip_special_tokens to text.
             model_path: Where the served weights came from; updates change it.
             limits: What the model can take.
             seed: Decides the seeds of requests that bring none.
             description: What ``/server_info`` shows besides the counters.
         """
         self._scheduler = scheduler
-        self._tokenizer = tokenizer
+        self._encode = encode
+        self._decode = decode
         self._model_path = model_path
         self._limits = limits
         self._draw = random.Random(seed)
@@ -150,31 +153,11 @@ class SGLangDialect:
         return response
 
     async def _reply(self, one: GenerationRequest, call: GenerateCall) -> dict[str, Any]:
-        return await self._in_tokenizer_thread(lambda: self._make_reply(one, call))
-
-    def _make_reply(self, one: GenerationRequest, call: GenerateCall) -> dict[str, Any]:
-        num_tokens = len(one.output_ids)
-        decoded = self.decode(one.ids_of_text(num_tokens), one.params.skip_special_tokens)
-        version = self._scheduler.weight_version
-        reply = one.reply(one.visible_text(decoded, num_tokens), num_tokens, version)
-        if call.return_prompt_token_ids:
-            reply["prompt_token_ids"] = one.prompt
-        if call.return_text_in_logprobs:
-            for name in ("input_token_logprobs", "output_token_logprobs"):
-                for entry in reply["meta_info"].get(name, ()):
-                    entry[2] = self.decode([entry[1]], False)
-        return reply
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, truncation=False)["input_ids"]
-        return ids
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        """Return the text of ``ids``."""
-        text: str = self._tokenizer.decode(
-            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        version, token_texts = self._scheduler.weight_version, call.return_text_in_logprobs
+        reply = await self._in_tokenizer_thread(
+            lambda: one.reply(self._decode, current_version=version, token_texts=token_texts)
         )
-        return text
+        return reply | {"prompt_token_ids": one.prompt} if call.return_prompt_token_ids else reply
 
     async def _in_tokenizer_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)

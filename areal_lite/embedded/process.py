@@ -7,7 +7,6 @@ the *thread* that started the child ends); ``start`` returns when requests are a
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
@@ -124,11 +123,11 @@ class EmbeddedServer:
             return
         if self._process.poll() is None:
             self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 self._process.wait(timeout_s)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
         if self._log is not None:

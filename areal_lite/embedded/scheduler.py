@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from areal_lite.embedded.generation_request import FinishReason, GenerationRequest, aborted
+from areal_lite.embedded.generation_request import Decode, FinishReason, GenerationRequest, aborted
 from areal_lite.embedded.model_runner import ModelRunner
 from areal_lite.embedded.sampling import sample, top_logprobs
 
@@ -52,7 +52,7 @@ class Scheduler:
         runner: ModelRunner,
         *,
         eos_ids: frozenset[int],
-        decode: Callable[[list[int], bool], str],
+        decode: Decode,
         max_running_requests: int,
         max_total_tokens: int,
         max_prefill_tokens: int,
@@ -102,11 +102,12 @@ class Scheduler:
         self._loop = loop
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop after the step in progress; requests still alive stay unanswered."""
+    def close(self, *, timeout_s: float = 3.0) -> None:
+        """Stop after the step in progress and wait for that; requests still alive stay unanswered."""
         with self._wake:
             self._closing = True
             self._wake.notify()
+        self._thread.join(timeout_s)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests; their ``changed`` events tell of progress."""
@@ -207,13 +208,13 @@ class Scheduler:
                     return
                 commands = list(self._commands)
                 self._commands.clear()
-            for command in commands:
-                command()
-            if self._can_step():
-                try:
+            try:
+                for command in commands:
+                    command()
+                if self._can_step():
                     self._step()
-                except Exception as error:  # one broken batch must not end the server
-                    self._fail_running(error)
+            except Exception as error:  # one broken batch must not end the server
+                self._fail_running(error)
             self._publish()
 
     def _can_step(self) -> bool:

@@ -93,10 +93,16 @@ def build(settings: ServerSettings, directory: Path) -> tuple[SGLangDialect, Sch
     runner = ModelRunner(model, slots=slots, context_length=context_length)
     runner.check_against_plain_forward()
     max_total_tokens = settings.max_total_tokens or settings.max_running_requests * context_length
+
+    def decode(ids: list[int], skip_special_tokens: bool) -> str:
+        return str(
+            tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        )
+
     scheduler = Scheduler(
         runner,
         eos_ids=eos_token_ids(model, tokenizer),
-        decode=lambda ids, skip: str(tokenizer.decode(ids, skip_special_tokens=skip)),
+        decode=decode,
         max_running_requests=settings.max_running_requests,
         max_total_tokens=max_total_tokens,
         max_prefill_tokens=settings.max_prefill_tokens or (512 if device == "cpu" else 8192),
@@ -104,7 +110,8 @@ def build(settings: ServerSettings, directory: Path) -> tuple[SGLangDialect, Sch
     )
     dialect = SGLangDialect(
         scheduler,
-        tokenizer=tokenizer,
+        encode=lambda text: list(tokenizer(text, truncation=False)["input_ids"]),
+        decode=decode,
         model_path=settings.model_path,
         limits=Limits(
             context_length=context_length, vocab_size=runner.vocab_size, max_total_tokens=max_total_tokens

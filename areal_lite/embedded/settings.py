@@ -62,7 +62,7 @@ class ServerSettings:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(known)}.")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}: it must be in [0, 65535]; 0 takes a free one.")
-        least = {"num_threads": 1, "max_running_requests": 1, "max_prefill_tokens": 1, "context_length": 2}
+        least = {"num_threads": 1, "max_running_requests": 1, "max_prefill_tokens": 1, "context_length": 16}
         for name, bound in {**least, "max_total_tokens": 1}.items():
             value = getattr(self, name)
             if value is not None and value < bound:
