@@ -1,0 +1,105 @@
+"""Which samples share a forward pass; pure plans over token counts.
+
+A *row* holds samples of one group: their common prompt once, then each one's own tokens. A
+*micro-batch* holds rows of like length, right-padded. Both only save work: what a token attends to,
+and so the loss, does not depend on the plan. :mod:`areal_lite.trainer.logprobs` makes the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from areal_lite.data.training_sample import TrainingSample
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Samples of one group that share their first ``prefix`` tokens in one row."""
+
+    samples: tuple[int, ...]
+    """Indices into the step's samples."""
+    prefix: int
+    """Leading tokens computed once for all of them."""
+    length: int
+    """Tokens of the row."""
+
+
+def num_inputs(sample: TrainingSample) -> int:
+    """Return how many leading tokens the model must read: all before the last trained one."""
+    return int(np.flatnonzero(sample.loss_mask)[-1])
+
+
+def shared_prefix(samples: Sequence[TrainingSample]) -> int:
+    """Return the length of the longest common prefix that ends before anyone's first trained token."""
+    limit = min(int(np.flatnonzero(sample.loss_mask)[0]) for sample in samples)
+    heads = np.stack([sample.input_ids[:limit] for sample in samples])
+    differs = (heads != heads[0]).any(axis=0)
+    return int(differs.argmax()) if differs.any() else limit
+
+
+def plan_rows(
+    samples: Sequence[TrainingSample],
+    chosen: Sequence[int],
+    *,
+    max_tokens: int,
+    balance_length: int,
+    share: bool = True,
+) -> list[Row]:
+    """Return rows that hold each chosen sample exactly once, samples of one group side by side.
+
+    A sample joins its group's current row while that is cheaper than a row of its own: it saves the
+    prefix, but pays attention over its siblings. A row stays within ``max_tokens`` unless one sample
+    alone is longer.
+
+    Args:
+        samples: The step's samples.
+        chosen: Indices of those to compute; each has a trained token.
+        max_tokens: Most tokens of a row.
+        balance_length: Row length at which attention costs as much as the layers' matrices, about
+            six times the hidden size.
+        share: False gives every sample its own row, for models whose layers are not all plain attention.
+    """
+    groups: dict[str, list[int]] = {}
+    for index in chosen:
+        groups.setdefault(samples[index].group_id if share else str(index), []).append(index)
+    rows: list[Row] = []
+    for members in groups.values():
+        prefix = shared_prefix([samples[index] for index in members])
+        row, length = [members[0]], num_inputs(samples[members[0]])
+        for index in members[1:]:
+            alone = num_inputs(samples[index])
+            joined = length + alone - prefix
+            saves = _cost(joined, balance_length) - _cost(length, balance_length) < _cost(
+                alone, balance_length
+            )
+            if saves and joined <= max_tokens:
+                row.append(index)
+                length = joined
+            else:
+                rows.append(Row(tuple(row), prefix, length))
+                row, length = [index], alone
+        rows.append(Row(tuple(row), prefix, length))
+    return rows
+
+
+def _cost(length: int, balance_length: int) -> float:
+    return length * (1 + length / balance_length)
+
+
+def plan_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    """Return index lists of like lengths, longest first, each at most ``max_tokens`` with its padding.
+
+    An item longer than ``max_tokens`` gets a micro-batch of its own. Lengths ``[3, 9, 4, 8]`` under
+    18 tokens give ``[[1, 3], [2, 0]]``.
+    """
+    microbatches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        last = microbatches[-1] if microbatches else []
+        if last and lengths[last[0]] * (len(last) + 1) <= max_tokens:
+            last.append(index)
+        else:
+            microbatches.append([index])
+    return microbatches

@@ -1,0 +1,41 @@
+"""AdamW with its parameter groups, and the shape of the learning rate; the rate is a pure function."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from areal_lite.api.config import TrainerConfig
+
+
+def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
+    """Return AdamW over the trainable parameters; norms and biases (one-dimensional) do not decay."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=config.adam_betas,
+        eps=config.adam_eps,
+        fused=True,
+    )
+
+
+def learning_rate(config: TrainerConfig, step: int) -> float:
+    """Return the learning rate of the ``step``-th training step, counted from 0.
+
+    It rises linearly over ``warmup_steps`` (the first step already learns), then stays, or falls to 0
+    at ``total_steps`` linearly or along half a cosine.
+    """
+    peak, warmup = config.learning_rate, config.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if config.lr_schedule == "constant":
+        return peak
+    done = min(1.0, (step - warmup) / max(1, config.total_steps - warmup))
+    return peak * (1 - done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)
