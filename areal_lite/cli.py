@@ -182,6 +182,13 @@ class _ConfigHelp(argparse.Action):
         parser.exit()
 
 
+def positive_integer(text: str) -> int:
+    """Return ``text`` as an integer of at least 1; argparse shows this function's name."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="areal-lite", description="Agentic RL rollouts and training from one YAML file.")
     parser.add_argument("--version", action="version", version=f"areal-lite {__version__}")
@@ -202,6 +209,6 @@ def _parser() -> argparse.ArgumentParser:
         "path", type=Path, metavar="PATH", help="a .jsonl dump, or a folder with dumps below"
     )
     command.add_argument(
-        "--limit", type=int, default=10, metavar="N", help="show at most N samples (default 10)"
+        "--limit", type=positive_integer, default=10, metavar="N", help="show at most N samples (default 10)"
     )
     return parser

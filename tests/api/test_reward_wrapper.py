@@ -126,16 +126,25 @@ def test_wrappers_with_the_same_number_share_their_workers_over_event_loops():
     assert len({score(samples.process_id, max_workers=1) for _ in range(3)}) == 1
 
 
-def test_more_calls_than_workers_all_end_though_some_time_out():
+def test_among_loops_exits_and_memory_bombs_every_good_call_is_right_and_every_bad_one_says_why():
+    limit = max(4 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
+    good = AsyncRewardWrapper(samples.echo, 15, 2)
+    endless = AsyncRewardWrapper(samples.endless, 0.1, 2)
+    exits = AsyncRewardWrapper(samples.exits, 15, 2)
+    bomb = AsyncRewardWrapper(samples.allocates, 15, 2)
+    calls = {0: lambda i: endless(), 20: lambda i: exits(), 30: lambda i: bomb(limit + 1)}
+
     async def run():
-        good, bad = AsyncRewardWrapper(samples.echo, 15, 2), AsyncRewardWrapper(samples.endless, 0.1, 2)
-        return await asyncio.gather(
-            *(bad() if i % 20 == 0 else good(i) for i in range(100)), return_exceptions=True
-        )
+        return await asyncio.gather(*(calls.get(i % 40, good)(i) for i in range(200)), return_exceptions=True)
 
     ends = asyncio.run(run())
-    assert [i for i, end in enumerate(ends) if isinstance(end, TimeoutError)] == [0, 20, 40, 60, 80]
-    assert all(end == i for i, end in enumerate(ends) if i % 20)
+    kinds = {0: TimeoutError, 20: RuntimeError, 30: MemoryError}
+    assert all(type(end) is kinds.get(i % 40, float) for i, end in enumerate(ends))
+    assert all(end == i for i, end in enumerate(ends) if i % 40 not in kinds)
+    children = [
+        child for child in psutil.Process().children() if "reward_worker" in " ".join(child.cmdline())
+    ]
+    assert len(children) <= 3  # the two of this pool and the one of pools of one
 
 
 def test_cancelled_calls_stop_at_once_and_leave_the_pool_whole():

@@ -1,0 +1,246 @@
+"""What a command prints and the exit code it ends with; the work itself is a stand-in here."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+CONFIG = """\
+experiment_name: exp
+model_path: models/tiny
+workflow: my.Agent
+train_dataset: {path: rows.jsonl}
+trainer: {total_steps: 2, learning_rate: 1.0e-5}
+"""
+# Stands for areal_lite.launch, which loads torch.
+STAND_IN = """
+import contextlib, os, signal, sys, threading, types
+from areal_lite import errors
+progress, run = types.ModuleType("areal_lite.launch.progress"), types.ModuleType("areal_lite.launch.run")
+
+@contextlib.contextmanager
+def no_progress(total_steps):
+    yield types.SimpleNamespace(on_step=None, console=types.SimpleNamespace(print=print))
+
+progress.TrainingProgress, progress.summary_table = no_progress, str
+
+def run_training(config, on_step):
+    {body}
+    return types.SimpleNamespace(run_dir="runs/exp/trial")
+
+run.run_training = run_training
+package = types.ModuleType("areal_lite.launch")
+package.__path__ = []
+sys.modules |= {{"areal_lite.launch": package, run.__name__: run, progress.__name__: progress}}
+from areal_lite.cli import main
+import areal_lite.cli
+areal_lite.cli.STOP_SECONDS = 1.0
+sys.exit(main(["train", "run.yaml"]))
+"""
+# In these, a main thread that is told to stop does so, does not, or cannot hear.
+WAITS = """
+    print("running", flush=True)
+    try:
+        threading.Event().wait()
+    finally:
+        print("cleaned up", flush=True)
+"""
+REFUSES = """
+    while True:
+        try:
+            print("running", flush=True)
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            pass
+"""
+HEARS_NOTHING = """
+    import ctypes
+    print("running", flush=True)
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second lock waits for ever, and a signal does not end it
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+@pytest.fixture(autouse=True)
+def run_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.delenv("AREAL_LITE_DEBUG", raising=False)
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def areal_lite(*arguments, **settings):
+    return subprocess.run(
+        [sys.executable, "-m", "areal_lite", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        **settings,
+    )
+
+
+def stand_in(body):
+    body = textwrap.indent(textwrap.dedent(body).strip(), "    ").strip()
+    return [sys.executable, "-c", STAND_IN.format(body=body)]
+
+
+def run_training_that(body, **settings):
+    return subprocess.run(stand_in(body), capture_output=True, text=True, timeout=60, **settings)
+
+
+def test_config_prints_the_resolved_config():
+    done = areal_lite("config", "run.yaml", "rollout.group_size=4", "trial_name=t")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "  trial_name: t\n" in done.stdout
+    assert "  group_size: 4\n" in done.stdout
+
+
+def test_a_bad_config_ends_with_64_and_one_line_a_fault():
+    done = areal_lite("train", "run.yaml", "rollout.group_size=0")
+    assert done.returncode == 64
+    assert done.stderr == (
+        "error: run.yaml, override 'rollout.group_size=0': rollout.group_size: 0: it must be greater than or equal "
+        "to 1. Episodes per dataset row; their rewards are each other's baseline.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "the following arguments are required: COMMAND"),
+        (("trian", "run.yaml"), "invalid choice: 'trian'"),
+        (("train",), "the following arguments are required: CONFIG.yaml"),
+        (("train", "run.yml"), "run.yml: there is no such file; did you mean run.yaml?"),
+        (("view", "run.yaml", "--limit", "0"), "invalid positive_integer value: '0'"),
+        (("view", "nothing"), "nothing: No such file or directory"),
+    ],
+)
+def test_wrong_arguments_end_with_64_and_one_line(arguments, message):
+    done = areal_lite(*arguments)
+    assert done.returncode == 64
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_help_shows_every_config_key_within_eighty_columns():
+    done = areal_lite("train", "--help", env={**os.environ, "COLUMNS": "80"})
+    assert done.returncode == 0
+    assert "trainer.learning_rate  (number > 0; required)\n    Peak learning rate of AdamW." in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_help_into_a_pipe_that_closes_is_no_error():
+    with subprocess.Popen(
+        [sys.executable, "-m", "areal_lite", "config", "run.yaml"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        process.stdout.close()
+        error = process.stderr.read()
+    assert (process.returncode, error) == (0, b"")
+
+
+def test_serve_hands_its_arguments_to_the_embedded_server():
+    code = (
+        "import sys, types; server = types.ModuleType('areal_lite.embedded.__main__'); "
+        "server.main = lambda arguments: print(arguments) or 5; "
+        "sys.modules |= {'areal_lite.embedded': types.ModuleType('e'), server.__name__: server}; "
+        "from areal_lite.cli import main; sys.exit(main(['serve', 'models/tiny', '--port', '3']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (5, "['models/tiny', '--port', '3']\n")
+
+
+def test_light_commands_load_no_torch():
+    code = (
+        "import sys; from areal_lite.cli import main; main(['config', 'run.yaml']); "
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_success_is_0():
+    done = run_training_that("pass")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "written to runs/exp/trial" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        ("ConfigError", 64),
+        ("ArealLiteError", 70),
+        ("EpisodeError", 70),
+        ("TrainingError", 70),
+        ("RunDirBusyError", 73),
+        ("StorageError", 74),
+        ("ServerError", 75),
+        ("StarvationError", 75),
+        ("CheckpointError", 78),
+    ],
+)
+def test_our_errors_end_with_their_code_and_one_line(error, code):
+    done = run_training_that(f"raise errors.{error}('value, rule and mend')")
+    assert (done.returncode, done.stderr) == (code, "error: value, rule and mend\n")
+
+
+def test_debug_shows_the_traceback_of_our_errors():
+    environment = {**os.environ, "AREAL_LITE_DEBUG": "1"}
+    done = run_training_that("raise errors.ServerError('gone')", env=environment)
+    assert done.returncode == 75
+    assert "Traceback" in done.stderr
+    assert done.stderr.endswith("error: gone\n")
+
+
+@pytest.mark.parametrize("error", ["ZeroDivisionError", "KeyboardInterrupt"])
+def test_an_unexpected_error_ends_with_70_and_its_traceback(error):
+    done = run_training_that(f"raise {error}('surprise')")
+    assert done.returncode == 70
+    assert "Traceback" in done.stderr
+    assert f"{error}: surprise" in done.stderr
+
+
+def test_the_directory_of_the_start_is_imported_from_first_and_threads_do_not_spin(tmp_path):
+    (tmp_path / "mine.py").write_text("here = True")
+    done = run_training_that(
+        "import mine; print(sys.path[0] == os.getcwd(), os.environ['OMP_WAIT_POLICY'], os.environ['KMP_BLOCKTIME'])",
+        env={**os.environ, "KMP_BLOCKTIME": "7"},
+    )
+    assert done.stdout.startswith("True PASSIVE 7\n")
+
+
+def signalled(body, *numbers):
+    with subprocess.Popen(
+        stand_in(body), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        for number in numbers:
+            assert process.stdout.readline() == "running\n"
+            process.send_signal(number)
+        output, error = process.communicate(timeout=30)
+    return process.returncode, output, error
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_first_signal_cleans_up_and_ends_with_its_code(number, code):
+    assert signalled(WAITS, number) == (code, "cleaned up\n", "stopping; once more to stop at once\n")
+
+
+def test_a_second_signal_ends_at_once():
+    code, _, error = signalled(REFUSES, signal.SIGINT, signal.SIGTERM)
+    assert code == 143
+    assert "not stopped" not in error
+
+
+@pytest.mark.parametrize("body", [REFUSES, HEARS_NOTHING])
+def test_what_does_not_stop_is_ended_after_the_grace(body):
+    code, _, error = signalled(body, signal.SIGTERM)
+    assert code == 143
+    assert error.endswith("not stopped after 1 s: ending here\n")

@@ -1,0 +1,120 @@
+"""Dumps are shown readably, and nothing a model wrote reaches the terminal but text."""
+
+import io
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from areal_lite.errors import ConfigError
+from areal_lite.inspect.view import printable, view
+
+LINE = {
+    "schema": 1,
+    "task_id": 7,
+    "group_id": "g",
+    "sample_idx": 1,
+    "status": "accepted",
+    "error": None,
+    "seqlen": 4,
+    "prompt_len": 2,
+    "head_version": 3,
+    "tail_version": 4,
+    "reward": 0.5,
+    "prompt": "2+2?",
+    "completion": "4",
+    "turns": [
+        {"role": "prompt", "ids": [1, 2], "text": "2+2?", "loss_mask": [0, 0]},
+        {
+            "role": "assistant",
+            "ids": [3, 4],
+            "text": "4",
+            "loss_mask": [1, 1],
+            "stop_reason": "stop",
+            "latency_s": 0.25,
+        },
+    ],
+    "timings": {},
+}
+
+
+def shown(path, *, limit=10, color=False):
+    console = Console(file=io.StringIO(), highlight=False, force_terminal=color, width=80)
+    count = view(path, limit=limit, console=console)
+    return count, console.file.getvalue()
+
+
+def write(path, *lines, tail=""):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
+    return path
+
+
+def test_a_sample_is_shown_turn_by_turn(tmp_path):
+    assert shown(write(tmp_path / "7.jsonl", LINE)) == (
+        1,
+        "── task 7 sample 1  accepted  reward 0.5  4 tokens  versions 3..4\n"
+        "prompt (2 tokens, 0 trained)\n2+2?\n"
+        "assistant (2 tokens, 2 trained, stop, 0.25 s)\n4\n\n",
+    )
+
+
+def test_what_was_sampled_is_coloured(tmp_path):
+    _, text = shown(write(tmp_path / "7.jsonl", LINE), color=True)
+    assert "\x1b[36m4\x1b[0m" in text
+
+
+def test_a_failed_sample_shows_its_error_and_a_missing_text_is_said(tmp_path):
+    turn = {"role": "prompt", "ids": [1], "text": None, "loss_mask": [0]}
+    line = {**LINE, "status": "failed", "error": "TimeoutError: reward", "turns": [turn]}
+    _, text = shown(write(tmp_path / "7.jsonl", line))
+    assert "failed" in text
+    assert "TimeoutError: reward\n" in text
+    assert "no text: the run had no tokenizer" in text
+
+
+def test_a_run_folder_is_read_in_the_order_of_versions_and_other_files_are_left_out(tmp_path):
+    for version, task in ((10, 1), (9, 12), (9, 3)):
+        write(tmp_path / "rollout" / str(version) / f"{task}.jsonl", {**LINE, "task_id": task})
+    write(tmp_path / "metrics.jsonl", {"step": 1})
+    count, text = shown(tmp_path)
+    assert count == 3
+    assert text.index("task 3 ") < text.index("task 12 ") < text.index("task 1 ")
+    assert shown(tmp_path, limit=2)[0] == 2
+
+
+def test_a_torn_last_line_is_left_out(tmp_path):
+    path = write(tmp_path / "7.jsonl", LINE, tail=json.dumps(LINE)[:50])
+    assert shown(path)[0] == 1
+
+
+@pytest.mark.parametrize("line", ["{\n", "[]\n"])
+def test_a_damaged_line_before_the_last_is_told_with_its_number(tmp_path, line):
+    path = write(tmp_path / "7.jsonl", LINE)
+    path.write_text(path.read_text() + line + json.dumps(LINE))
+    with pytest.raises(ConfigError, match="7.jsonl, line 2: "):
+        shown(path)
+
+
+def test_nothing_to_show_says_how_to_get_dumps(tmp_path):
+    with pytest.raises(ConfigError, match="set rollout.dump_to_file to true"):
+        shown(tmp_path)
+    with pytest.raises(ConfigError, match="No such file"):
+        shown(tmp_path / "no.jsonl")
+
+
+@given(st.text(st.characters(categories=["Cc", "Cf", "Cs", "L", "Zl", "Zp"])))
+def test_only_text_and_newlines_reach_the_terminal(text):
+    kept = set(printable(text)) - {"\n", "\t"}
+    assert not any(ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000 for c in kept)
+    assert not kept & set("\u2028\u2029\u202e\u2066\u200f")
+
+
+def test_escape_sequences_and_markup_of_a_model_are_shown_not_obeyed(tmp_path):
+    evil = "[red]x[/red] \x1b]0;owned\x07 \x1b[2J"
+    line = {**LINE, "turns": [{**LINE["turns"][1], "text": evil, "stop_reason": "\x1b[2J"}], "error": evil}
+    _, text = shown(write(tmp_path / "7.jsonl", line))
+    assert "\x1b" not in text
+    assert r"[red]x[/red] \x1b]0;owned\x07 \x1b[2J" in text
