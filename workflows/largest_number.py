@@ -12,11 +12,15 @@ from openai import AsyncOpenAI
 class LargestNumberAgent:
     """Reward 1 where the last number of the answer is the largest one asked about."""
 
-    async def run(self, data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any) -> float:
-        client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
-        system = {"role": "system", "content": "Reply with a number only."}
-        user = {"role": "user", "content": data["question"]}
-        completion = await client.chat.completions.create(model="default", messages=[system, user])
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        client = AsyncOpenAI(**extra_kwargs)
+        completion = await client.chat.completions.create(
+            model="default",
+            messages=[
+                {"role": "system", "content": "Reply with a number only."},
+                {"role": "user", "content": data["question"]},
+            ],
+        )
         numbers = re.findall(r"\d+", completion.choices[0].message.content or "")
         return float(bool(numbers) and numbers[-1] == data["answer"])
 

@@ -67,7 +67,7 @@ class ArealOpenAI(AsyncOpenAI):
         super().__init__(**{**client_options, **options})
 
     @cached_property
-    def chat(self) -> AsyncChat:
+    def chat(self) -> _Chat:
         """The chat API, with ``model`` optional."""
         return _Chat(self)
 
@@ -148,7 +148,7 @@ class ArealOpenAI(AsyncOpenAI):
 
 class _Chat(AsyncChat):
     @cached_property
-    def completions(self) -> AsyncCompletions:
+    def completions(self) -> _Completions:
         return _Completions(self._client)
 
 

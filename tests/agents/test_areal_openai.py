@@ -22,7 +22,7 @@ async def converse(client: ArealOpenAI, turns: int) -> list[ChatCompletion]:
     completions = []
     for _ in range(turns):
         messages.append({"role": "user", "content": "go on"})
-        completions.append(await client.chat.completions.create(messages=messages))  # type: ignore[call-overload]
+        completions.append(await client.chat.completions.create(messages=messages))
         messages.append(completions[-1].choices[0].message)
     return completions
 
@@ -73,7 +73,7 @@ def test_interactions_are_found_by_completion_id() -> None:
 def test_the_workflows_own_sampling_is_followed() -> None:
     async def play() -> None:
         client = new_client(["hello"], engine_max_tokens=100)
-        await client.chat.completions.create(  # type: ignore[call-overload]
+        await client.chat.completions.create(
             messages=[{"role": "user", "content": "?"}], temperature=0.3, top_p=0.9, max_completion_tokens=200
         )
         gconfig = client.session._engine.requests[0].gconfig  # type: ignore[attr-defined]

@@ -1,0 +1,160 @@
+"""Each workflow file that is made to be copied runs, and its rewards are right."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_lite.agents.agent_workflow import AgentWorkflow
+from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig
+from areal_lite.api.tensor_dict import trajectory_tensors
+from tests.agents.scripted_engine import ScriptedEngine, tokenizer
+from workflows import calculator, largest_number, reasoning_gym
+from workflows.multi_turn import MultiTurnWorkflow
+from workflows.single_turn import SingleTurnWorkflow
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer().save_pretrained(path)
+    return path
+
+
+def run(workflow: Any, row: dict[str, Any], answers: list[Any]) -> tuple[dict[str, Any], ScriptedEngine]:
+    engine = ScriptedEngine(answers)
+    tensors = trajectory_tensors(asyncio.run(workflow.arun_episode(engine, row)))
+    assert tensors is not None
+    return tensors, engine
+
+
+def run_agent(agent: Any, row: dict[str, Any], answers: list[Any], path: Path) -> float:
+    workflow = AgentWorkflow(agent, InferenceEngineConfig(tokenizer_path=str(path)))
+    (reward,) = run(workflow, row, answers)[0]["rewards"].tolist()
+    return float(reward)
+
+
+async def is_four(
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **row: Any
+) -> float:
+    assert tokenizer().encode(prompt, add_special_tokens=False) == prompt_ids
+    assert tokenizer().decode(completion_ids) == completion + "<|im_end|>"
+    return float(completion == row["answer"])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"prompt": "2 + 2?"}, {"question": "2 + 2?"}, {"messages": [{"role": "user", "content": "2 + 2?"}]}],
+)
+def test_single_turn(row: dict[str, Any], tokenizer_path: Path) -> None:
+    workflow = SingleTurnWorkflow(is_four, {"max_new_tokens": 8}, str(tokenizer_path), system_prompt="Count.")
+    tensors, engine = run(workflow, {**row, "answer": "4"}, ["4"])
+    assert tensors["rewards"].tolist() == [1.0]
+    sampled = engine.responses[0]
+    prompt = tokenizer().decode(sampled.input_tokens)
+    assert prompt.startswith("<|im_start|>system\n" + ("You are helpful." if "messages" in row else "Count."))
+    assert prompt.endswith("2 + 2?<|im_end|>\n<|im_start|>assistant\n")
+    given = sampled.input_len
+    assert tensors["input_ids"][0].tolist() == sampled.input_tokens + sampled.output_tokens
+    assert tensors["loss_mask"][0].tolist() == [0] * given + [1] * sampled.output_len
+    assert tensors["versions"][0].tolist() == [-1] * given + sampled.output_versions
+    assert tensors["logprobs"][0, given:].tolist() == sampled.output_logprobs
+    assert engine.requests[0].gconfig.stop_token_ids == [tokenizer().eos_token_id]
+    with pytest.raises(ValueError, match="it needs 'messages'"):
+        run(workflow, {"text": "?"}, [])
+
+
+@pytest.mark.parametrize(
+    ("answers", "reward"), [(["4"], 1.0), (["5", "4"], 0.5), (["5", "6", "4"], 0.25), (["5", "6", "7"], 0.0)]
+)
+def test_multi_turn_is_one_sequence_with_a_discounted_reward(answers: list[str], reward: float) -> None:
+    path = f"{__name__}.is_four" if __name__.startswith("tests.") else is_four
+    gconfig = GenerationHyperparameters(max_new_tokens=8)
+    workflow = MultiTurnWorkflow(path, gconfig, tokenizer(), max_turns=3, turn_discount=0.5)
+    tensors, engine = run(workflow, {"question": "2 + 2?", "answer": "4"}, answers)
+    assert tensors["rewards"].tolist() == [reward]
+    assert len(engine.requests) == len(answers)
+    trained = tokenizer().decode(tensors["input_ids"][0][tensors["loss_mask"][0].bool()])
+    assert trained == "".join(f"{answer}<|im_end|>" for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"), [("89", 1.0), ("It is 89.", 1.0), ("12", 0.0), ("89 or 7", 0.0), ("none", 0.0)]
+)
+def test_largest_number(answer: str, reward: float, tokenizer_path: Path) -> None:
+    row = {"question": "Which is the largest number: 12, 89, 41, 7?", "answer": "89"}
+    assert run_agent(largest_number.LargestNumberAgent(), row, [answer], tokenizer_path) == reward
+
+
+def test_largest_number_rows_are_made_from_the_seed() -> None:
+    rows = largest_number.rows(size=50, seed=3)
+    assert rows == largest_number.rows(size=50, seed=3) != largest_number.rows(size=50, seed=4)
+    for row in rows:
+        numbers = [int(n) for n in row["question"].removesuffix("?").split(": ")[1].split(", ")]
+        assert len(set(numbers)) == 4
+        assert 1 <= min(numbers) <= max(numbers) == int(row["answer"]) <= 99
+
+
+def tool_call(expression: str) -> str:
+    return (
+        f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>'
+    )
+
+
+@pytest.mark.parametrize(
+    ("answers", "reward"),
+    [
+        ([tool_call("(3 + 4) * 12"), "The result is 84"], 1.0),
+        ([tool_call("3 +"), tool_call("(3 + 4) * 12"), "84"], 1.0),
+        (["83"], 0.0),
+        ([tool_call("1")] * 4, 0.0),
+    ],
+)
+def test_calculator(answers: list[str], reward: float, tokenizer_path: Path) -> None:
+    row = {"question": "What is (3 + 4) * 12?", "answer": "84"}
+    assert run_agent(calculator.CalculatorAgent(), row, answers, tokenizer_path) == reward
+
+
+@pytest.mark.parametrize(
+    ("expression", "says"),
+    [
+        ("1 + 2 * 3", "7"),
+        ("-(2 ** 10) // 3", "-342"),
+        ("7 / 2", "3.5"),
+        ("1 / 0", "error"),
+        ("9 ** 9 ** 9 ** 9", "error"),
+        ("(-8) ** 0.5", "error"),
+        ("1e999", "error"),
+        ("__import__('os')", "error"),
+        ("True + 1", "error"),
+        ("(" * 150 + ")" * 50, "error"),
+        ("1" * 300, "error"),
+        ("", "error"),
+    ],
+)
+def test_the_calculator_does_arithmetic_and_nothing_else(expression: str, says: str) -> None:
+    assert calculator.use_tool("calculator", json.dumps({"expression": expression})).startswith(says)
+    assert calculator.use_tool("calculator", '{"expression": 3}').startswith("error")
+    assert calculator.use_tool("shell", "{}").startswith("error")
+    assert all("error" not in row["answer"] for row in calculator.rows(20))
+
+
+def test_reasoning_gym_scores_as_the_task_does(tokenizer_path: Path) -> None:
+    gym = pytest.importorskip("reasoning_gym")
+    row = {**gym.create_dataset("chain_sum", size=1, seed=1)[0], "task": "chain_sum"}
+    answers = [f"<think>42</think>Sure.\n<answer> {row['answer']} </answer>"]
+    assert run_agent(reasoning_gym.ReasoningGymAgent(), row, answers, tokenizer_path) == 1.0
+    assert reasoning_gym.score("chain_sum", "no number", row) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [("a\n<answer>1</answer> <answer>\n2 </answer>", "2"), ("so\nit is -4.5.", "-4.5"), ("yes\nnorth", "north"),
+     ("", "")],
+)  # fmt: skip
+def test_final_answer(text: str, answer: str) -> None:
+    assert reasoning_gym.final_answer(text) == answer

@@ -1,0 +1,90 @@
+"""Answer, be told it is wrong, try again: one sequence of exact tokens with a reward that shrinks per try."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from areal_lite.agents import ArealOpenAI
+from areal_lite.api import (
+    AsyncRewardWrapper,
+    GenerationHyperparameters,
+    InferenceEngine,
+    InteractionWithTokenLogpReward,
+    RolloutWorkflow,
+)
+from areal_lite.data.tokenizer import load_tokenizer
+
+FEEDBACK = "Your answer is either wrong or not in the form asked for. Please try to answer it again."
+
+
+class MultiTurnWorkflow(RolloutWorkflow):
+    """Asks until the reward is above 0, at most ``max_turns`` times; all answers are trained.
+
+    Args:
+        reward_fn: ``reward_fn(prompt, completion, prompt_ids, completion_ids, **row) -> float``, or its dotted
+            path; ``row`` is the dataset row without these four names.
+        gconfig: Sampling.
+        tokenizer: A Hugging Face tokenizer, or its folder.
+        max_turns: Most answers.
+        turn_discount: The reward is multiplied by this for each answer after the first.
+        system_prompt: Put before a row's text.
+        feedback: What the user says after a wrong answer.
+    """
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., Any] | str,
+        gconfig: GenerationHyperparameters | dict[str, Any],
+        tokenizer: Any,
+        max_turns: int = 3,
+        turn_discount: float = 0.9,
+        system_prompt: str | None = None,
+        feedback: str = FEEDBACK,
+    ) -> None:
+        if max_turns < 1:
+            raise ValueError(f"max_turns is {max_turns}: it must be at least 1")
+        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self.gconfig = GenerationHyperparameters(**gconfig) if isinstance(gconfig, dict) else gconfig
+        self.reward = AsyncRewardWrapper(reward_fn)
+        self.max_turns = max_turns
+        self.turn_discount = turn_discount
+        self.system_prompt = system_prompt
+        self.feedback = feedback
+
+    async def arun_episode(
+        self, engine: InferenceEngine, data: dict[str, Any]
+    ) -> dict[str, InteractionWithTokenLogpReward]:
+        client = ArealOpenAI(engine, self.tokenizer, self.gconfig)
+        messages = self._first_messages(data)
+        row = {
+            k: v for k, v in data.items() if k not in ("prompt", "completion", "prompt_ids", "completion_ids")
+        }
+        discount, reward = 1.0, 0.0
+        for turn in range(self.max_turns):
+            if turn:
+                messages.append({"role": "user", "content": self.feedback})
+                discount *= self.turn_discount
+            completion = await client.chat.completions.create(messages=messages)
+            answer = completion.choices[0].message
+            messages.append(answer)
+            response = client.get_interaction(completion.id).model_response
+            prompt = self.tokenizer.decode(response.input_tokens)
+            reward = await self.reward(
+                prompt, answer.content or "", response.input_tokens, response.output_tokens, **row
+            )
+            if reward > 0:
+                break
+        client.set_last_reward(reward * discount)
+        return client.export_interactions(style="concat")
+
+    def _first_messages(self, row: dict[str, Any]) -> list[Any]:
+        if "messages" in row:
+            return list(row["messages"])
+        text = row.get("prompt", row.get("question"))
+        if not isinstance(text, str):
+            raise ValueError(
+                f"the row has {sorted(row)}: it needs 'messages', or a text in 'prompt' or 'question'"
+            )
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        return [*system, {"role": "user", "content": text}]

@@ -1,0 +1,83 @@
+"""One prompt, one answer, one reward: the plainest workflow, on the engine itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from areal_lite.api import (
+    AsyncRewardWrapper,
+    GenerationHyperparameters,
+    InferenceEngine,
+    ModelRequest,
+    RolloutWorkflow,
+)
+from areal_lite.data.tokenizer import load_tokenizer
+
+
+class SingleTurnWorkflow(RolloutWorkflow):
+    """Asks one question per row, which has ``messages``, or a text in ``prompt`` or ``question``.
+
+    Args:
+        reward_fn: ``reward_fn(prompt, completion, prompt_ids, completion_ids, **row) -> float``, or its dotted
+            path; ``row`` is the dataset row without these four names.
+        gconfig: Sampling.
+        tokenizer: A Hugging Face tokenizer, or its folder.
+        system_prompt: Put before a row's text.
+        enable_thinking: Passed to the chat template.
+    """
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., Any] | str,
+        gconfig: GenerationHyperparameters | dict[str, Any],
+        tokenizer: Any,
+        system_prompt: str | None = None,
+        enable_thinking: bool = False,
+    ) -> None:
+        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        gconfig = GenerationHyperparameters(**gconfig) if isinstance(gconfig, dict) else gconfig
+        self.gconfig = gconfig.new_with_stop_and_pad_token_ids(self.tokenizer)
+        self.reward = AsyncRewardWrapper(reward_fn)
+        self.system_prompt = system_prompt
+        self.enable_thinking = enable_thinking
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, torch.Tensor]:
+        prompt = self.tokenizer.apply_chat_template(
+            messages_of(data, self.system_prompt),
+            add_generation_prompt=True,
+            tokenize=False,
+            enable_thinking=self.enable_thinking,
+        )
+        prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
+        response = await engine.agenerate(
+            ModelRequest(input_ids=prompt_ids, gconfig=self.gconfig, tokenizer=self.tokenizer)
+        )
+        completion = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
+        row = {
+            k: v for k, v in data.items() if k not in ("prompt", "completion", "prompt_ids", "completion_ids")
+        }
+        reward = await self.reward(prompt, completion, prompt_ids, response.output_tokens, **row)
+
+        given, sampled = response.input_len, response.output_len
+        return {
+            "input_ids": torch.tensor([response.input_tokens + response.output_tokens], dtype=torch.int32),
+            "attention_mask": torch.ones(1, given + sampled, dtype=torch.bool),
+            "loss_mask": torch.tensor([[0] * given + [1] * sampled], dtype=torch.int32),
+            "logprobs": torch.tensor([[0.0] * given + response.output_logprobs], dtype=torch.float32),
+            "versions": torch.tensor([[-1] * given + response.output_versions], dtype=torch.int32),
+            "rewards": torch.tensor([reward], dtype=torch.float32),
+        }
+
+
+def messages_of(row: dict[str, Any], system_prompt: str | None) -> list[dict[str, Any]]:
+    """Return the conversation a row begins with."""
+    if "messages" in row:
+        return list(row["messages"])
+    for key in ("prompt", "question"):
+        if isinstance(row.get(key), str):
+            system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+            return [*system, {"role": "user", "content": row[key]}]
+    raise ValueError(f"the row has {sorted(row)}: it needs 'messages', or a text in 'prompt' or 'question'")
