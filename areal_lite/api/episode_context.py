@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_lite.api.episode import MemberRecord, TaskId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeContext:
+class EpisodeContext(NamedTuple):
     """What an episode may know of its place in the run."""
 
     is_eval: bool = False
@@ -22,16 +20,15 @@ class EpisodeContext:
     """Which episode of the group this is, from 0."""
     version: int = 0
     """Policy version when the episode started."""
-    members: list[MemberRecord] = field(default_factory=list, repr=False, compare=False)
+    members: list[MemberRecord] | None = None
     """The records of the whole group, in the order of sample_idx."""
-    member: MemberRecord | None = field(default=None, repr=False, compare=False)
+    member: MemberRecord | None = None
     """This episode's own record; the engine notes its model calls there."""
-    http: Any = field(default=None, repr=False, compare=False)
+    http: Any = None
     """The engine's shared HTTP clients."""
 
 
-_OUTSIDE = EpisodeContext()
-_current: ContextVar[EpisodeContext] = ContextVar("areal_lite_episode", default=_OUTSIDE)
+_current: ContextVar[EpisodeContext] = ContextVar("areal_lite_episode", default=EpisodeContext())
 
 current = _current.get
 """Return the running task's context; an empty one outside an episode."""

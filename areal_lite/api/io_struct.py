@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ STOP_REASONS = ("stop", "length", "tool_calls", "abort")
 
 def _fixed_length_rid() -> str:
     # SGLang aborts by prefix of the rid, so ids must all have one length.
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,6 +15,7 @@ first. torch is loaded only when a dict is merged.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -91,13 +92,13 @@ def trajectory_tensors(outcome: Outcome) -> dict[str, Any]:
 
 def check_tensor_dict(tensors: Mapping[str, Any]) -> int:
     """Return the number of rows; raise ValueError, naming key, shape and mend, if the contract is broken."""
-    arrays: dict[str, np.ndarray[Any, Any]] = {}
     for key in ("input_ids", "attention_mask"):
         if key not in tensors:
             raise ValueError(
                 f"the tensor dict has no {key!r}: it needs [batch, seq_len] {key}; it has {sorted(tensors)}"
             )
-    shape: tuple[int, ...] | None = None
+    shape: tuple[int, ...] = ()
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
     for key, kinds in TOKEN_KEYS.items():
         if key not in tensors:
             continue
@@ -108,25 +109,24 @@ def check_tensor_dict(tensors: Mapping[str, Any]) -> int:
             raise ValueError(
                 f"{key} has shape {list(array.shape)}: it must be [batch, seq_len]; one sequence is {key}.unsqueeze(0)"
             )
-        if shape is None:
+        if not shape:
             shape = array.shape
         elif array.shape != shape:
             raise ValueError(
                 f"{key} has shape {list(array.shape)} but input_ids has {list(shape)}: make them equal"
             )
-    assert shape is not None
     if 0 in shape:
         raise ValueError(f"input_ids has shape {list(shape)}: return None for an empty trajectory")
     _check_values(arrays)
     if "rewards" in tensors:
         rewards = _as_numpy("rewards", tensors["rewards"])
-        if rewards.shape != (shape[0],):
+        if rewards.shape != shape[:1]:
             raise ValueError(
                 f"rewards has shape {list(rewards.shape)}: it must be [{shape[0]}], one number per row of input_ids"
             )
         if rewards.dtype.kind != "f":
             raise ValueError(f"rewards has dtype {tensors['rewards'].dtype}: it must be a float tensor")
-        if not _all_finite(rewards):
+        if not all(map(math.isfinite, rewards.tolist())):
             raise ValueError(
                 f"rewards holds {rewards.tolist()}: every reward must be finite; raise instead of nan"
             )
@@ -134,24 +134,23 @@ def check_tensor_dict(tensors: Mapping[str, Any]) -> int:
 
 
 def _check_values(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    mask = arrays.get("loss_mask")
+    mask, attention = arrays.get("loss_mask"), arrays["attention_mask"]
     if mask is None:
         return
-    trained = mask != 0
-    if (trained > (arrays["attention_mask"] != 0)).any():
+    if not attention.all() and ((mask != 0) > (attention != 0)).any():
         raise ValueError(
             "loss_mask is 1 where attention_mask is 0: padding cannot be trained; set loss_mask to 0 there"
         )
-    if "logprobs" in arrays and not _all_finite(arrays["logprobs"][trained]):
+    # A sum is finite iff its terms are: one pass for the usual case, a second to see whether it matters.
+    logprobs = arrays.get("logprobs")
+    if logprobs is not None and not math.isfinite(logprobs.sum()) and not _all_finite(logprobs[mask != 0]):
         raise ValueError(
             "logprobs holds nan or inf at a trained token: keep the log-probs as the server returned them"
         )
 
 
 def _all_finite(array: np.ndarray[Any, Any]) -> bool:
-    # A sum is finite iff all terms are, short of overflow, which float64 rules out here.
-    total = float(array.sum(dtype="float64"))
-    return total - total == 0.0
+    return math.isfinite(array.sum(dtype="float64"))
 
 
 def _as_numpy(key: str, value: Any) -> np.ndarray[Any, Any]:
@@ -211,8 +210,14 @@ def trained_version_range(tensors: Mapping[str, Any]) -> tuple[int, int] | None:
     if "versions" not in tensors:
         return None
     versions = tensors["versions"].numpy()
-    keep = versions >= 0
     if "loss_mask" in tensors:
-        keep &= tensors["loss_mask"].numpy() != 0
-    chosen = versions[keep]
-    return (int(chosen.min()), int(chosen.max())) if chosen.size else None
+        versions = versions[tensors["loss_mask"].numpy() != 0]
+    if not versions.size:
+        return None
+    oldest = int(versions.min())
+    if oldest < 0:  # tokens that nobody gave a version
+        versions = versions[versions >= 0]
+        if not versions.size:
+            return None
+        oldest = int(versions.min())
+    return oldest, int(versions.max())

@@ -21,6 +21,7 @@ from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.infra.backends import dialect_of
 from areal_lite.infra.backends.dialect import BadResponse, Chunk, ControlCall
+from areal_lite.infra.deadlines import Deadlines
 from areal_lite.infra.server_pool import Server, ServerPool
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,22 @@ MAX_FRUITLESS_ABORTS = 8
 """Aborts in a row without a new token before a request fails."""
 MAX_BAD_RESPONSES = 2
 _JSON = {"Content-Type": "application/json"}
+
+
+class _Request:
+    """A request whose task is cancelled when the server stays silent too long."""
+
+    __slots__ = ("task", "timed_out")
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.task = task
+        self.timed_out = False
+
+    def give_up(self) -> None:
+        self.timed_out = True
+        self.task.cancel()
 
 
 class EngineClient:
@@ -46,6 +63,7 @@ class EngineClient:
         self._may_send.set()
         self._holds = 0
         self._warned_no_version = False
+        self._silences: Deadlines[_Request] = Deadlines(config.request_timeout_s, _Request.give_up)
 
     async def open(self) -> None:
         """Open the session and ask every server what it serves.
@@ -60,9 +78,7 @@ class EngineClient:
             keepalive_timeout=4,
             ttl_dns_cache=300,
         )
-        timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=self._config.connect_timeout_s, sock_read=self._config.request_timeout_s
-        )
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_timeout_s)
         self._session = aiohttp.ClientSession(
             connector=connector, timeout=timeout, trust_env=False, read_bufsize=2**18, auto_decompress=False
         )
@@ -75,6 +91,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close all connections; servers drop what they still generate for us."""
+        self._silences.close()
         if self._session is not None:
             await self._session.close()
 
@@ -128,7 +145,7 @@ class EngineClient:
                     f"{server.url} aborted request {req.rid} {fruitless} times in a row without a token"
                 )
             if fruitless:
-                await asyncio.sleep(random.uniform(0, 0.05 * 2**fruitless))
+                await asyncio.sleep(random.uniform(0, min(1.0, 0.01 * 2**fruitless)))
         response = ModelResponse(
             input_tokens=req.input_ids,
             output_tokens=tokens,
@@ -230,6 +247,8 @@ class EngineClient:
     async def _post(self, server: Server, path: str, body: bytes) -> tuple[int, bytes, float]:
         """Return status, body and the seconds of Retry-After."""
         assert self._session is not None, "open() first"
+        request = _Request()
+        self._silences.add(request)
         server.outstanding += 1
         try:
             async with self._session.post(
@@ -237,8 +256,13 @@ class EngineClient:
             ) as reply:
                 after = reply.headers.get("Retry-After", "")
                 return reply.status, await reply.read(), min(30.0, float(after)) if after.isdigit() else 0.0
+        except asyncio.CancelledError:
+            if request.timed_out and request.task.uncancel() == 0:
+                raise TimeoutError(f"no answer in {self._config.request_timeout_s:g} s") from None
+            raise
         finally:
             server.outstanding -= 1
+            self._silences.discard(request)
 
     async def _ask_info(self, server: Server) -> str | None:
         """Note what the server says of itself; return why it cannot be reached, if so."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import traceback
 from typing import Any, Literal
 
@@ -48,13 +47,14 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Outcome | None:
         """Run all members at once and return their merged trajectory, or None if none has one."""
         context = episode_context.current()
-        members = context.members
-        members[:] = [MemberRecord(sample_idx=i) for i in range(self.group_size)]
+        members = [MemberRecord(sample_idx=i) for i in range(self.group_size)]
+        if context.members is not None:
+            context.members[:] = members
         errors: list[Exception] = []
 
         async def run_member(member: MemberRecord) -> Outcome | None:
             episode_context.enter(
-                dataclasses.replace(context, sample_idx=member.sample_idx, member=member, members=[member])
+                context._replace(sample_idx=member.sample_idx, member=member, members=[member])
             )
             try:
                 outcome = await self.workflow.arun_episode(engine, dict(data))

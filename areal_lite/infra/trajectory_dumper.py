@@ -13,6 +13,8 @@ import os
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,13 @@ import orjson
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.episode import EpisodeResult, MemberRecord
 from areal_lite.api.io_struct import ModelResponse
+from areal_lite.api.tensor_dict import TOKEN_KEYS
 from areal_lite.data.tokenizer import load_tokenizer
 from areal_lite.infra.workflow_context import scope_name
 
 logger = logging.getLogger(__name__)
 
+_JSON = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 SCHEMA = 1
 """Version of the line format."""
 
@@ -42,7 +46,6 @@ class TrajectoryDumper:
         self.failures = 0
         """Results that could not be written."""
         self._tokenizer = None if config.tokenizer_path is None else load_tokenizer(config.tokenizer_path)
-        self._folders: set[Path] = set()
         self._queue: queue.SimpleQueue[EpisodeResult | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="areal-lite-dumper", daemon=True)
         self._thread.start()
@@ -56,10 +59,10 @@ class TrajectoryDumper:
         self._queue.put(None)
         self._thread.join(timeout=30)
 
-    def path_of(self, result: EpisodeResult) -> Path:
+    def path_of(self, result: EpisodeResult) -> str:
         """Return the file a result is written to."""
         version = result.start_version if result.tail_version is None else result.tail_version
-        return self.root / scope_name(result.is_eval) / str(version) / f"{result.task_id}.jsonl"
+        return f"{self.root}/{scope_name(result.is_eval)}/{version}/{result.task_id}.jsonl"
 
     def _main(self) -> None:
         while (result := self._queue.get()) is not None:
@@ -74,53 +77,70 @@ class TrajectoryDumper:
 
     def _write(self, result: EpisodeResult) -> None:
         path = self.path_of(result)
-        if path.parent not in self._folders:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._folders.add(path.parent)
-        data = b"".join(orjson.dumps(line) + b"\n" for line in dump_lines(result, self._tokenizer))
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        lines = b"".join(orjson.dumps(line, option=_JSON) for line in dump_lines(result, self._tokenizer))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         try:
-            os.write(descriptor, data)
+            descriptor = os.open(path, flags, 0o644)
+        except FileNotFoundError:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, flags, 0o644)
+        try:
+            os.write(descriptor, lines)
         finally:
             os.close(descriptor)
 
 
 def dump_lines(result: EpisodeResult, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
     """Yield one JSON-ready line per sample of ``result``, failed and rejected members included."""
-    row = 0
+    rows = _rows(result)
+    timings = {
+        "queued_s": round(result.queued_s, 6),
+        "run_s": round(result.run_s, 6),
+        "finished_at": result.finished_at,
+    }
     for sample_idx, (member, has_row) in enumerate(_samples(result)):
-        sequence = _row_sequence(result, row) if has_row else _called_sequence(member)
-        row += has_row
-        ids, mask, logprobs, versions, reward = sequence
-        trained = [v for v, m in zip(versions, mask, strict=True) if m and v >= 0]
-        turns = _turns(ids, mask, logprobs, versions, member.turns, tokenizer)
+        # A member that gave no row has its own end; a member with rows shares the group's.
+        sequence = next(rows) if has_row else _called_sequence(member)
+        ids, mask = sequence.ids, sequence.mask
+        turns = _turns(sequence, member.turns, tokenizer)
         sampled_from = next((turn["start"] for turn in turns if turn["role"] == "assistant"), len(ids))
         prompt_len = mask.index(1) if 1 in mask else sampled_from
-        # A member that gave no row has its own end; a member with rows shares the group's.
-        status = result.status if has_row else (member.status or result.status)
+        head_version, tail_version = sequence.trained_versions()
         yield {
             "schema": SCHEMA,
             "task_id": result.task_id,
             "group_id": result.group_id,
             "sample_idx": sample_idx,
             "member_idx": member.sample_idx,
-            "status": status,
+            "status": result.status if has_row else (member.status or result.status),
             "error": result.error if has_row else (member.error or result.error),
             "seqlen": len(ids),
             "prompt_len": prompt_len,
-            "head_version": min(trained, default=None),
-            "tail_version": max(trained, default=None),
-            "reward": reward,
+            "start_version": result.start_version,
+            "head_version": head_version,
+            "tail_version": tail_version,
+            "reward": sequence.reward,
             "prompt": _decode(tokenizer, ids[:prompt_len]),
             "completion": _decode(tokenizer, ids[prompt_len:]),
             "turns": turns,
-            "timings": {
-                "queued_s": round(result.queued_s, 6),
-                "run_s": round(result.run_s, 6),
-                "finished_at": result.finished_at,
-            },
-            "start_version": result.start_version,
+            "timings": timings,
         }
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One row without its padding; every list has one entry per token."""
+
+    ids: list[int]
+    mask: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    reward: float | None = None
+
+    def trained_versions(self) -> tuple[int | None, int | None]:
+        """Return (oldest, newest) version of the trained tokens."""
+        trained = [v for v in compress(self.versions, self.mask) if v >= 0]
+        return min(trained, default=None), max(trained, default=None)
 
 
 def _samples(result: EpisodeResult) -> Iterator[tuple[MemberRecord, bool]]:
@@ -136,69 +156,90 @@ def _samples(result: EpisodeResult) -> Iterator[tuple[MemberRecord, bool]]:
         yield result.members[-1], True
 
 
-_Sequence = tuple[list[int], list[int], list[float], list[int], float | None]
-
-
-def _row_sequence(result: EpisodeResult, row: int) -> _Sequence:
-    assert result.trajectory is not None
+def _rows(result: EpisodeResult) -> Iterator[_Sequence]:
+    """Yield the rows of the trajectory without their padding."""
     tensors = result.trajectory
-    keep = tensors["attention_mask"][row].bool()
+    if tensors is None:
+        return
+    columns = {key: tensors[key].tolist() for key in TOKEN_KEYS if key in tensors}
+    rewards = tensors["rewards"].tolist() if "rewards" in tensors else None
+    for row, attention in enumerate(columns["attention_mask"]):
+        padded = not all(attention)
 
-    def column(key: str, default: float) -> list[Any]:
-        if key not in tensors:
-            return [default] * int(keep.sum())
-        return tensors[key][row][keep].tolist()  # type: ignore[no-any-return]
+        def column(
+            key: str, default: float, row: int = row, keep: list[int] = attention, cut: bool = padded
+        ) -> Any:
+            values = columns[key][row] if key in columns else [default] * len(keep)
+            return list(compress(values, keep)) if cut else values
 
-    mask = [int(m) for m in column("loss_mask", 0)]
-    reward = float(tensors["rewards"][row]) if "rewards" in tensors else None
-    return column("input_ids", 0), mask, column("logprobs", 0.0), column("versions", -1), reward
+        mask = column("loss_mask", 0)
+        yield _Sequence(
+            ids=column("input_ids", 0),
+            mask=mask if type(mask[0]) is int else [int(m) for m in mask],
+            logprobs=column("logprobs", 0.0),
+            versions=column("versions", -1),
+            reward=None if rewards is None else rewards[row],
+        )
 
 
 def _called_sequence(member: MemberRecord) -> _Sequence:
     """Return the sequence of a member that gave no row: its last model call, nothing trained."""
-    if not member.turns:
-        return [], [], [], [], None
-    last = member.turns[-1]
-    ids = last.input_tokens + last.output_tokens
-    return ids, [0] * len(ids), [0.0] * len(ids), [-1] * len(ids), None
+    ids = [t for turn in member.turns[-1:] for t in turn.input_tokens + turn.output_tokens]
+    return _Sequence(ids, [0] * len(ids), [0.0] * len(ids), [-1] * len(ids))
 
 
-def _turns(
-    ids: list[int],
-    mask: list[int],
-    logprobs: list[float],
-    versions: list[int],
-    calls: Sequence[ModelResponse],
-    tokenizer: Any,
-) -> list[dict[str, Any]]:
+def _turns(sequence: _Sequence, calls: Sequence[ModelResponse], tokenizer: Any) -> list[dict[str, Any]]:
     """Return the spans of a sequence in order: prompt, assistant, environment, assistant, ..."""
-    call_at: list[int] = [-2 if m else -1 for m in mask]  # -1 context, -2 trained but no call explains it
-    logprobs, versions = list(logprobs), list(versions)
-    for index, call in enumerate(calls):
-        start, end = call.input_len, call.input_len + call.output_len
-        if ids[:start] == call.input_tokens and ids[start:end] == call.output_tokens:
-            call_at[start:end] = [index] * call.output_len
-            logprobs[start:end] = call.output_logprobs
-            versions[start:end] = call.output_versions
+    ids = sequence.ids
     turns: list[dict[str, Any]] = []
-    start = 0
-    for end in range(1, len(ids) + 1):
-        if end < len(ids) and call_at[end] == call_at[start]:
-            continue
-        turn: dict[str, Any] = {
-            "role": "assistant" if call_at[start] != -1 else "environment" if turns else "prompt",
-            "start": start,
-            "ids": ids[start:end],
-            "text": _decode(tokenizer, ids[start:end]),
-            "loss_mask": mask[start:end],
-        }
-        if call_at[start] != -1:
-            turn |= {"logprobs": logprobs[start:end], "versions": versions[start:end]}
-        if call_at[start] >= 0:
-            call = calls[call_at[start]]
-            turn |= {"stop_reason": call.stop_reason, "started": call.started, "latency_s": call.latency}
-        turns.append(turn)
-        start = end
+
+    def add(role: str, start: int, end: int, **more: Any) -> None:
+        turns.append(
+            {
+                "role": role,
+                "start": start,
+                "ids": ids[start:end],
+                "text": _decode(tokenizer, ids[start:end]),
+                "loss_mask": sequence.mask[start:end],
+                **more,
+            }
+        )
+
+    def add_unexplained(start: int, end: int) -> None:
+        while start < end:
+            trained = sequence.mask[start]
+            stop = next((i for i in range(start, end) if sequence.mask[i] != trained), end)
+            if trained:
+                span = slice(start, stop)
+                add(
+                    "assistant",
+                    start,
+                    stop,
+                    logprobs=sequence.logprobs[span],
+                    versions=sequence.versions[span],
+                )
+            else:
+                add("environment" if turns else "prompt", start, stop)
+            start = stop
+
+    at = 0
+    for call in sorted(calls, key=lambda c: c.input_len):
+        start, end = call.input_len, call.input_len + call.output_len
+        if start < at or ids[:start] != call.input_tokens or ids[start:end] != call.output_tokens:
+            continue  # a call of another branch
+        add_unexplained(at, start)
+        add(
+            "assistant",
+            start,
+            end,
+            logprobs=call.output_logprobs,
+            versions=call.output_versions,
+            stop_reason=call.stop_reason,
+            started=call.started,
+            latency_s=call.latency,
+        )
+        at = end
+    add_unexplained(at, len(ids))
     return turns
 
 

@@ -28,6 +28,7 @@ from areal_lite.api.tensor_dict import check_outcome, trained_version_range, tra
 from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.infra.admission_gate import AdmissionGate
+from areal_lite.infra.deadlines import Deadlines
 from areal_lite.infra.grouped_rollout import error_text
 from areal_lite.infra.result_box import ResultBox
 from areal_lite.infra.row_feed import STALE, RowFeed, cut_batch, miss_reason
@@ -68,7 +69,6 @@ class Submission:
     start_order: int = 0
     start_version: int = 0
     task: asyncio.Task[EpisodeResult] | None = None
-    deadline: asyncio.TimerHandle | None = None
     stopped_by: str | None = None
     """Why we cancelled it; None while we did not."""
 
@@ -108,6 +108,7 @@ class WorkflowExecutor:
         """All that has not ended, waiting or running."""
         self._next_task_id = 0
         self._ids_lock = threading.Lock()
+        self._deadlines: Deadlines[Submission] = Deadlines(config.episode_timeout_s, self._on_deadline)
         self._start_orders = itertools.count()
         self._outstanding = 0
         """Submissions whose result goes to ``wait`` and has not ended."""
@@ -257,6 +258,7 @@ class WorkflowExecutor:
             self._abandon(submission)
         for feed, _ in self._feeds.values():
             self._cancel_untrained(feed)
+        self._deadlines.close()
         await self._http.close()
 
     # -- one submission, from start to end -----------------------------------------------------
@@ -321,7 +323,7 @@ class WorkflowExecutor:
         submission.start_version = self.gate.version
         submission.task = loop.create_task(self._run(submission))
         submission.task.add_done_callback(lambda task: self._on_done(submission, task))
-        submission.deadline = loop.call_later(self.config.episode_timeout_s, self._on_deadline, submission)
+        self._deadlines.add(submission)
 
     async def _run(self, submission: Submission) -> EpisodeResult:
         recipe, members = submission.recipe, submission.members
@@ -396,8 +398,7 @@ class WorkflowExecutor:
 
     def _finish(self, submission: Submission, result: EpisodeResult) -> None:
         """The one end: counters, delivery, and whatever may start in the freed place."""
-        if submission.deadline is not None:
-            submission.deadline.cancel()
+        self._deadlines.discard(submission)
         del self._live[submission.task_id]
         accepted = result.status is EpisodeStatus.ACCEPTED
         if submission.task is not None:

@@ -1,0 +1,56 @@
+"""Many deadlines of one length for the price of one timer.
+
+All entries expire the same time after they were added, so they expire in the order they were added: only
+the oldest needs a timer. Adding and discarding are dict operations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key")
+
+
+class Deadlines(Generic[Key]):
+    """Calls ``on_expire(key)`` for each key still there ``timeout_s`` seconds after it was added.
+
+    Lives on the running event loop.
+    """
+
+    def __init__(self, timeout_s: float, on_expire: Callable[[Key], None]) -> None:
+        self._timeout_s = timeout_s
+        self._on_expire = on_expire
+        self._due: dict[Key, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, key: Key) -> None:
+        """Start the clock of ``key``, which must not be there."""
+        loop = asyncio.get_running_loop()
+        due = self._due[key] = loop.time() + self._timeout_s
+        if self._timer is None:
+            self._timer = loop.call_at(due, self._expire)
+
+    def discard(self, key: Key) -> None:
+        """Forget ``key``; one that is not there is fine."""
+        self._due.pop(key, None)
+
+    def close(self) -> None:
+        """Forget all."""
+        self._due.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._timer = None
+        while self._due:
+            key, due = next(iter(self._due.items()))
+            if due > now:
+                self._timer = loop.call_at(due, self._expire)
+                return
+            del self._due[key]
+            self._on_expire(key)

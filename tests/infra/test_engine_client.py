@@ -1,0 +1,251 @@
+"""The engine client against a real HTTP server: one retry loop, exact tokens, versions from the server."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, ModelRequest, ModelResponse
+from areal_lite.errors import ConfigError, ServerError
+from areal_lite.infra.backends.dialect import BadResponse
+from areal_lite.infra.backends.sglang import SGLang
+from areal_lite.infra.backends.vllm import VLLM
+from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from areal_lite.infra.server_pool import ServerPool
+from tests.infra.scripted import OneTurn, TwoTurns
+from tests.stub_server import StubThread, answer_tokens
+
+StartStub = Callable[..., StubThread]
+StartEngine = Callable[..., RemoteInfEngine]
+
+
+def generate(engine: RemoteInfEngine, ids: list[int] | None = None, **sampling: Any) -> ModelResponse:
+    request = ModelRequest(input_ids=ids or [1, 2, 3], gconfig=GenerationHyperparameters(**sampling))
+    return asyncio.run(engine.agenerate(request))
+
+
+def test_ids_logprobs_and_versions_are_what_the_server_sent(start_stub: StartStub, start_engine: StartEngine) -> None:
+    response = generate(start_engine(start_stub(answer_len=4)))
+    assert response.output_tokens == answer_tokens([1, 2, 3], 0, 4)
+    assert response.output_logprobs == [-0.5 - i / 64 for i in range(4)]
+    assert response.output_versions == [0, 0, 0, 0]
+    assert (response.stop_reason, response.input_len, response.output_len) == ("stop", 3, 4)
+
+
+@pytest.mark.parametrize("fault", ["500", "429", "reset", "garbage", "lengths", "nan", "negative"])
+def test_a_passing_fault_is_retried_and_leaves_no_trace(
+    start_stub: StartStub, start_engine: StartEngine, fault: str
+) -> None:
+    stub = start_stub(fault=lambda n: fault if n == 0 else None)
+    response = generate(start_engine(stub))
+    assert stub.server.seen[f"fault {fault}"] == 1
+    assert response.output_tokens == answer_tokens([1, 2, 3], 0, 8)
+    assert response.attempts == 2
+
+
+def test_a_refusal_is_never_retried(start_stub: StartStub, start_engine: StartEngine) -> None:
+    stub = start_stub(fault=lambda n: "400")
+    with pytest.raises(ConfigError, match="scheduled 400"):
+        generate(start_engine(stub))
+    assert stub.server.seen["generate"] == 1
+
+
+def test_retries_end_with_the_last_cause(start_stub: StartStub, start_engine: StartEngine) -> None:
+    stub = start_stub(fault=lambda n: "500")
+    with pytest.raises(ServerError, match="no usable answer in 3 tries; the last: .* HTTP 500"):
+        generate(start_engine(stub, request_retries=3))
+    assert stub.server.seen["generate"] == 3
+
+
+def test_a_broken_server_is_failed_over_and_then_avoided(start_stub: StartStub, start_engine: StartEngine) -> None:
+    broken, sound = start_stub(fault=lambda n: "reset"), start_stub()
+    engine = start_engine(broken, sound, consumer_batch_size=50)
+    results = engine.rollout_batch([{}] * 50, OneTurn)
+    assert all(r.status == "accepted" for r in results)
+    assert broken.server.seen["generate"] < 50
+    assert sound.server.seen["generate"] == 50
+
+
+def test_the_turns_of_an_episode_stay_on_one_server_and_load_is_spread(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    stubs = [start_stub(delay_s=0.01), start_stub(delay_s=0.01)]
+    engine = start_engine(*stubs)
+    results = engine.rollout_batch([{}] * 40, TwoTurns)
+    assert all(r.status == "accepted" for r in results)
+    first, second = (stub.server.seen["generate"] for stub in stubs)
+    assert first + second == 80
+    assert first == second
+
+
+def test_an_answer_goes_on_after_a_weight_update_and_keeps_both_versions(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    stub = start_stub()
+    stub.call(lambda: setattr(stub.server, "hold", asyncio.Event()))
+    engine = start_engine(stub, max_head_offpolicyness=2)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(generate, engine, max_new_tokens=8)
+        stub.until_held(1)
+        engine.update_weights_from_disk("ckpt", 5)
+        stub.call(lambda: stub.server.hold.set())  # type: ignore[union-attr]
+        response = running.result(10)
+    before, after = answer_tokens([1, 2, 3], 0, 4), answer_tokens([1, 2, 3, *answer_tokens([1, 2, 3], 0, 4)], 5, 4)
+    assert response.output_tokens == before + after
+    assert response.output_versions == [0] * 4 + [5] * 4
+    assert response.attempts == 2
+    second = stub.server.requests[1]
+    assert second["input_ids"] == [1, 2, 3, *before]
+    assert second["sampling_params"]["max_new_tokens"] == 4
+    assert engine.get_version() == 5
+
+
+def test_aborts_without_progress_end_in_an_error_not_a_loop(start_stub: StartStub, start_engine: StartEngine) -> None:
+    stub = start_stub(fault=lambda n: "abort")
+    with pytest.raises(ServerError, match="9 times in a row without a token"):
+        generate(start_engine(stub))
+
+
+def test_a_server_that_fails_an_update_gets_no_requests_until_it_succeeds(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    good, bad = start_stub(), start_stub()
+    bad.server.fail_updates = True
+    engine = start_engine(good, bad)
+    engine.update_weights_from_disk("ckpt", 1)
+    assert bad.server.seen["resume"] == 1  # never left paused
+    engine.rollout_batch([{}] * 10, OneTurn)
+    assert (good.server.seen["generate"], bad.server.seen["generate"]) == (10, 0)
+    bad.server.fail_updates = False
+    engine.update_weights_from_disk("ckpt", 2)
+    engine.rollout_batch([{}] * 10, OneTurn)
+    assert bad.server.seen["generate"] > 0
+
+
+def test_an_update_no_server_takes_raises_and_keeps_the_version(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    stub = start_stub()
+    stub.server.fail_updates = True
+    engine = start_engine(stub)
+    with pytest.raises(ServerError, match="no server took policy version 1 .*no such folder"):
+        engine.update_weights_from_disk("ckpt", 1)
+    assert engine.get_version() == 0
+
+
+def test_no_server_at_all_is_told_at_the_start() -> None:
+    with (
+        pytest.raises(ServerError, match="no inference server answers: http://127.0.0.1:9"),
+        RemoteInfEngine(InferenceEngineConfig(backend="sglang", addresses=["127.0.0.1:9"], request_retries=2)),
+    ):
+        pass
+    with pytest.raises(ConfigError, match="rollout.addresses is empty"):
+        RemoteInfEngine(InferenceEngineConfig(backend="sglang"))
+    with pytest.raises(ConfigError, match="write host:port"):
+        ServerPool(["localhost"])
+
+
+@pytest.mark.parametrize(
+    ("ids", "sampling", "says"),
+    [
+        ([], {}, "input_ids is empty"),
+        ([1, -1], {}, "input_ids holds -1"),
+        ([1, True], {}, "input_ids holds True"),
+        ([1, 2.0], {}, "input_ids holds 2.0"),
+        ([1] * 4096, {}, "the prompt has 4096 tokens and the window 4096"),
+        ([1] * 9, {"max_tokens": 9}, "the prompt has 9 tokens and the window 9"),
+        ([1], {"n_samples": 2}, "one request gives one answer"),
+    ],
+)
+def test_a_request_no_server_can_serve_is_refused_before_it_is_sent(
+    start_stub: StartStub, start_engine: StartEngine, ids: list[int], sampling: dict[str, Any], says: str
+) -> None:
+    stub = start_stub()
+    engine = start_engine(stub)
+    with pytest.raises(ConfigError, match=says):
+        asyncio.run(engine.agenerate(ModelRequest(input_ids=ids, gconfig=GenerationHyperparameters(**sampling))))
+    assert stub.server.seen["generate"] == 0
+
+
+def test_the_answer_fits_what_the_window_leaves(start_stub: StartStub, start_engine: StartEngine) -> None:
+    stub = start_stub()
+    generate(start_engine(stub), ids=[1] * 4000, max_new_tokens=500)
+    assert stub.server.requests[0]["sampling_params"]["max_new_tokens"] == 96
+
+
+def test_tokens_of_a_server_that_tells_no_version_get_the_one_at_sending(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    engine = start_engine(start_stub(tell_version=False))
+    engine.set_version(3)
+    assert set(generate(engine).output_versions) == {3}
+
+
+REPLY = {
+    "output_ids": [5, 6],
+    "meta_info": {
+        "finish_reason": {"type": "stop", "matched": 6},
+        "output_token_logprobs": [[-0.1, 5, None], [-0.2, 6, None]],
+        "weight_versions": [{"version": "default", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 2}],
+    },
+}
+
+
+def test_versions_of_a_reply_are_per_token() -> None:
+    assert SGLang().parse_generate(REPLY).versions == [0, 7]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(list(REPLY)), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(where=st.sampled_from(["reply", "meta_info", "output_ids", *REPLY["meta_info"]]), value=json_values)
+def test_a_reply_is_either_sound_or_refused(where: str, value: Any) -> None:
+    meta = dict(REPLY["meta_info"])  # type: ignore[call-overload]
+    reply: Any = {**REPLY, "meta_info": meta}
+    if where == "reply":
+        reply = value
+    elif where in meta:
+        meta[where] = value
+    else:
+        reply[where] = value
+    try:
+        chunk = SGLang().parse_generate(reply)
+    except BadResponse:
+        return
+    assert len(chunk.tokens) == len(chunk.logprobs)
+    assert chunk.versions is None or len(chunk.versions) == len(chunk.tokens)
+    assert all(type(t) is int and t >= 0 for t in chunk.tokens)
+    assert all(math.isfinite(p) and p <= 1e-3 for p in chunk.logprobs)
+
+
+def test_vllm_replies_and_requests_in_its_own_words() -> None:
+    reply = {
+        "choices": [
+            {
+                "token_ids": [5, 6],
+                "finish_reason": "length",
+                "weight_versions": [{"version": "3", "start": 0, "end": 2}],
+                "logprobs": {"content": [{"logprob": -0.1}, {"logprob": -0.2}]},
+            }
+        ]
+    }
+    chunk = VLLM().parse_generate(reply)
+    assert (chunk.tokens, chunk.logprobs, chunk.versions, chunk.finish) == ([5, 6], [-0.1, -0.2], [3, 3], "length")
+    body = VLLM().generate_body(
+        [1], GenerationHyperparameters(seed=4), rid="r", max_new_tokens=7, min_new_tokens=0
+    )
+    assert body["sampling_params"]["max_tokens"] == 7
+    assert body["sampling_params"]["seed"] == 4
+    with pytest.raises(BadResponse):
+        VLLM().parse_generate({"choices": []})

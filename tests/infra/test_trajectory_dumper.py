@@ -1,0 +1,125 @@
+"""The dump: one line per sample, right for several turns, for failures, and without a tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_lite.errors import ConfigError
+from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from tests.infra.scripted import OneTurn, TwoTurns
+from tests.stub_server import StubThread, answer_tokens
+
+StartStub = Callable[..., StubThread]
+StartEngine = Callable[..., RemoteInfEngine]
+
+
+def lines(root: Path, *parts: str) -> list[dict[str, Any]]:
+    (path,) = root.glob("/".join(("experiment", "trial", *parts)))
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_one_line_per_sample_at_the_seeds_path_with_the_seeds_fields(
+    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    engine = start_engine(start_stub(), dump_to_file=True)
+    engine.rollout_batch([{"reward": 2.5}], OneTurn, group_size=3)
+    engine.rollout_batch([{}], OneTurn, is_eval=True)
+    engine.destroy()
+    records = lines(tmp_path, "rollout", "0", "0.jsonl")
+    assert [r["sample_idx"] for r in records] == [0, 1, 2]
+    record = records[0]
+    seed_fields = {"task_id": 0, "seqlen": 11, "prompt_len": 3, "head_version": 0, "tail_version": 0, "reward": 2.5}
+    assert seed_fields.items() <= record.items()
+    assert record["prompt"] is record["completion"] is None  # no tokenizer was given
+    assert (record["status"], record["group_id"], record["schema"]) == ("accepted", "0", 1)
+    assert len(lines(tmp_path, "eval-rollout", "0", "1.jsonl")) == 1
+
+
+def test_a_trajectory_of_several_turns_keeps_its_structure(
+    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    engine = start_engine(start_stub(answer_len=2), dump_to_file=True)
+    engine.rollout_batch([{}], TwoTurns)
+    engine.destroy()
+    (record,) = lines(tmp_path, "rollout", "0", "0.jsonl")
+    first = answer_tokens([1, 2, 3], 0, 2)
+    second = answer_tokens([*first, 5, 6], 0, 2)
+    assert [(t["role"], t["ids"], t["loss_mask"]) for t in record["turns"]] == [
+        ("prompt", [1, 2, 3], [0, 0, 0]),
+        ("assistant", first, [1, 1]),
+        ("environment", [5, 6], [0, 0]),
+        ("assistant", second, [1, 1]),
+    ]
+    assert (record["prompt_len"], record["seqlen"]) == (3, 9)
+    sampled = [t for t in record["turns"] if t["role"] == "assistant"]
+    assert all(t["logprobs"] == [-0.5, -0.515625] and t["versions"] == [0, 0] for t in sampled)
+    assert all(t["latency_s"] > 0 and t["stop_reason"] == "stop" for t in sampled)
+
+
+def test_rejected_failed_and_partly_failed_episodes_are_dumped_with_their_cause(
+    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    engine = start_engine(start_stub(), dump_to_file=True)
+    engine.rollout_batch([{"do": "reject"}, {"do": "raise"}], OneTurn)
+    engine.rollout_batch([{"do": "odd"}], OneTurn, group_size=2)
+    engine.rollout_batch([{}], OneTurn, should_accept_fn=lambda trajectory: False)
+    engine.destroy()
+    (rejected,) = lines(tmp_path, "rollout", "0", "0.jsonl")
+    assert (rejected["status"], rejected["error"]) == ("rejected", "the workflow returned None")
+    assert (rejected["seqlen"], rejected["prompt_len"], len(rejected["turns"])) == (11, 3, 2)
+    (failed,) = lines(tmp_path, "rollout", "0", "1.jsonl")
+    assert failed["status"] == "failed" and "broken agent" in failed["error"] and failed["seqlen"] == 0
+    good, odd = lines(tmp_path, "rollout", "0", "2.jsonl")
+    assert (good["status"], odd["status"]) == ("accepted", "failed")
+    assert good["error"] is None and "odd member" in odd["error"]
+    (filtered,) = lines(tmp_path, "rollout", "0", "3.jsonl")
+    assert (filtered["status"], filtered["error"], filtered["seqlen"]) == ("rejected", "should_accept_fn said no", 11)
+
+
+def test_the_folder_is_the_newest_trained_version(
+    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    engine = start_engine(start_stub(), dump_to_file=True)
+    engine.update_weights_from_disk("ckpt", 3)
+    engine.rollout_batch([{}], OneTurn)
+    engine.destroy()
+    (record,) = lines(tmp_path, "rollout", "3", "0.jsonl")
+    assert (record["head_version"], record["tail_version"], record["start_version"]) == (3, 3, 3)
+
+
+def test_every_accepted_group_is_dumped_once_whether_trained_or_left_over(
+    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    engine = start_engine(start_stub(), dump_to_file=True, consumer_batch_size=2, max_head_offpolicyness=2)
+    source = [{"n": n} for n in range(10)]
+    batch = engine.prepare_batch(source, OneTurn)
+    engine.close_source(source)
+    counts = engine.export_stats()
+    engine.destroy()
+    files = list(tmp_path.glob("experiment/trial/rollout/*/*.jsonl"))
+    statuses = [json.loads(f.read_text())["status"] for f in files]
+    assert statuses.count("accepted") == len(batch) == counts["accepted"] == 2
+    assert statuses.count("cancelled") == counts["cancelled"] == len(files) - 2
+
+
+def test_a_dump_that_cannot_be_written_changes_no_outcome(
+    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    (tmp_path / "experiment").write_text("a file where the folder should be")
+    engine = start_engine(start_stub(), dump_to_file=True)
+    assert [r.status for r in engine.rollout_batch([{}, {}], OneTurn)] == ["accepted"] * 2
+    dumper = engine._dumper
+    engine.destroy()
+    assert dumper is not None and dumper.failures == 2
+
+
+def test_a_tokenizer_path_without_a_tokenizer_is_told_at_the_start(
+    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="no tokenizer can be loaded from"):
+        start_engine(start_stub(), dump_to_file=True, tokenizer_path=str(tmp_path))
