@@ -1,0 +1,204 @@
+"""CPU of one model call by an agent, against the bare OpenAI SDK calling a local HTTP stub.
+
+    python benchmarks/agent_call.py [--calls 1000] [--rounds 5] [--tokenizer FOLDER]
+
+Both arms use the same SDK, the same messages and the same answer; the stub runs in a process of its own, so
+only the caller's CPU is counted. `bare` POSTs to the stub's /v1/chat/completions over the SDK's own HTTP
+client. `session` is an episode's call: SDK, in-process transport, session with exact tokens, and a
+keep-alive POST of the token ids to the stub's /generate. `no engine` leaves that POST out. The arms
+take turns, the best round of each counts, and a second table shows the cost of turn 1, 10, 100, ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import multiprocessing
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import openai
+import orjson
+from aiohttp import web
+
+from areal_lite.agents.chat_renderer import ChatRenderer
+from areal_lite.agents.chat_service import ChatService
+from areal_lite.agents.chat_session import ChatSession
+from areal_lite.agents.http_transport import BASE_URL, SharedClient
+from areal_lite.api.generation import GenerationHyperparameters
+from areal_lite.api.io_struct import ModelRequest, ModelResponse
+from areal_lite.data.tokenizer import load_tokenizer
+
+OUTPUT_TOKENS = 64
+CONCURRENCY = 64
+MESSAGES: list[Any] = [
+    {"role": "system", "content": "Reply with a number only."},
+    {"role": "user", "content": "Which is the largest number: 12, 89, 41, 7?"},
+]
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def serve_stub(ready: Any, completion: bytes, generated: bytes) -> None:
+    """Serve both canned answers until killed; tells its port on ``ready``."""
+
+    async def answer(request: web.Request) -> web.Response:
+        await request.read()
+        body = generated if request.path == "/generate" else completion
+        return web.Response(body=body, content_type="application/json")
+
+    async def main() -> None:
+        app = web.Application()
+        app.router.add_post("/{path:.*}", answer)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        ready.send(runner.addresses[0][1])
+        await asyncio.Event().wait()
+
+    asyncio.run(main())
+
+
+class HttpEngine:
+    """The least an inference client can do: one keep-alive POST; or nothing, where there is no server."""
+
+    def __init__(self, http: aiohttp.ClientSession | None, url: str, output_ids: list[int]) -> None:
+        self._http, self._url, self._output_ids = http, url, output_ids
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        ids, logprobs = self._output_ids, [-0.5] * len(self._output_ids)
+        if self._http is not None:
+            body = orjson.dumps({"input_ids": req.input_ids, "return_logprob": True})
+            async with self._http.post(self._url, data=body) as response:
+                answer = orjson.loads(await response.read())
+            pairs = answer["meta_info"]["output_token_logprobs"]
+            ids, logprobs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
+        return ModelResponse(
+            input_tokens=req.input_ids,
+            output_tokens=ids,
+            output_logprobs=logprobs,
+            output_versions=[0] * len(ids),
+            tokenizer=req.tokenizer,
+        )
+
+
+def make_tokenizer(path: str | None) -> Any:
+    """Return the tokenizer of ``path``, or a byte-level one."""
+    if path is not None:
+        return load_tokenizer(path)
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", bos_token="<|im_start|>"
+    )
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+async def cpu_per_call(call: Callable[[], Awaitable[Any]], calls: int) -> float:
+    """Return this process's CPU seconds per call, ``CONCURRENCY`` of them at once."""
+
+    async def worker() -> None:
+        for _ in range(calls // CONCURRENCY):
+            await call()
+
+    gc.collect()
+    start = time.process_time()
+    await asyncio.gather(*(worker() for _ in range(CONCURRENCY)))
+    return (time.process_time() - start) / (calls // CONCURRENCY * CONCURRENCY)
+
+
+async def measure(args: argparse.Namespace, renderer: ChatRenderer, output_ids: list[int], port: int) -> None:
+    service = ChatService()
+    shared: Any = SharedClient(service)
+    stub = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=CONCURRENCY)) as http:
+        url = f"http://127.0.0.1:{port}/generate"
+
+        async def bare() -> None:
+            await stub.chat.completions.create(model="default", messages=MESSAGES)
+
+        def episode(engine: Any) -> Callable[[], Awaitable[None]]:
+            async def call() -> None:  # with all an episode costs: session, key, client
+                session = ChatSession(engine, renderer, GenerationHyperparameters())
+                key = service.open(session)
+                client = openai.AsyncOpenAI(base_url=BASE_URL, api_key=key, http_client=shared)
+                await client.chat.completions.create(model="default", messages=MESSAGES)
+                service.close(key)
+
+            return call
+
+        arms = {
+            "bare": bare,
+            "session": episode(HttpEngine(http, url, output_ids)),
+            "no engine": episode(HttpEngine(None, url, output_ids)),
+        }
+        best = dict.fromkeys(arms, float("inf"))
+        for _ in range(args.rounds):
+            for name, call in arms.items():
+                best[name] = min(best[name], await cpu_per_call(call, args.calls))
+        print(f"{'arm':<12}{'CPU ms/call':>12}{'ratio':>8}")
+        for name, seconds in best.items():
+            print(f"{name:<12}{seconds * 1e3:>12.3f}{seconds / best['bare']:>8.2f}")
+        await per_turn(HttpEngine(None, url, output_ids), renderer)
+    await stub.close()
+
+
+async def per_turn(engine: Any, renderer: ChatRenderer) -> None:
+    """Print the CPU of the session alone (no SDK, no JSON) at growing turns."""
+    shown = (1, 10, 50, 100, 250)
+    spent = dict.fromkeys(shown, float("inf"))
+    for _ in range(5):
+        session = ChatSession(engine, renderer, GenerationHyperparameters(max_tokens=10**6))
+        messages: list[Any] = []
+        for turn in range(1, shown[-1] + 1):
+            messages.append({"role": "user", "content": f"Which is the largest number: 12, 89, 41, {turn}?"})
+            start = time.process_time()
+            completion = await session.create({"model": "default", "messages": messages})
+            if turn in spent:
+                spent[turn] = min(spent[turn], time.process_time() - start)
+            messages.append(completion["choices"][0]["message"])
+    print(f"\n{'turn':<12}{'CPU ms':>12}   (session alone)")
+    for turn, seconds in spent.items():
+        print(f"{turn:<12}{seconds * 1e3:>12.3f}")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokenizer")
+    args = parser.parse_args()
+    renderer = ChatRenderer(make_tokenizer(args.tokenizer))
+    text = "The largest of these numbers is eighty-nine. " * 4
+    output_ids = renderer.tokenizer.encode(text, add_special_tokens=False)[: OUTPUT_TOKENS - 1]
+    output_ids.append(renderer.stop_ids[0])
+    generated = {"text": "", "meta_info": {"output_token_logprobs": [[-0.5, i, None] for i in output_ids]}}
+    session = ChatSession(HttpEngine(None, "", output_ids), renderer, GenerationHyperparameters())  # type: ignore[arg-type]
+    completion = asyncio.run(session.create({"model": "default", "messages": MESSAGES}))
+    parent, child = multiprocessing.Pipe()
+    server = multiprocessing.get_context("spawn").Process(
+        target=serve_stub, args=(child, orjson.dumps(completion), orjson.dumps(generated)), daemon=True
+    )
+    server.start()
+    try:
+        asyncio.run(measure(args, renderer, output_ids, parent.recv()))
+    finally:
+        server.kill()
+
+
+if __name__ == "__main__":
+    main()
