@@ -7,8 +7,7 @@ shared machine:
 * ``continuous``: ``model.generate_batch`` of transformers, with all requests there from the start.
 * ``embedded``: our server as a child process, over HTTP, with ``--batch`` requests in flight: Poisson arrivals until
   the batch is full, then a new request for each that ended. All requests sent count, their prefill included.
-* ``embedded, groups``: the same, but each prompt is sent ``--group`` times, as GRPO does; generate's share of that
-  is the number above, since it computes every row.
+* ``embedded, groups``: the same, but each prompt is sent ``--group`` times, as GRPO does.
 
     python benchmarks/embedded_throughput.py --model DIR --threads 1 --batch 64 --new-tokens 64
 """

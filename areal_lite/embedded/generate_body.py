@@ -14,7 +14,7 @@ from typing import Any
 from areal_lite.embedded.generation_request import GenerationRequest
 from areal_lite.embedded.sampling_params import parse_sampling_params, rule_broken, wrong_type
 
-_IGNORED_UNLESS_SET = (
+_UNSUPPORTED = (
     "input_embeds",
     "image_data",
     "audio_data",
@@ -63,7 +63,7 @@ def parse_generate(
     """
     if not isinstance(body, dict):
         raise wrong_type(f"the body must be a JSON object, got {type(body).__name__}.")
-    for name in _IGNORED_UNLESS_SET:
+    for name in _UNSUPPORTED:
         if body.get(name):
             raise rule_broken(
                 f"{name} is not supported by the embedded server; leave it out, or serve with SGLang."
@@ -181,13 +181,8 @@ def _check_length(prompt: list[int], max_new_tokens: int, limits: Limits) -> Non
 def _rids(given: Any, count: int, is_batch: bool) -> list[str]:
     if given is None:
         return [uuid.uuid4().hex for _ in range(count)]
-    rids = (
-        given
-        if isinstance(given, list)
-        else [given]
-        if count == 1
-        else [f"{given}_{i}" for i in range(count)]
-    )
+    one = [given] if count == 1 else [f"{given}_{i}" for i in range(count)]
+    rids = given if isinstance(given, list) else one
     if not all(isinstance(rid, str) and rid for rid in rids) or (isinstance(given, list) and not is_batch):
         raise wrong_type(f"rid must be a string, or for a batch a list of strings; got {given!r}.")
     if len(rids) != count:

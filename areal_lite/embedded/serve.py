@@ -112,7 +112,7 @@ def build(settings: ServerSettings, directory: Path) -> tuple[SGLangDialect, Sch
         scheduler,
         encode=lambda text: list(tokenizer(text, truncation=False)["input_ids"]),
         decode=decode,
-        model_path=settings.model_path,
+        model_path=str(directory),
         limits=Limits(
             context_length=context_length, vocab_size=runner.vocab_size, max_total_tokens=max_total_tokens
         ),

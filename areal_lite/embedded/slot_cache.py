@@ -1,8 +1,8 @@
 """A KV cache with one slot per request, so that rows of any length share a batch.
 
 Per layer two tensors ``[slots, kv_heads, capacity + 1, head_dim]``; position ``p`` of a request lies in column ``p``
-of its slot. The last column takes what
-padding writes. Knows nothing about requests: the scheduler says which rows, and how much of each is already there.
+of its slot. The last column takes what padding writes. Knows nothing about requests: the scheduler says which rows,
+and how much of each is already there.
 """
 
 from __future__ import annotations
