@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ _NO_EFFECT = {
 }  # fmt: skip
 """Fields that change nothing about the tokens: accepted and ignored."""
 _SAMPLING: dict[str, tuple[float, float]] = {
-    "temperature": (0, 2), "top_p": (0, 1), "top_k": (-1, 2**31), "min_p": (0, 1),
+    "temperature": (0, 2), "top_p": (1e-6, 1), "top_k": (-1, 2**31), "min_p": (0, 1),
     "frequency_penalty": (-2, 2), "presence_penalty": (-2, 2), "repetition_penalty": (0, 2),
 }  # fmt: skip
 """Fields that change the sampling distribution, with their bounds."""
@@ -73,6 +73,11 @@ class ChatRequest:
     logprobs: bool = False
     sampling: dict[str, float] = field(default_factory=dict)
     """What the agent asked of the distribution: temperature, top_p, ..."""
+
+    @property
+    def render_key(self) -> bytes:
+        """What tells two renderings of the same messages apart."""
+        return _canonical([self.tools, self.template_kwargs]) if self.tools or self.template_kwargs else b""
 
 
 def parse_chat_request(body: Any) -> ChatRequest:
@@ -268,15 +273,6 @@ def _number(name: str, value: Any, low: float, high: float) -> float:
     return value
 
 
-def tools_key(request: ChatRequest) -> bytes:
-    """Return what tells one rendering of a history from another, beside the messages."""
-    return (
-        _canonical([request.tools, request.template_kwargs])
-        if request.tools or request.template_kwargs
-        else b""
-    )
-
-
 def _canonical(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
 
@@ -284,8 +280,3 @@ def _canonical(value: Any) -> bytes:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def known_names(tools: list[Mapping[str, Any]] | list[dict[str, Any]] | None) -> set[str]:
-    """Return the names of the declared tools."""
-    return {tool["function"]["name"] for tool in tools or ()}

@@ -13,18 +13,13 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from areal_lite.agents.chat_renderer import ChatRenderer
-from areal_lite.agents.chat_request import (
-    ChatRequest,
-    known_names,
-    parse_chat_request,
-    parse_message,
-    tools_key,
-)
+from areal_lite.agents.chat_request import ChatRequest, parse_chat_request, parse_message
+from areal_lite.agents.chat_sampling import request_gconfig
 from areal_lite.agents.request_error import RequestError
 from areal_lite.agents.tool_calls import parse_tool_calls
 from areal_lite.api.engine_api import InferenceEngine
@@ -54,9 +49,8 @@ class ChatSession:
     Args:
         engine: Generates; only ``agenerate`` is used.
         renderer: The tokenizer with its chat template.
-        gconfig: The run's sampling. An agent may shorten an answer (max_tokens, stop) and seed it.
-        agent_samples: False: temperature, top_p and the like are the run's, whatever the agent says,
-            for the trainer divides by the run's temperature. True: the agent's word counts.
+        gconfig: The run's sampling.
+        agent_samples: Whether the agent's temperature, top_p and the like count; not while training.
 
     Attributes:
         interactions: Every answer by completion id, in the order they came.
@@ -80,7 +74,6 @@ class ChatSession:
         stop_ids = dict.fromkeys([*(gconfig.stop_token_ids or []), *renderer.stop_ids])
         self._gconfig = gconfig.new(stop_token_ids=list(stop_ids) or None)
         self._roots: dict[bytes, _Node] = {}
-        self._warned = False
         self._closed = False
         self.interactions: Interactions = {}
         self.clean_turns = 0
@@ -115,14 +108,16 @@ class ChatSession:
         self._closed = True
 
     async def _create(self, request: ChatRequest) -> dict[str, Any]:
-        root = self._roots.setdefault(tools_key(request), _Node())
+        root = self._roots.setdefault(request.render_key, _Node())
         parent, known = self._longest_recorded(root, request.keys)
         new = request.messages[known:]
         prompt, parent = await self._prompt(request, parent, new)
         if parent is None:
             new = request.messages
         is_fork = bool(self.interactions) and any(message["role"] == "assistant" for message in new)
-        gconfig = self._sampling(request, len(prompt))
+        gconfig = request_gconfig(
+            self._gconfig, request, prompt_tokens=len(prompt), agent_samples=self._agent_samples
+        )
         try:
             response = await self._engine.agenerate(
                 ModelRequest(input_ids=prompt, gconfig=gconfig, tokenizer=self._renderer.tokenizer)
@@ -186,61 +181,10 @@ class ChatSession:
                     request.tools,
                     request.template_kwargs,
                 )
-                return recorded.input_tokens + recorded.output_tokens + added, parent
+                return [*recorded.input_tokens, *recorded.output_tokens, *added], parent
             except RequestError:
                 logger.debug("the new messages cannot be rendered alone", exc_info=True)
         return await self._renderer.prompt(request.messages, request.tools, request.template_kwargs), None
-
-    def _sampling(self, request: ChatRequest, prompt_tokens: int) -> GenerationHyperparameters:
-        gconfig = self._gconfig
-        room = gconfig.max_tokens - prompt_tokens
-        if room < 1:
-            raise RequestError(
-                f"the prompt has {prompt_tokens} tokens and gconfig.max_tokens is {gconfig.max_tokens}, so no room is "
-                "left for an answer: shorten the messages, or raise gconfig.max_tokens",
-                param="messages",
-                code="context_length_exceeded",
-            )
-        asked = request.max_tokens or gconfig.max_new_tokens
-        changes: dict[str, Any] = {"max_new_tokens": min(asked, gconfig.max_new_tokens, room)}
-        if changes["max_new_tokens"] < gconfig.min_new_tokens:
-            changes["min_new_tokens"] = changes["max_new_tokens"]
-        if request.stop:
-            changes["stop"] = [*(gconfig.stop or []), *request.stop]
-        if request.seed is not None:
-            changes["seed"] = request.seed
-        changes |= self._distribution(request.sampling)
-        changes = {name: value for name, value in changes.items() if getattr(gconfig, name) != value}
-        return gconfig.new(**changes) if changes else gconfig
-
-    def _distribution(self, asked: Mapping[str, float]) -> dict[str, Any]:
-        """Return the agent's wishes that are followed; warn once of others."""
-        run = {
-            "temperature": self._gconfig.effective_temperature,
-            "top_p": self._gconfig.top_p,
-            "top_k": -1 if self._gconfig.top_k is None else self._gconfig.top_k,
-            "frequency_penalty": self._gconfig.frequency_penalty,
-            "repetition_penalty": 1,
-        }
-        other = {name: value for name, value in asked.items() if value != run.get(name, 0)}
-        followed: dict[str, Any] = {}
-        if self._agent_samples:
-            if "temperature" in other:
-                followed |= {"temperature": other.pop("temperature"), "greedy": False}
-            if other.get("top_p", 0) > 0:
-                followed["top_p"] = other.pop("top_p")
-            if "frequency_penalty" in other:
-                followed["frequency_penalty"] = other.pop("frequency_penalty")
-            if "top_k" in other:
-                top_k = int(other.pop("top_k"))
-                followed["top_k"] = top_k if top_k > 0 else None
-        if other and not self._warned:
-            self._warned = True
-            logger.warning(
-                "the agent asks for %s; the run's gconfig decides, for the trainer learns from that distribution",
-                ", ".join(f"{name}={value}" for name, value in other.items()),
-            )
-        return followed
 
     def _message(self, request: ChatRequest, response: ModelResponse) -> tuple[dict[str, Any], str]:
         """Return the assistant message and the finish reason; the text is a view of the ids."""
@@ -253,7 +197,7 @@ class ChatSession:
         message: dict[str, Any] = {"role": "assistant", "content": text}
         finish_reason = "stop" if response.stop_reason in ("stop", "tool_calls") else "length"
         if request.parse_tools:
-            parsed = parse_tool_calls(text, known_names(request.tools))
+            parsed = parse_tool_calls(text, {tool["function"]["name"] for tool in request.tools or ()})
             self.tool_parse_errors += parsed.unparsable
             if parsed.tool_calls:
                 message = {

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lite.agents.chat_renderer import ChatRenderer
+from areal_lite.agents.chat_sampling import warn_once
 from areal_lite.agents.chat_session import ChatSession
 from areal_lite.agents.request_error import RequestError
 from areal_lite.api.generation import GenerationHyperparameters
@@ -292,6 +293,8 @@ def test_an_answer_that_ends_with_another_special_token_is_not_ended_twice() -> 
 
 
 def test_the_run_decides_the_distribution_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+
     async def play() -> None:
         gconfig = GenerationHyperparameters(temperature=0.8, max_new_tokens=50, stop=["END"])
         session, engine = make_session(["a b END c", "a b END c", "xyz"], gconfig=gconfig)
@@ -305,8 +308,8 @@ def test_the_run_decides_the_distribution_and_says_so_once(caplog: pytest.LogCap
         await session.create({"messages": [user("3")], "max_completion_tokens": 1, "temperature": 0.8})
         assert engine.requests[-1].gconfig.max_new_tokens == 1
         assert [r.message for r in caplog.records] == [
-            "the agent asks for temperature=0.1, top_p=0.5; the run's gconfig decides, for the trainer learns from "
-            "that distribution"
+            "the agent asks for temperature=0.1, top_p=0.5: not followed, the run's gconfig decides, for the trainer "
+            "learns from that"
         ]
 
         session, engine = make_session(["a"], gconfig=gconfig.new(greedy=True), agent_samples=True)
