@@ -41,15 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     for name, value in _THREAD_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    sys.path.insert(0, str(Path.cwd()))
     if arguments[:1] == ["serve"]:
         from areal_lite.embedded.__main__ import main as serve
 
         return serve(arguments[1:])
-    options = _parser().parse_args(arguments)
     stop = _StopOnSignal()
     try:
+        options = _parser().parse_args(arguments)
         if options.command == "view":
             _view(options)
         else:
@@ -58,16 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.run(load_config(options.config, options.overrides))
         sys.stdout.flush()
         code = 0
-    except BrokenPipeError:  # the reader of our output, `head` say, has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
     except ArealLiteError as error:
         _report(error)
         code = error.exit_code
-    except (Exception, KeyboardInterrupt, BaseExceptionGroup):
-        if not stop.signal:
-            traceback.print_exc()
+    except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
         code = ArealLiteError.exit_code
+        only_shows = arguments[:1] in (["config"], ["view"]) or arguments[-1:] in (["-h"], ["--help"])
+        if isinstance(error, BrokenPipeError) and only_shows:  # the reader, `head` say, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 0
+        elif not stop.signal:
+            traceback.print_exc()
     return 128 + stop.signal if stop.signal else code
 
 

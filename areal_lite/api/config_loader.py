@@ -51,7 +51,13 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def text(self, value: str) -> yaml.ScalarNode:
+        # Only double quotes escape these line breaks; elsewhere they would be read as a space.
+        style = '"' if {"\x85", "\u2028", "\u2029"} & set(value) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style)
 
+
+_Dumper.add_representer(str, _Dumper.text)
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
@@ -155,8 +161,10 @@ def _lay_over(values: dict[Any, Any], override: str, root: type[Any], *, where: 
             if owner is None and not _is_mapping(field):
                 raise ConfigError(f"{where}: {'.'.join(sections[: depth + 1])} is a value, not a section")
         below = here.get(name)
-        if not isinstance(below, dict):
+        if below is None:
             below = here[name] = {}
+        elif not isinstance(below, dict):
+            raise ConfigError(f"{where}: {'.'.join(sections[: depth + 1])} is {_short(below)}, not a section")
         here = below
     if owner is not None and _field_type(owner, last) is None:
         raise ConfigError(f"{where}: {_unknown(owner, last, root)}")

@@ -134,6 +134,7 @@ def test_a_byte_order_mark_is_no_fault(write):
         ("rollot.group_size=1", "unknown key 'rollot'; did you mean 'rollout'?"),
         ("zzz=1", "unknown key 'zzz'; the keys here are experiment_name, trial_name"),
         ("seed.x=1", "seed is a value, not a section"),
+        ("workflow_kwargs.a.b=1", "workflow_kwargs.a is 3, not a section"),
         ("seed", "override 'seed': write section.key=value"),
         ("=1", "write section.key=value"),
         (
@@ -145,7 +146,7 @@ def test_a_byte_order_mark_is_no_fault(write):
     ],
 )
 def test_a_bad_override_is_named_with_the_file(write, override, message):
-    assert message in refused(write(), override)
+    assert message in refused(write(MINIMAL + "workflow_kwargs: {a: 3}\n"), override)
 
 
 def test_overrides_are_yaml_and_the_last_one_counts(write):
@@ -175,7 +176,23 @@ json_values = st.recursive(
     | st.integers()
     | st.floats(allow_nan=False)
     | st.text()
-    | st.sampled_from(["1e-5", "no", "1_000", "0x1", "~", "2024-01-01", "=", "<<", "1:30", ".inf", "-.5e1"]),
+    | st.sampled_from(
+        [
+            "1e-5",
+            "no",
+            "1_000",
+            "0x1",
+            "~",
+            "\x85",
+            "a\u2028b",
+            "2024-01-01",
+            "=",
+            "<<",
+            "1:30",
+            ".inf",
+            "-.5e1",
+        ]
+    ),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )

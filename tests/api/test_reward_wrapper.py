@@ -240,7 +240,7 @@ def test_a_busy_worker_dies_with_a_killed_parent(script):
     with subprocess.Popen([*script, "hang"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         worker = psutil.Process(int(process.stdout.readline()))
-        while worker.cpu_percent(0.01) < 50:
+        while not worker.cpu_percent(0.05):
             pass
         process.kill()
     assert has_ended(worker.pid)
