@@ -59,12 +59,12 @@ REFUSES = """
 """
 HEARS_NOTHING = """
     import contextlib, ctypes
-    print("running", flush=True)
-    mutex = ctypes.create_string_buffer(64)
+    lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+    lock(mutex)
     while True:
         with contextlib.suppress(KeyboardInterrupt):
-            # The second time it waits for ever, and a signal does not end it.
-            ctypes.CDLL(None).pthread_mutex_lock(mutex)
+            print("running", flush=True)
+            lock(mutex)  # waits for ever, and a signal does not end it
 """
 
 
