@@ -47,9 +47,8 @@ class ChatRenderer:
         self.stop_ids: list[int] = []
         """Ids an answer ends at: the tokenizer's end token and the chat template's."""
         ends = [tokenizer.eos_token_id]
-        with contextlib.suppress(
-            RequestError
-        ):  # a template that cannot be continued: turns are rendered whole
+        # A template that cannot be continued has no such end; every turn is then rendered whole.
+        with contextlib.suppress(RequestError):
             ends += self._encode(self._text_after_answer([], None, {}))[:1]
         for token in ends:
             if token in self.special_ids and token not in self.stop_ids:

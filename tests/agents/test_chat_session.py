@@ -277,6 +277,23 @@ def test_thoughts_stay_in_the_history_and_template_arguments_reach_the_template(
     asyncio.run(play())
 
 
+def test_a_template_that_leaves_out_answers_is_rendered_whole_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(tokenizer(), "chat_template", template)
+
+    async def play() -> None:
+        session, engine = make_session(["a", "b"])
+        first = answer_of(await session.create({"messages": [user("1")]}))
+        await session.create({"messages": [user("1"), first, user("2")]})
+        assert tokenizer().decode(engine.requests[-1].input_ids) == "12"
+        assert (session.forks, len(session.export("concat"))) == (1, 2)
+        assert trained(session) == sampled(engine)
+
+    asyncio.run(play())
+
+
 def test_an_answer_that_ends_with_another_special_token_is_not_ended_twice() -> None:
     eom = tokenizer("llama3").convert_tokens_to_ids("<|eom_id|>")
 
