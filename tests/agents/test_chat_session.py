@@ -281,7 +281,7 @@ def test_a_template_that_leaves_out_answers_is_rendered_whole_and_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    monkeypatch.setattr(tokenizer(), "chat_template", template)
+    monkeypatch.setattr(tokenizer("chatml"), "chat_template", template)
 
     async def play() -> None:
         session, engine = make_session(["a", "b"])
