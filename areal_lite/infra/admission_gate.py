@@ -54,12 +54,11 @@ class AdmissionGate:
     def set_version(self, version: int) -> None:
         """Take a new policy version.
 
-        The places taken before a version that was jumped to (a resumed run) count as used, so that a
-        jump does not open the gate for all the steps in between.
+        Each version stands for a batch, also one that was never drawn (a resumed run, a skipped step): its
+        places count as used, or the gate would open for groups that are bound to grow stale.
         """
-        if version > self.version + 1:
-            self.taken = max(self.taken, version * self.batch_size)
         self.version = version
+        self.taken = max(self.taken, version * self.batch_size)
 
     def describe(self) -> str:
         """Return the state in words, for the error of a wait that took too long."""

@@ -12,12 +12,12 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
 from areal_lite.api.config import InferenceEngineConfig
@@ -29,7 +29,7 @@ from areal_lite.infra.workflow_context import scope_name
 
 logger = logging.getLogger(__name__)
 
-_JSON = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+_JSON = orjson.OPT_APPEND_NEWLINE
 SCHEMA = 1
 """Version of the line format."""
 
@@ -127,19 +127,31 @@ def dump_lines(result: EpisodeResult, tokenizer: Any = None) -> Iterator[dict[st
         }
 
 
-@dataclass(slots=True)
 class _Sequence:
-    """One row without its padding; every list has one entry per token."""
+    """One row without its padding; columns are made into lists, one entry per token, when asked for."""
 
-    ids: list[int]
-    mask: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    reward: float | None = None
+    def __init__(
+        self, columns: Mapping[str, Any], length: int, *, keep: Any = None, reward: float | None = None
+    ) -> None:
+        self._columns = columns
+        self._keep = keep
+        self.length = length
+        self.reward = reward
+        self.ids: list[int] = self.column("input_ids", 0)
+        self.mask: list[int] = self.column("loss_mask", 0)
+        if self.mask and type(self.mask[0]) is bool:
+            self.mask = list(map(int, self.mask))
+
+    def column(self, key: str, default: float) -> list[Any]:
+        """Return a per-token column, ``default`` everywhere where the workflow gave none."""
+        if key not in self._columns:
+            return [default] * self.length
+        values = self._columns[key]
+        return (values if self._keep is None else values[self._keep]).tolist()  # type: ignore[no-any-return]
 
     def trained_versions(self) -> tuple[int | None, int | None]:
         """Return (oldest, newest) version of the trained tokens."""
-        trained = [v for v in compress(self.versions, self.mask) if v >= 0]
+        trained = set(compress(self.column("versions", -1), self.mask)) - {-1}
         return min(trained, default=None), max(trained, default=None)
 
 
@@ -158,34 +170,23 @@ def _samples(result: EpisodeResult) -> Iterator[tuple[MemberRecord, bool]]:
 
 def _rows(result: EpisodeResult) -> Iterator[_Sequence]:
     """Yield the rows of the trajectory without their padding."""
-    tensors = result.trajectory
-    if tensors is None:
+    if result.trajectory is None:
         return
-    columns = {key: tensors[key].tolist() for key in TOKEN_KEYS if key in tensors}
-    rewards = tensors["rewards"].tolist() if "rewards" in tensors else None
-    for row, attention in enumerate(columns["attention_mask"]):
-        padded = not all(attention)
-
-        def column(
-            key: str, default: float, row: int = row, keep: list[int] = attention, cut: bool = padded
-        ) -> Any:
-            values = columns[key][row] if key in columns else [default] * len(keep)
-            return list(compress(values, keep)) if cut else values
-
-        mask = column("loss_mask", 0)
+    tensors = {key: tensor.numpy() for key, tensor in result.trajectory.items() if key in TOKEN_KEYS}
+    rewards = result.rewards
+    for row, attention in enumerate(tensors.pop("attention_mask") != 0):
         yield _Sequence(
-            ids=column("input_ids", 0),
-            mask=mask if type(mask[0]) is int else [int(m) for m in mask],
-            logprobs=column("logprobs", 0.0),
-            versions=column("versions", -1),
-            reward=None if rewards is None else rewards[row],
+            {key: tensor[row] for key, tensor in tensors.items()},
+            length := int(attention.sum()),
+            keep=None if length == len(attention) else attention,
+            reward=rewards[row] if rewards else None,
         )
 
 
 def _called_sequence(member: MemberRecord) -> _Sequence:
     """Return the sequence of a member that gave no row: its last model call, nothing trained."""
     ids = [t for turn in member.turns[-1:] for t in turn.input_tokens + turn.output_tokens]
-    return _Sequence(ids, [0] * len(ids), [0.0] * len(ids), [-1] * len(ids))
+    return _Sequence({"input_ids": np.array(ids, dtype=np.int64)}, len(ids))
 
 
 def _turns(sequence: _Sequence, calls: Sequence[ModelResponse], tokenizer: Any) -> list[dict[str, Any]]:
@@ -208,16 +209,13 @@ def _turns(sequence: _Sequence, calls: Sequence[ModelResponse], tokenizer: Any) 
     def add_unexplained(start: int, end: int) -> None:
         while start < end:
             trained = sequence.mask[start]
-            stop = next((i for i in range(start, end) if sequence.mask[i] != trained), end)
+            try:
+                stop = sequence.mask.index(1 - trained, start, end)
+            except ValueError:
+                stop = end
             if trained:
-                span = slice(start, stop)
-                add(
-                    "assistant",
-                    start,
-                    stop,
-                    logprobs=sequence.logprobs[span],
-                    versions=sequence.versions[span],
-                )
+                logprobs, versions = sequence.column("logprobs", 0.0), sequence.column("versions", -1)
+                add("assistant", start, stop, logprobs=logprobs[start:stop], versions=versions[start:stop])
             else:
                 add("environment" if turns else "prompt", start, stop)
             start = stop

@@ -66,7 +66,7 @@ def test_a_jump_of_the_version_does_not_open_the_gate_for_the_steps_in_between()
     batch=st.integers(1, 4),
     events=st.lists(st.sampled_from(["start", "accept", "reject", "version", "pause", "resume", "eval"]), max_size=80),
 )
-def test_capacity_is_areals_formula_after_any_history(
+def test_capacity_is_areals_formula_after_any_history_with_a_batch_per_version(
     concurrency: int | None, staleness: int, batch: int, events: list[str]
 ) -> None:
     g = AdmissionGate(max_concurrent=concurrency, max_staleness=staleness, batch_size=batch)
@@ -90,5 +90,6 @@ def test_capacity_is_areals_formula_after_any_history(
         elif event == "version":
             version += 1
             g.set_version(version)
+            accepted = max(accepted, version * batch - running)  # a version stands for a batch
         elif event in ("pause", "resume"):
             paused = g.paused = event == "pause"

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from areal_lite.api import InferenceEngine, RolloutWorkflow
 from areal_lite.errors import ConfigError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from tests.infra.scripted import OneTurn, TwoTurns
@@ -59,6 +61,32 @@ def test_a_trajectory_of_several_turns_keeps_its_structure(
     sampled = [t for t in record["turns"] if t["role"] == "assistant"]
     assert all(t["logprobs"] == [-0.5, -0.515625] and t["versions"] == [0, 0] for t in sampled)
     assert all(t["latency_s"] > 0 and t["stop_reason"] == "stop" for t in sampled)
+
+
+def test_a_row_that_no_model_call_explains_is_split_by_its_mask_and_freed_of_its_padding(
+    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    class Replay(RolloutWorkflow):
+        async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any]:
+            return {
+                "input_ids": torch.tensor([[1, 2, 11, 12, 3, 4, 21, 0]]),
+                "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]]),
+                "loss_mask": torch.tensor([[False, False, True, True, False, False, True, False]]),
+                "versions": torch.tensor([[-1, -1, 4, 5, -1, -1, 6, -1]]),
+            }
+
+    engine = start_engine(start_stub(), dump_to_file=True)
+    engine.rollout_batch([{}], Replay)
+    engine.destroy()
+    (record,) = lines(tmp_path, "rollout", "6", "0.jsonl")
+    assert (record["seqlen"], record["prompt_len"], record["head_version"], record["tail_version"]) == (7, 2, 4, 6)
+    assert [(t["role"], t["ids"], t.get("versions")) for t in record["turns"]] == [
+        ("prompt", [1, 2], None),
+        ("assistant", [11, 12], [4, 5]),
+        ("environment", [3, 4], None),
+        ("assistant", [21], [6]),
+    ]
+    assert record["reward"] is None
 
 
 def test_rejected_failed_and_partly_failed_episodes_are_dumped_with_their_cause(
