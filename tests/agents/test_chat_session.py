@@ -294,17 +294,18 @@ def test_a_template_that_leaves_out_answers_is_rendered_whole_and_counted(
     asyncio.run(play())
 
 
-def test_an_answer_that_ends_with_another_special_token_is_not_ended_twice() -> None:
+@pytest.mark.parametrize(("stops", "end"), [(True, ""), (False, "<|eot_id|>")])
+def test_an_answer_is_ended_once_by_itself_or_by_the_template(stops: bool, end: str) -> None:
     eom = tokenizer("llama3").convert_tokens_to_ids("<|eom_id|>")
 
     async def play() -> None:
-        gconfig = GenerationHyperparameters(stop_token_ids=[eom])
+        gconfig = GenerationHyperparameters(stop_token_ids=[eom] if stops else None)
         session, engine = make_session([[200, 201, eom], "x"], "llama3", gconfig=gconfig)
         first = answer_of(await session.create({"messages": [user("1")]}))
         assert "eom_id" not in first["content"]
         await session.create({"messages": [user("1"), first, user("2")]})
         follow = engine.requests[-1].input_ids[len(engine.requests[0].input_ids) + 3 :]
-        assert tokenizer("llama3").decode(follow).startswith("<|start_header_id|>user")
+        assert tokenizer("llama3").decode(follow).startswith(end + "<|start_header_id|>user")
 
     asyncio.run(play())
 
