@@ -25,7 +25,7 @@ _SHARED_WITH_ROLLOUT = ("experiment_name", "trial_name", "fileroot")
 _SECRET_KEY = re.compile(r"(api_?key|password|secret|access_token|auth_token)$", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"(sk-|hf_|al_|Bearer )\S{8,}")
 # YAML 1.1 reads 1e-5 as text; people mean the number.
-_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?[eE][-+]?[0-9]+|[-+]?\.[0-9_]+[eE][-+]?[0-9]+")
+_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+\Z")
 
 
 class _Loader(yaml.SafeLoader):
@@ -189,9 +189,8 @@ def _complaints(
             rule = fault["msg"].removeprefix("Value error, ").replace("Input should", "it must")
             if fault["type"] == "dataclass_type":
                 rule = "it must be a section: indented 'key: value' lines"
-            value = (
-                "" if fault["type"] == "value_error" else f"{_short(fault['input'])}: "
-            )  # ours say the value
+            # Our own validators say the value themselves.
+            value = "" if fault["type"] == "value_error" else f"{_short(fault['input'])}: "
             yield f"{source}: {dotted}: {value}{rule}. {meaning}".rstrip(" ")
 
 

@@ -159,6 +159,7 @@ def test_overrides_are_yaml_and_the_last_one_counts(write):
             "eval_dataset.path=held.jsonl",
             "eval_dataset.kwargs.deep.er=1e-3",
             "rollout.gconfig.top_k=null",
+            "workflow_kwargs={commit: 1e5f3a2, rate: 2E5}",
             "train_dataset.path=reasoning-gym:chain_sum",
             "rollout.gconfig.stop=['=', 'b']",
         ],
@@ -167,6 +168,7 @@ def test_overrides_are_yaml_and_the_last_one_counts(write):
     assert config.rollout.group_size == 4
     assert config.eval_dataset == DatasetConfig(path="held.jsonl", kwargs={"deep": {"er": 0.001}})
     assert config.rollout.gconfig == GenerationHyperparameters(stop=["=", "b"])
+    assert config.workflow_kwargs == {"commit": "1e5f3a2", "rate": 2e5}
     assert config.train_dataset.path == "reasoning-gym:chain_sum"
 
 
@@ -183,6 +185,7 @@ json_values = st.recursive(
             "1_000",
             "0x1",
             "~",
+            "1e5f",
             "\x85",
             "a\u2028b",
             "2024-01-01",
