@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
-
-if TYPE_CHECKING:
-    import numpy as np
 
 TOKEN_KEYS = {
     "input_ids": "iu",
@@ -137,20 +136,20 @@ def _check_values(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
     mask, attention = arrays.get("loss_mask"), arrays["attention_mask"]
     if mask is None:
         return
-    if not attention.all() and ((mask != 0) > (attention != 0)).any():
+    if not np.logical_and.reduce(attention, None) and ((mask != 0) > (attention != 0)).any():
         raise ValueError(
             "loss_mask is 1 where attention_mask is 0: padding cannot be trained; set loss_mask to 0 there"
         )
     # A sum is finite iff its terms are: one pass for the usual case, a second to see whether it matters.
     logprobs = arrays.get("logprobs")
-    if logprobs is not None and not math.isfinite(logprobs.sum()) and not _all_finite(logprobs[mask != 0]):
+    if (
+        logprobs is not None
+        and not math.isfinite(np.add.reduce(logprobs, None))
+        and not math.isfinite(logprobs[mask != 0].sum(dtype="float64"))
+    ):
         raise ValueError(
             "logprobs holds nan or inf at a trained token: keep the log-probs as the server returned them"
         )
-
-
-def _all_finite(array: np.ndarray[Any, Any]) -> bool:
-    return math.isfinite(array.sum(dtype="float64"))
 
 
 def _as_numpy(key: str, value: Any) -> np.ndarray[Any, Any]:
@@ -209,15 +208,8 @@ def trained_version_range(tensors: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return (oldest, newest) policy version over the trained tokens, None where nothing says."""
     if "versions" not in tensors:
         return None
-    versions = tensors["versions"].numpy()
+    trained = tensors["versions"].numpy()
     if "loss_mask" in tensors:
-        versions = versions[tensors["loss_mask"].numpy() != 0]
-    if not versions.size:
-        return None
-    oldest = int(versions.min())
-    if oldest < 0:  # tokens that nobody gave a version
-        versions = versions[versions >= 0]
-        if not versions.size:
-            return None
-        oldest = int(versions.min())
-    return oldest, int(versions.max())
+        trained = trained[tensors["loss_mask"].numpy() != 0]
+    versions = set(trained.ravel().tolist()) - {-1}
+    return (min(versions), max(versions)) if versions else None

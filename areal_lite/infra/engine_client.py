@@ -197,10 +197,11 @@ class EngineClient:
         last = "no server has the newest weights"
         bad_responses = 0
         for attempt in range(1, self._config.request_retries + 1):
-            await self._may_send.wait()
+            if self._holds:
+                await self._may_send.wait()
             now = time.monotonic()
             server = self.pool.pick(now, preferred=preferred, avoid=failed)
-            wait_s = random.uniform(0, min(5.0, 0.1 * 2**attempt))
+            retry_after_s = 0.0
             if server is not None:
                 sent_version = self.version
                 try:
@@ -212,7 +213,6 @@ class EngineClient:
                     last = f"{server.url} said HTTP {status}: {_short(reply)}"
                     if status not in RETRY_STATUSES:
                         raise _refusal(status, last)
-                    wait_s = max(wait_s, retry_after_s)
                     if status != 429:
                         self.pool.failed(server, now)
                 except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -226,7 +226,7 @@ class EngineClient:
                         break
                 failed.append(server)
             if attempt < self._config.request_retries:
-                await asyncio.sleep(wait_s)
+                await asyncio.sleep(max(retry_after_s, random.uniform(0, min(5.0, 0.1 * 2**attempt))))
         raise ServerError(
             f"no usable answer in {attempt} tries; the last: {last}. Are the servers up, and does rollout.addresses "
             "name them?"
@@ -254,7 +254,7 @@ class EngineClient:
             async with self._session.post(
                 server.url + path, data=body, headers=_JSON, allow_redirects=False
             ) as reply:
-                after = reply.headers.get("Retry-After", "")
+                after = "" if reply.status == 200 else reply.headers.get("Retry-After", "")
                 return reply.status, await reply.read(), min(30.0, float(after)) if after.isdigit() else 0.0
         except asyncio.CancelledError:
             if request.timed_out and request.task.uncancel() == 0:

@@ -13,6 +13,7 @@ from areal_lite.api.episode import EpisodeResult, TaskId
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.api.workflow_api import RolloutWorkflow, WorkflowLike
 from areal_lite.errors import ConfigError
+from areal_lite.infra import collector_pace
 from areal_lite.infra.admission_gate import AdmissionGate
 from areal_lite.infra.engine_client import EngineClient
 from areal_lite.infra.grouped_rollout import GroupedRolloutWorkflow
@@ -62,6 +63,7 @@ class RemoteInfEngine(InferenceEngine):
         if self.config.dump_to_file:
             self._dumper = TrajectoryDumper(self.config)
         self._loop = LoopThread("areal-lite-rollout")
+        collector_pace.relax()
         try:
             self._loop.call(self._client.open())
         except BaseException:
@@ -77,6 +79,7 @@ class RemoteInfEngine(InferenceEngine):
         self._loop.call(self._client.close())
         self._loop.stop()
         self._loop = None
+        collector_pace.restore()
         if self._dumper is not None:
             self._dumper.close()
             self._dumper = None

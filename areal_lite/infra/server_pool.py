@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from areal_lite.errors import ConfigError
@@ -40,20 +40,20 @@ class ServerPool:
         self.servers = [Server(_url(address)) for address in addresses]
 
     def pick(
-        self, now: float, *, preferred: Server | None = None, avoid: Iterable[Server] = ()
+        self, now: float, *, preferred: Server | None = None, avoid: Sequence[Server] = ()
     ) -> Server | None:
         """Return the server for a request, None if no server has usable weights.
 
         ``preferred`` wins while it is healthy; ``avoid`` (servers that just failed this request) are
         taken only when nothing else is left.
         """
-        usable = [server for server in self.servers if server.behind is None]
-        avoided = set(avoid)
-        if preferred in usable and preferred not in avoided and preferred.rest_until <= now:
+        if preferred is None and len(self.servers) == 1:
+            preferred = self.servers[0]
+        if preferred is not None and not (preferred.behind or preferred.rest_until > now or preferred in avoid):
             return preferred
         return min(
-            usable,
-            key=lambda s: (s in avoided, s.rest_until if s.rest_until > now else 0.0, s.outstanding),
+            (server for server in self.servers if server.behind is None),
+            key=lambda s: (s in avoid, s.rest_until if s.rest_until > now else 0.0, s.outstanding),
             default=None,
         )
 
