@@ -29,13 +29,17 @@ def group_advantages(
         ``[N]`` float64.
 
     Raises:
-        ValueError: If the lengths differ.
+        ValueError: If the lengths differ, or a reward is not finite.
 
     Source: DeepSeekMath (arXiv:2402.03300) with verl's unbiased deviation; Dr. GRPO (arXiv:2503.20783).
     """
     values = np.asarray(rewards, dtype=np.float64)
     if len(values) != len(group_ids):
         raise ValueError(f"{len(values)} rewards but {len(group_ids)} group ids: give one id per reward")
+    if not np.isfinite(values).all():
+        raise ValueError(
+            f"rewards hold {values[~np.isfinite(values)][0]}: every reward must be finite; raise instead"
+        )
     numbers: dict[str, int] = {}
     group = np.fromiter((numbers.setdefault(name, len(numbers)) for name in group_ids), np.int64, len(values))
     size = np.bincount(group)

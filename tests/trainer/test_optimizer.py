@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from areal_lite.api.config import TrainerConfig
+from areal_lite.trainer.optimizer import learning_rate, make_optimizer
+
+
+def config(**changes: Any) -> TrainerConfig:
+    return TrainerConfig(**{"total_steps": 6, "learning_rate": 1.0} | changes)
+
+
+def rates(**changes: Any) -> list[float]:
+    return [learning_rate(config(**changes), step) for step in range(6)]
+
+
+def test_the_rate_rises_over_the_warm_up_and_then_has_its_shape() -> None:
+    assert rates(warmup_steps=2) == pytest.approx([0.5, 1, 1, 1, 1, 1])
+    assert rates(warmup_steps=2, lr_schedule="linear") == pytest.approx([0.5, 1, 1, 0.75, 0.5, 0.25])
+    assert rates(lr_schedule="cosine") == pytest.approx([1, 0.933, 0.75, 0.5, 0.25, 0.067], abs=1e-3)
+
+
+def test_the_rate_stays_at_zero_after_the_last_step() -> None:
+    assert learning_rate(config(lr_schedule="linear"), 9) == 0.0
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    decaying, free = make_optimizer(model, config(weight_decay=0.1)).param_groups
+    assert (len(decaying["params"]), decaying["weight_decay"]) == (1, 0.1)
+    assert (len(free["params"]), free["weight_decay"]) == (3, 0.0)

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_lite.api.config import TrainerConfig
+from areal_lite.data.training_sample import TrainingSample
+from areal_lite.errors import ConfigError, TrainingError
+from areal_lite.trainer.policy_trainer import PolicyTrainer
+from tests.trainer.training_data import drawn_batch, sample
+
+
+def make_trainer(
+    model_path: Path, *, seed: int = 1, temperature: float = 1.0, **changes: Any
+) -> PolicyTrainer:
+    given: dict[str, Any] = {
+        "total_steps": 100,
+        "learning_rate": 1e-3,
+        "dtype": "float32",
+        "num_threads": 1,
+        "device": "cpu",
+    }
+    config = TrainerConfig(**given | changes)
+    return PolicyTrainer(config, model_path=str(model_path), seed=seed, temperature=temperature)
+
+
+def gradients(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
+
+
+def weights(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Path) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Metrics and gradients of one batch in one micro-batch."""
+    trainer = make_trainer(tiny, kl_coef=0.1, entropy_coef=0.01, max_grad_norm=1e9)
+    return trainer.train_step(drawn_batch(0), version=5), gradients(trainer)
+
+
+@settings(max_examples=12, deadline=None)
+@given(cap=st.integers(8, 300), order=st.permutations(range(12)), share=st.booleans())
+def test_loss_and_gradients_do_not_depend_on_how_the_step_is_cut(
+    tiny: Path,
+    whole: tuple[dict[str, float], dict[str, torch.Tensor]],
+    cap: int,
+    order: list[int],
+    share: bool,
+) -> None:
+    trainer = make_trainer(
+        tiny, kl_coef=0.1, entropy_coef=0.01, max_grad_norm=1e9, max_tokens_per_microbatch=cap
+    )
+    trainer._policy.shares_prefixes = share
+    batch = drawn_batch(0)
+    metrics = trainer.train_step([batch[index] for index in order], version=5)
+    for name in ("loss", "entropy", "kl", "grad_norm", "mismatch_mean", "trained_tokens", "reward_mean"):
+        assert metrics[name] == pytest.approx(whole[0][name], rel=1e-3, abs=1e-6), name
+    torch.testing.assert_close(gradients(trainer), whole[1], atol=1e-5, rtol=1e-3)
+
+
+def test_padding_in_the_same_micro_batch_changes_nothing(tiny: Path) -> None:
+    """A long stranger in the batch pads the group's rows; with advantage 0 it adds no gradient of its own."""
+    group = [sample([5, 6, 7, 8 + i], [3], reward=float(i), group="a") for i in range(2)]
+    stranger = [sample(list(range(3, 60)), [50], group="b")]
+    results = []
+    for batch in (group, group + stranger):
+        # Without a KL term the stranger would be left out of the forward pass; this one weighs nothing.
+        trainer = make_trainer(tiny, max_grad_norm=1e9, kl_coef=1e-12)
+        loss = trainer.train_step(batch, version=0)["loss"]
+        results.append(
+            (loss * len(batch), {name: grad * len(batch) for name, grad in gradients(trainer).items()})
+        )
+    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
+
+
+def test_groups_without_advantage_are_left_out_and_nothing_changes(tiny: Path) -> None:
+    batch = drawn_batch(1, groups=2)
+    silent = [dataclasses.replace(one, reward=2.0, group_id="silent") for one in drawn_batch(2, groups=1)]
+    skipping, forced = make_trainer(tiny), make_trainer(tiny)
+    forced._prepare = _without_skipping(forced)  # type: ignore[method-assign]
+    metrics = skipping.train_step(batch + silent, version=0)
+    expected = forced.train_step(batch + silent, version=0)
+    assert metrics["trained_tokens"] == expected["trained_tokens"] == expected["computed_tokens"]
+    assert metrics["computed_tokens"] == sum(one.num_trained_tokens for one in batch)
+    assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+    torch.testing.assert_close(gradients(skipping), gradients(forced), atol=1e-6, rtol=1e-4)
+
+
+def _without_skipping(trainer: PolicyTrainer) -> Any:
+    prepare = trainer._prepare
+    return lambda samples, advantages: prepare(samples, np.where(advantages == 0, 1e-30, advantages))
+
+
+def test_a_batch_without_any_advantage_still_takes_its_step(tiny: Path) -> None:
+    trainer = make_trainer(tiny)
+    before = weights(trainer)
+    metrics = trainer.train_step([sample([5, 6, 7], [2], group=name) for name in "ab"], version=0)
+    assert (metrics["computed_tokens"], metrics["grad_norm"], metrics["loss"]) == (0, 0, 0)
+    assert metrics["skipped_updates"] == 0
+    torch.testing.assert_close(weights(trainer), before, atol=0, rtol=0)
+
+
+def test_the_same_seed_gives_bit_equal_weights(tiny: Path) -> None:
+    runs = []
+    for _ in range(2):
+        trainer = make_trainer(tiny, minibatches_per_step=2, dtype="bfloat16", kl_coef=0.01)
+        for step in range(3):
+            trainer.train_step(drawn_batch(step, groups=4), version=step)
+        runs.append(weights(trainer))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_a_policy_learns_what_is_rewarded(tiny: Path) -> None:
+    """A bandit: after [5, 6], token 9 pays 1 and every other 0; tokens are drawn from the policy itself."""
+    trainer = make_trainer(tiny, learning_rate=3e-3)
+    generator = torch.Generator().manual_seed(0)
+    rewards = []
+    for step in range(25):
+        with torch.no_grad():
+            logprobs = torch.log_softmax(trainer.model(torch.tensor([[5, 6]])).logits[0, -1, :16], -1)
+        drawn = torch.multinomial(logprobs.exp(), 32, replacement=True, generator=generator).tolist()
+        batch = [
+            sample([5, 6, token], [2], reward=float(token == 9), behaviour=[0, 0, logprobs[token]])
+            for token in drawn
+        ]
+        rewards.append(trainer.train_step(batch, version=step)["reward_mean"])
+    assert rewards[0] < 0.5
+    assert sum(rewards[-3:]) / 3 > 0.9
+
+
+def test_fresh_data_has_no_mismatch_ratio_one_and_no_staleness(tiny: Path) -> None:
+    trainer = make_trainer(tiny, temperature=0.7)
+    with torch.no_grad():
+        logits = trainer.model(torch.tensor([[5, 6]])).logits[0, -1] / 0.7
+    logprobs = torch.log_softmax(logits, -1)
+    batch = [
+        sample([5, 6, t], [2], reward=float(t), behaviour=[0, 0, logprobs[t]], versions=[-1, -1, 3])
+        for t in (7, 8)
+    ]
+    metrics = trainer.train_step(batch, version=3)
+    assert metrics["mismatch_max"] < 1e-5
+    assert metrics["ratio_mean"] == pytest.approx(1.0)
+    assert (metrics["staleness_max"], metrics["clip_fraction"], metrics["approx_kl"]) == (0, 0, 0)
+
+
+def test_later_minibatches_are_held_to_the_weights_the_step_began_with(tiny: Path) -> None:
+    trainer = make_trainer(tiny, minibatches_per_step=3, learning_rate=1e-2)
+    metrics = trainer.train_step(drawn_batch(4), version=0)
+    assert metrics["seconds_proximal"] > 0
+    assert metrics["approx_kl"] > 0
+    assert trainer.optimizer.state[next(trainer.model.parameters())]["step"] == 3
+
+
+def test_the_reference_stays_where_the_policy_began(tiny: Path) -> None:
+    trainer = make_trainer(tiny, kl_coef=0.1, learning_rate=1e-2)
+    first, second = (trainer.train_step(drawn_batch(step), version=step)["kl"] for step in range(2))
+    assert first == pytest.approx(0.0, abs=1e-6)
+    assert second > 1e-4
+
+
+def poison(trainer: PolicyTrainer, value: float) -> None:
+    with torch.no_grad():
+        trainer.model.model.norm.weight[0] = value
+
+
+def test_three_updates_in_a_row_that_are_not_finite_stop_the_run(tiny: Path) -> None:
+    trainer, batch = make_trainer(tiny), drawn_batch(0)
+    poison(trainer, math.nan)
+    before = weights(trainer)
+    for _ in range(2):
+        assert trainer.train_step(batch, version=0)["skipped_updates"] == 1
+    torch.testing.assert_close(weights(trainer), before, atol=0, rtol=0, equal_nan=True)
+    with pytest.raises(TrainingError, match=r"step 2: .* the 3rd update in a row that is not finite"):
+        trainer.train_step(batch, version=0)
+
+
+def test_a_finite_update_forgives_the_ones_before(tiny: Path) -> None:
+    trainer, batch = make_trainer(tiny), drawn_batch(0)
+    skipped = []
+    for value in (math.nan, math.nan, 1.0, math.nan, math.nan, 1.0):
+        poison(trainer, value)
+        skipped.append(trainer.train_step(batch, version=0)["skipped_updates"])
+    assert skipped == [1, 1, 0, 1, 1, 0]
+
+
+def test_a_batch_without_trained_tokens_is_an_error(tiny: Path) -> None:
+    with pytest.raises(TrainingError, match="none of the 1 samples has a trained token"):
+        make_trainer(tiny).train_step([sample([5, 6], [])], version=0)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(tiny: Path) -> None:
+    plain, recomputing = make_trainer(tiny), make_trainer(tiny, gradient_checkpointing=True)
+    for trainer in (plain, recomputing):
+        trainer.train_step(drawn_batch(0), version=0)
+    torch.testing.assert_close(gradients(recomputing), gradients(plain), atol=1e-6, rtol=1e-5)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        make_trainer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match="cannot be loaded as a causal LM"):
+        make_trainer(tmp_path)
+
+
+def test_a_model_that_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="cannot be loaded as a causal LM"):
+        make_trainer(Path("no/such/model"))
+
+
+def test_a_gpu_that_is_not_there_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="torch sees no GPU"):
+        make_trainer(tiny, device="cuda")
+
+
+def test_metrics_are_flat_floats(tiny: Path) -> None:
+    batch: list[TrainingSample] = drawn_batch(0)
+    metrics = make_trainer(tiny).train_step(batch, version=7)
+    assert all(isinstance(value, float) and math.isfinite(value) for value in metrics.values())
+    assert metrics["trained_tokens"] == sum(one.num_trained_tokens for one in batch)
+    assert metrics["staleness_max"] == max(one.staleness(7) or 0 for one in batch)

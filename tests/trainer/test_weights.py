@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from areal_lite.errors import StorageError
+from areal_lite.trainer.policy_model import load_policy
+from areal_lite.trainer.weights import publish_weights, save_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def model(tiny: Path) -> Any:
+    return load_policy(str(tiny), device=CPU)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["tiny", "untied"])
+def test_a_published_folder_is_an_ordinary_model(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    model = load_policy(str(request.getfixturevalue(kind)), device=CPU)
+    folder = publish_weights(model, tmp_path, 7, dtype=torch.float32)
+    assert folder == tmp_path / "v00000007"
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    with safe_open(folder / "model.safetensors", "pt") as tensors:
+        assert ("lm_head.weight" in tensors.keys()) == (kind == "untied")  # noqa: SIM118
+        assert "model.embed_tokens.weight" in tensors.keys()  # noqa: SIM118
+
+
+def test_weights_are_published_in_the_number_format_asked_for(model: Any, tmp_path: Path) -> None:
+    folder = publish_weights(model, tmp_path, 1, dtype=torch.bfloat16)
+    again = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert again.dtype == torch.bfloat16
+    assert model.dtype == torch.float32
+    torch.testing.assert_close(again.state_dict(), {k: v.bfloat16() for k, v in model.state_dict().items()})
+
+
+def test_the_manifest_names_every_file_with_size_and_hash(model: Any, tmp_path: Path) -> None:
+    folder = publish_weights(model, tmp_path, 3)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert (manifest["schema"], manifest["version"]) == (1, 3)
+    assert sorted(manifest["files"]) == ["config.json", "generation_config.json", "model.safetensors"]
+    for name, entry in manifest["files"].items():
+        content = (folder / name).read_bytes()
+        assert entry == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def test_the_newest_two_versions_stay(model: Any, tmp_path: Path) -> None:
+    for version in range(4):
+        publish_weights(model, tmp_path, version)
+    assert names(tmp_path) == ["v00000002", "v00000003"]
+
+
+def test_publishing_a_version_again_replaces_it(model: Any, tmp_path: Path) -> None:
+    publish_weights(model, tmp_path, 1)
+    with torch.no_grad():
+        model.model.norm.weight += 1
+    folder = publish_weights(model, tmp_path, 1, dtype=torch.float32)
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(again.model.norm.weight, model.model.norm.weight)
+    assert names(tmp_path) == ["v00000001"]
+
+
+def test_a_failed_write_leaves_the_older_version_and_no_half_folder(model: Any, tmp_path: Path) -> None:
+    publish_weights(model, tmp_path, 1)
+
+    def full_disk(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    model.save_pretrained = full_disk
+    with pytest.raises(StorageError, match="No space left on device.*free disk space"):
+        publish_weights(model, tmp_path, 2)
+    assert names(tmp_path) == ["v00000001"]
+
+
+def test_what_a_killed_writer_left_is_swept_away(model: Any, tmp_path: Path) -> None:
+    (tmp_path / ".tmp-dead").mkdir()
+    publish_weights(model, tmp_path, 1)
+    assert names(tmp_path) == ["v00000001"]
+
+
+def test_the_final_model_comes_with_its_tokenizer(model: Any, tiny: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    folder = save_model(model, tokenizer, tmp_path / "model")
+    assert AutoTokenizer.from_pretrained(folder).encode("hi") == tokenizer.encode("hi")
+    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == 259

@@ -1,0 +1,59 @@
+"""Samples to train on: built by hand, or drawn from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from areal_lite.data.training_sample import TrainingSample
+
+VOCABULARY = 259
+
+
+def sample(
+    ids: Sequence[int],
+    trained: Sequence[int],
+    *,
+    reward: float = 1.0,
+    group: str = "g",
+    behaviour: Sequence[float] | None = None,
+    versions: Sequence[int] | None = None,
+) -> TrainingSample:
+    """Return a sample that trains the tokens at the places ``trained``."""
+    mask = np.zeros(len(ids), dtype=bool)
+    mask[list(trained)] = True
+    return TrainingSample(
+        input_ids=np.array(ids, dtype=np.int64),
+        loss_mask=mask,
+        behaviour_logprobs=None if behaviour is None else np.array(behaviour, dtype=np.float32),
+        versions=None if versions is None else np.array(versions, dtype=np.int64),
+        reward=reward,
+        group_id=group,
+    )
+
+
+def drawn_batch(seed: int, *, groups: int = 3, group_size: int = 4) -> list[TrainingSample]:
+    """Return multi-turn groups: a shared prompt, then answers with untrained tool tokens between."""
+    rng = np.random.default_rng(seed)
+    batch = []
+    for group in range(groups):
+        prompt = rng.integers(3, VOCABULARY, rng.integers(1, 9)).tolist()
+        for _ in range(group_size):
+            spans = rng.integers(1, 6, 2 * int(rng.integers(1, 4)) - 1)  # answer, tool, answer, ...
+            ids, trained = list(prompt), []
+            for number, length in enumerate(spans):
+                if number % 2 == 0:
+                    trained += range(len(ids), len(ids) + length)
+                ids += rng.integers(3, VOCABULARY, length).tolist()
+            batch.append(
+                sample(
+                    ids,
+                    trained,
+                    reward=float(rng.normal()),
+                    group=f"group-{group}",
+                    behaviour=(-rng.exponential(5.0, len(ids))).tolist(),
+                    versions=rng.integers(0, 4, len(ids)).tolist(),
+                )
+            )
+    return batch
