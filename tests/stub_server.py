@@ -30,7 +30,12 @@ class StubServer:
     """Serves ``/generate`` and the control plane; counts what it saw."""
 
     def __init__(
-        self, *, answer_len: int = 8, delay_s: float = 0.0, fault: Fault | None = None, tell_version: bool = True
+        self,
+        *,
+        answer_len: int = 8,
+        delay_s: float = 0.0,
+        fault: Fault | None = None,
+        tell_version: bool = True,
     ) -> None:
         self.answer_len = answer_len
         self.delay_s = delay_s
@@ -90,7 +95,12 @@ class StubServer:
         return _json(self._reply(body, tokens, finish, label if self.tell_version else None, fault))
 
     def _reply(
-        self, body: dict[str, Any], tokens: list[int], finish: dict[str, Any], label: str | None, fault: str | None
+        self,
+        body: dict[str, Any],
+        tokens: list[int],
+        finish: dict[str, Any],
+        label: str | None,
+        fault: str | None,
     ) -> dict[str, Any]:
         pairs: list[list[Any]] = [[-0.5 - i / 64, token, None] for i, token in enumerate(tokens)]
         ids = list(tokens)

@@ -88,7 +88,9 @@ class InferenceEngineConfig:
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     """Sampling of training episodes where the agent does not say."""
 
-    eval_gconfig: GenerationHyperparameters = field(default_factory=lambda: GenerationHyperparameters(greedy=True))
+    eval_gconfig: GenerationHyperparameters = field(
+        default_factory=lambda: GenerationHyperparameters(greedy=True)
+    )
     """Sampling of evaluation episodes where the agent does not say."""
 
     agent_workflow: str = "areal_lite.agents.agent_workflow.AgentWorkflow"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -68,6 +69,29 @@ class GenerationHyperparameters:
             if extra is not None and extra not in ids:
                 ids.append(extra)
         return self.new(stop_token_ids=ids)
+
+    def to_openai_args_dict(
+        self, exclude_args: Sequence[str] = (), api_format: Literal["completions", "responses"] = "completions"
+    ) -> dict[str, Any]:
+        """Return what an OpenAI client's ``create`` takes of this, by OpenAI's names.
+
+        Args:
+            exclude_args: Names of this record's fields to leave out.
+            api_format: Which ``create``; they name the answer's length differently.
+        """
+        length = "max_completion_tokens" if api_format == "completions" else "max_output_tokens"
+        named = {
+            "n_samples": ("n", self.n_samples),
+            "max_new_tokens": (length, self.max_new_tokens),
+            "temperature": ("temperature", self.effective_temperature),
+            "top_p": ("top_p", self.top_p),
+            "stop": ("stop", self.stop),
+            "frequency_penalty": ("frequency_penalty", self.frequency_penalty),
+            "seed": ("seed", self.seed),
+        }
+        return {
+            name: value for key, (name, value) in named.items() if key not in exclude_args and value is not None
+        }
 
     @property
     def effective_temperature(self) -> float:

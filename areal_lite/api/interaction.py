@@ -37,8 +37,9 @@ class InteractionWithTokenLogpReward:
         import torch
 
         if self.reward is None:
+            name = getattr(self.completion, "id", None) or (self.completion or {}).get("id", "?")
             raise ValueError(
-                f"the interaction {getattr(self.completion, 'id', '?')} has no reward: call set_reward() or "
+                f"the interaction {name} has no reward: call set_reward() or "
                 "set_last_reward() before exporting"
             )
         response = self.model_response

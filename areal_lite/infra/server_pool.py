@@ -49,7 +49,9 @@ class ServerPool:
         """
         if preferred is None and len(self.servers) == 1:
             preferred = self.servers[0]
-        if preferred is not None and not (preferred.behind or preferred.rest_until > now or preferred in avoid):
+        if preferred is not None and not (
+            preferred.behind or preferred.rest_until > now or preferred in avoid
+        ):
             return preferred
         return min(
             (server for server in self.servers if server.behind is None),

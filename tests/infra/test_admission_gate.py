@@ -64,7 +64,9 @@ def test_a_jump_of_the_version_does_not_open_the_gate_for_the_steps_in_between()
     concurrency=st.one_of(st.none(), st.integers(1, 5)),
     staleness=st.integers(0, 3),
     batch=st.integers(1, 4),
-    events=st.lists(st.sampled_from(["start", "accept", "reject", "version", "pause", "resume", "eval"]), max_size=80),
+    events=st.lists(
+        st.sampled_from(["start", "accept", "reject", "version", "pause", "resume", "eval"]), max_size=80
+    ),
 )
 def test_capacity_is_areals_formula_after_any_history_with_a_batch_per_version(
     concurrency: int | None, staleness: int, batch: int, events: list[str]

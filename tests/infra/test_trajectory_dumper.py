@@ -35,7 +35,14 @@ def test_one_line_per_sample_at_the_seeds_path_with_the_seeds_fields(
     records = lines(tmp_path, "rollout", "0", "0.jsonl")
     assert [r["sample_idx"] for r in records] == [0, 1, 2]
     record = records[0]
-    seed_fields = {"task_id": 0, "seqlen": 11, "prompt_len": 3, "head_version": 0, "tail_version": 0, "reward": 2.5}
+    seed_fields = {
+        "task_id": 0,
+        "seqlen": 11,
+        "prompt_len": 3,
+        "head_version": 0,
+        "tail_version": 0,
+        "reward": 2.5,
+    }
     assert seed_fields.items() <= record.items()
     assert record["prompt"] is record["completion"] is None  # no tokenizer was given
     assert (record["status"], record["group_id"], record["schema"]) == ("accepted", "0", 1)
@@ -79,7 +86,12 @@ def test_a_row_that_no_model_call_explains_is_split_by_its_mask_and_freed_of_its
     engine.rollout_batch([{}], Replay)
     engine.destroy()
     (record,) = lines(tmp_path, "rollout", "6", "0.jsonl")
-    assert (record["seqlen"], record["prompt_len"], record["head_version"], record["tail_version"]) == (7, 2, 4, 6)
+    assert (record["seqlen"], record["prompt_len"], record["head_version"], record["tail_version"]) == (
+        7,
+        2,
+        4,
+        6,
+    )
     assert [(t["role"], t["ids"], t.get("versions")) for t in record["turns"]] == [
         ("prompt", [1, 2], None),
         ("assistant", [11, 12], [4, 5]),
@@ -106,7 +118,11 @@ def test_rejected_failed_and_partly_failed_episodes_are_dumped_with_their_cause(
     assert (good["status"], odd["status"]) == ("accepted", "failed")
     assert good["error"] is None and "odd member" in odd["error"]
     (filtered,) = lines(tmp_path, "rollout", "0", "3.jsonl")
-    assert (filtered["status"], filtered["error"], filtered["seqlen"]) == ("rejected", "should_accept_fn said no", 11)
+    assert (filtered["status"], filtered["error"], filtered["seqlen"]) == (
+        "rejected",
+        "should_accept_fn said no",
+        11,
+    )
 
 
 def test_the_folder_is_the_newest_trained_version(
