@@ -36,7 +36,11 @@ format: install
 	$(BIN)/ruff format .
 
 bench: install
-	set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+	$(BIN)/python examples/smollm2.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/engine_throughput.py --in-flight 256 2048 8192
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/agent_call.py
+	$(BIN)/python benchmarks/embedded_throughput.py --model runs/models/SmolLM2-135M-Instruct
+	$(BIN)/python benchmarks/train_step.py
 
 clean:
 	rm -rf .venv build dist ./*.egg-info

@@ -152,9 +152,10 @@ def main() -> None:
         wait_for(port)
         for in_flight in args.in_flight:
             episodes = max(args.episodes, 2 * in_flight)
-            url = f"http://127.0.0.1:{port}/generate"
             rounds = {
-                "bare loop": lambda n=in_flight, e=episodes: asyncio.run(bare_loop(url, e, n)),
+                "bare loop": lambda n=in_flight, e=episodes: asyncio.run(
+                    bare_loop(f"http://127.0.0.1:{port}/generate", e, n)
+                ),
                 "engine": engine_round(f"127.0.0.1:{port}", episodes, in_flight),
                 "engine, dumping": engine_round(f"127.0.0.1:{port}", episodes, in_flight, dumps),
             }

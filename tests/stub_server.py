@@ -47,6 +47,8 @@ class StubServer:
         self.fail_updates = False
         self.hold: asyncio.Event | None = None
         """Answers wait for this event; an abort ends the wait with half the tokens."""
+        self.held = threading.Semaphore(0)
+        """Released once per answer that is held."""
         self._running: set[asyncio.Future[None]] = set()
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -133,7 +135,7 @@ class StubServer:
         aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._running.add(aborted)
         held = asyncio.ensure_future(self.hold.wait())
-        self.seen["held"] += 1
+        self.held.release()
         try:
             await asyncio.wait([aborted, held], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -193,13 +195,10 @@ class StubThread:
         assert done.wait(10)
 
     def until_held(self, count: int) -> None:
-        """Return once ``count`` answers are being held."""
+        """Return once ``count`` more answers are being held."""
 
-        async def held() -> None:
-            while self.server.seen["held"] < count:
-                await asyncio.sleep(0.001)
-
-        asyncio.run_coroutine_threadsafe(held(), self._loop).result(10)
+        for _ in range(count):
+            assert self.server.held.acquire(timeout=10)
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)

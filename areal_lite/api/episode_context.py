@@ -28,7 +28,8 @@ class EpisodeContext(NamedTuple):
     """The engine's shared HTTP clients."""
 
 
-_current: ContextVar[EpisodeContext] = ContextVar("areal_lite_episode", default=EpisodeContext())
+_OUTSIDE = EpisodeContext()
+_current: ContextVar[EpisodeContext] = ContextVar("areal_lite_episode", default=_OUTSIDE)
 
 current = _current.get
 """Return the running task's context; an empty one outside an episode."""

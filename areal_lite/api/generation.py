@@ -71,7 +71,9 @@ class GenerationHyperparameters:
         return self.new(stop_token_ids=ids)
 
     def to_openai_args_dict(
-        self, exclude_args: Sequence[str] = (), api_format: Literal["completions", "responses"] = "completions"
+        self,
+        exclude_args: Sequence[str] = (),
+        api_format: Literal["completions", "responses"] = "completions",
     ) -> dict[str, Any]:
         """Return what an OpenAI client's ``create`` takes of this, by OpenAI's names.
 
@@ -90,7 +92,9 @@ class GenerationHyperparameters:
             "seed": ("seed", self.seed),
         }
         return {
-            name: value for key, (name, value) in named.items() if key not in exclude_args and value is not None
+            name: value
+            for key, (name, value) in named.items()
+            if key not in exclude_args and value is not None
         }
 
     @property

@@ -69,7 +69,7 @@ def run_training(config: RunConfig, *, on_step: OnStep | None = None) -> Trainin
         from areal_lite.trainer.metrics import MetricsWriter
         from areal_lite.trainer.weights import publish_weights, save_model
 
-        disable_progress_bar()
+        disable_progress_bar()  # type: ignore[no-untyped-call]
         started = time.monotonic()
         trainer = _make_trainer(config)
         served_dtype = _torch_dtype(config.server.dtype)
