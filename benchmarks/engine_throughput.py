@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,11 @@ async def bare_loop(url: str, episodes: int, in_flight: int) -> int:
     return len(rows)
 
 
+def bare_round(url: str, episodes: int, in_flight: int) -> int:
+    """Run one round of the bare loop."""
+    return asyncio.run(bare_loop(url, episodes, in_flight))
+
+
 def timed(function: Callable[[], int], episodes: int) -> tuple[float, float]:
     """Return (episodes/s, CPU microseconds per episode) of one round."""
     wall, cpu = time.perf_counter(), time.process_time()
@@ -153,9 +159,7 @@ def main() -> None:
         for in_flight in args.in_flight:
             episodes = max(args.episodes, 2 * in_flight)
             rounds = {
-                "bare loop": lambda n=in_flight, e=episodes: asyncio.run(
-                    bare_loop(f"http://127.0.0.1:{port}/generate", e, n)
-                ),
+                "bare loop": partial(bare_round, f"http://127.0.0.1:{port}/generate", episodes, in_flight),
                 "engine": engine_round(f"127.0.0.1:{port}", episodes, in_flight),
                 "engine, dumping": engine_round(f"127.0.0.1:{port}", episodes, in_flight, dumps),
             }

@@ -89,6 +89,11 @@ class RowFeed:
         self.box.changed()
         return None
 
+    @property
+    def ahead(self) -> int:
+        """Groups that run or wait for a batch."""
+        return self.running + len(self.box.results)
+
     def accept(self, result: EpisodeResult) -> None:
         """Keep an accepted group for a batch; groups missed before it are forgiven, stale ones are not."""
         self._misses = Counter({STALE: self._misses[STALE]})

@@ -207,6 +207,7 @@ class WorkflowExecutor:
             if cut.fresh:
                 for result in cut.fresh:
                     self._close(result)
+                self._pump()
                 return cut.fresh
 
     async def close_source(self, source: Iterable[Row]) -> None:
@@ -310,7 +311,9 @@ class WorkflowExecutor:
         while self._waiting and gate.may_start_training():
             self._start(self._waiting.popleft())
         for feed, recipe in self._feeds.values():
-            while gate.may_start_training() and (row := feed.next_row()) is not None:
+            # No more ahead than can be trained in time, also when versions passed without a batch.
+            ahead = (gate.max_staleness + 1) * gate.batch_size
+            while feed.ahead < ahead and gate.may_start_training() and (row := feed.next_row()) is not None:
                 feed.running += 1
                 deliver = partial(self._deliver_to_feed, feed)
                 self._start(self._make(row, recipe, deliver, training=True, feed=feed))
