@@ -1,0 +1,256 @@
+"""What the engine promises on any real server; a backend's test class adds what differs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from areal_lite.api import (
+    EpisodeStatus,
+    GenerationHyperparameters,
+    InferenceEngineConfig,
+    ModelRequest,
+    ModelResponse,
+)
+from areal_lite.data.tokenizer import load_tokenizer
+from areal_lite.errors import ConfigError, ServerError
+from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from tests.servers.real_server import CuttableLine, Policy, RealServer, prompt
+
+EXACT = 1e-4
+ROW = {"question": "Which is the largest number: 3, 71, 20, 9?", "answer": "71"}
+AGENT = "workflows.largest_number.LargestNumberAgent"
+
+
+def generate(engine: RemoteInfEngine, ids: list[int], **sampling: Any) -> ModelResponse:
+    return asyncio.run(
+        engine.agenerate(ModelRequest(input_ids=ids, gconfig=GenerationHyperparameters(**sampling)))
+    )
+
+
+def generate_all(engine: RemoteInfEngine, prompts: list[list[int]], **sampling: Any) -> list[ModelResponse]:
+    async def run() -> list[ModelResponse]:
+        gconfig = GenerationHyperparameters(**sampling)
+        requests = [ModelRequest(input_ids=ids, gconfig=gconfig) for ids in prompts]
+        return list(await asyncio.gather(*map(engine.agenerate, requests)))
+
+    return asyncio.run(run())
+
+
+def distance(response: ModelResponse, expected: torch.Tensor) -> float:
+    """Return the largest gap between the answer's log-probs and ``expected``."""
+    return float((torch.tensor(response.output_logprobs) - expected).abs().max())
+
+
+class RealServerContract:
+    """Tests in the order of a server's life; each leaves it on its starting weights."""
+
+    backend: ClassVar[str]
+    context_length: ClassVar[int] = 2048
+    longest_prompt: ClassVar[int]
+    logprobs_follow_filters: ClassVar[bool]
+    """Whether log-probs are those after top-p and top-k instead of before."""
+
+    # -- tokens --------------------------------------------------------------------------------
+
+    def test_the_window_is_told(self, engine: RemoteInfEngine) -> None:
+        assert engine._client.pool.servers[0].info.context_length == self.context_length
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    def test_logprobs_are_the_models_own(
+        self, engine: RemoteInfEngine, server: RealServer, policy: Policy, temperature: float
+    ) -> None:
+        ids = prompt(server.model)
+        for response in generate_all(engine, [ids] * 4, temperature=temperature, max_new_tokens=32):
+            assert (
+                len(response.output_tokens) == len(response.output_logprobs) == len(response.output_versions)
+            )
+            assert set(response.output_versions) == {0}
+            assert response.output_len == 32 or response.stop_reason == "stop"
+            assert response.attempts == 1
+            assert distance(response, policy.logprobs(response, temperature)) < EXACT
+
+    def test_greedy_takes_the_likeliest_token(
+        self, engine: RemoteInfEngine, server: RealServer, policy: Policy
+    ) -> None:
+        response = generate(engine, prompt(server.model), greedy=True, top_p=0.5, top_k=3, max_new_tokens=24)
+        logits = policy.answer_logits(response)
+        assert logits.argmax(1).tolist() == response.output_tokens
+        assert distance(response, policy.logprobs(response)) < EXACT
+
+    def test_top_p_and_top_k_hold(self, engine: RemoteInfEngine, server: RealServer, policy: Policy) -> None:
+        ids = prompt(server.model)
+        for sampling in ({"top_k": 3}, {"top_p": 0.5}):
+            for response in generate_all(engine, [ids] * 4, max_new_tokens=16, **sampling):
+                probabilities = policy.answer_logits(response).softmax(1)
+                chosen = probabilities.gather(1, torch.tensor(response.output_tokens)[:, None])
+                likelier = probabilities > chosen + 1e-6
+                if "top_k" in sampling:
+                    assert int(likelier.sum(1).max()) < 3
+                    kept = probabilities.topk(3).values.sum(1)
+                else:
+                    assert float((probabilities * likelier).sum(1).max()) < 0.5
+                    ordered = probabilities.sort(descending=True).values
+                    kept = (ordered * (ordered.cumsum(1) - ordered < 0.5)).sum(1)
+                expected = chosen[:, 0].log() - (kept.log() if self.logprobs_follow_filters else 0.0)
+                assert distance(response, expected) < EXACT
+
+    # -- where answers end -----------------------------------------------------------------------
+
+    def test_stop_reasons(self, engine: RemoteInfEngine, server: RealServer) -> None:
+        ids, tokenizer = prompt(server.model), load_tokenizer(str(server.model))
+        whole = generate(engine, ids, greedy=True, max_new_tokens=24)
+        assert (whole.stop_reason, whole.output_len) == ("length", 24)
+        text = tokenizer.decode(whole.output_tokens[8:11])
+
+        by_string = generate(engine, ids, greedy=True, max_new_tokens=24, stop=[text])
+        assert by_string.stop_reason == "stop"
+        assert by_string.output_tokens == whole.output_tokens[:11]
+
+        stop_id = whole.output_tokens[5]
+        by_id = generate(engine, ids, greedy=True, max_new_tokens=24, stop_token_ids=[stop_id])
+        assert by_id.stop_reason == "stop"
+        assert by_id.output_tokens == whole.output_tokens[: whole.output_tokens.index(stop_id) + 1]
+
+        later = generate(
+            engine, ids, greedy=True, max_new_tokens=24, stop_token_ids=[stop_id], min_new_tokens=16
+        )
+        assert later.output_len >= 16
+        assert stop_id not in later.output_tokens[:16]
+
+    def test_the_end_token_is_kept_with_its_logprob(
+        self, engine: RemoteInfEngine, server: RealServer, policy: Policy
+    ) -> None:
+        ids, tokenizer = prompt(server.model, "Say only: yes"), load_tokenizer(str(server.model))
+        response = generate(engine, ids, greedy=True, max_new_tokens=128)
+        assert response.stop_reason == "stop"
+        assert response.output_tokens[-1] == tokenizer.eos_token_id
+        assert distance(response, policy.logprobs(response)) < EXACT
+        longer = generate(engine, ids, greedy=True, max_new_tokens=response.output_len + 4, ignore_eos=True)
+        assert longer.stop_reason == "length"
+        assert longer.output_len == response.output_len + 4
+
+    def test_the_answer_is_cut_to_the_window(self, engine: RemoteInfEngine, server: RealServer) -> None:
+        ids = (prompt(server.model) * self.context_length)[: self.longest_prompt - 8]
+        response = generate(engine, ids, max_new_tokens=16384, ignore_eos=True)
+        assert response.stop_reason == "length"
+        assert 8 <= response.output_len <= self.context_length - len(ids)
+
+    def test_a_prompt_beyond_the_window_is_refused(self, engine: RemoteInfEngine, server: RealServer) -> None:
+        ids = prompt(server.model) * self.context_length
+        with pytest.raises(ConfigError, match="2048"):
+            generate(engine, ids[: self.context_length], max_new_tokens=1)
+        with pytest.raises(ConfigError):
+            generate(engine, ids[: self.longest_prompt + 1], max_new_tokens=1)
+        assert generate(engine, ids[:8], max_new_tokens=1).output_len == 1
+
+    # -- weights -------------------------------------------------------------------------------
+
+    @pytest.mark.usefixtures("restored")
+    def test_weights_change_under_running_requests(
+        self, engine: RemoteInfEngine, server: RealServer, policy: Policy, perturbed: Policy
+    ) -> None:
+        texts = ("Tell me a long story about a fox.", "Explain rain.", "Write about the sea.")
+        answers: list[ModelResponse] = []
+
+        def run() -> None:
+            prompts = [prompt(server.model, text) for text in texts]
+            answers.extend(
+                generate_all(engine, prompts, temperature=0.7, ignore_eos=True, max_new_tokens=160)
+            )
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        time.sleep(3)
+        engine.update_weights_from_disk(str(perturbed.path), 1)
+        assert engine.get_version() == 1
+        thread.join()
+
+        for answer in answers:
+            assert (answer.output_len, answer.stop_reason) == (160, "length")
+            first_new = answer.output_versions.index(1)
+            assert 0 < first_new < 160
+            assert answer.output_versions == [0] * first_new + [1] * (160 - first_new)
+            assert answer.attempts == 2
+            old, new = policy.logprobs(answer, 0.7), perturbed.logprobs(answer, 0.7)
+            assert distance(answer, torch.cat([old[:first_new], new[first_new:]])) < EXACT
+            assert (old - new).abs().max() > 0.1  # the two checkpoints can be told apart
+
+        fresh = generate(engine, prompt(server.model), temperature=0.7, max_new_tokens=16)
+        assert set(fresh.output_versions) == {1}
+        assert distance(fresh, perturbed.logprobs(fresh, 0.7)) < EXACT
+
+        engine.update_weights_from_disk(str(server.model), 2)
+        fresh = generate(engine, prompt(server.model), max_new_tokens=16)
+        assert set(fresh.output_versions) == {2}
+        assert distance(fresh, policy.logprobs(fresh)) < EXACT
+
+    @pytest.mark.usefixtures("restored")
+    def test_a_wrong_checkpoint_path_leaves_the_server_serving(
+        self, engine: RemoteInfEngine, server: RealServer, policy: Policy, config: dict[str, Any]
+    ) -> None:
+        with pytest.raises(ServerError, match="no server took policy version 7"):
+            engine.update_weights_from_disk(str(server.model / "absent"), 7)
+        assert engine.get_version() == 0
+        with RemoteInfEngine(InferenceEngineConfig(**config)) as another:
+            response = generate(another, prompt(server.model), max_new_tokens=8)
+        assert set(response.output_versions) == {0}
+        assert distance(response, policy.logprobs(response)) < EXACT
+        engine.update_weights_from_disk(str(server.model), 1)
+        assert set(generate(engine, prompt(server.model), max_new_tokens=4).output_versions) == {1}
+
+    # -- episodes ------------------------------------------------------------------------------
+
+    def test_a_group_of_an_agent_trains_on_exact_tokens(
+        self, config: dict[str, Any], server: RealServer, policy: Policy
+    ) -> None:
+        gconfig = GenerationHyperparameters(temperature=0.7, max_new_tokens=24)
+        with RemoteInfEngine(InferenceEngineConfig(**config, gconfig=gconfig)) as engine:
+            (result,) = engine.rollout_batch([ROW], AGENT, group_size=8)
+        assert result.status is EpisodeStatus.ACCEPTED, result.error
+        assert [member.status for member in result.members] == [EpisodeStatus.ACCEPTED] * 8
+        assert result.trajectory is not None
+        assert len(result.rewards) == 8
+        tokenizer = load_tokenizer(str(server.model))
+        for i, member in enumerate(result.members):
+            (turn,) = member.turns
+            given = turn.input_len
+            assert ROW["question"] in tokenizer.decode(turn.input_tokens)
+            whole = turn.input_tokens + turn.output_tokens
+            assert result.trajectory["input_ids"][i, : len(whole)].tolist() == whole
+            assert int(result.trajectory["loss_mask"][i].sum()) == turn.output_len
+            trained = result.trajectory["logprobs"][i, given : len(whole)]
+            torch.testing.assert_close(trained, torch.tensor(turn.output_logprobs))
+            assert distance(turn, policy.logprobs(turn, 0.7)) < EXACT
+
+    def test_a_server_that_dies_fails_its_episodes(self, config: dict[str, Any], server: RealServer) -> None:
+        gconfig = GenerationHyperparameters(max_new_tokens=400, ignore_eos=True)
+        with CuttableLine(server.address) as line:
+            cut = InferenceEngineConfig(**{**config, "addresses": [line.address]}, gconfig=gconfig)
+            with RemoteInfEngine(cut) as engine:
+                for _ in range(3):
+                    engine.submit(ROW, AGENT, group_size=2)
+                time.sleep(2)
+                line.cut()
+                results = engine.wait(3, timeout=60)
+                direct = ModelRequest(input_ids=prompt(server.model))
+                with pytest.raises(ServerError, match="Are the servers up"):
+                    asyncio.run(engine.agenerate(direct))
+        for result in results:
+            assert result.status is EpisodeStatus.FAILED
+            assert [member.status for member in result.members] == [EpisodeStatus.FAILED] * 2
+            assert "no usable answer in 4 tries" in (result.error or "")
+            assert line.address in (result.error or "")
+
+    def test_an_idle_connection_the_server_closed_is_no_error(
+        self, engine: RemoteInfEngine, server: RealServer
+    ) -> None:
+        ids = prompt(server.model)
+        assert generate(engine, ids, max_new_tokens=1).attempts == 1
+        time.sleep(6)  # both servers close idle connections after 5 s
+        assert generate(engine, ids, max_new_tokens=1).attempts == 1
