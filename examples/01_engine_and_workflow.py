@@ -1,0 +1,59 @@
+"""Episodes without training: a workflow of our own, four episodes per row, and what comes back.
+
+python examples/01_engine_and_workflow.py [MODEL_FOLDER]
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from areal_lite.api import (
+    GenerationHyperparameters,
+    InferenceEngine,
+    InferenceEngineConfig,
+    ModelRequest,
+    RolloutWorkflow,
+)
+from areal_lite.data.tokenizer import load_tokenizer
+from areal_lite.embedded import EmbeddedServer
+from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+
+
+class ContinueText(RolloutWorkflow):
+    """Continues a text; the more different tokens, the higher the reward."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.gconfig = GenerationHyperparameters(max_new_tokens=16)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, torch.Tensor]:
+        prompt = self.tokenizer.encode(data["text"])
+        answer = await engine.agenerate(ModelRequest(input_ids=prompt, gconfig=self.gconfig))
+        given, sampled = answer.input_len, answer.output_len
+        return {
+            "input_ids": torch.tensor([answer.input_tokens + answer.output_tokens]),
+            "attention_mask": torch.ones(1, given + sampled, dtype=torch.bool),
+            "loss_mask": torch.tensor([[0] * given + [1] * sampled]),
+            "logprobs": torch.tensor([[0.0] * given + answer.output_logprobs]),
+            "versions": torch.tensor([[-1] * given + answer.output_versions]),
+            "rewards": torch.tensor([len(set(answer.output_tokens)) / sampled]),
+        }
+
+
+def main(model_path: str = "runs/models/SmolLM2-135M-Instruct") -> None:
+    tokenizer = load_tokenizer(model_path)
+    rows = [{"text": text} for text in ("Once upon a time", "The sea is", "Two plus two")]
+    with EmbeddedServer(model_path=model_path) as server:
+        config = InferenceEngineConfig(addresses=[server.address])
+        with RemoteInfEngine(config) as engine:
+            for result in engine.rollout_batch(rows, ContinueText(tokenizer), group_size=4):
+                assert result.trajectory is not None, result.error
+                shape = list(result.trajectory["input_ids"].shape)
+                print(f"{result.data['text']!r}: {result.status}, ids {shape}, rewards {result.rewards}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,43 @@
+"""Dumps are JSON lines, one per sample: read them with nothing but the standard library.
+
+    python examples/05_read_the_dump.py [FOLDER]        # default: runs/demo, what `make demo` wrote
+
+Every field is described in docs/trajectories.md.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+
+def main(folder: str = "runs/demo") -> None:
+    paths = sorted(Path(folder).rglob("*rollout/*/*.jsonl"), key=lambda path: path.stat().st_mtime)
+    if not paths:
+        raise SystemExit(f"no dumps below {folder}: run `make demo`, or set rollout.dump_to_file: true")
+    samples = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    print(f"{len(paths)} groups, {len(samples)} samples: {dict(Counter(s['status'] for s in samples))}")
+
+    rewards_by_version: dict[int, list[float]] = {}
+    for sample in samples:
+        if sample["reward"] is not None and sample["tail_version"] is not None:
+            rewards_by_version.setdefault(sample["tail_version"], []).append(sample["reward"])
+    for version, rewards in sorted(rewards_by_version.items()):
+        print(f"version {version}: mean reward {sum(rewards) / len(rewards):.3f} over {len(rewards)}")
+
+    last = samples[-1]
+    print(f"\ntask {last['task_id']} sample {last['sample_idx']}: {last['status']}, reward {last['reward']}")
+    for turn in last["turns"]:
+        sampled = sum(turn["loss_mask"])
+        line = f"  {turn['role']}: {len(turn['ids'])} tokens, {sampled} trained"
+        if "logprobs" in turn:
+            line += f", mean log-prob {sum(turn['logprobs']) / len(turn['logprobs']):.2f}"
+            line += f", versions {sorted(set(turn['versions']))}, ended by {turn.get('stop_reason')}"
+        print(line)
+        print(f"    {turn['text']!r}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,117 @@
+"""Every numbered example runs as its docstring says, on a tiny random model, in a folder of its own."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.stub_server import StubServer, StubThread
+
+from areal_lite.api import InferenceEngineConfig, ModelRequest, RolloutWorkflow
+from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+
+REPOSITORY = Path(__file__).parents[2]
+NUMBERED = sorted((REPOSITORY / "examples").glob("[0-9]*.py"))
+
+
+def run_example(name, *arguments, cwd):
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "examples" / name), *map(str, arguments)],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.name)
+def test_an_example_is_short_and_says_how_to_run_it(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 60
+    assert any(f"python examples/{path.name}" in line for line in lines[:6])
+
+
+def test_every_numbered_example_has_a_test():
+    tested = set(re.findall(r'run_example\(\s*"(.*?)"', Path(__file__).read_text()))
+    assert tested == {path.name for path in NUMBERED}
+
+
+def test_01_gives_a_group_of_four_for_each_row(tiny_model, tmp_path):
+    lines = run_example("01_engine_and_workflow.py", tiny_model, cwd=tmp_path).splitlines()
+    assert len(lines) == 3
+    assert re.match(r"'Once upon a time': accepted, ids \[4, \d+\], rewards \[", lines[0])
+
+
+def test_02_trains_the_answers_of_both_calls(tiny_model, tmp_path):
+    lines = run_example("02_agent_openai_sdk.py", tiny_model, cwd=tmp_path).splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        trained = re.search(r"trained tokens \[(.*)\]", line)[1].split(", ")
+        assert len(trained) == 4 and max(map(int, trained)) > 24  # more than one answer has
+
+
+def test_03_trains_from_a_yaml(tiny_model, tmp_path):
+    shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
+    printed = run_example(
+        "03_train_from_yaml.py",
+        tiny_model,
+        "rollout.group_size=2",
+        "rollout.consumer_batch_size=2",
+        "eval_dataset.kwargs.size=2",
+        cwd=tmp_path,
+    )
+    assert "step 2  train/reward_mean" in printed
+    assert "held-out reward 0.00 -> 0.00" in printed
+    (run_dir,) = (tmp_path / "runs/train_from_yaml").iterdir()
+    assert f"written to {run_dir.relative_to(tmp_path)}" in printed
+    assert (run_dir / "model/model.safetensors").exists()
+
+
+def test_04_accepts_a_group_only_where_its_rewards_differ(tiny_model, tmp_path):
+    lines = run_example("04_custom_reward_filter.py", tiny_model, cwd=tmp_path).splitlines()
+    assert len(lines) == 3
+    for line in lines:
+        assert re.search(r"accepted  \[|rejected  .*should_accept_fn", line), line
+        if rewards := re.search(r"accepted  \[(.*)\]", line):
+            assert len(set(rewards[1].split(", "))) > 1
+
+
+class OneAnswer(RolloutWorkflow):
+    async def arun_episode(self, engine, data):
+        answer = await engine.agenerate(ModelRequest(input_ids=data["ids"]))
+        given, sampled = answer.input_len, answer.output_len
+        return {
+            "input_ids": torch.tensor([answer.input_tokens + answer.output_tokens]),
+            "attention_mask": torch.ones(1, given + sampled, dtype=torch.bool),
+            "loss_mask": torch.tensor([[0] * given + [1] * sampled]),
+            "logprobs": torch.tensor([[0.0] * given + answer.output_logprobs]),
+            "versions": torch.tensor([[-1] * given + answer.output_versions]),
+            "rewards": torch.tensor([1.0]),
+        }
+
+
+def test_05_shows_what_a_run_dumped(tmp_path):
+    with StubThread(StubServer(answer_len=8)) as stub:
+        config = InferenceEngineConfig(
+            backend="sglang", addresses=[stub.address], fileroot=str(tmp_path / "runs"), dump_to_file=True
+        )
+        with RemoteInfEngine(config) as engine:
+            engine.rollout_batch([{"ids": [5, 6, 7]}] * 3, OneAnswer(), group_size=2)
+    printed = run_example("05_read_the_dump.py", tmp_path / "runs", cwd=tmp_path)
+    assert "3 groups, 6 samples: {'accepted': 6}" in printed
+    assert "version 0: mean reward 1.000 over 6" in printed
+    assert "prompt: 3 tokens, 0 trained" in printed
+    assert re.search(r"assistant: 8 tokens, 8 trained, mean log-prob -0\.\d+, versions \[0\]", printed)
+
+
+def test_06_trains_step_by_step(tiny_model, tmp_path):
+    lines = run_example("06_own_training_loop.py", tiny_model, 2, cwd=tmp_path).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["step 1", "step 2"]
+    assert all(re.search(r"reward \d\.\d+, loss [+-]\d", line) for line in lines)
