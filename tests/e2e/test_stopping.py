@@ -1,0 +1,81 @@
+"""The command `areal-lite train` when it is interrupted or loses its server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+def start(run_yaml: Path, *overrides: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "areal_lite", "train", str(run_yaml), "trainer.total_steps=100000", *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+
+
+def until_step(process: subprocess.Popen[str], step: int) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(f"step {step:>4}  reward"):
+            return
+    raise AssertionError(process.stderr and process.stderr.read())
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_in_time_with_nothing_half_written(
+    run_yaml: Path, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    process = start(run_yaml)
+    until_step(process, 2)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    sent = time.monotonic()
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - sent < 12
+    assert process.returncode == code, errors
+    assert not psutil.wait_procs(children, timeout=5)[1]
+    run_dir = tmp_path / "runs" / "e2e" / "t"
+    files = [run_dir / "metrics.jsonl", *run_dir.glob("*rollout/*/*.jsonl")]
+    for file in files:
+        text = file.read_text()
+        assert text.endswith("\n")
+        for line in text.splitlines():
+            json.loads(line)
+    for folder in (run_dir / "weights").glob("v*"):
+        assert (folder / "manifest.json").exists()
+
+
+def test_a_server_killed_in_the_middle_is_named_with_its_log(run_yaml: Path) -> None:
+    process = start(run_yaml, "rollout.request_retries=2", "rollout.max_empty_batches=1")
+    until_step(process, 1)
+    (server,) = psutil.Process(process.pid).children()
+    server.kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert "the embedded server ended with code -9" in errors
+    assert "server.log" in errors
+
+
+def test_a_port_in_use_is_told_before_the_model_is_loaded(run_yaml: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = start(run_yaml, f"server.port={port}")
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 64
+    assert str(port) in errors

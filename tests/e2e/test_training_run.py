@@ -1,0 +1,108 @@
+"""One YAML, the real embedded server, the real trainer: an agent learns, and the record of it is whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from areal_lite.api.config_loader import load_config
+from areal_lite.errors import ConfigError, RunDirBusyError, StarvationError
+from areal_lite.launch.run import TrainingSummary, run_evaluation, run_rollout, run_training
+from areal_lite.launch.run_directory import run_directory
+
+
+def train(path: Path, *overrides: str) -> TrainingSummary:
+    return run_training(load_config(path, overrides))
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def dumped(run_dir: Path, scope: str) -> list[dict[str, Any]]:
+    files = sorted((run_dir / scope).glob("*/*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def test_on_policy_training_leaves_metrics_dumps_weights_and_a_model(run_yaml: Path) -> None:
+    summary = train(run_yaml)
+    steps = [r for r in records(summary.run_dir) if "train/loss" in r]
+    evaluations = [r for r in records(summary.run_dir) if "eval/reward" in r]
+    assert [r["step"] for r in steps] == [1, 2, 3, 4]
+    assert [r["step"] for r in evaluations] == [0, 4]
+    assert all(r["train/staleness_max"] == 0 for r in steps)
+    # What was trained, and nothing else, is accepted in the dump: every token of the version it was trained at.
+    accepted = [r for r in dumped(summary.run_dir, "rollout") if r["status"] == "accepted"]
+    assert len(accepted) == 4 * 4 * 4
+    for version in range(4):
+        of_version = [r for r in accepted if r["head_version"] == r["tail_version"] == version]
+        assert len(of_version) == 16
+    assert sum(sum(map(sum, (t["loss_mask"] for t in r["turns"]))) for r in accepted) == sum(
+        r["train/trained_tokens"] for r in steps
+    )
+    # The engine and the trainer agree on every log-prob: exact tokens, same temperature, same weights.
+    assert max(r["train/mismatch_max"] for r in steps) < 1e-3
+    assert len(dumped(summary.run_dir, "eval-rollout")) == 8
+    assert sorted(p.name for p in (summary.run_dir / "weights").iterdir()) == ["v00000003", "v00000004"]
+    assert summary.model_dir is not None
+    AutoModelForCausalLM.from_pretrained(summary.model_dir)
+
+
+def test_asynchronous_training_keeps_the_staleness_bound_and_uses_it(run_yaml: Path) -> None:
+    summary = train(run_yaml, "rollout.max_head_offpolicyness=2", "trainer.total_steps=6", "eval_dataset=null")
+    staleness = [r["train/staleness_max"] for r in records(summary.run_dir) if "train/loss" in r]
+    assert max(staleness) <= 2
+    assert max(staleness) > 0
+
+
+def test_the_agent_learns(run_yaml: Path) -> None:
+    summary = train(run_yaml, "trainer.total_steps=25", "rollout.consumer_batch_size=8", "rollout.dump_to_file=false")
+    rewards = [r["train/reward_mean"] for r in records(summary.run_dir) if "train/loss" in r]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+
+
+def test_a_run_folder_is_used_once_and_by_one_process(run_yaml: Path) -> None:
+    config = load_config(run_yaml, ["trainer.total_steps=1", "eval_dataset=null", "save_model=false"])
+    run_training(config)
+    with pytest.raises(ConfigError, match="already holds a training run"):
+        run_training(config)
+    with (
+        run_directory(config, fresh=False),
+        pytest.raises(RunDirBusyError, match="held by a run that is still alive"),
+        run_directory(config, fresh=False),
+    ):
+        pass
+
+
+def test_rollout_and_evaluation_run_alone(run_yaml: Path) -> None:
+    config = load_config(run_yaml)
+    results = run_rollout(config)
+    assert [r.status for r in results] == ["accepted"] * 16
+    assert all(len(r.rewards) == 4 for r in results)
+    evaluation = run_evaluation(config)
+    assert (evaluation.episodes, evaluation.failed) == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("rollout.group_size=1", "a group of one has no baseline"),
+        ("rollout.gconfig={greedy: true}", "rollout.gconfig is greedy"),
+        ("rollout.backend=sglang", "name the running servers"),
+        ("model_path=no/such/model", "no/such/model"),
+        ("workflow=tests.e2e.agents.LeterAgent", "did you mean tests.e2e.agents.LetterAgent?"),
+        ("train_dataset.path=no_such.jsonl", "no_such.jsonl"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(run_yaml: Path, override: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says.replace("?", r"\?")):
+        train(run_yaml, override)
+
+
+def test_an_agent_that_always_raises_stops_the_run_with_its_error_counted(run_yaml: Path) -> None:
+    with pytest.raises(StarvationError, match="x failed: RuntimeError: the agent is broken"):
+        train(run_yaml, "workflow=tests.e2e.agents.BrokenAgent", "eval_dataset=null", "rollout.max_empty_batches=2")
