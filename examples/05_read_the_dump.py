@@ -17,7 +17,7 @@ def main(folder: str = "runs/demo") -> None:
     paths = sorted(Path(folder).rglob("*rollout/*/*.jsonl"), key=lambda path: path.stat().st_mtime)
     if not paths:
         raise SystemExit(f"no dumps below {folder}: run `make demo`, or set rollout.dump_to_file: true")
-    samples = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    samples = [json.loads(line) for path in paths for line in path.read_bytes().splitlines()]
     print(f"{len(paths)} groups, {len(samples)} samples: {dict(Counter(s['status'] for s in samples))}")
 
     rewards_by_version: dict[int, list[float]] = {}

@@ -1,6 +1,7 @@
 """The tiny random model, built once for all examples."""
 
 import pytest
+
 from tests.fixtures.tiny_model import build_tiny_model
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.stub_server import StubServer, StubThread
 
 from areal_lite.api import InferenceEngineConfig, ModelRequest, RolloutWorkflow
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from tests.stub_server import StubServer, StubThread
 
 REPOSITORY = Path(__file__).parents[2]
 NUMBERED = sorted((REPOSITORY / "examples").glob("[0-9]*.py"))

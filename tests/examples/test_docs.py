@@ -1,0 +1,134 @@
+"""What README.md and docs/ say holds: their code runs, the files, tests and names they list are there."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from areal_lite.api.config_loader import load_config
+
+REPOSITORY = Path(__file__).parents[2]
+README = (REPOSITORY / "README.md").read_text()
+DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+SHOWN_FOLDERS = ("areal_lite", "workflows", "configs", "examples", "benchmarks")
+
+
+def blocks(text, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def test_the_readme_fits_two_screens_and_its_commands_come_first():
+    lines = README.splitlines()
+    assert len(lines) <= 120
+    assert max(map(len, lines)) <= 140
+    first = "\n".join(lines[:25])
+    assert "make demo" in first and "make test" in first
+
+
+def test_the_agent_and_the_yaml_of_the_readme_train(tiny_model, tmp_path):
+    (agent,) = blocks(README, "python")
+    (tmp_path / "my_agent.py").write_text(agent)
+    (tmp_path / "my_agent.yaml").write_text(blocks(README, "yaml")[0])
+    small = ["rollout.group_size=2", "rollout.consumer_batch_size=2", "trainer.total_steps=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "areal_lite",
+        "train",
+        "my_agent.yaml",
+        f"model_path={tiny_model}",
+        *small,
+    ]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+    run_dir = tmp_path / "runs/my_agent/trial"
+    (record,) = map(json.loads, (run_dir / "metrics.jsonl").read_bytes().splitlines())
+    documented = re.findall(r"`([\w/]+)`", (REPOSITORY / "docs/metrics.md").read_text())
+    assert not set(record) - set(documented)
+    lines = [
+        json.loads(line)
+        for path in run_dir.rglob("rollout/*/*.jsonl")
+        for line in path.read_bytes().splitlines()
+    ]
+    fields = re.findall(r"`([\w.]+)`", (REPOSITORY / "docs/trajectories.md").read_text())
+    for line in lines:
+        turns = {f"turns.{name}" for turn in line["turns"] for name in turn}
+        timings = {f"timings.{name}" for name in line["timings"]}
+        assert not (set(line) | turns | timings) - set(fields)
+
+
+def test_the_three_lines_for_sglang_load(tmp_path):
+    own, change = map(yaml.safe_load, blocks(README, "yaml"))
+    assert set(change) | set(change["rollout"]) == {"experiment_name", "rollout", "backend", "addresses"}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(own | change | {"rollout": own["rollout"] | change["rollout"]}))
+    assert load_config(path).rollout.backend == "sglang"
+
+
+def test_the_config_for_sglang_differs_in_three_values_from_on_policy():
+    ours, theirs = (
+        yaml.safe_load((REPOSITORY / f"configs/{n}.yaml").read_text()) for n in ("on_policy", "sglang")
+    )
+    assert _different(ours, theirs) == {"experiment_name", "rollout.backend", "rollout.addresses"}
+
+
+def _different(one, other, prefix=""):
+    keys = one.keys() | other.keys()
+    found = set()
+    for key in keys:
+        a, b = one.get(key), other.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found |= _different(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found.add(prefix + key)
+    return found
+
+
+@pytest.mark.parametrize("text", blocks("\n".join(p.read_text() for p in DOCUMENTS), "python"))
+def test_python_in_documents_compiles(text):
+    compile(text, "document", "exec")
+
+
+def test_every_file_is_in_the_tree_and_no_other():
+    text = (REPOSITORY / "docs/architecture.md").read_text()
+    (tree,) = re.findall(r"## Every file\n.*?^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    named = [line.split()[0] for line in tree.splitlines() if line.startswith(SHOWN_FOLDERS)]
+    assert len(named) == len(set(named))
+    there = {
+        str(path.relative_to(REPOSITORY))
+        for folder in SHOWN_FOLDERS
+        for path in (REPOSITORY / folder).rglob("*")
+        if path.suffix in (".py", ".yaml", ".typed") and path.name != "__init__.py"
+    }
+    assert set(named) == there
+    assert all(len(line.split(maxsplit=1)) == 2 for line in tree.splitlines() if line)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_and_tests_that_a_document_names_are_there(path):
+    text = path.read_text()
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (path.parent / link).exists(), link
+    for name in re.findall(r"`((?:configs|examples|workflows|benchmarks|tests)/[\w/.]+\.\w+)", text):
+        assert (REPOSITORY / name).exists(), name
+    for file, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text):
+        assert re.search(rf"def {test}\b", (REPOSITORY / file).read_text()), f"{file}::{test}"
+
+
+def test_every_core_dependency_is_justified():
+    import tomllib
+
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[<>=]", line)[0] for line in project["dependencies"]}
+    text = (REPOSITORY / "docs/architecture.md").read_text()
+    justified = re.findall(
+        r"^\| ([\w-]+) \|", text.split("## Dependencies")[1].split("\n## ")[0], re.MULTILINE
+    )
+    assert set(justified) - {"package"} == names
