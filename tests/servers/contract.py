@@ -59,7 +59,9 @@ class RealServerContract:
     # -- tokens --------------------------------------------------------------------------------
 
     def test_the_window_is_told(self, engine: RemoteInfEngine) -> None:
-        assert engine._client.pool.servers[0].info.context_length == self.context_length
+        window = engine._client.pool.servers[0].info.context_length
+        assert window is not None
+        assert self.longest_prompt < window <= self.context_length
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
     def test_logprobs_are_the_models_own(
@@ -143,7 +145,7 @@ class RealServerContract:
 
     def test_a_prompt_beyond_the_window_is_refused(self, engine: RemoteInfEngine, server: RealServer) -> None:
         ids = prompt(server.model) * self.context_length
-        with pytest.raises(ConfigError, match="2048"):
+        with pytest.raises(ConfigError, match="and the window 20"):
             generate(engine, ids[: self.context_length], max_new_tokens=1)
         with pytest.raises(ConfigError):
             generate(engine, ids[: self.longest_prompt + 1], max_new_tokens=1)
