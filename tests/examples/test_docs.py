@@ -91,6 +91,14 @@ def _different(one, other, prefix=""):
     return found
 
 
+def test_the_held_out_rows_of_reasoning_gym_are_other_rows():
+    # Row i of a task is made from seed + i.
+    config = load_config(REPOSITORY / "configs/reasoning_gym.yaml")
+    assert config.train_dataset.path == config.eval_dataset.path
+    train, held_out = config.train_dataset.kwargs, config.eval_dataset.kwargs
+    assert held_out["seed"] >= train["seed"] + train["size"]
+
+
 @pytest.mark.parametrize("text", blocks("\n".join(p.read_text() for p in DOCUMENTS), "python"))
 def test_python_in_documents_compiles(text):
     compile(text, "document", "exec")
