@@ -23,7 +23,8 @@ class GenerationHyperparameters:
     """Most tokens one answer may have."""
 
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
-    """Tokens before which neither a stop token nor a stop string ends the answer."""
+    """Tokens before which no stop token ends the answer. Below them the server samples from fewer tokens than
+    its log-probs are of."""
 
     max_tokens: Annotated[int, Field(ge=1)] = 32768
     """Most tokens of prompt and answer together."""
@@ -53,10 +54,10 @@ class GenerationHyperparameters:
     """Leave special tokens out of text; ids are never changed."""
 
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    """Lowers a token's logit by this times its count so far; 0 is off."""
+    """Lowers a token's logit by this times its count so far; 0 is off. The trainer knows nothing of it."""
 
     seed: int | None = None
-    """Seed of this request's sampling, for servers that honour it; null is random."""
+    """Seed of this request's sampling, for servers that honour it (SGLang does not); null is random."""
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
         """Return a copy with ``changes``; an unknown name or bad value raises like the constructor."""

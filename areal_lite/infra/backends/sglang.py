@@ -87,9 +87,13 @@ class SGLang:
         """Return the window and vocabulary where the server tells them."""
         if not isinstance(reply, dict):
             return ServerInfo()
-        window, vocab = reply.get("context_length"), reply.get("vocab_size")
+        # SGLang refuses prompts of max_req_input_len tokens (6 below the context length), also those that only
+        # became so long because an aborted answer is continued.
+        windows = [reply.get("context_length"), reply.get("max_req_input_len")]
+        vocab = reply.get("vocab_size")
         return ServerInfo(
-            window if isinstance(window, int) else None, vocab if isinstance(vocab, int) else None
+            min((window for window in windows if isinstance(window, int)), default=None),
+            vocab if isinstance(vocab, int) else None,
         )
 
     def pause(self) -> ControlCall:
