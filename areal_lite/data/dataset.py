@@ -17,6 +17,8 @@ from areal_lite.errors import ConfigError
 
 Row = dict[str, Any]
 _GYM = "reasoning-gym:"
+_GYM_SIZE = 500
+"""Rows of a reasoning-gym task where the config names no size."""
 
 
 def load_rows(config: DatasetConfig) -> list[Row]:
@@ -109,13 +111,37 @@ def _reasoning_gym(config: DatasetConfig) -> list[Row]:
     if "seed" not in config.kwargs:
         raise ConfigError(
             f"dataset {config.path}: kwargs has no seed, so that every start would make other rows: set "
-            "kwargs: {seed: 1}, and another one for held-out rows"
+            "kwargs: {seed: 1}, and for held-out rows a seed that is at least size away"
         )
     try:
         dataset = reasoning_gym.create_dataset(task, **config.kwargs)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"dataset {config.path}: kwargs {config.kwargs}: {error}") from None
     return [{**row, "task": task} for row in itertools.islice(dataset, config.max_samples)]
+
+
+def check_held_out(train: DatasetConfig, held_out: DatasetConfig) -> None:
+    """Refuse held-out rows of a reasoning-gym task that are training rows too.
+
+    Row i of a task is made from ``seed + i``, so two seeds closer than the size share rows.
+
+    Raises:
+        ConfigError: If they overlap.
+    """
+    if not (train.path.startswith(_GYM) and train.path == held_out.path):
+        return
+    first, second = (_gym_seeds(config) for config in (train, held_out))
+    if max(first.start, second.start) < min(first.stop, second.stop):
+        raise ConfigError(
+            f"eval_dataset {held_out.path} uses seeds {second.start} to {second.stop - 1}, some of which are among the "
+            f"training rows' {first.start} to {first.stop - 1}: set its seed to {first.stop} or more"
+        )
+
+
+def _gym_seeds(config: DatasetConfig) -> range:
+    seed = int(config.kwargs.get("seed", 0))
+    size = int(config.kwargs.get("size", _GYM_SIZE))
+    return range(seed, seed + min(size, config.max_samples or size))
 
 
 def _function(config: DatasetConfig) -> list[Row]:

@@ -13,17 +13,16 @@ import os
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.episode import EpisodeResult, MemberRecord
 from areal_lite.api.io_struct import ModelResponse
-from areal_lite.api.tensor_dict import TOKEN_KEYS
 from areal_lite.data.tokenizer import load_tokenizer
 from areal_lite.infra.workflow_context import scope_name
 
@@ -127,27 +126,24 @@ def dump_lines(result: EpisodeResult, tokenizer: Any = None) -> Iterator[dict[st
         }
 
 
+@dataclass(slots=True)
 class _Sequence:
-    """One row without its padding; columns are made into lists, one entry per token, when asked for."""
+    """One row without its padding: ids and mask as lists, other columns when asked for."""
 
-    def __init__(
-        self, columns: Mapping[str, Any], length: int, *, keep: Any = None, reward: float | None = None
-    ) -> None:
-        self._columns = columns
-        self._keep = keep
-        self.length = length
-        self.reward = reward
-        self.ids: list[int] = self.column("input_ids", 0)
-        self.mask: list[int] = self.column("loss_mask", 0)
-        if self.mask and type(self.mask[0]) is bool:
-            self.mask = list(map(int, self.mask))
+    ids: list[int]
+    mask: list[int]
+    reward: float | None = None
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+    row: int = 0
+    keep: Any = None
+    """Where tokens are, if there is padding."""
 
     def column(self, key: str, default: float) -> list[Any]:
         """Return a per-token column, ``default`` everywhere where the workflow gave none."""
-        if key not in self._columns:
-            return [default] * self.length
-        values = self._columns[key]
-        return (values if self._keep is None else values[self._keep]).tolist()  # type: ignore[no-any-return]
+        if key not in self.tensors:
+            return [default] * len(self.ids)
+        values = self.tensors[key].numpy()[self.row]
+        return (values if self.keep is None else values[self.keep]).tolist()  # type: ignore[no-any-return]
 
     def trained_versions(self) -> tuple[int | None, int | None]:
         """Return (oldest, newest) version of the trained tokens."""
@@ -170,23 +166,26 @@ def _samples(result: EpisodeResult) -> Iterator[tuple[MemberRecord, bool]]:
 
 def _rows(result: EpisodeResult) -> Iterator[_Sequence]:
     """Yield the rows of the trajectory without their padding."""
-    if result.trajectory is None:
+    tensors = result.trajectory
+    if tensors is None:
         return
-    tensors = {key: tensor.numpy() for key, tensor in result.trajectory.items() if key in TOKEN_KEYS}
-    rewards = result.rewards
-    for row, attention in enumerate(tensors.pop("attention_mask") != 0):
-        yield _Sequence(
-            {key: tensor[row] for key, tensor in tensors.items()},
-            length := int(attention.sum()),
-            keep=None if length == len(attention) else attention,
-            reward=rewards[row] if rewards else None,
-        )
+    attention = tensors["attention_mask"].numpy()
+    padded = not attention.all()
+    ids, rewards = tensors["input_ids"].tolist(), result.rewards
+    masks = tensors["loss_mask"].tolist() if "loss_mask" in tensors else [[0] * len(row) for row in ids]
+    for row, (row_ids, mask) in enumerate(zip(ids, masks, strict=True)):
+        keep = attention[row] != 0 if padded else None
+        if keep is not None:
+            row_ids, mask = list(compress(row_ids, keep)), list(compress(mask, keep))
+        if type(mask[0]) is bool:
+            mask = list(map(int, mask))
+        yield _Sequence(row_ids, mask, rewards[row] if rewards else None, tensors, row, keep)
 
 
 def _called_sequence(member: MemberRecord) -> _Sequence:
     """Return the sequence of a member that gave no row: its last model call, nothing trained."""
     ids = [t for turn in member.turns[-1:] for t in turn.input_tokens + turn.output_tokens]
-    return _Sequence({"input_ids": np.array(ids, dtype=np.int64)}, len(ids))
+    return _Sequence(ids, [0] * len(ids))
 
 
 def _turns(sequence: _Sequence, calls: Sequence[ModelResponse], tokenizer: Any) -> list[dict[str, Any]]:

@@ -59,9 +59,8 @@ class TrainingProgress:
         else:
             self.console.print(
                 f"step {step:>4}  reward {metrics['train/reward_mean']:.3f}  loss {metrics['train/loss']:+.4f}  "
-                f"grad norm {metrics['train/grad_norm']:.2f}  {metrics['timing/step_s']:.1f} s "
-                f"(waited {metrics['timing/rollout_wait_s']:.1f} for rollouts, "
-                f"{metrics['timing/weight_update_s']:.1f} for weights)"
+                f"{metrics['timing/step_s']:.1f} s (rollout {metrics['timing/rollout_wait_s']:.1f}, "
+                f"weights {metrics['timing/weight_update_s']:.1f})"
             )
             self._bar.update(self._task, completed=step, reward=f"{metrics['train/reward_mean']:.3f}")
 

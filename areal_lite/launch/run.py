@@ -12,7 +12,7 @@ from typing import Any
 from areal_lite.api.config import RunConfig
 from areal_lite.api.engine_api import Row
 from areal_lite.api.episode import EpisodeResult, EpisodeStatus
-from areal_lite.data.dataset import load_rows
+from areal_lite.data.dataset import check_held_out, load_rows
 from areal_lite.data.rollout_data_source import RolloutDataSource
 from areal_lite.data.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError, EpisodeError
@@ -165,6 +165,8 @@ def _check_trainable(config: RunConfig) -> None:
             "rollout.gconfig is greedy: all episodes of a group would be equal and every advantage 0. Set greedy: "
             "false and a temperature above 0"
         )
+    if config.eval_dataset is not None:
+        check_held_out(config.train_dataset, config.eval_dataset)
 
 
 def _make_trainer(config: RunConfig) -> Any:

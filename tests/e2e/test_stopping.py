@@ -16,7 +16,15 @@ import pytest
 
 def start(run_yaml: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "areal_lite", "train", str(run_yaml), "trainer.total_steps=100000", *overrides],
+        [
+            sys.executable,
+            "-m",
+            "areal_lite",
+            "train",
+            str(run_yaml),
+            "trainer.total_steps=100000",
+            *overrides,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -51,7 +59,7 @@ def test_a_signal_ends_the_run_in_time_with_nothing_half_written(
     for file in files:
         text = file.read_text()
         assert text.endswith("\n")
-        for line in text.splitlines():
+        for line in text.split("\n")[:-1]:
             json.loads(line)
     for folder in (run_dir / "weights").glob("v*"):
         assert (folder / "manifest.json").exists()

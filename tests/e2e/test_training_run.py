@@ -20,12 +20,12 @@ def train(path: Path, *overrides: str) -> TrainingSummary:
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
 
 
 def dumped(run_dir: Path, scope: str) -> list[dict[str, Any]]:
     files = sorted((run_dir / scope).glob("*/*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
 
 
 def test_on_policy_training_leaves_metrics_dumps_weights_and_a_model(run_yaml: Path) -> None:
@@ -53,14 +53,18 @@ def test_on_policy_training_leaves_metrics_dumps_weights_and_a_model(run_yaml: P
 
 
 def test_asynchronous_training_keeps_the_staleness_bound_and_uses_it(run_yaml: Path) -> None:
-    summary = train(run_yaml, "rollout.max_head_offpolicyness=2", "trainer.total_steps=6", "eval_dataset=null")
+    summary = train(
+        run_yaml, "rollout.max_head_offpolicyness=2", "trainer.total_steps=6", "eval_dataset=null"
+    )
     staleness = [r["train/staleness_max"] for r in records(summary.run_dir) if "train/loss" in r]
     assert max(staleness) <= 2
     assert max(staleness) > 0
 
 
 def test_the_agent_learns(run_yaml: Path) -> None:
-    summary = train(run_yaml, "trainer.total_steps=25", "rollout.consumer_batch_size=8", "rollout.dump_to_file=false")
+    summary = train(
+        run_yaml, "trainer.total_steps=25", "rollout.consumer_batch_size=8", "rollout.dump_to_file=false"
+    )
     rewards = [r["train/reward_mean"] for r in records(summary.run_dir) if "train/loss" in r]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
 
@@ -88,7 +92,7 @@ def test_rollout_and_evaluation_run_alone(run_yaml: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("overrides", "says"),
     [
         ("rollout.group_size=1", "a group of one has no baseline"),
         ("rollout.gconfig={greedy: true}", "rollout.gconfig is greedy"),
@@ -96,13 +100,25 @@ def test_rollout_and_evaluation_run_alone(run_yaml: Path) -> None:
         ("model_path=no/such/model", "no/such/model"),
         ("workflow=tests.e2e.agents.LeterAgent", "did you mean tests.e2e.agents.LetterAgent?"),
         ("train_dataset.path=no_such.jsonl", "no_such.jsonl"),
+        (
+            "train_dataset={path: 'reasoning-gym:chain_sum', kwargs: {seed: 1, size: 10}}\n"
+            "eval_dataset={path: 'reasoning-gym:chain_sum', kwargs: {seed: 2, size: 10}}",
+            "set its seed to 11 or more",
+        ),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(run_yaml: Path, override: str, says: str) -> None:
+def test_what_cannot_work_is_refused_before_anything_starts(
+    run_yaml: Path, overrides: str, says: str
+) -> None:
     with pytest.raises(ConfigError, match=says.replace("?", r"\?")):
-        train(run_yaml, override)
+        train(run_yaml, *overrides.split("\n"))
 
 
 def test_an_agent_that_always_raises_stops_the_run_with_its_error_counted(run_yaml: Path) -> None:
     with pytest.raises(StarvationError, match="x failed: RuntimeError: the agent is broken"):
-        train(run_yaml, "workflow=tests.e2e.agents.BrokenAgent", "eval_dataset=null", "rollout.max_empty_batches=2")
+        train(
+            run_yaml,
+            "workflow=tests.e2e.agents.BrokenAgent",
+            "eval_dataset=null",
+            "rollout.max_empty_batches=2",
+        )

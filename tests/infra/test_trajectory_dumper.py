@@ -22,7 +22,7 @@ StartEngine = Callable[..., RemoteInfEngine]
 
 def lines(root: Path, *parts: str) -> list[dict[str, Any]]:
     (path,) = root.glob("/".join(("experiment", "trial", *parts)))
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def test_one_line_per_sample_at_the_seeds_path_with_the_seeds_fields(
