@@ -10,6 +10,7 @@ from pathlib import Path
 
 from areal_lite.api.config import RunConfig
 from areal_lite.embedded.process import EmbeddedServer
+from areal_lite.embedded.settings import check_model_path
 from areal_lite.errors import ArealLiteError, ConfigError, ServerError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 
@@ -35,8 +36,9 @@ def thread_budget(config: RunConfig) -> ThreadBudget:
     return ThreadBudget(server=server, trainer=trainer)
 
 
-def check_servers(config: RunConfig) -> None:
-    """Refuse a backend without servers before anything starts."""
+def check_startable(config: RunConfig) -> None:
+    """Refuse a model that is not there, or a backend without servers, before anything starts."""
+    check_model_path(config.model_path)
     if config.rollout.backend != "embedded" and not config.rollout.addresses:
         raise ConfigError(
             f"rollout.backend is {config.rollout.backend} and rollout.addresses is empty: name the running servers "

@@ -17,7 +17,7 @@ from areal_lite.data.rollout_data_source import RolloutDataSource
 from areal_lite.data.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
-from areal_lite.launch.engine_stack import check_servers, generating_engine, thread_budget
+from areal_lite.launch.engine_stack import check_startable, generating_engine, thread_budget
 from areal_lite.launch.run_directory import run_directory
 from areal_lite.launch.workflow_choice import workflow_kwargs
 
@@ -128,7 +128,7 @@ def run_rollout(config: RunConfig) -> list[EpisodeResult]:
 
     Episodes are dumped under ``rollout/`` where ``rollout.dump_to_file`` says so.
     """
-    check_servers(config)
+    check_startable(config)
     kwargs = workflow_kwargs(config, is_eval=False)
     rows = load_rows(config.train_dataset)
     with run_directory(config, fresh=False) as run_dir, generating_engine(config, run_dir) as engine:
@@ -146,14 +146,14 @@ def run_evaluation(config: RunConfig) -> Evaluation:
         raise ConfigError(
             "eval_dataset is missing: give the rows to evaluate on, for example eval_dataset.path=rows.jsonl"
         )
-    check_servers(config)
+    check_startable(config)
     rows = load_rows(config.eval_dataset)
     with run_directory(config, fresh=False) as run_dir, generating_engine(config, run_dir) as engine:
         return _evaluate(engine, config, rows)
 
 
 def _check_trainable(config: RunConfig) -> None:
-    check_servers(config)
+    check_startable(config)
     rollout = config.rollout
     if rollout.group_size < 2:
         raise ConfigError(
