@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from areal_lite.data.training_sample import TrainingSample
+from areal_lite.errors import ConfigError
 from areal_lite.trainer.microbatches import Row, num_inputs
 
 LOGIT_POSITIONS = 512
@@ -86,12 +87,15 @@ class TokenScorer:
     are all full attention and that places tokens by ``position_ids``; tried on three tokens at the
     start. Where the model does more to logits than its output embedding (soft caps, scales), full
     logits are computed.
+
+    Raises:
+        ConfigError: If ``temperature`` is not above 0.
     """
 
     def __init__(self, model: Any, *, temperature: float) -> None:
         if temperature <= 0:
-            raise ValueError(
-                f"temperature is {temperature}: log-probs of logits / temperature need one above 0"
+            raise ConfigError(
+                f"temperature is {temperature}: the trainer divides logits by it; sample with one above 0"
             )
         self.model = model
         self.temperature = temperature
@@ -190,24 +194,21 @@ class ChunkedScores(torch.autograd.Function):
     def backward(ctx: Any, grad_chosen: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         states, weight, bias, targets, entropy = ctx.saved_tensors
         states_dtype, weight_dtype = ctx.dtypes
+        grad_chosen, grad_entropy = grad_chosen / ctx.temperature, grad_entropy / ctx.temperature
         grad_states = torch.empty_like(states, dtype=states_dtype)
         grad_weight = torch.zeros_like(weight, dtype=weight_dtype)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=weight_dtype)
         for start in range(0, len(states), LOGIT_POSITIONS):
             here = slice(start, start + LOGIT_POSITIONS)
             logprobs = _logprobs(F.linear(states[here], weight, bias), ctx.temperature)
-            probs = logprobs.exp()
             if ctx.entropy_grad:  # dH/dlogit = -p (log p + H)
-                slope = (
-                    logprobs.add_(entropy[here, None])
-                    .mul_(grad_entropy[here, None])
-                    .add_(grad_chosen[here, None])
-                )
-                grad_logits = probs.mul_(slope).neg_()
+                probs = logprobs.exp()
+                slope = logprobs.add_(entropy[here, None]).mul_(grad_entropy[here, None])
+                grad_logits = slope.add_(grad_chosen[here, None]).mul_(probs).neg_()
             else:  # dlogprob/dlogit = [logit is the target's] - p
-                grad_logits = probs.mul_(-grad_chosen[here, None])
+                grad_logits = logprobs.exp_().mul_(-grad_chosen[here, None])
             grad_logits.scatter_add_(1, targets[here, None], grad_chosen[here, None])
-            scaled = grad_logits.div_(ctx.temperature).to(states.dtype)
+            scaled = grad_logits.to(states.dtype)
             grad_states[here] = scaled @ weight
             grad_weight += scaled.T @ states[here]
             if grad_bias is not None:
@@ -225,5 +226,6 @@ def _score_logits(
 
 
 def _logprobs(logits: Tensor, temperature: float) -> Tensor:
-    logits = logits.float()
-    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+    if temperature != 1.0:
+        logits = logits.float() / temperature
+    return torch.log_softmax(logits, dim=-1, dtype=torch.float32)

@@ -43,7 +43,7 @@ class PolicyTrainer:
         temperature: What the inference engine divides logits by; log-probs here are of the same.
 
     Raises:
-        ConfigError: If the model cannot be loaded or the device is not there.
+        ConfigError: If the model cannot be loaded, the device is not there, or the temperature is not above 0.
     """
 
     def __init__(

@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from areal_lite.errors import StorageError
 from areal_lite.trainer.policy_model import without_progress_bars
 
 _VERSION_FOLDER = re.compile(r"v(\d{8,})")
 _KEPT = 2
+_ASIDE = ".tmp-weights-"
+_MANIFEST = "manifest.json"
 
 
 def publish_weights(
@@ -53,10 +56,10 @@ def publish_weights(
 def save_model(
     model: Any, tokenizer: Any, directory: Path | str, *, dtype: torch.dtype = torch.bfloat16
 ) -> Path:
-    """Write model and tokenizer to ``directory``, whole or not at all, in place of what was there.
+    """Write model and tokenizer to ``directory``, whole or not at all, in place of weights saved there before.
 
     Raises:
-        StorageError: If the disk is full or not writable.
+        StorageError: If the disk is full or not writable, or ``directory`` holds other files.
     """
 
     def write(aside: Path) -> None:
@@ -82,31 +85,37 @@ def _write_model(model: Any, folder: Path, dtype: torch.dtype) -> None:
 
 
 def _write_folder(folder: Path, write: Callable[[Path], None], *, version: int | None) -> None:
-    aside: Path | None = None
+    if folder.exists() and any(folder.iterdir()) and not (folder / _MANIFEST).is_file():
+        raise StorageError(
+            f"{folder} holds files that are no published weights ({_MANIFEST} is missing): name another folder"
+        )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.parent.glob(".tmp-*"):  # one writer: nobody else is at work here
-            shutil.rmtree(leftover, ignore_errors=True)
-        aside = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))
+        _sweep(folder.parent)
+        aside = Path(tempfile.mkdtemp(prefix=_ASIDE, dir=folder.parent))
         aside.chmod(0o755)
         write(aside)
         files = {path.name: _flush_and_hash(path) for path in sorted(aside.iterdir())}
         manifest = {"schema": 1, "version": version, "files": files}
-        (aside / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-        _flush(aside / "manifest.json")
+        (aside / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        _flush(aside / _MANIFEST)
         _flush(aside)
         if folder.exists():
-            folder.rename(Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent)) / folder.name)
+            folder.rename(Path(tempfile.mkdtemp(prefix=_ASIDE, dir=folder.parent)) / folder.name)
         aside.rename(folder)
         _flush(folder.parent)
-        for leftover in folder.parent.glob(".tmp-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-    except OSError as error:
-        if aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
         raise StorageError(
             f"weights could not be written to {folder}: {error}: free disk space or mend its permissions"
         ) from error
+    finally:
+        _sweep(folder.parent)
+
+
+def _sweep(root: Path) -> None:
+    """Remove what a failed or killed writer left; there is one writer, so nobody is at work on it."""
+    for leftover in root.glob(_ASIDE + "*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _flush_and_hash(path: Path) -> dict[str, int | str]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from areal_lite.data.training_sample import TrainingSample
+from areal_lite.errors import ConfigError
 from areal_lite.trainer.logprobs import LOGIT_POSITIONS, ChunkedScores, TokenScorer, pack
 from areal_lite.trainer.microbatches import plan_rows
 from areal_lite.trainer.policy_model import load_policy
@@ -132,5 +133,5 @@ def test_nothing_after_the_last_trained_token_is_read(model: Any) -> None:
 
 
 def test_a_temperature_of_zero_is_refused(model: Any) -> None:
-    with pytest.raises(ValueError, match="temperature is 0"):
+    with pytest.raises(ConfigError, match="temperature is 0"):
         TokenScorer(model, temperature=0.0)

@@ -88,7 +88,7 @@ def test_a_failed_write_leaves_the_older_version_and_no_half_folder(model: Any, 
 
 
 def test_what_a_killed_writer_left_is_swept_away(model: Any, tmp_path: Path) -> None:
-    (tmp_path / ".tmp-dead").mkdir()
+    (tmp_path / ".tmp-weights-dead").mkdir()
     publish_weights(model, tmp_path, 1)
     assert names(tmp_path) == ["v00000001"]
 
@@ -98,3 +98,10 @@ def test_the_final_model_comes_with_its_tokenizer(model: Any, tiny: Path, tmp_pa
     folder = save_model(model, tokenizer, tmp_path / "model")
     assert AutoTokenizer.from_pretrained(folder).encode("hi") == tokenizer.encode("hi")
     assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == 259
+
+
+def test_a_folder_with_other_files_is_not_overwritten(model: Any, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(StorageError, match="holds files that are no published weights"):
+        save_model(model, AutoTokenizer.from_pretrained(tiny), tmp_path)
+    assert names(tmp_path) == ["thesis.txt"]
