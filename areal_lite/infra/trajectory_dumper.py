@@ -102,9 +102,12 @@ def dump_lines(result: EpisodeResult, tokenizer: Any = None) -> Iterator[dict[st
         sequence = next(rows) if has_row else _called_sequence(member)
         ids, mask = sequence.ids, sequence.mask
         turns = _turns(sequence, member.turns, tokenizer)
-        sampled_from = next((turn["start"] for turn in turns if turn["role"] == "assistant"), len(ids))
-        prompt_len = mask.index(1) if 1 in mask else sampled_from
-        head_version, tail_version = sequence.trained_versions()
+        try:
+            prompt_len = mask.index(1)
+        except ValueError:  # nothing is trained: up to what was sampled first
+            prompt_len = next((turn["start"] for turn in turns if turn["role"] == "assistant"), len(ids))
+        only_row = has_row and len(result.members) == member.num_rows == 1
+        versions = (result.head_version, result.tail_version) if only_row else sequence.trained_versions()
         yield {
             "schema": SCHEMA,
             "task_id": result.task_id,
@@ -116,8 +119,8 @@ def dump_lines(result: EpisodeResult, tokenizer: Any = None) -> Iterator[dict[st
             "seqlen": len(ids),
             "prompt_len": prompt_len,
             "start_version": result.start_version,
-            "head_version": head_version,
-            "tail_version": tail_version,
+            "head_version": versions[0],
+            "tail_version": versions[1],
             "reward": sequence.reward,
             "prompt": _decode(tokenizer, ids[:prompt_len]),
             "completion": _decode(tokenizer, ids[prompt_len:]),
