@@ -18,8 +18,9 @@ from areal_lite.infra.admission_gate import AdmissionGate
 from areal_lite.infra.engine_client import EngineClient
 from areal_lite.infra.grouped_rollout import GroupedRolloutWorkflow
 from areal_lite.infra.loop_thread import LoopThread
+from areal_lite.infra.submission import EpisodeRecipe
 from areal_lite.infra.trajectory_dumper import TrajectoryDumper
-from areal_lite.infra.workflow_executor import EpisodeRecipe, WorkflowExecutor
+from areal_lite.infra.workflow_executor import WorkflowExecutor
 from areal_lite.infra.workflow_resolution import resolve_workflow
 
 __all__ = ["GroupedRolloutWorkflow", "RemoteInfEngine"]

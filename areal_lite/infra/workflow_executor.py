@@ -15,23 +15,21 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from areal_lite.api import episode_context
 from areal_lite.api.config import InferenceEngineConfig
-from areal_lite.api.engine_api import InferenceEngine, Row, ShouldAcceptFn
+from areal_lite.api.engine_api import InferenceEngine, Row
 from areal_lite.api.episode import EpisodeResult, EpisodeStatus, MemberRecord, TaskId
 from areal_lite.api.episode_context import EpisodeContext
-from areal_lite.api.tensor_dict import check_outcome, trained_version_range, trajectory_tensors
-from areal_lite.api.workflow_api import RolloutWorkflow
+from areal_lite.api.tensor_dict import check_outcome, trajectory_tensors
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.infra.admission_gate import AdmissionGate
 from areal_lite.infra.deadlines import Deadlines
 from areal_lite.infra.grouped_rollout import error_text
 from areal_lite.infra.result_box import ResultBox
 from areal_lite.infra.row_feed import STALE, RowFeed, cut_batch, miss_reason
+from areal_lite.infra.submission import EpisodeRecipe, Submission
 from areal_lite.infra.workflow_context import SharedHttp
 
 logger = logging.getLogger(__name__)
@@ -40,37 +38,6 @@ CANCEL_GRACE_S = 5.0
 """Seconds a cancelled episode may take to clean up before it is left behind."""
 
 _TASK_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeRecipe:
-    """What to run on a row, resolved once and shared by many submissions."""
-
-    workflow: RolloutWorkflow
-    should_accept_fn: ShouldAcceptFn | None = None
-    is_eval: bool = False
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Submission:
-    """A group of episodes on its way to its one end."""
-
-    task_id: TaskId
-    data: Row
-    recipe: EpisodeRecipe
-    deliver: Callable[[EpisodeResult], None]
-    training: bool
-    """Whether the staleness bound holds it back: its result waits for a training step."""
-    feed: RowFeed | None = None
-    """Where it was drawn from; the cut of a batch then decides over an accepted result."""
-    members: list[MemberRecord]
-    submitted: float
-    started: float = 0.0
-    start_order: int = 0
-    start_version: int = 0
-    task: asyncio.Task[EpisodeResult] | None = None
-    stopped_by: str | None = None
-    """Why we cancelled it; None while we did not."""
 
 
 class WorkflowExecutor:
@@ -350,17 +317,17 @@ class WorkflowExecutor:
                 # A group that was dropped for a member's error is a failure, not a refusal.
                 error = next((m.error for m in members if m.status is EpisodeStatus.FAILED), None)
                 status = EpisodeStatus.FAILED if error else EpisodeStatus.REJECTED
-                return self._result(submission, status, error=error or "the workflow returned None")
+                return submission.result(status, error=error or "the workflow returned None")
             tensors = trajectory_tensors(outcome)
             if recipe.should_accept_fn is not None and not recipe.should_accept_fn(tensors):
-                return self._result(submission, EpisodeStatus.REJECTED, tensors, "should_accept_fn said no")
-            return self._result(submission, EpisodeStatus.ACCEPTED, tensors)
+                return submission.result(EpisodeStatus.REJECTED, tensors, "should_accept_fn said no")
+            return submission.result(EpisodeStatus.ACCEPTED, tensors)
         except asyncio.CancelledError:
             if submission.stopped_by is not None:
                 raise
-            return self._result(submission, EpisodeStatus.FAILED, error="the episode cancelled itself")
+            return submission.result(EpisodeStatus.FAILED, error="the episode cancelled itself")
         except BaseException as error:  # the one place where an episode's error becomes data
-            return self._result(submission, EpisodeStatus.FAILED, error=error_text(error))
+            return submission.result(EpisodeStatus.FAILED, error=error_text(error))
 
     def _on_done(self, submission: Submission, task: asyncio.Task[EpisodeResult]) -> None:
         if self._live.get(submission.task_id) is not submission:
@@ -397,7 +364,7 @@ class WorkflowExecutor:
         self._end(submission, EpisodeStatus.FAILED if late else EpisodeStatus.CANCELLED, error=reason)
 
     def _end(self, submission: Submission, status: EpisodeStatus, *, error: str) -> None:
-        self._finish(submission, self._result(submission, status, error=error))
+        self._finish(submission, submission.result(status, error=error))
 
     def _finish(self, submission: Submission, result: EpisodeResult) -> None:
         """The one end: counters, delivery, and whatever may start in the freed place."""
@@ -434,31 +401,3 @@ class WorkflowExecutor:
         """The result is final: count it and let observers see it."""
         self.counts[result.status] += 1
         self._on_end(result)
-
-    def _result(
-        self,
-        submission: Submission,
-        status: EpisodeStatus,
-        tensors: dict[str, Any] | None = None,
-        error: str | None = None,
-    ) -> EpisodeResult:
-        versions = trained_version_range(tensors) if tensors is not None else None
-        now = time.monotonic()
-        started = submission.started or now
-        return EpisodeResult(
-            task_id=submission.task_id,
-            group_id=str(submission.task_id),
-            status=status,
-            data=submission.data,
-            trajectory=tensors,
-            error=error,
-            is_eval=submission.recipe.is_eval,
-            start_order=submission.start_order,
-            start_version=submission.start_version,
-            head_version=versions[0] if versions else None,
-            tail_version=versions[1] if versions else None,
-            members=submission.members,
-            queued_s=started - submission.submitted,
-            run_s=now - started,
-            finished_at=time.time(),
-        )
