@@ -6,7 +6,6 @@ results gather here until a batch is cut.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,9 +14,6 @@ from areal_lite.api.engine_api import Row
 from areal_lite.api.episode import EpisodeResult, EpisodeStatus
 from areal_lite.errors import ConfigError, StarvationError
 from areal_lite.infra.result_box import ResultBox
-
-logger = logging.getLogger(__name__)
-
 
 STALE = "stale: older than max_head_offpolicyness allows"
 
