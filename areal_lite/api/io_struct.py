@@ -8,8 +8,6 @@ from typing import Any
 
 from areal_lite.api.generation import GenerationHyperparameters
 
-STOP_REASONS = ("stop", "length", "tool_calls", "abort")
-
 
 def _fixed_length_rid() -> str:
     # SGLang aborts by prefix of the rid, so ids must all have one length.

@@ -101,7 +101,7 @@ def test_the_held_out_rows_of_reasoning_gym_are_other_rows():
 
 @pytest.mark.parametrize("text", blocks("\n".join(p.read_text() for p in DOCUMENTS), "python"))
 def test_python_in_documents_compiles(text):
-    compile(text, "document", "exec")
+    assert compile(text, "document", "exec").co_code
 
 
 def test_every_file_is_in_the_tree_and_no_other():

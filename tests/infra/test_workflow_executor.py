@@ -393,6 +393,8 @@ def test_the_async_forms_work_from_a_loop_of_the_callers_own(engine: RemoteInfEn
         await engine.aresume()
         await engine.aset_version(1)
         assert engine.get_version() == 1
+        await engine.aupdate_weights_from_disk("ckpt", 2)
+        assert engine.get_version() == 2
 
     asyncio.run(main())
 

@@ -1,0 +1,52 @@
+"""Sampling parameters and answers, as workflows use them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from areal_lite.api import GenerationHyperparameters, ModelResponse
+
+
+def answer(stop_reason: str, tokens: list[int], tokenizer: object = None) -> ModelResponse:
+    return ModelResponse(
+        input_tokens=[1],
+        output_tokens=tokens,
+        output_logprobs=[-1.0] * len(tokens),
+        output_versions=[0] * len(tokens),
+        stop_reason=stop_reason,
+        tokenizer=tokenizer,
+    )
+
+
+def test_sampling_parameters_translate_to_the_names_of_an_openai_client() -> None:
+    gconfig = GenerationHyperparameters(max_new_tokens=8, greedy=True, stop=["x"])
+    assert gconfig.to_openai_args_dict() == {
+        "n": 1,
+        "max_completion_tokens": 8,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "stop": ["x"],
+        "frequency_penalty": 0.0,
+    }
+    assert "n" not in gconfig.to_openai_args_dict(exclude_args=["n_samples"])
+    assert gconfig.to_openai_args_dict(api_format="responses")["max_output_tokens"] == 8
+
+
+def test_a_changed_copy_is_checked_and_leaves_the_original() -> None:
+    gconfig = GenerationHyperparameters(temperature=0.5)
+    assert (gconfig.new(temperature=0.6).temperature, gconfig.temperature) == (0.6, 0.5)
+    with pytest.raises(ValueError, match="temperature"):
+        gconfig.new(temperature=-1.0)
+    tokenizer = SimpleNamespace(eos_token_id=2, pad_token_id=0)
+    assert gconfig.new_with_stop_and_pad_token_ids(tokenizer).stop_token_ids == [2, 0]
+
+
+def test_only_a_sampled_stop_token_is_left_out() -> None:
+    tokenizer = SimpleNamespace(eos_token_id=2, pad_token_id=0)
+    assert answer("stop", [5, 2], tokenizer).output_tokens_without_stop == [5]
+    assert answer("length", [5, 2], tokenizer).output_tokens_without_stop == [5, 2]
+    assert answer("stop", [5, 6], tokenizer).output_tokens_without_stop == [5, 6]
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        _ = answer("stop", [5, 2]).output_tokens_without_stop
