@@ -35,6 +35,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from areal_lite.api.config import TrainerConfig
+from areal_lite.data.data_proto import DataProto
+from areal_lite.data.training_batch import collate_training_samples
 from areal_lite.data.training_sample import TrainingSample
 from areal_lite.trainer.advantages import group_advantages
 from areal_lite.trainer.losses import decoupled_ppo_loss
@@ -134,10 +136,12 @@ def main() -> None:
         records: list[dict[str, float]] = []
         plain_seconds: list[float] = []
         for step in range(arguments.steps + 1):  # the first warms up
-            batch = make_batch(step)
-            metrics = ours.train_step(batch, version=step)
+            samples = make_batch(step)
+            length = max(len(sample.input_ids) for sample in samples)
+            columns = collate_training_samples(samples, length, pad_token_id=0)
+            metrics = ours.train_step(DataProto.from_single_dict(columns), version=step)
             began = time.perf_counter()
-            loss = plain.train_step(batch)
+            loss = plain.train_step(samples)
             plain_seconds.append(time.perf_counter() - began)
             records.append(metrics)
             print(

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from typing import Any
 
 from openai import AsyncOpenAI
 
-from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig
-from areal_lite.api.config import TrainerConfig
+from areal_lite.api import GenerationHyperparameters
+from areal_lite.api.config import InferenceEngineConfig, TrainerConfig
+from areal_lite.data.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
+from areal_lite.data.rollout_batch import training_batch
 from areal_lite.data.rollout_data_source import RolloutDataSource
-from areal_lite.data.training_sample import training_samples
+from areal_lite.data.tokenizer import load_tokenizer
 from areal_lite.embedded import EmbeddedServer
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.trainer.policy_trainer import PolicyTrainer
@@ -24,34 +25,34 @@ from areal_lite.trainer.weights import publish_weights
 class LowercaseAgent:
     """Reward: the share of lower-case letters in the answer."""
 
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+    async def run(self, data: dict[str, str], **extra_kwargs: object) -> float:
         completion = await AsyncOpenAI(**extra_kwargs).chat.completions.create(
             model="default", messages=[{"role": "user", "content": f"Tell me about {data['subject']}."}]
         )
-        text = completion.choices[0].message.content or ""
-        return sum(letter.islower() for letter in text) / max(1, len(text))
+        text = completion.choices[0].message.content or "?"
+        return sum(letter.islower() for letter in text) / len(text)
 
 
 def main(model_path: str = "runs/models/SmolLM2-135M-Instruct", steps: str = "3") -> None:
-    subjects = ("cats", "rain", "the sea", "trains", "bread", "snow", "maps", "owls")
-    source = RolloutDataSource([{"subject": subject} for subject in subjects], seed=1, shuffle=True)
-    trainer_config = TrainerConfig(total_steps=int(steps), learning_rate=3e-5)
+    rows = [{"subject": subject} for subject in ("cats", "rain", "the sea", "bread", "snow", "owls")]
+    source = RolloutDataSource(rows, n_samples_per_prompt=4, shuffle=True)
+    packer = DecoderOnlyLLMDataPacker()
+    packer.setup(tokenizer=load_tokenizer(model_path))
+    learning = TrainerConfig(total_steps=int(steps), learning_rate=3e-5)
     with EmbeddedServer(model_path=model_path) as server, tempfile.TemporaryDirectory() as weights:
         config = InferenceEngineConfig(
             addresses=[server.address],
             tokenizer_path=model_path,
             gconfig=GenerationHyperparameters(max_new_tokens=16),
             group_size=4,
-            consumer_batch_size=4,  # 4 rows x 4 episodes a step
-            max_head_offpolicyness=0,  # generation waits for each update; 1 or more lets it run ahead
+            consumer_batch_size=4,  # 4 rows x 4 episodes a step, each after the last update: on-policy
         )
-        trainer = PolicyTrainer(trainer_config, model_path=model_path, seed=1)
+        trainer = PolicyTrainer(learning, model_path=model_path, seed=1)
         with RemoteInfEngine(config) as engine:
-            for step in range(1, trainer_config.total_steps + 1):
+            for step in range(1, int(steps) + 1):
                 results = engine.prepare_batch(source, LowercaseAgent)
-                metrics = trainer.train_step(training_samples(results), version=engine.get_version())
-                folder = publish_weights(trainer.model, weights, step)
-                engine.update_weights_from_disk(str(folder), step)
+                metrics = trainer.train_step(training_batch(packer, results), version=step - 1)
+                engine.update_weights_from_disk(str(publish_weights(trainer.model, weights, step)), step)
                 print(f"step {step}: reward {metrics['reward_mean']:.3f}, loss {metrics['loss']:+.4f}")
 
 

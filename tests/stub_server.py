@@ -47,9 +47,11 @@ class StubServer:
         self.fail_updates = False
         self.hold: asyncio.Event | None = None
         """Answers wait for this event; an abort ends the wait with half the tokens."""
+        self.holds: Callable[[list[int]], bool] = lambda input_ids: True
+        """Which prompts ``hold`` is for."""
         self.held = threading.Semaphore(0)
         """Released once per answer that is held."""
-        self._running: set[asyncio.Future[None]] = set()
+        self._running: dict[asyncio.Future[None], str] = {}
         self._resumed = asyncio.Event()
         self._resumed.set()
 
@@ -57,6 +59,7 @@ class StubServer:
         """Return the aiohttp application."""
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/generate", self.generate)
+        app.router.add_post("/abort_request", self.abort)
         app.router.add_post("/pause_generation", self.pause)
         app.router.add_post("/continue_generation", self.resume)
         app.router.add_post("/update_weights_from_disk", self.update)
@@ -90,7 +93,7 @@ class StubServer:
         finish: dict[str, Any] = {"type": "stop", "matched": 2}
         if fault == "abort":
             length, finish = 0, {"type": "abort", "message": "Aborted"}
-        elif await self._generating():
+        elif await self._generating(body):
             length, finish = length // 2, {"type": "abort", "message": "Aborted"}
         tokens = answer_tokens(body["input_ids"], version, length)
         label = self.version if finish["type"] == "abort" or version == 0 else str(version)
@@ -126,22 +129,31 @@ class StubServer:
             }
         return {"text": "", "output_ids": ids, "meta_info": meta}
 
-    async def _generating(self) -> bool:
+    async def _generating(self, body: dict[str, Any]) -> bool:
         """Wait as long as the answer takes; return whether it was aborted."""
-        if self.hold is None:
+        if self.hold is None or not self.holds(body["input_ids"]):
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
             return False
         aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._running.add(aborted)
+        self._running[aborted] = body.get("rid", "")
         held = asyncio.ensure_future(self.hold.wait())
         self.held.release()
         try:
             await asyncio.wait([aborted, held], return_when=asyncio.FIRST_COMPLETED)
         finally:
             held.cancel()
-            self._running.discard(aborted)
+            del self._running[aborted]
         return aborted.done()
+
+    async def abort(self, request: web.Request) -> web.Response:
+        """Abort the requests whose id begins with ``rid``."""
+        rid = orjson.loads(await request.read())["rid"]
+        self.seen["abort"] += 1
+        for aborted, running in self._running.items():
+            if running.startswith(rid) and not aborted.done():
+                aborted.set_result(None)
+        return _json({})
 
     async def pause(self, request: web.Request) -> web.Response:
         """Abort what runs and hold new requests."""

@@ -67,6 +67,16 @@ class InferenceEngineConfig:
     """Staleness bound: policy versions between a trajectory's oldest trained token and the version that
     trains on it. 0 is fully on-policy: generation waits for every weight update."""
 
+    over_sampling_groups: Annotated[int, Field(ge=0)] = 0
+    """Groups started beyond those a batch needs; the first to finish are trained. On-policy the others are stopped
+    when the batch is cut and go on in the next one from what they had sampled."""
+
+    mask_offpolicy_in_partial_rollout: bool = False
+    """Train a group of which some tokens grew too old on its other tokens, instead of drawing its row again."""
+
+    failed_group_retries: Annotated[int, Field(ge=0)] = 1
+    """Times a row is drawn again after its group failed."""
+
     max_empty_batches: Positive = 10
     """Stop when this many batches' worth of groups in a row end with none accepted."""
 
@@ -124,20 +134,80 @@ class EmbeddedServerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class DatasetConfig:
-    """Where rows come from."""
+class ClassConfig:
+    """A class of the user's."""
 
     path: str
-    """A .jsonl or .json file, reasoning-gym:TASK, or the dotted path of a function that returns rows."""
+    """A Python file, or the dotted path of a module."""
+
+    name: str
+    """Name of the class in it."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DatasetConfig:
+    """Where rows come from, and how a prompt becomes tokens where the data path tokenizes it."""
+
+    path: str | list[str]
+    """Files (parquet, json, jsonl, csv, arrow; compressed, globs, SPLIT@PATH, a list of them), a dataset of the
+    hub, reasoning-gym:TASK, or the dotted path of a function that returns rows."""
 
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the reasoning-gym task or of the function (size, seed, ...)."""
 
     max_samples: Positive | None = None
-    """Use only the first so many rows."""
+    """Use only so many rows: the first ones, or, with shuffle, a choice made from the run's seed."""
 
     shuffle: bool = True
     """Draw each epoch in an order made from (seed, epoch); false keeps the order of the rows."""
+
+    prompt_key: str = "prompt"
+    """Column of the prompt: text, or a list of messages."""
+
+    label_key: str | None = None
+    """Column that becomes a sample's label."""
+
+    image_key: str = "images"
+    """Column of the images that <image> in a message stands for."""
+
+    video_key: str = "videos"
+    """Column of the videos that <video> in a message stands for."""
+
+    tools_key: str = "tools"
+    """Column of tool schemas that the chat template renders."""
+
+    max_prompt_length: Positive | None = None
+    """Tokens of a prompt, padding included; null neither pads, cuts nor drops."""
+
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """What happens to a longer prompt: an error, or which part of it is cut away."""
+
+    filter_overlong_prompts: bool = False
+    """Drop rows whose prompt is longer than max_prompt_length, at the start."""
+
+    filter_overlong_prompts_workers: Positive = 1
+    """Processes that measure prompts."""
+
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Extra variables of the chat template, or another chat_template."""
+
+    return_raw_chat: bool = False
+    """Add raw_prompt, the messages, to each item."""
+
+    return_full_prompt: bool = False
+    """Add full_prompts, the rendered text, to each item."""
+
+    cache_dir: str | None = None
+    """Folder for copies of remote files; null is ~/.cache/areal_lite."""
+
+    custom_cls: ClassConfig | None = None
+    """Your own torch Dataset class, made with data_files, tokenizer, processor and config."""
+
+    sampler: ClassConfig | None = None
+    """Your own curriculum: a subclass of areal_lite.data.samplers.AbstractSampler."""
+
+    datagen: ClassConfig | None = None
+    """Your own data generator: adds training rows after each step."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -217,6 +287,21 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class CheckpointConfig:
+    """What a run saves to go on from: weights, optimizer, and where the data stands."""
+
+    every_steps: Positive | None = None
+    """Save after every so many training steps, and after the last; null saves none."""
+
+    keep: Positive = 2
+    """Newest checkpoints that stay."""
+
+    resume: str = "auto"
+    """auto goes on from the newest checkpoint of the run's folder, never starts afresh, and a path is that
+    checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunConfig:
     """One experiment: the whole YAML."""
 
@@ -242,7 +327,15 @@ class RunConfig:
     """Arguments of its constructor; gconfig and tokenizer are filled in where it takes them."""
 
     should_accept_fn: str | None = None
-    """Dotted path of a filter: trajectory -> bool, called once per group; false rejects it."""
+    """Dotted path of a filter: trajectory -> bool or FilterDecision, called once per group; false rejects it.
+    areal_lite.data.dynamic_filters.nonzero_reward_std keeps groups whose rewards differ."""
+
+    data_packer: str | None = None
+    """Dotted path of the DataPacker that turns rows into workflow input and trajectories into training samples;
+    null: the one of the model's type."""
+
+    buffer_filter: str | None = None
+    """Dotted path of the function that chooses which groups given back are drawn first; null: the oldest."""
 
     train_dataset: DatasetConfig
     """Rows to train on."""
@@ -261,6 +354,9 @@ class RunConfig:
 
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """When to evaluate."""
+
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What to save for a later start."""
 
     tensorboard: bool = False
     """Write TensorBoard events beside metrics.jsonl."""

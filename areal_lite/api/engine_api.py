@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_lite.api.episode import EpisodeResult, TaskId
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.api.workflow_api import WorkflowLike
 
-ShouldAcceptFn = Callable[[dict[str, Any]], bool]
+
+class FilterDecision(NamedTuple):
+    """What a filter says of a group."""
+
+    keep: bool
+    reason: str = ""
+    """Why it is dropped, short enough to count by."""
+
+
+ShouldAcceptFn = Callable[[dict[str, Any]], bool | FilterDecision]
+"""A filter of groups: trajectory -> keep it, or a decision with its reason."""
 Row = Mapping[str, Any]
 
 
@@ -64,7 +74,7 @@ class InferenceEngine(ABC):
     @abstractmethod
     def prepare_batch(
         self,
-        source: Iterable[Row],
+        source: Iterable[Any],
         workflow: WorkflowLike,
         workflow_kwargs: dict[str, Any] | None = None,
         should_accept_fn: ShouldAcceptFn | str | None = None,
@@ -72,7 +82,8 @@ class InferenceEngine(ABC):
     ) -> list[EpisodeResult]:
         """Return exactly ``consumer_batch_size`` accepted results within the staleness bound.
 
-        Rows are drawn from ``source`` ahead of need, so generation goes on while the caller trains.
+        Groups are drawn from ``source``, a ``RolloutDataSource`` or any iterable of rows, ahead of need, so
+        generation goes on while the caller trains.
         """
 
     @abstractmethod

@@ -38,6 +38,10 @@ class MemberRecord:
     """Rows it has in the group's tensor dict."""
     server: Any = None
     """The engine's note of which server its calls go to."""
+    recorded: dict[tuple[int, ...], list[ModelResponse]] = field(default_factory=dict)
+    """Answers an earlier, stopped run of this episode was given, by prompt; they are given again, not sampled."""
+    interrupted: bool = False
+    """Whether the episode is being stopped: its calls end with what they have and return no more."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,7 +56,9 @@ class EpisodeResult:
     group_id: str
     status: EpisodeStatus
     data: Mapping[str, Any]
-    """The dataset row."""
+    """What the workflow got."""
+    samples: list[Any] = field(default_factory=list)
+    """The group as the data source handed it out; empty for a row that was submitted by hand."""
     trajectory: dict[str, Any] | None = None
     error: str | None = None
     """Cause of a failure, or why it was rejected."""

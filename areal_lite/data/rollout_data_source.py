@@ -1,88 +1,440 @@
-"""An endless stream of rows whose place can be saved and found again.
+"""Groups of samples for rollouts, drawn from a dataset whose place can be saved and found again.
 
-Guarantees that every epoch gives each row once, in an order that depends on (seed, epoch) alone.
+Guarantees that every epoch gives each row once, in an order that depends on (seed, epoch) alone; that a
+group handed out is owed until it is trained, dropped or given back; and that a state loaded in another
+process hands the owed groups out again, before all others. Any thread may call any method.
 """
 
 from __future__ import annotations
 
-import functools
+import copy
 import hashlib
+import itertools
 import json
-import random
+import os
+import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from areal_lite.errors import ConfigError
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from areal_lite.data.data_packer import DataPacker
+from areal_lite.data.rollout_batch import rollout_inputs
+from areal_lite.data.sample import Sample, SampleStatus, copied
+from areal_lite.errors import CheckpointError, ConfigError, StorageError
+
+Group = list[Sample]
+
+SCHEMA = 1
+"""Version of the state file."""
+_AHEAD = 64
+"""Rows read at once where fewer are asked for: a dataset on disk gives many for little more than one."""
+_FINGERPRINT_ROWS = 64
 
 
-class RolloutDataSource(Iterator[dict[str, Any]]):
-    """``next(source)`` is a copy of the next row; any thread may ask.
+class RolloutDataSource:
+    """A read-only source; :class:`RolloutDataSourceWithBuffer` also takes samples.
 
     Args:
-        rows: At least one row.
+        dataset: Rows by position: a list, a ``datasets.Dataset``, or an object whose attribute ``rows`` is
+            one; it may grow, and new rows are drawn from the next epoch on. None gives samples without
+            a row, for tests.
+        n_samples_per_prompt: Samples in a group.
         seed: Makes the order of the epochs.
-        shuffle: False keeps the order of ``rows`` in every epoch.
+        shuffle: False keeps the order of the rows in every epoch.
+        prompt_key: Column that becomes ``Sample.prompt``; a row without it has an empty prompt.
+        label_key: Column that becomes ``Sample.label``.
+        packer: Makes of a row what workflows get; None gives them the row.
+        name: What the dataset is called, for its fingerprint.
 
     Raises:
-        ConfigError: If there are no rows.
+        ConfigError: If the dataset has no rows.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], *, seed: int, shuffle: bool) -> None:
-        if not rows:
-            raise ConfigError("the data source has no rows: give at least one")
-        self._rows = rows
+    supports_buffer = False
+    """Whether :meth:`add_samples` works."""
+
+    def __init__(
+        self,
+        dataset: Any = None,
+        *,
+        n_samples_per_prompt: int = 1,
+        seed: int = 1,
+        shuffle: bool = False,
+        prompt_key: str = "prompt",
+        label_key: str | None = None,
+        packer: DataPacker | None = None,
+        name: str = "",
+    ) -> None:
+        if n_samples_per_prompt < 1:
+            raise ConfigError(f"n_samples_per_prompt is {n_samples_per_prompt}: it must be 1 or more")
+        self.dataset = dataset
+        self.n_samples_per_prompt = n_samples_per_prompt
+        self.epoch_id = 0
+        self.sample_index = 0
+        """Samples handed out so far: the index of the next one."""
+        self.sample_offset = 0
+        """Rows drawn in this epoch."""
+        self.metadata: dict[str, Any] = {}
+        self.dropped: Counter[str] = Counter()
+        """Groups that ended without training, by reason."""
         self._seed = seed
         self._shuffle = shuffle
-        self._lock = threading.Lock()
-        self._epoch = 0
-        self._offset = 0
-        self._order = self._epoch_order()
+        self._prompt_key = prompt_key
+        self._label_key = label_key
+        self._packer = packer
+        self._name = name
+        self._lock = threading.RLock()
+        self._next_group = 0
+        self._owed: dict[int, Group] = {}
+        self._returned: list[Group] = []
+        """Groups to hand out before any row is drawn."""
+        self._ahead: deque[tuple[int, dict[str, Any]]] = deque()
+        self._order: NDArray[np.int64] = np.empty(0, np.int64)
+        if dataset is not None:
+            if len(self._rows) == 0:
+                raise ConfigError(f"the dataset {name} has no rows: give at least one")
+            self._order = self._epoch_order(len(self._rows))
+        self._fingerprint = self._make_fingerprint()
 
-    def __next__(self) -> dict[str, Any]:
-        """Return the next row; a new epoch follows the last row of the one before."""
-        with self._lock:
-            if self._offset == len(self._rows):
-                self._epoch += 1
-                self._offset = 0
-                self._order = self._epoch_order()
-            row = self._rows[self._order[self._offset]]
-            self._offset += 1
-        return dict(row)
+    # -- drawing ---------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the place as JSON values: epoch, offset (rows given in it), fingerprint of the data."""
-        with self._lock:
-            return {"epoch": self._epoch, "offset": self._offset, "fingerprint": self._fingerprint}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken.
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """Return ``num_samples`` groups; they are owed from here on.
 
         Raises:
-            ConfigError: If rows, seed or shuffle are not what they were then.
+            ValueError: If ``num_samples`` is below 0.
         """
+        if num_samples < 0:
+            raise ValueError(f"num_samples is {num_samples}: it must be 0 or more")
         with self._lock:
-            if state["fingerprint"] != self._fingerprint:
-                raise ConfigError(
-                    f"the checkpoint was made with other data: its fingerprint is {state['fingerprint']}, this is "
-                    f"{self._fingerprint}. Use the same rows, seed and shuffle, or start another trial"
-                )
-            self._epoch, self._offset = int(state["epoch"]), int(state["offset"])
-            self._order = self._epoch_order()
+            groups = self._take_returned(num_samples)
+            for position, row in self._draw(num_samples - len(groups)):
+                groups.append(self._new_group(position, row))
+            for group in groups:
+                self._owed[group_index_of(group)] = group
+            return groups
 
-    def _epoch_order(self) -> Sequence[int]:
-        if not self._shuffle:
-            return range(len(self._rows))
-        order = list(range(len(self._rows)))
-        random.Random(f"{self._seed}-{self._epoch}").shuffle(order)
-        return order
+    def rollout_input(self, group: Group) -> dict[str, Any]:
+        """Return what the workflow gets for a group."""
+        row = group[0].row
+        if self._packer is None:
+            return row
+        return rollout_inputs(self._packer, [row], prompt_key=self._prompt_key)[0]
 
-    @functools.cached_property
-    def _fingerprint(self) -> str:
-        digest = hashlib.sha256(f"{self._seed}-{self._shuffle}".encode())
-        for row in self._rows:
-            # What JSON cannot hold, an image say, counts by its type alone.
-            digest.update(
-                json.dumps(dict(row), default=lambda value: str(type(value)), skipkeys=True).encode()
+    def __iter__(self) -> Iterator[Group]:
+        """Return an endless iterator over groups."""
+        while groups := self.get_samples(1):
+            yield from groups
+
+    def _take_returned(self, count: int) -> list[Group]:
+        taken, self._returned = self._returned[:count], self._returned[count:]
+        return taken
+
+    def _draw(self, count: int) -> Iterable[tuple[int | None, dict[str, Any]]]:
+        """Take the next ``count`` rows, over as many epochs as that needs."""
+        if self.dataset is None:
+            return [(None, {})] * count
+        drawn: list[tuple[int | None, dict[str, Any]]] = []
+        while len(drawn) < count:
+            if self.sample_offset == len(self._order):
+                self.epoch_id += 1
+                self.sample_offset = 0
+                self._order = self._epoch_order(len(self._rows))
+            if not self._ahead:
+                wanted = max(count - len(drawn), _AHEAD)
+                positions = self._order[self.sample_offset : self.sample_offset + wanted].tolist()
+                self._ahead.extend(zip(positions, self._read(positions), strict=True))
+            taken = min(count - len(drawn), len(self._ahead))
+            drawn.extend(self._ahead.popleft() for _ in range(taken))
+            self.sample_offset += taken
+        return drawn
+
+    def _new_group(self, position: int | None, row: dict[str, Any]) -> Group:
+        group = []
+        number, self._next_group = self._next_group, self._next_group + 1
+        row = copied(row)
+        for _ in range(self.n_samples_per_prompt):
+            group.append(
+                Sample(self.sample_index, group_index=number, position=position, **self._of_row(row))
             )
-        return f"{len(self._rows)}:{digest.hexdigest()[:16]}"
+            self.sample_index += 1
+        return group
+
+    def _of_row(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return what a sample takes from its row."""
+        label = row.get(self._label_key) if self._label_key else None
+        return {"row": row, "prompt": copied(row.get(self._prompt_key, "")), "label": copied(label)}
+
+    @property
+    def _rows(self) -> Any:
+        return getattr(self.dataset, "rows", self.dataset)
+
+    def _read(self, positions: list[int]) -> Iterable[dict[str, Any]]:
+        rows = self._rows
+        if hasattr(rows, "__getitems__"):
+            return rows.__getitems__(positions)  # type: ignore[no-any-return]
+        return [rows[position] for position in positions]
+
+    def _epoch_order(self, size: int) -> NDArray[np.int64]:
+        if not self._shuffle:
+            return np.arange(size)
+        digest = hashlib.sha256(f"{self._seed}-{self.epoch_id}".encode()).digest()
+        return np.random.default_rng(list(digest[:16])).permutation(size)
+
+    def __len__(self) -> int:
+        """Return the rows of one epoch."""
+        return len(self._order)
+
+    # -- how an owed group ends ------------------------------------------------------------------
+
+    def mark_trained(self, groups: Iterable[Group]) -> None:
+        """The groups were trained: they are owed no longer. Groups that are not owed are passed over."""
+        with self._lock:
+            for group in groups:
+                self._owed.pop(group_index_of(group), None)
+
+    def drop(self, group: Group, reason: str) -> None:
+        """The group ends without training, and its row waits for the next epoch."""
+        with self._lock:
+            if self._owed.pop(group_index_of(group), None) is not None:
+                self.dropped[reason] += 1
+
+    def give_back(self, groups: Sequence[Group]) -> None:
+        """Hand the groups out again, before any row is drawn; what was sampled is forgotten."""
+        with self._lock:
+            for group in groups:
+                self._owed.pop(group_index_of(group), None)
+                self._returned.append(restarted(group))
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Refuse: this source has no buffer.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"Cannot add samples to {type(self).__name__}. This is a read-only data source: give_back() returns "
+            "rows, RolloutDataSourceWithBuffer takes samples"
+        )
+
+    @property
+    def num_owed(self) -> int:
+        """Groups handed out that are neither trained, dropped nor given back."""
+        with self._lock:
+            return len(self._owed)
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def update_metadata(self, metadata: dict[str, Any]) -> None:
+        """Merge JSON values into the metadata, which are part of the state."""
+        with self._lock:
+            self.metadata.update(metadata)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Return the metadata."""
+        return self.metadata
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place as JSON values; rows are named by position, not copied."""
+        with self._lock:
+            dataset_state = getattr(self.dataset, "state_dict", None)
+            return {
+                "schema": SCHEMA,
+                "fingerprint": self._fingerprint,
+                "epoch_id": self.epoch_id,
+                "epoch_size": len(self._order),
+                "sample_offset": self.sample_offset,
+                "sample_index": self.sample_index,
+                "group_index": self._next_group,
+                "metadata": copy.deepcopy(self.metadata),
+                "dropped": dict(self.dropped),
+                "owed": [saved_group(group) for group in self._owed.values()],
+                "returned": [saved_group(group) for group in self._returned],
+                "dataset": dataset_state() if callable(dataset_state) else None,
+            }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken; what was owed then is handed out first.
+
+        Raises:
+            ConfigError: If the dataset, seed, shuffle or group size are not what they were then.
+        """
+        if state.get("schema", SCHEMA) != SCHEMA:
+            raise ConfigError(
+                f"the data state has schema {state['schema']} and this version reads {SCHEMA}: resume with the "
+                "version that wrote it"
+            )
+        with self._lock:
+            self._check_fingerprint(state.get("fingerprint", self._fingerprint))
+            if state.get("dataset") is not None:
+                self.dataset.load_state_dict(state["dataset"])
+            self.epoch_id = int(state.get("epoch_id", 0))
+            self.sample_offset = int(state.get("sample_offset", 0))
+            self.sample_index = int(state.get("sample_index", 0))
+            self._next_group = int(state.get("group_index", 0))
+            self.metadata = dict(state.get("metadata", {}))
+            self.dropped = Counter(state.get("dropped", {}))
+            if self.dataset is not None:
+                self._order = self._epoch_order(int(state.get("epoch_size", len(self._rows))))
+            self._ahead.clear()
+            self._owed.clear()
+            owed = self._revived(state.get("owed", []))
+            self._returned = [*sorted(owed, key=group_index_of), *self._revived(state.get("returned", []))]
+
+    def save(self, rollout_id: int, directory: Path | str) -> None:
+        """Write the state to ``directory/rollout/global_dataset_state_dict_{rollout_id}.json``, whole or not at all.
+
+        Nothing is written where there is no dataset.
+
+        Raises:
+            StorageError: If it cannot be written; an older state stays.
+        """
+        if self.dataset is None:
+            return
+        path = _state_path(directory, rollout_id)
+        try:
+            content = orjson.dumps(self.state_dict(), option=orjson.OPT_SERIALIZE_NUMPY)
+        except TypeError as error:
+            raise ConfigError(
+                f"the data state is not JSON ({error}): keep plain values in metadata and rewards"
+            ) from error
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, content)
+        except OSError as error:
+            raise StorageError(
+                f"the data state {path} cannot be written: {error}: free disk space"
+            ) from error
+
+    def load(self, rollout_id: int, directory: Path | str | None, *, strict: bool = True) -> bool:
+        """Load what :meth:`save` wrote for ``rollout_id`` and return whether there was anything to load.
+
+        Nothing is loaded where there is no dataset or no directory.
+
+        Args:
+            rollout_id: The number it was saved under.
+            directory: The directory it was saved in.
+            strict: False keeps the fresh state where the file is missing.
+
+        Raises:
+            CheckpointError: If the file is missing (with ``strict``) or broken.
+            ConfigError: If it was made with other data.
+        """
+        if self.dataset is None or directory is None:
+            return False
+        path = _state_path(directory, rollout_id)
+        try:
+            state = orjson.loads(path.read_bytes())
+        except FileNotFoundError:
+            if strict:
+                raise CheckpointError(
+                    f"there is no data state {path}: name the directory and the step of a checkpoint, or start afresh"
+                ) from None
+            return False
+        except (OSError, orjson.JSONDecodeError) as error:
+            raise CheckpointError(
+                f"the data state {path} cannot be read: {error}: use another step"
+            ) from error
+        self.load_state_dict(state)
+        return True
+
+    def _revived(self, saved: Iterable[list[dict[str, Any]]]) -> list[Group]:
+        """Return saved groups as samples, with the rows of their positions."""
+        groups = list(saved)
+        positions = {v["position"] for group in groups for v in group if v.get("position") is not None}
+        rows = dict(zip(positions, self._read(list(positions)), strict=True)) if positions else {}
+        return [
+            [
+                Sample.from_dict(v | (self._of_row(rows[v["position"]]) if v["position"] in rows else {}))
+                for v in group
+            ]
+            for group in groups
+        ]
+
+    def _make_fingerprint(self) -> dict[str, Any]:
+        fingerprint: dict[str, Any] = {
+            "dataset": self._name,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "n_samples_per_prompt": self.n_samples_per_prompt,
+            "rows": len(self._order),
+        }
+        if self.dataset is not None:
+            size = len(self._order)
+            digest = hashlib.sha256(orjson.dumps(self._order[:_FINGERPRINT_ROWS].tolist()))
+            places = sorted({i * (size - 1) // (_FINGERPRINT_ROWS - 1) for i in range(_FINGERPRINT_ROWS)})
+            for row in self._read(places):
+                # What JSON cannot hold, an image say, counts by its type alone.
+                text = json.dumps(dict(row), default=lambda value: type(value).__name__, skipkeys=True)
+                digest.update(text.encode())
+            fingerprint["content"] = digest.hexdigest()[:16]
+        return fingerprint
+
+    def _check_fingerprint(self, then: dict[str, Any]) -> None:
+        now = self._fingerprint
+        differences = [
+            f"{key} was {then.get(key)!r} and is {now.get(key)!r}"
+            for key in dict.fromkeys(itertools.chain(then, now))
+            if then.get(key) != now.get(key)
+        ]
+        if differences:
+            raise ConfigError(
+                f"the state was made with other data: {'; '.join(differences)}. Use the data and settings of the run "
+                "that saved it, or start another trial"
+            )
+
+
+def group_index_of(group: Group) -> int:
+    """Return the number of a group that a data source gave."""
+    index = group[0].group_index
+    if not isinstance(index, int):
+        raise ValueError(f"the group of {group[0]!r} is not numbered: it does not come from a data source")
+    return index
+
+
+def restarted(group: Group) -> Group:
+    """Return one pending sample per member of the group: what was sampled is forgotten."""
+    first = {sample.index: sample for sample in reversed(group)}
+    members = [first[index] for index in dict.fromkeys(sample.index for sample in group)]
+    for sample in members:
+        sample.reset()
+    return members
+
+
+def saved_group(group: Group) -> list[dict[str, Any]]:
+    """Return the samples as JSON values; a row is named by its position where it has one."""
+    saved = []
+    for sample in group:
+        values = sample.to_dict()
+        if sample.position is not None:
+            for key in ("row", "prompt", "label"):
+                del values[key]
+        if sample.status is SampleStatus.PENDING and not sample.tokens:
+            for key in ("tokens", "loss_mask", "logprobs", "versions", "spans", "response", "reward"):
+                del values[key]
+        saved.append(values)
+    return saved
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Put ``content`` into ``path``, on disk and whole, or leave what was there."""
+    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(aside).replace(path)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise
+
+
+def _state_path(directory: Path | str, rollout_id: int) -> Path:
+    return Path(directory) / "rollout" / f"global_dataset_state_dict_{rollout_id}.json"

@@ -1,9 +1,10 @@
-"""The tokenizer of a model, loaded once per folder."""
+"""The tokenizer and the processor of a model, loaded once per folder."""
 
 from __future__ import annotations
 
 import functools
 import threading
+from pathlib import Path
 from typing import Any
 
 from areal_lite.errors import ConfigError
@@ -34,3 +35,45 @@ def _load(path: str) -> Any:
             f"no tokenizer can be loaded from {path!r} ({reason}): name a folder with tokenizer.json and "
             "tokenizer_config.json, such as the model's own"
         ) from error
+
+
+def load_processor(path: str) -> Any:
+    """Return the multi-modal processor in the folder ``path``, None where the model reads text only.
+
+    Raises:
+        ConfigError: If it has one that cannot be loaded.
+    """
+    if not any(
+        (Path(path) / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
+    ):
+        return None
+    with _lock:
+        from transformers import AutoProcessor
+
+        try:
+            return AutoProcessor.from_pretrained(path)  # type: ignore[no-untyped-call]
+        except Exception as error:  # as for tokenizers
+            reason = str(error).strip().split("\n", 1)[0]
+            raise ConfigError(
+                f"the processor of {path!r} cannot be loaded ({reason}): pip install 'areal-lite[vision]', or remove "
+                "its preprocessor_config.json where only text is wanted"
+            ) from error
+
+
+def model_type(path: str) -> str:
+    """Return ``model_type`` of the model's config, "" where it says none.
+
+    Raises:
+        ConfigError: If there is no model config.
+    """
+    with _lock:
+        from transformers import PretrainedConfig
+
+        try:
+            config, _ = PretrainedConfig.get_config_dict(path)
+        except Exception as error:  # as for tokenizers
+            reason = str(error).strip().split("\n", 1)[0]
+            raise ConfigError(
+                f"no model config can be read from {path!r} ({reason}): name a folder with config.json"
+            ) from error
+    return str(config.get("model_type", ""))

@@ -12,13 +12,17 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class AdmissionGate:
-    """Capacity as in AReaL: ``min(concurrency - running, (bound + version + 1) * batch - taken)``."""
+    """Capacity as in AReaL: ``min(concurrency - running, (bound + version + 1) * batch + extra - taken)``."""
 
     max_concurrent: int | None
     """Most groups running at once; None is no limit of its own."""
     max_staleness: int
     batch_size: int
     """Groups in one training batch."""
+    extra: int = 0
+    """Groups that may be started beyond what the batches need."""
+    cut: bool = False
+    """Whether this version's batch is cut; on-policy nothing more may then start before the next version."""
     version: int = 0
     paused: bool = False
     running: int = 0
@@ -32,7 +36,12 @@ class AdmissionGate:
 
     def may_start_training(self) -> bool:
         """Return whether a group may start whose result waits for a training step."""
-        return self.may_start() and self.taken < (self.max_staleness + self.version + 1) * self.batch_size
+        return self.may_start() and self.taken < self._limit
+
+    @property
+    def _limit(self) -> int:
+        extra = 0 if self.cut and self.max_staleness == 0 else self.extra
+        return (self.max_staleness + self.version + 1) * self.batch_size + extra
 
     def start(self, *, training: bool) -> None:
         """Count a group that starts."""
@@ -57,15 +66,14 @@ class AdmissionGate:
         Each version stands for a batch, also one that was never drawn (a resumed run, a skipped step): its
         places count as used, or the gate would open for groups that are bound to grow stale.
         """
-        self.version = version
+        self.version, self.cut = version, False
         self.taken = max(self.taken, version * self.batch_size)
 
     def describe(self) -> str:
         """Return the state in words, for the error of a wait that took too long."""
         if self.paused:
             return "the engine is paused: call resume()"
-        limit = (self.max_staleness + self.version + 1) * self.batch_size
-        if self.taken >= limit:
+        if self.taken >= self._limit:
             return (
                 f"{self.taken} groups were started for version {self.version}, all that max_head_offpolicyness="
                 f"{self.max_staleness} and consumer_batch_size={self.batch_size} allow: call set_version() after a "

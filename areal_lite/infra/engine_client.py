@@ -1,4 +1,4 @@
-"""Requests to inference servers: the one retry loop, failover, abort-and-continue, weight updates.
+"""Requests to inference servers: the one retry loop, failover, abort-and-continue, interruption, weight updates.
 
 Runs on one event loop. A request that a server aborts (a weight update does that) is continued from
 the tokens it had, so one answer may mix policy versions; each token keeps the one its server named.
@@ -7,9 +7,11 @@ the tokens it had, so one answer may mix policy versions; each token keeps the o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import orjson
 
 from areal_lite.api import episode_context
 from areal_lite.api.config import InferenceEngineConfig
+from areal_lite.api.episode import MemberRecord
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.infra.backends import dialect_of
@@ -31,6 +34,8 @@ RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 MAX_FRUITLESS_ABORTS = 8
 """Aborts in a row without a new token before a request fails."""
 MAX_BAD_RESPONSES = 2
+INTERRUPT_GRACE_S = 2.0
+"""Seconds a server has to give up what it sampled for interrupted calls."""
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -50,6 +55,24 @@ class _Request:
         self.task.cancel()
 
 
+class _Call:
+    """A call of ``generate`` that is under way."""
+
+    __slots__ = ("member", "parked", "rid", "server")
+
+    def __init__(self, rid: str, member: MemberRecord | None, server: Server | None) -> None:
+        self.rid = rid
+        self.member = member
+        self.server = server
+        """Where it was sent last; before that, where it would like to go."""
+        self.parked: asyncio.Event | None = None
+        """Set once an interrupted call has kept its tokens."""
+
+    @property
+    def interrupted(self) -> bool:
+        return self.member is not None and self.member.interrupted
+
+
 class EngineClient:
     """A keep-alive client of all servers; ``open`` and ``close`` on the loop it is used on."""
 
@@ -67,6 +90,7 @@ class EngineClient:
         self._limits = ServerInfo()
         """What every server can take, as far as they or the tokenizer's folder tell."""
         self._silences: Deadlines[_Request] = Deadlines(config.request_timeout_s, _Request.give_up)
+        self._calls: set[_Call] = set()
 
     async def open(self) -> None:
         """Open the session and ask every server what it serves.
@@ -119,17 +143,39 @@ class EngineClient:
 
     async def generate(self, req: ModelRequest) -> ModelResponse:
         """Return one whole answer; see ``InferenceEngine.agenerate``."""
-        gconfig = req.gconfig
         member = episode_context.current().member
-        server: Server | None = None if member is None else member.server
+        call = _Call(req.rid, member, None if member is None else member.server)
+        self._calls.add(call)
+        try:
+            response = await self._generate(req, call)
+            if member is not None:
+                member.server = call.server
+                member.turns.append(response)
+            if call.interrupted:
+                await self._park(call)
+            return response
+        finally:
+            self._calls.discard(call)
+
+    async def _generate(self, req: ModelRequest, call: _Call) -> ModelResponse:
+        gconfig = req.gconfig
         budget = self._budget(req)
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        versions: list[int] = []
         attempts = fruitless = 0
         started, clock = time.time(), time.monotonic()
         ttft = 0.0
-        while True:
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        finish = "abort"
+        if call.member is not None and (recorded := _recorded(call.member, req.input_ids)) is not None:
+            tokens += recorded.output_tokens
+            logprobs += recorded.output_logprobs
+            versions += recorded.output_versions
+            finish = recorded.stop_reason
+        while finish == "abort" and not call.interrupted:
+            if len(tokens) >= budget:
+                finish = "length"
+                break
             body = self._dialect.generate_body(
                 req.input_ids + tokens if tokens else req.input_ids,
                 gconfig,
@@ -137,30 +183,28 @@ class EngineClient:
                 max_new_tokens=budget - len(tokens),
                 min_new_tokens=max(0, min(gconfig.min_new_tokens, budget) - len(tokens)),
             )
-            chunk, server, tries = await self._send(orjson.dumps(body), server)
+            chunk, tries = await self._send(orjson.dumps(body), call)
             ttft = ttft or time.monotonic() - clock
             attempts += tries
             tokens += chunk.tokens
             logprobs += chunk.logprobs
             versions += chunk.versions or ()
-            if chunk.finish != "abort":
-                break
-            if len(tokens) >= budget:
-                chunk = Chunk([], [], None, "length")
-                break
-            fruitless = 0 if chunk.tokens else fruitless + 1
-            if fruitless > MAX_FRUITLESS_ABORTS:
-                raise ServerError(
-                    f"{server.url} aborted request {req.rid} {fruitless} times in a row without a token"
-                )
-            if fruitless:
-                await asyncio.sleep(random.uniform(0, min(1.0, 0.01 * 2**fruitless)))
-        response = ModelResponse(
+            finish = chunk.finish
+            if finish == "abort" and len(tokens) < budget and not call.interrupted:
+                fruitless = 0 if chunk.tokens else fruitless + 1
+                if fruitless > MAX_FRUITLESS_ABORTS:
+                    assert call.server is not None
+                    raise ServerError(
+                        f"{call.server.url} aborted request {req.rid} {fruitless} times in a row without a token"
+                    )
+                if fruitless:
+                    await asyncio.sleep(random.uniform(0, min(1.0, 0.01 * 2**fruitless)))
+        return ModelResponse(
             input_tokens=req.input_ids,
             output_tokens=tokens,
             output_logprobs=logprobs,
             output_versions=versions,
-            stop_reason=chunk.finish,
+            stop_reason=finish,
             latency=time.monotonic() - clock,
             ttft=ttft,
             started=started,
@@ -168,10 +212,35 @@ class EngineClient:
             tokenizer=req.tokenizer,
             metadata=req.metadata,
         )
-        if member is not None:
-            member.server = server
-            member.turns.append(response)
-        return response
+
+    async def interrupt(self, members: Sequence[MemberRecord]) -> None:
+        """End the calls of these episodes with what they have sampled, noted in their records.
+
+        The calls do not return any more: whoever interrupts an episode cancels it next. A server that
+        does not answer in time costs the tokens of its calls, nothing else.
+        """
+        chosen = {id(member) for member in members}
+        for member in members:
+            member.interrupted = True
+        calls = [call for call in self._calls if id(call.member) in chosen]
+        for call in calls:
+            call.parked = asyncio.Event()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(INTERRUPT_GRACE_S), asyncio.TaskGroup() as tasks:
+                for call in calls:
+                    tasks.create_task(self._abort(call))
+
+    async def _abort(self, call: _Call) -> None:
+        with contextlib.suppress(ServerError, aiohttp.ClientError, TimeoutError, OSError):
+            if call.server is not None:
+                await self._control(call.server, self._dialect.abort(call.rid))
+        assert call.parked is not None
+        await call.parked.wait()
+
+    async def _park(self, call: _Call) -> None:
+        if call.parked is not None:
+            call.parked.set()
+        await asyncio.Event().wait()  # until the cancellation that follows every interruption
 
     def _budget(self, req: ModelRequest) -> int:
         """Return how many tokens the answer may have; raises ConfigError for a request no server can serve."""
@@ -198,8 +267,8 @@ class EngineClient:
             )
         return budget
 
-    async def _send(self, body: bytes, preferred: Server | None) -> tuple[Chunk, Server, int]:
-        """Return the first usable reply, the server that gave it, and how many tries it took."""
+    async def _send(self, body: bytes, call: _Call) -> tuple[Chunk, int]:
+        """Return the first usable reply and how many tries it took; ``call.server`` is who gave it."""
         failed: list[Server] = []
         last = "no server has the newest weights"
         bad_responses = 0
@@ -207,16 +276,17 @@ class EngineClient:
             if self._holds:
                 await self._may_send.wait()
             now = time.monotonic()
-            server = self.pool.pick(now, preferred=preferred, avoid=failed)
+            server = self.pool.pick(now, preferred=call.server, avoid=failed)
             retry_after_s = 0.0
             if server is not None:
+                call.server = server
                 sent_version = self.version
                 try:
                     status, reply, retry_after_s = await self._post(server, self._dialect.generate_path, body)
                     if status == 200:
                         chunk = self._dialect.parse_generate(orjson.loads(reply))
                         self.pool.succeeded(server)
-                        return self._labelled(chunk, server, sent_version), server, attempt
+                        return self._labelled(chunk, server, sent_version), attempt
                     last = f"{server.url} said HTTP {status}: {_short(reply)}"
                     if status not in RETRY_STATUSES:
                         raise _refusal(status, last)
@@ -340,6 +410,14 @@ class EngineClient:
             return
         if error is not None:
             raise ServerError(f"{server.url}{call.path}: {error}")
+
+
+def _recorded(member: MemberRecord, input_ids: list[int]) -> ModelResponse | None:
+    """Take the answer an earlier run of the episode was given to this prompt."""
+    if not member.recorded:
+        return None
+    answers = member.recorded.get(tuple(input_ids))
+    return answers.pop(0) if answers else None
 
 
 def _vocab_size(folder: str | None) -> int | None:

@@ -47,9 +47,11 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Outcome | None:
         """Run all members at once and return their merged trajectory, or None if none has one."""
         context = episode_context.current()
-        members = [MemberRecord(sample_idx=i) for i in range(self.group_size)]
-        if context.members is not None:
-            context.members[:] = members
+        members = context.members
+        if members is None or len(members) != self.group_size:
+            members = [MemberRecord(sample_idx=i) for i in range(self.group_size)]
+            if context.members is not None:
+                context.members[:] = members
         errors: list[Exception] = []
 
         async def run_member(member: MemberRecord) -> Outcome | None:

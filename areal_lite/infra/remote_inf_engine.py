@@ -46,8 +46,10 @@ class RemoteInfEngine(InferenceEngine):
                 max_concurrent=config.max_concurrent_rollouts,
                 max_staleness=config.max_head_offpolicyness,
                 batch_size=config.consumer_batch_size,
+                extra=config.over_sampling_groups,
             ),
             on_end=self._on_end,
+            interrupt=self._client.interrupt,
         )
 
     def initialize(self) -> Self:
@@ -123,7 +125,9 @@ class RemoteInfEngine(InferenceEngine):
         size = self.config.group_size if group_size is None else group_size
         if size != 1:
             resolved = GroupedRolloutWorkflow(resolved, size, self.config.on_error)
-        return EpisodeRecipe(workflow=resolved, should_accept_fn=should_accept_fn, is_eval=is_eval)
+        return EpisodeRecipe(
+            workflow=resolved, should_accept_fn=should_accept_fn, group_size=size, is_eval=is_eval
+        )
 
     def _wrap_agent(self, agent: Any) -> RolloutWorkflow:
         wrapper = load_object(self.config.agent_workflow, where="rollout.agent_workflow")
@@ -206,7 +210,7 @@ class RemoteInfEngine(InferenceEngine):
 
     def prepare_batch(
         self,
-        source: Iterable[Row],
+        source: Iterable[Any],
         workflow: WorkflowLike,
         workflow_kwargs: dict[str, Any] | None = None,
         should_accept_fn: ShouldAcceptFn | str | None = None,
@@ -218,7 +222,7 @@ class RemoteInfEngine(InferenceEngine):
 
     async def aprepare_batch(
         self,
-        source: Iterable[Row],
+        source: Iterable[Any],
         workflow: WorkflowLike,
         workflow_kwargs: dict[str, Any] | None = None,
         should_accept_fn: ShouldAcceptFn | str | None = None,
@@ -228,8 +232,8 @@ class RemoteInfEngine(InferenceEngine):
         recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn, group_size)
         return await self._running_loop.acall(self._executor.prepare_batch(source, recipe))
 
-    def close_source(self, source: Iterable[Row]) -> None:
-        """Draw no more rows of ``source``; what of it is not in a batch yet ends as cancelled."""
+    def close_source(self, source: Iterable[Any]) -> None:
+        """Draw no more of ``source``; what of it is not in a batch yet ends as cancelled and is given back."""
         self._running_loop.call(self._executor.close_source(source))
 
     # -- pause, version, weights -----------------------------------------------------------------

@@ -1,18 +1,20 @@
-"""Rows drawn ahead of the trainer, and the cut of a batch that keeps the staleness bound.
+"""Groups drawn ahead of the trainer, and the cut of a batch that keeps the staleness bound.
 
-A feed belongs to one source of rows. The executor starts its rows as the gate lets it; accepted
-results gather here until a batch is cut.
+A feed belongs to one data source. The executor starts its groups as the gate lets it; accepted results
+gather here until a batch is cut, and whatever is not trained goes back to the source.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from areal_lite.api.engine_api import Row
 from areal_lite.api.episode import EpisodeResult, EpisodeStatus
+from areal_lite.api.tensor_dict import trained_version_range
+from areal_lite.data.rollout_data_source import Group, RolloutDataSource, restarted
 from areal_lite.errors import ConfigError, StarvationError
+from areal_lite.infra.partial_rollout import sampled_group
 from areal_lite.infra.result_box import ResultBox
 
 STALE = "stale: older than max_head_offpolicyness allows"
@@ -26,19 +28,51 @@ class Cut:
     stale: list[EpisodeResult]
 
 
-def cut_batch(results: list[EpisodeResult], count: int, *, version: int, max_staleness: int) -> Cut:
+def cut_batch(
+    results: list[EpisodeResult],
+    count: int,
+    *,
+    version: int,
+    max_staleness: int,
+    mask_off_policy: bool = False,
+) -> Cut:
     """Take the ``count`` results submitted first among those within the staleness bound.
 
     Staleness is ``version`` minus the version of the oldest trained token. Older results come out as
     stale; the rest stays in ``results``, which is changed in place. With fewer than ``count`` fresh
     results nothing fresh is taken.
+
+    Args:
+        results: Accepted results that wait.
+        count: Groups of the batch.
+        version: The trainer's policy version.
+        max_staleness: The bound.
+        mask_off_policy: Take older tokens out of the training of a result that has newer ones too.
     """
-    stale = [r for r in results if version - _oldest(r) > max_staleness]
-    fresh = [r for r in results if version - _oldest(r) <= max_staleness]
+    oldest_version = version - max_staleness
+    if mask_off_policy:
+        for result in results:
+            if _oldest(result) < oldest_version:
+                _mask_older(result, oldest_version)
+    stale = [r for r in results if _oldest(r) < oldest_version]
+    fresh = [r for r in results if _oldest(r) >= oldest_version]
     fresh.sort(key=lambda r: r.start_order)
     taken = fresh[:count] if len(fresh) >= count else []
     results[:] = fresh[len(taken) :]
     return Cut(taken, stale)
+
+
+def _mask_older(result: EpisodeResult, oldest_version: int) -> None:
+    """Set loss_mask to 0 where a token is older, unless nothing would be left."""
+    trajectory = result.trajectory or {}
+    if "versions" not in trajectory or "loss_mask" not in trajectory:
+        return
+    newer = trajectory["loss_mask"] * (trajectory["versions"] >= oldest_version)
+    masked = trajectory | {"loss_mask": newer.to(trajectory["loss_mask"].dtype)}
+    versions = trained_version_range(masked)
+    if versions is not None:
+        result.trajectory = masked
+        result.head_version, result.tail_version = versions
 
 
 def _oldest(result: EpisodeResult) -> int:
@@ -46,43 +80,31 @@ def _oldest(result: EpisodeResult) -> int:
 
 
 class RowFeed:
-    """One source of rows with the accepted results that wait for a batch."""
+    """One data source with the accepted results that wait for a batch."""
 
-    def __init__(self, source: Iterable[Row]) -> None:
+    def __init__(self, source: RolloutDataSource, *, retries: int) -> None:
         self.source = source
         self.box = ResultBox()
         self.running = 0
         self.exhausted = False
         self.error: Exception | None = None
         """What ended the feed: the source's own exception, or an episode's under ``on_error: raise``."""
-        self._rows: Iterator[Row] = iter(source)
-        self._endless = self._rows is not source
-        self._rows_this_epoch = 0
-        self._owed: deque[Row] = deque()
+        self._retries = retries
+        self._handed_over: list[Group] = []
         self._misses: Counter[str] = Counter()
 
-    def next_row(self) -> Row | None:
-        """Return the next row, owed ones first; None once the source has ended.
-
-        An iterable is begun anew each time it ends; an iterator ends for good.
-        """
-        if self._owed:
-            return self._owed.popleft()
-        while not self.exhausted:
+    def next_group(self) -> Group | None:
+        """Return the next group; None once the source has ended."""
+        if not self.exhausted and self.error is None:
             try:
-                row = next(self._rows)
-            except StopIteration:
-                if not self._endless or self._rows_this_epoch == 0:
-                    self.exhausted = True
-                    break
-                self._rows, self._rows_this_epoch = iter(self.source), 0
-            except Exception as error:  # the source is user code; its error belongs to whoever waits
+                groups = self.source.get_samples(1)
+            except Exception as error:  # rows and filters are user code; their error belongs to whoever waits
                 self.error, self.exhausted = error, True
-                break
             else:
-                self._rows_this_epoch += 1
-                return row
-        self.box.changed()
+                if groups:
+                    return groups[0]
+                self.exhausted = True
+            self.box.changed()
         return None
 
     @property
@@ -95,10 +117,39 @@ class RowFeed:
         self._misses = Counter({STALE: self._misses[STALE]})
         self.box.put(result)
 
+    def hand_over(self, results: list[EpisodeResult]) -> None:
+        """Note the batch that is cut: by the time of the next one it was trained."""
+        self.settle()
+        self._handed_over = [result.samples for result in results]
+
+    def settle(self) -> None:
+        """The batch handed over last was trained."""
+        self.source.mark_trained(self._handed_over)
+        self._handed_over = []
+
     def owe(self, result: EpisodeResult) -> None:
         """Put the row of a stale group back, to be drawn before all others."""
-        self._owed.append(result.data)
+        self._return(restarted(result.samples))
         self.count_miss(STALE)
+
+    def keep(self, result: EpisodeResult) -> None:
+        """Put a stopped or surplus group back with what it has sampled."""
+        self._return(sampled_group(result))
+
+    def miss(self, result: EpisodeResult) -> None:
+        """Note a group that ended without training data; the row of a failed one is drawn again a few times."""
+        reason = miss_reason(result)
+        if result.status is EpisodeStatus.FAILED and result.samples[0].attempts < self._retries:
+            for sample in result.samples:
+                sample.attempts += 1
+            self._return(restarted(result.samples))
+        else:
+            self.source.drop(result.samples, reason)
+        self.count_miss(reason)
+
+    def _return(self, group: Group) -> None:
+        self.source.give_back([group])
+        self.exhausted = False
 
     def count_miss(self, reason: str) -> None:
         """Count a group that ended without training data."""
@@ -133,7 +184,7 @@ class RowFeed:
         if self._ended():
             what = (
                 "has no rows"
-                if not self._rows_this_epoch
+                if not self.source.sample_index
                 else f"ended with {len(self.box.results)} groups left"
             )
             raise ConfigError(
@@ -149,7 +200,7 @@ class RowFeed:
         )
 
     def _ended(self) -> bool:
-        return self.exhausted and not self._owed and self.running == 0
+        return self.exhausted and self.running == 0
 
 
 def miss_reason(result: EpisodeResult) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from areal_lite.api.engine_api import Row, ShouldAcceptFn
 from areal_lite.api.episode import EpisodeResult, EpisodeStatus, MemberRecord, TaskId
 from areal_lite.api.tensor_dict import trained_version_range
 from areal_lite.api.workflow_api import RolloutWorkflow
+from areal_lite.data.rollout_data_source import Group
 from areal_lite.infra.row_feed import RowFeed
 
 
@@ -21,6 +22,7 @@ class EpisodeRecipe:
 
     workflow: RolloutWorkflow
     should_accept_fn: ShouldAcceptFn | None = None
+    group_size: int = 1
     is_eval: bool = False
 
 
@@ -36,6 +38,8 @@ class Submission:
     """Whether the staleness bound holds it back: its result waits for a training step."""
     feed: RowFeed | None = None
     """Where it was drawn from; the cut of a batch then decides over an accepted result."""
+    samples: Group = field(default_factory=list)
+    """The group as it was drawn."""
     members: list[MemberRecord]
     submitted: float
     started: float = 0.0
@@ -60,6 +64,7 @@ class Submission:
             group_id=str(self.task_id),
             status=status,
             data=self.data,
+            samples=self.samples,
             trajectory=tensors,
             error=error,
             is_eval=self.recipe.is_eval,

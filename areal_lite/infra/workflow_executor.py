@@ -14,21 +14,25 @@ import re
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from areal_lite.api import episode_context
 from areal_lite.api.config import InferenceEngineConfig
-from areal_lite.api.engine_api import InferenceEngine, Row
+from areal_lite.api.engine_api import FilterDecision, InferenceEngine, Row
 from areal_lite.api.episode import EpisodeResult, EpisodeStatus, MemberRecord, TaskId
 from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.tensor_dict import check_outcome, trajectory_tensors
+from areal_lite.data.iterable_data_source import IterableDataSource
+from areal_lite.data.rollout_data_source import Group, RolloutDataSource
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.infra.admission_gate import AdmissionGate
 from areal_lite.infra.deadlines import Deadlines
 from areal_lite.infra.grouped_rollout import error_text
+from areal_lite.infra.partial_rollout import record_answers
 from areal_lite.infra.result_box import ResultBox
-from areal_lite.infra.row_feed import STALE, RowFeed, cut_batch, miss_reason
+from areal_lite.infra.row_feed import STALE, RowFeed, cut_batch
 from areal_lite.infra.submission import EpisodeRecipe, Submission
 from areal_lite.infra.workflow_context import SharedHttp
 
@@ -48,6 +52,7 @@ class WorkflowExecutor:
         config: Bounds and deadlines.
         gate: Decides when the next group may start; shared with nobody.
         on_end: Called once with each final result; must not raise and must not block.
+        interrupt: Ends the model calls of episodes that are about to be stopped, with what they have sampled.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class WorkflowExecutor:
         *,
         gate: AdmissionGate,
         on_end: Callable[[EpisodeResult], None],
+        interrupt: Callable[[Sequence[MemberRecord]], Awaitable[None]],
     ) -> None:
         self.config = config
         self.gate = gate
@@ -66,6 +72,7 @@ class WorkflowExecutor:
         """Episodes that swallowed their cancellation and were left behind."""
         self._engine = engine
         self._on_end = on_end
+        self._interrupt = interrupt
         self._http = SharedHttp()
         self._box = ResultBox()
         self._feeds: dict[int, tuple[RowFeed, EpisodeRecipe]] = {}
@@ -140,20 +147,20 @@ class WorkflowExecutor:
             await done
         return [result for result in results if result is not None]
 
-    async def prepare_batch(self, source: Iterable[Row], recipe: EpisodeRecipe) -> list[EpisodeResult]:
+    async def prepare_batch(self, source: Iterable[Any], recipe: EpisodeRecipe) -> list[EpisodeResult]:
         """Return exactly ``consumer_batch_size`` accepted results within the staleness bound.
 
-        From the first call on, rows of ``source`` are started whenever the gate is open, also between
-        calls. Rows of results that grew too old are drawn again.
+        From the first call on, groups of ``source`` are started whenever the gate is open, also between
+        calls. Those that grew too old are drawn again; the batch returned before counts as trained.
 
         Raises:
             StarvationError: If nothing was accepted for ``max_empty_batches`` batches.
             EpisodeError: If an episode failed under ``on_error: raise``.
-            ConfigError: If the source ended with less than a batch.
+            ConfigError: If the source ended with less than a batch, or its groups have another size.
         """
         self._refuse_paused()
-        feed = self._feeds[id(source)][0] if id(source) in self._feeds else RowFeed(source)
-        self._feeds[id(source)] = (feed, recipe)
+        feed = self._feed_of(source, recipe)
+        feed.settle()
         count = self.config.consumer_batch_size
         max_misses = self.config.max_empty_batches * count
         while True:
@@ -165,6 +172,7 @@ class WorkflowExecutor:
                 count,
                 version=self.gate.version,
                 max_staleness=self.config.max_head_offpolicyness,
+                mask_off_policy=self.config.mask_offpolicy_in_partial_rollout,
             )
             for result in cut.stale:
                 result.status, result.error = EpisodeStatus.REJECTED, STALE
@@ -172,26 +180,51 @@ class WorkflowExecutor:
                 feed.owe(result)
                 self._close(result)
             if cut.fresh:
+                feed.hand_over(cut.fresh)
+                self.gate.cut = True
                 for result in cut.fresh:
                     self._close(result)
+                if self.config.max_head_offpolicyness == 0:
+                    await self._set_aside(feed, "surplus: the batch was full")
                 self._pump()
                 return cut.fresh
 
-    async def close_source(self, source: Iterable[Row]) -> None:
-        """Draw no more rows of ``source``, and cancel what of it is running or waits for a batch."""
-        if id(source) not in self._feeds:
-            return
-        feed, _ = self._feeds.pop(id(source))
-        running = [s for s in self._live.values() if s.task is not None and s.feed is feed]
-        for submission in running:
-            self._stop(submission, "the source was closed")
-        if running:
-            await asyncio.wait([s.task for s in running if s.task], timeout=CANCEL_GRACE_S)
-        self._cancel_untrained(feed)
+    def _feed_of(self, source: Iterable[Any], recipe: EpisodeRecipe) -> RowFeed:
+        if id(source) in self._feeds:
+            feed = self._feeds[id(source)][0]
+        else:
+            size = recipe.group_size
+            data_source = (
+                source
+                if isinstance(source, RolloutDataSource)
+                else IterableDataSource(source, n_samples_per_prompt=size)
+            )
+            feed = RowFeed(data_source, retries=self.config.failed_group_retries)
+        if feed.source.n_samples_per_prompt != recipe.group_size:
+            raise ConfigError(
+                f"the data source gives groups of {feed.source.n_samples_per_prompt} and group_size is "
+                f"{recipe.group_size}: make them equal"
+            )
+        self._feeds[id(source)] = (feed, recipe)
+        return feed
 
-    def _cancel_untrained(self, feed: RowFeed) -> None:
+    async def close_source(self, source: Iterable[Any]) -> None:
+        """Draw no more of ``source``, and give back to it what is running or waits for a batch."""
+        if id(source) in self._feeds:
+            feed, _ = self._feeds.pop(id(source))
+            await self._set_aside(feed, "the source was closed")
+
+    async def _set_aside(self, feed: RowFeed, reason: str) -> None:
+        """Stop what runs of the feed and return it with what waits for a batch, tokens and all."""
+        running = [s for s in self._live.values() if s.task is not None and s.feed is feed]
+        if running:
+            await self._interrupt([member for s in running for member in s.members])
+            for submission in running:
+                self._stop(submission, reason)
+            await asyncio.wait([s.task for s in running if s.task], timeout=CANCEL_GRACE_S)
         for result in feed.box.take(len(feed.box.results)):
-            result.status, result.error = EpisodeStatus.CANCELLED, "the run ended before it was trained"
+            feed.keep(result)
+            result.status, result.error = EpisodeStatus.CANCELLED, reason
             self.gate.give_back()
             self._close(result)
 
@@ -218,14 +251,14 @@ class WorkflowExecutor:
         for queue in (self._waiting, self._waiting_free):
             while queue:
                 self._end(queue.popleft(), EpisodeStatus.CANCELLED, error=reason)
+        for feed, _ in self._feeds.values():
+            await self._set_aside(feed, reason)
         for submission in list(self._live.values()):
             self._stop(submission, reason)
         if tasks := [s.task for s in self._live.values() if s.task is not None]:
             await asyncio.wait(tasks, timeout=CANCEL_GRACE_S)
         for submission in list(self._live.values()):
             self._abandon(submission)
-        for feed, _ in self._feeds.values():
-            self._cancel_untrained(feed)
         self._deadlines.close()
         await self._http.close()
 
@@ -239,6 +272,7 @@ class WorkflowExecutor:
         *,
         training: bool,
         feed: RowFeed | None = None,
+        samples: Group | None = None,
         task_id: TaskId | None = None,
     ) -> Submission:
         with self._ids_lock:
@@ -261,7 +295,8 @@ class WorkflowExecutor:
                 deliver=deliver,
                 training=training,
                 feed=feed,
-                members=[MemberRecord()],
+                samples=samples or [],
+                members=[MemberRecord(sample_idx=i) for i in range(recipe.group_size)],
                 submitted=time.monotonic(),
             )
         return submission
@@ -279,11 +314,22 @@ class WorkflowExecutor:
             self._start(self._waiting.popleft())
         for feed, recipe in self._feeds.values():
             # No more ahead than can be trained in time, also when versions passed without a batch.
-            ahead = (gate.max_staleness + 1) * gate.batch_size
-            while feed.ahead < ahead and gate.may_start_training() and (row := feed.next_row()) is not None:
+            ahead = (gate.max_staleness + 1) * gate.batch_size + gate.extra
+            while (
+                feed.ahead < ahead and gate.may_start_training() and (group := feed.next_group()) is not None
+            ):
                 feed.running += 1
+                row = feed.source.rollout_input(group)
                 deliver = partial(self._deliver_to_feed, feed)
-                self._start(self._make(row, recipe, deliver, training=True, feed=feed))
+                submission = self._make(row, recipe, deliver, training=True, feed=feed, samples=group)
+                record_answers(group, submission.members, oldest_version=self._oldest_useful_version())
+                self._start(submission)
+
+    def _oldest_useful_version(self) -> int:
+        """Return the version from which on a stopped group's tokens are of use."""
+        if self.config.mask_offpolicy_in_partial_rollout:
+            return 0
+        return self.gate.version - self.config.max_head_offpolicyness
 
     def _start(self, submission: Submission) -> None:
         loop = asyncio.get_running_loop()
@@ -319,8 +365,12 @@ class WorkflowExecutor:
                 status = EpisodeStatus.FAILED if error else EpisodeStatus.REJECTED
                 return submission.result(status, error=error or "the workflow returned None")
             tensors = trajectory_tensors(outcome)
-            if recipe.should_accept_fn is not None and not recipe.should_accept_fn(tensors):
-                return submission.result(EpisodeStatus.REJECTED, tensors, "should_accept_fn said no")
+            if recipe.should_accept_fn is not None:
+                decision = recipe.should_accept_fn(tensors)
+                keep, reason = decision if isinstance(decision, FilterDecision) else (decision, "")
+                if not keep:
+                    error = f"should_accept_fn said no{reason and ': '}{reason}"
+                    return submission.result(EpisodeStatus.REJECTED, tensors, error)
             return submission.result(EpisodeStatus.ACCEPTED, tensors)
         except asyncio.CancelledError:
             if submission.stopped_by is not None:
@@ -391,11 +441,14 @@ class WorkflowExecutor:
         if result.status is EpisodeStatus.ACCEPTED:
             feed.accept(result)
             return
+        if result.status is EpisodeStatus.CANCELLED:
+            feed.keep(result)
+            return
         if result.status is EpisodeStatus.FAILED and self.config.on_error == "raise":
             feed.error = EpisodeError(
                 f"episode {result.task_id} failed and rollout.on_error is raise:\n{result.error}"
             )
-        feed.count_miss(miss_reason(result))
+        feed.miss(result)
 
     def _close(self, result: EpisodeResult) -> None:
         """The result is final: count it and let observers see it."""

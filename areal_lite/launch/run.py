@@ -6,20 +6,25 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from areal_lite.api.config import RunConfig
 from areal_lite.api.engine_api import Row
 from areal_lite.api.episode import EpisodeResult, EpisodeStatus
-from areal_lite.data.dataset import check_held_out, load_rows
-from areal_lite.data.rollout_data_source import RolloutDataSource
+from areal_lite.data.generated_rows import check_held_out
+from areal_lite.data.rollout_batch import training_batch
 from areal_lite.data.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.launch.engine_stack import check_startable, generating_engine, thread_budget
-from areal_lite.launch.run_directory import run_directory
+from areal_lite.launch.run_data import tokenizer_path, training_data, workflow_rows
+from areal_lite.launch.run_directory import run_directory, run_directory_path
 from areal_lite.launch.workflow_choice import workflow_kwargs
+
+CHECKPOINTS = "checkpoints"
+"""Folder of a run's checkpoints."""
 
 OnStep = Callable[[int, dict[str, float]], None]
 """Called with the step (0 before training) and its metrics."""
@@ -58,14 +63,16 @@ def run_training(config: RunConfig, *, on_step: OnStep | None = None) -> Trainin
     """
     _check_trainable(config)
     kwargs = workflow_kwargs(config, is_eval=False)
-    source = RolloutDataSource(
-        load_rows(config.train_dataset), seed=config.seed, shuffle=config.train_dataset.shuffle
-    )
-    held_out = load_rows(config.eval_dataset) if config.eval_dataset else []
-    load_tokenizer(config.rollout.tokenizer_path or config.model_path)
-    with run_directory(config, fresh=True) as run_dir, generating_engine(config, run_dir) as engine:
+    data = training_data(config)
+    held_out = workflow_rows(config, config.eval_dataset, is_train=False) if config.eval_dataset else []
+    checkpoint = _checkpoint_to_resume(config)
+    with (
+        run_directory(config, fresh=checkpoint is None) as run_dir,
+        generating_engine(config, run_dir) as engine,
+    ):
         from transformers.utils.logging import disable_progress_bar
 
+        from areal_lite.trainer.checkpoint import checkpoint_step, load_checkpoint, save_checkpoint
         from areal_lite.trainer.metrics import MetricsWriter
         from areal_lite.trainer.weights import publish_weights, save_model
 
@@ -73,7 +80,19 @@ def run_training(config: RunConfig, *, on_step: OnStep | None = None) -> Trainin
         started = time.monotonic()
         trainer = _make_trainer(config)
         served_dtype = _torch_dtype(config.server.dtype)
-        with MetricsWriter(run_dir, tensorboard=config.tensorboard) as writer:
+        total_steps = config.trainer.total_steps
+        first_step = 0
+
+        def publish(step: int) -> None:
+            folder = publish_weights(trainer.model, run_dir / "weights", step, dtype=served_dtype)
+            engine.update_weights_from_disk(str(folder.resolve()), step)
+
+        if checkpoint is not None:
+            first_step = checkpoint_step(checkpoint)
+            load_checkpoint(trainer, checkpoint)
+            data.source.load(first_step, checkpoint)
+            publish(first_step)
+        with MetricsWriter(run_dir, last_step=first_step, tensorboard=config.tensorboard) as writer:
 
             def record(step: int, metrics: dict[str, float]) -> None:
                 writer.write(step, metrics)
@@ -87,40 +106,77 @@ def run_training(config: RunConfig, *, on_step: OnStep | None = None) -> Trainin
                 record(step, _evaluation_metrics(evaluation))
                 return evaluation
 
-            before = after = evaluate(0)
-            for step in range(1, config.trainer.total_steps + 1):
-                last = step == config.trainer.total_steps
+            before = after = evaluate(0) if checkpoint is None else None
+            for step in range(first_step + 1, total_steps + 1):
+                last = step == total_steps
                 clock = time.monotonic()
-                results = engine.prepare_batch(source, config.workflow, kwargs, config.should_accept_fn)
+                results = engine.prepare_batch(data.source, config.workflow, kwargs, config.should_accept_fn)
                 waited_s = time.monotonic() - clock
                 if last:
-                    engine.close_source(source)
-                learned = trainer.train_step(_samples(results), version=engine.get_version())
+                    engine.close_source(data.source)
+                batch = training_batch(data.packer, results)
+                learned = trainer.train_step(batch, version=engine.get_version())
+                data.source.mark_trained(result.samples for result in results)
                 published = time.monotonic()
-                folder = publish_weights(trainer.model, run_dir / "weights", step, dtype=served_dtype)
-                engine.update_weights_from_disk(str(folder.resolve()), step)
+                publish(step)
                 metrics = {
                     **{f"train/{name}": value for name, value in learned.items()},
                     "timing/rollout_wait_s": waited_s,
                     "timing/weight_update_s": time.monotonic() - published,
                     "timing/step_s": time.monotonic() - clock,
                     **{f"episodes/{status}": float(count) for status, count in engine.export_stats().items()},
+                    "data/epoch": float(data.source.epoch_id),
+                    "data/owed_groups": float(data.source.num_owed),
+                    "data/buffered_groups": float(data.source.get_buffer_length()),
+                    "data/dropped_groups": float(data.source.dropped.total()),
                 }
                 record(step, metrics)
-                if last or (config.evaluation.every_steps and step % config.evaluation.every_steps == 0):
+                if _is_due(step, config.checkpoint.every_steps, total_steps):
+                    save_checkpoint(
+                        trainer,
+                        run_dir / CHECKPOINTS,
+                        step,
+                        write_rest=partial(data.source.save, step),
+                        keep=config.checkpoint.keep,
+                    )
+                if not last and hasattr(data.dataset, "on_batch_end"):
+                    data.dataset.on_batch_end(batch)
+                if last or _is_due(step, config.evaluation.every_steps, total_steps):
                     after = evaluate(step)
             model_dir = None
             if config.save_model:
-                tokenizer = load_tokenizer(config.rollout.tokenizer_path or config.model_path)
+                tokenizer = load_tokenizer(tokenizer_path(config))
                 model_dir = save_model(trainer.model, tokenizer, run_dir / "model", dtype=served_dtype)
         return TrainingSummary(
             run_dir=run_dir,
-            steps=config.trainer.total_steps,
+            steps=total_steps - first_step,
             seconds=time.monotonic() - started,
             before=before,
             after=after,
             model_dir=model_dir,
         )
+
+
+def _checkpoint_to_resume(config: RunConfig) -> Path | None:
+    """Return the checkpoint the run goes on from.
+
+    Raises:
+        CheckpointError: If it is missing or broken.
+        ConfigError: If there is nothing left to train.
+    """
+    from areal_lite.trainer.checkpoint import checkpoint_step, find_checkpoint
+
+    checkpoint = find_checkpoint(run_directory_path(config) / CHECKPOINTS, config.checkpoint.resume)
+    if checkpoint is not None and (step := checkpoint_step(checkpoint)) >= config.trainer.total_steps:
+        raise ConfigError(
+            f"{checkpoint} has trained {step} steps and trainer.total_steps is {config.trainer.total_steps}: raise it "
+            "to go on, or choose another trial_name"
+        )
+    return checkpoint
+
+
+def _is_due(step: int, every_steps: int | None, total_steps: int) -> bool:
+    return every_steps is not None and (step == total_steps or step % every_steps == 0)
 
 
 def run_rollout(config: RunConfig) -> list[EpisodeResult]:
@@ -130,7 +186,7 @@ def run_rollout(config: RunConfig) -> list[EpisodeResult]:
     """
     check_startable(config)
     kwargs = workflow_kwargs(config, is_eval=False)
-    rows = load_rows(config.train_dataset)
+    rows = workflow_rows(config, config.train_dataset, is_train=True)
     with run_directory(config, fresh=False) as run_dir, generating_engine(config, run_dir) as engine:
         return engine.rollout_batch(rows, config.workflow, kwargs, config.should_accept_fn)
 
@@ -147,7 +203,7 @@ def run_evaluation(config: RunConfig) -> Evaluation:
             "eval_dataset is missing: give the rows to evaluate on, for example eval_dataset.path=rows.jsonl"
         )
     check_startable(config)
-    rows = load_rows(config.eval_dataset)
+    rows = workflow_rows(config, config.eval_dataset, is_train=False)
     with run_directory(config, fresh=False) as run_dir, generating_engine(config, run_dir) as engine:
         return _evaluate(engine, config, rows)
 
@@ -181,12 +237,6 @@ def _make_trainer(config: RunConfig) -> Any:
         seed=config.seed,
         temperature=config.rollout.gconfig.effective_temperature,
     )
-
-
-def _samples(results: Sequence[EpisodeResult]) -> Any:
-    from areal_lite.data.training_sample import training_samples
-
-    return training_samples(results)
 
 
 def _torch_dtype(name: str) -> Any:

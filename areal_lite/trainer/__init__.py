@@ -1,1 +1,1 @@
-"""The learning side: samples in, a new policy version and its metrics out. Loads torch."""
+"""The learning side: a batch in, a new policy version and its metrics out. Loads torch."""

@@ -16,11 +16,18 @@ from areal_lite.errors import ConfigError
 class MetricsWriter:
     """Appends records to ``run_dir/metrics.jsonl``; each line is one write, so a reader sees whole lines.
 
+    Args:
+        run_dir: Folder of the run.
+        last_step: Records beyond this step are removed: they are about to be written again.
+        tensorboard: Write TensorBoard events as well.
+
     Raises:
         ConfigError: If ``tensorboard`` is asked for but not installed.
     """
 
-    def __init__(self, run_dir: Path | str, *, tensorboard: bool = False) -> None:
+    def __init__(
+        self, run_dir: Path | str, *, last_step: int | None = None, tensorboard: bool = False
+    ) -> None:
         self._events: Any = None
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -33,7 +40,10 @@ class MetricsWriter:
                     "pip install 'areal-lite[tensorboard]', or set tensorboard: false"
                 ) from error
             self._events = SummaryWriter(str(run_dir / "tensorboard"))
-        self._file = (run_dir / "metrics.jsonl").open("ab", buffering=0)
+        path = run_dir / "metrics.jsonl"
+        if last_step is not None and path.exists():
+            _cut_off(path, last_step)
+        self._file = path.open("ab", buffering=0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append ``{"step": step, "time": seconds since the epoch, **metrics}``; non-finite values become null."""
@@ -56,3 +66,18 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _cut_off(path: Path, last_step: int) -> None:
+    """Keep the whole records up to ``last_step``."""
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:  # the end of a run that was killed
+            continue
+        if record["step"] <= last_step and line.endswith(b"\n"):
+            kept.append(line)
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_bytes(b"".join(kept))
+    aside.replace(path)

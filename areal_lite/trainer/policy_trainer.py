@@ -1,8 +1,8 @@
 """One training step: rewards to advantages, log-probs, loss, a new policy.
 
 Guarantees that loss and gradients do not depend on how the step is cut into micro-batches, that the
-same seed and samples give bit-equal weights on one machine, and that a non-finite update is never
-applied. Knows nothing of episodes, servers or files: samples come in, metrics go out.
+same seed and batch give bit-equal weights on one machine, and that a non-finite update is never
+applied. Knows nothing of episodes, servers or files: a batch comes in, metrics go out.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from areal_lite.api.config import TrainerConfig
+from areal_lite.data.data_proto import DataProto
+from areal_lite.data.training_batch import check_training_batch, training_rows
 from areal_lite.data.training_sample import TrainingSample
 from areal_lite.errors import TrainingError
 from areal_lite.trainer.advantages import group_advantages
@@ -70,22 +72,26 @@ class PolicyTrainer:
             "max_behaviour_weight": config.max_behaviour_weight,
         }
 
-    def train_step(self, samples: Sequence[TrainingSample], *, version: int) -> dict[str, float]:
+    def train_step(self, batch: DataProto, *, version: int) -> dict[str, float]:
         """Train on one batch of groups and return its metrics.
 
-        Samples without a gradient (advantage 0 and neither KL nor entropy term, or no trained token)
+        Rows without a gradient (advantage 0 and neither KL nor entropy term, or no trained token)
         are left out of the forward pass but stay in every denominator; ``computed_tokens`` against
         ``trained_tokens`` says how much, and the token statistics are over the computed ones.
 
         Args:
-            samples: Whole groups, in any order.
+            batch: Whole groups, in any order, with the keys of :mod:`areal_lite.data.training_batch`.
             version: The trainer's policy version, for staleness.
 
         Raises:
-            TrainingError: If nothing in the batch is trained, or the third update in a row is not finite.
+            ValueError: If the batch breaks a rule of a training batch.
+            TrainingError: If nothing in the batch is trained, rows have more inputs than tokens, or the third
+                update in a row is not finite.
         """
         clock = _PhaseClock(self.device)
         with clock("prepare"):
+            check_training_batch(batch)
+            samples = training_rows(batch)
             advantages = group_advantages(
                 [sample.reward for sample in samples],
                 [sample.group_id for sample in samples],
@@ -115,6 +121,12 @@ class PolicyTrainer:
         self, samples: Sequence[TrainingSample], advantages: np.ndarray[Any, Any]
     ) -> tuple[StepTokens, list[Minibatch]]:
         config = self.config
+        seeing = sum(bool(sample.multi_modal_inputs) for sample in samples)
+        if seeing:
+            raise TrainingError(
+                f"step {self.steps_done}: {seeing} of {len(samples)} rows have multi_modal_inputs, but this trainer's "
+                "forward pass reads tokens alone, so their log-probs would be wrong: train on rows of text"
+            )
         regularised = config.kl_coef > 0 or config.entropy_coef != 0
         minibatches = cut_step(
             samples,

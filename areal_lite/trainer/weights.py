@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from areal_lite.errors import StorageError
+from areal_lite.errors import CheckpointError, StorageError
 from areal_lite.trainer.policy_model import without_progress_bars
 
 _VERSION_FOLDER = re.compile(r"v(\d{8,})")
@@ -42,7 +42,7 @@ def publish_weights(
     """
     root = Path(directory_root)
     folder = root / f"v{version:08d}"
-    _write_folder(folder, lambda aside: _write_model(model, aside, dtype), version=version)
+    write_folder(folder, lambda aside: write_model(model, aside, dtype), version=version)
     older = [
         path
         for path in root.iterdir()
@@ -63,14 +63,15 @@ def save_model(
     """
 
     def write(aside: Path) -> None:
-        _write_model(model, aside, dtype)
+        write_model(model, aside, dtype)
         tokenizer.save_pretrained(aside)
 
-    _write_folder(Path(directory), write, version=None)
+    write_folder(Path(directory), write, version=None)
     return Path(directory)
 
 
-def _write_model(model: Any, folder: Path, dtype: torch.dtype) -> None:
+def write_model(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Write the weights in ``dtype`` and the config as a Hugging Face folder."""
     by_storage: dict[int, torch.Tensor] = {}  # tied weights stay one tensor, which is then written once
     state = {}
     for name, tensor in model.state_dict().items():
@@ -84,7 +85,12 @@ def _write_model(model: Any, folder: Path, dtype: torch.dtype) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _write_folder(folder: Path, write: Callable[[Path], None], *, version: int | None) -> None:
+def write_folder(folder: Path, write: Callable[[Path], None], *, version: int | None) -> None:
+    """Have ``write`` fill a folder aside, describe it by a manifest, and put it in the place of ``folder``.
+
+    Raises:
+        StorageError: If the disk is full or not writable, or ``folder`` holds files without a manifest.
+    """
     if folder.exists() and any(folder.iterdir()) and not (folder / _MANIFEST).is_file():
         raise StorageError(
             f"{folder} holds files that are no published weights ({_MANIFEST} is missing): name another folder"
@@ -95,7 +101,13 @@ def _write_folder(folder: Path, write: Callable[[Path], None], *, version: int |
         aside = Path(tempfile.mkdtemp(prefix=_ASIDE, dir=folder.parent))
         aside.chmod(0o755)
         write(aside)
-        files = {path.name: _flush_and_hash(path) for path in sorted(aside.iterdir())}
+        for path in aside.rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        files = {
+            str(path.relative_to(aside)): _flush_and_hash(path)
+            for path in sorted(aside.rglob("*"))
+            if path.is_file()
+        }
         manifest = {"schema": 1, "version": version, "files": files}
         (aside / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         _flush(aside / _MANIFEST)
@@ -112,6 +124,23 @@ def _write_folder(folder: Path, write: Callable[[Path], None], *, version: int |
         _sweep(folder.parent)
 
 
+def check_folder(folder: Path) -> None:
+    """Read a folder of :func:`write_folder` back and compare it with its manifest.
+
+    Raises:
+        CheckpointError: If the manifest is missing or a file is not what it says.
+    """
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_bytes())
+        for name, told in manifest["files"].items():
+            if _flush_and_hash(folder / name) != told:
+                raise CheckpointError(
+                    f"{folder / name} is not what {_MANIFEST} says: it was changed or cut off"
+                )
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder} is not whole: {error}") from error
+
+
 def _sweep(root: Path) -> None:
     """Remove what a failed or killed writer left; there is one writer, so nobody is at work on it."""
     for leftover in root.glob(_ASIDE + "*"):
@@ -119,7 +148,6 @@ def _sweep(root: Path) -> None:
 
 
 def _flush_and_hash(path: Path) -> dict[str, int | str]:
-    path.chmod(0o644)
     digest = hashlib.sha256()
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -80,7 +80,7 @@ trainer: [1]
         "run.yaml: seed: 'x': it must be a valid integer, unable to parse string as an integer. "
         "Seed of data order, sampling and training.",
         "run.yaml: train_dataset.max_samples: 0: it must be greater than or equal to 1. "
-        "Use only the first so many rows.",
+        "Use only so many rows: the first ones, or, with shuffle, a choice made from the run's seed.",
         "run.yaml: trainer: [1]: it must be a section: indented 'key: value' lines. The learning side.",
         "run.yaml: unknown key 'learning_rate'; did you mean 'trainer.learning_rate'?",
     ]

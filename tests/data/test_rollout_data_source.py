@@ -1,79 +1,252 @@
-"""Every epoch gives each row once, in an order made from (seed, epoch); the place can be saved."""
+"""Every row once per epoch, nothing lost, nothing twice, over any sequence of draws, ends and restarts."""
 
 import itertools
 import json
 import random
 import threading
 
+import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from areal_lite.data.buffered_data_source import RolloutDataSourceWithBuffer
+from areal_lite.data.iterable_data_source import IterableDataSource
 from areal_lite.data.rollout_data_source import RolloutDataSource
-from areal_lite.errors import ConfigError
+from areal_lite.data.sample import Sample
+from areal_lite.errors import CheckpointError, ConfigError, StorageError
 
 
-def make(size=5, seed=1, shuffle=True):
-    return RolloutDataSource([{"n": n} for n in range(size)], seed=seed, shuffle=shuffle)
+def rows(size):
+    return [{"n": n, "prompt": f"p{n}", "answer": str(n), "nested": {"list": [n]}} for n in range(size)]
 
 
-def take(source, count):
-    return [row["n"] for row in itertools.islice(source, count)]
+def make(size=5, cls=RolloutDataSource, **settings):
+    return cls(rows(size), **({"seed": 1, "shuffle": True} | settings))
 
 
-@given(size=st.integers(1, 7), seed=st.integers(), shuffle=st.booleans())
-def test_every_epoch_gives_each_row_once(size, seed, shuffle):
-    source = make(size, seed, shuffle)
-    assert all(sorted(take(source, size)) == list(range(size)) for _ in range(4))
+def drawn(source, count):
+    return [group[0].row["n"] for group in source.get_samples(count)]
 
 
-def test_the_order_depends_on_seed_and_epoch_alone():
-    first = take(make(50), 100)
-    random.seed(7)
-    assert take(make(50), 100) == first
-    assert first[:50] != first[50:]
-    assert take(make(50, seed=2), 50) != first[:50]
-    assert take(make(50, shuffle=False), 100) == [*range(50)] * 2
+def test_s1_a_new_source_stands_at_the_start():
+    source = make()
+    assert (source.epoch_id, source.sample_index, source.sample_offset, source.metadata) == (0, 0, 0, {})
+
+
+def test_s2_prompt_and_label_come_from_their_columns():
+    (group,) = make(1, label_key="answer").get_samples(1)
+    assert (group[0].prompt, group[0].label) == ("p0", "0")
+
+
+def test_s3_epoch_0_is_shuffled_too():
+    assert drawn(make(50), 50) != list(range(50))
+    assert drawn(make(50, shuffle=False), 50) == list(range(50))
+
+
+def test_s4_s10_without_a_dataset_samples_are_empty_and_counted_all_the_same():
+    source = RolloutDataSource(None, n_samples_per_prompt=2)
+    groups = source.get_samples(3)
+    assert [[s.index for s in group] for group in groups] == [[0, 1], [2, 3], [4, 5]]
+    assert all(s.row == {} and s.prompt == "" for group in groups for s in group)
+
+
+def test_s5_a_request_gives_groups_of_n_samples_of_one_prompt():
+    groups = make(4, n_samples_per_prompt=3).get_samples(2)
+    assert [len(group) for group in groups] == [3, 3]
+    assert all(len({s.row["n"] for s in group}) == 1 for group in groups)
+
+
+def test_s6_an_exact_fit_does_not_roll_over():
+    source = make(4)
+    source.get_samples(4)
+    assert (source.epoch_id, source.sample_offset) == (0, 4)
+    source.get_samples(1)
+    assert (source.epoch_id, source.sample_offset) == (1, 1)
+
+
+def test_s7_the_tail_comes_first_then_the_head_of_the_next_epoch_reshuffled():
+    source = make(30)
+    first = drawn(source, 20)
+    both = drawn(source, 20)
+    assert sorted(first + both[:10]) == list(range(30))
+    assert (source.epoch_id, source.sample_offset) == (1, 10)
+    assert both[10:] == drawn_of_epoch_1(30)[:10]
+
+
+def drawn_of_epoch_1(size):
+    source = make(size)
+    source.get_samples(size)
+    return drawn(source, size)
+
+
+def test_s8_no_sample_shares_anything_with_the_dataset_or_a_sibling():
+    data = rows(1)
+    (group,) = RolloutDataSource(data, n_samples_per_prompt=3).get_samples(1)
+    group[0].row["nested"]["list"].append(9)
+    group[0].row["n"] = 9
+    assert data == rows(1)
+    assert [s.row for s in group[1:]] == rows(1) * 2
+
+
+def test_s9_the_index_counts_samples_over_epochs():
+    source = make(2, n_samples_per_prompt=2)
+    indices = [s.index for group in source.get_samples(5) for s in group]
+    assert indices == list(range(10))
+
+
+def test_s15_the_base_source_refuses_samples():
+    source = make()
+    with pytest.raises(
+        RuntimeError, match="Cannot add samples to RolloutDataSource. This is a read-only data source"
+    ):
+        source.add_samples(source.get_samples(1))
+
+
+def test_sb7_what_takes_samples_says_so():
+    assert not RolloutDataSource.supports_buffer
+    assert RolloutDataSourceWithBuffer.supports_buffer
+
+
+def test_s16_s17_without_a_dataset_or_a_directory_nothing_is_saved_or_loaded(tmp_path):
+    RolloutDataSource(None).save(1, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert RolloutDataSource(None, shuffle=True).load(1, tmp_path) is False  # S-B11 too
+    assert make().load(1, None) is False
+
+
+def test_s16_s19_a_saved_step_is_loaded_by_its_number(tmp_path):
+    source = make(7)
+    source.mark_trained(source.get_samples(3))
+    source.update_metadata({"note": [1]})
+    source.save(4, tmp_path)
+    assert (tmp_path / "rollout" / "global_dataset_state_dict_4.json").is_file()
+    resumed = make(7)
+    assert resumed.load(4, tmp_path) is True
+    assert resumed.get_metadata() == {"note": [1]}
+    assert [s[0].index for s in resumed.get_samples(2)] == [3, 4]
+
+
+def test_s17_missing_keys_default_to_a_fresh_start():
+    source = make(3)
+    source.get_samples(2)
+    source.load_state_dict({})
+    assert (source.epoch_id, source.sample_offset, source.sample_index, source.metadata) == (0, 0, 0, {})
 
 
 @given(size=st.integers(1, 5), before=st.integers(0, 12), shuffle=st.booleans())
-def test_a_saved_place_goes_on_where_it_was(size, before, shuffle):
+def test_s18_the_order_after_a_load_is_that_of_the_saved_epoch(size, before, shuffle):
     source = make(size, shuffle=shuffle)
-    take(source, before)
+    source.mark_trained(source.get_samples(before))
     state = json.loads(json.dumps(source.state_dict()))
     resumed = make(size, shuffle=shuffle)
     resumed.load_state_dict(state)
-    assert take(resumed, 12) == take(source, 12)
+    assert drawn(resumed, 12) == drawn(source, 12)
 
 
-@pytest.mark.parametrize("other", [make(6), make(seed=2), make(shuffle=False)])
-def test_a_place_in_other_data_is_refused(other):
-    with pytest.raises(ConfigError, match="made with other data.*start another trial"):
+@given(size=st.integers(1, 4), requests=st.lists(st.integers(0, 12), max_size=5), shuffle=st.booleans())
+def test_sb1_every_epoch_gives_each_row_once_whatever_is_asked_for(size, requests, shuffle):
+    source = make(size, shuffle=shuffle)
+    seen = []
+    for count in requests:
+        got = drawn(source, count)
+        assert len(got) == count
+        assert 0 <= source.sample_offset <= size
+        seen += got
+    epochs = [seen[i : i + size] for i in range(0, len(seen), size)]
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs if len(epoch) == size)
+    assert all(len(set(epoch)) == len(epoch) for epoch in epochs)
+    assert source.epoch_id == max(0, -(-len(seen) // size) - 1)
+
+
+def test_sb2_a_dataset_without_rows_is_refused():
+    with pytest.raises(ConfigError, match="the dataset empty.jsonl has no rows"):
+        RolloutDataSource([], name="empty.jsonl")
+
+
+def test_sb10_the_order_is_a_function_of_seed_and_epoch_and_leaves_the_global_generator_alone():
+    state = random.getstate()
+    first = drawn(make(50), 100)
+    assert random.getstate() == state
+    random.seed(7)
+    assert drawn(make(50), 100) == first
+    assert first[:50] != first[50:]
+    assert drawn(make(50, seed=2), 50) != first[:50]
+    second_epoch_of_1, first_epoch_of_2 = first[50:], drawn(make(50, seed=2), 50)
+    assert second_epoch_of_1 != first_epoch_of_2
+
+
+def test_sb12_a_missing_state_is_an_error_unless_it_may_be_missing(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no data state .*_9.json"):
+        make().load(9, tmp_path)
+    assert make().load(9, tmp_path, strict=False) is False
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (make(6), "rows was 5 and is 6"),
+        (make(seed=2), "seed was 1 and is 2"),
+        (make(shuffle=False), "shuffle was True and is False"),
+        (make(n_samples_per_prompt=2), "n_samples_per_prompt was 1 and is 2"),
+        (make(name="b"), "dataset was '' and is 'b'"),
+        (RolloutDataSource([{"n": -n} for n in range(5)], seed=1, shuffle=True), "content was"),
+    ],
+)
+def test_sb13_a_state_of_other_data_is_refused_with_the_difference(other, said):
+    with pytest.raises(ConfigError, match=f"made with other data: .*{said}"):
         other.load_state_dict(make().state_dict())
 
 
-def test_a_row_may_be_changed_by_who_got_it():
-    source = make(1)
-    next(source)["n"] = 9
-    assert next(source) == {"n": 0}
+def test_sb8_what_was_handed_out_and_not_trained_is_handed_out_again_first(tmp_path):
+    source = make(9, n_samples_per_prompt=2)
+    trained, lost = source.get_samples(3), source.get_samples(2)
+    source.mark_trained(trained)
+    source.save(1, tmp_path)
+    resumed = make(9, n_samples_per_prompt=2)
+    resumed.load(1, tmp_path)
+    again = resumed.get_samples(2)
+    assert [[s.to_dict() for s in g] for g in again] == [[s.to_dict() for s in g] for g in lost]
+    seen = {g[0].row["n"] for g in trained} | {g[0].row["n"] for g in again} | set(drawn(resumed, 4))
+    assert seen == set(range(9))
 
 
-def test_rows_that_json_cannot_hold_have_a_place_too():
-    rows = [{"image": object(), "n": 10**30, (1, 2): 3}]
-    states = [RolloutDataSource(rows, seed=1, shuffle=True).state_dict() for _ in range(2)]
-    assert states[0] == states[1]
+def test_sb9_the_state_is_json_written_whole_or_not_at_all(tmp_path):
+    source = make()
+    source.save(1, tmp_path)
+    path = tmp_path / "rollout" / "global_dataset_state_dict_1.json"
+    before = path.read_bytes()
+    assert orjson.loads(before)["schema"] == 1
+    source.update_metadata({"bad": object()})
+    with pytest.raises(ConfigError, match="not JSON"):
+        source.save(1, tmp_path)
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    assert path.read_bytes() == before
 
 
-def test_no_rows_are_refused():
-    with pytest.raises(ConfigError, match="no rows"):
-        make(0)
+def test_a_state_that_cannot_be_written_or_read_is_an_error(tmp_path):
+    (tmp_path / "rollout").write_text("a file where the folder should be")
+    with pytest.raises(StorageError, match="cannot be written"):
+        make().save(1, tmp_path)
+    broken = tmp_path / "b" / "rollout"
+    broken.mkdir(parents=True)
+    (broken / "global_dataset_state_dict_1.json").write_bytes(b'{"epoch_id": 1')
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        make().load(1, tmp_path / "b")
 
 
-def test_threads_share_an_epoch_without_loss_or_repeat():
+def test_a_state_of_another_schema_is_refused():
+    with pytest.raises(ConfigError, match="schema 2"):
+        make().load_state_dict({"schema": 2})
+
+
+def test_sb19_threads_share_an_epoch_without_loss_or_repeat():
     source, given_out = make(2000), []
 
     def draw():
-        given_out.extend(take(source, 500))
+        for _ in range(50):
+            given_out.extend(drawn(source, 10))
 
     threads = [threading.Thread(target=draw) for _ in range(4)]
     for thread in threads:
@@ -81,3 +254,149 @@ def test_threads_share_an_epoch_without_loss_or_repeat():
     for thread in threads:
         thread.join()
     assert sorted(given_out) == list(range(2000))
+    assert source.num_owed == 2000
+
+
+def test_a_dropped_group_is_counted_and_owed_no_longer():
+    source = make()
+    (group,) = source.get_samples(1)
+    source.drop(group, "all rewards are 0")
+    source.drop(group, "again")
+    assert (source.num_owed, source.dropped) == (0, {"all rewards are 0": 1})
+
+
+def test_given_back_rows_are_drawn_before_others_and_pending_again():
+    source = make(4, n_samples_per_prompt=2)
+    first, second = source.get_samples(2)
+    first[0].append([1], sampled=True)
+    source.give_back([first])
+    again, third = source.get_samples(2)
+    assert [s.index for s in again] == [0, 1]
+    assert [len(s.tokens) for s in again] == [0, 0]
+    assert third[0].index == 4
+
+
+def test_a_dataset_that_grows_is_drawn_whole_from_the_next_epoch_on():
+    class Growing:
+        def __init__(self):
+            self.rows = rows(3)
+
+    dataset = Growing()
+    source = RolloutDataSource(dataset, shuffle=True)
+    source.get_samples(1)
+    dataset.rows += [{"n": 3}]
+    assert 3 not in drawn(source, 2)
+    assert sorted(drawn(source, 4)) == [0, 1, 2, 3]
+
+
+def test_rows_that_json_cannot_hold_have_a_place_too(tmp_path):
+    source = RolloutDataSource([{"image": object(), (1, 2): 3}], seed=1)
+    source.get_samples(1)
+    source.save(1, tmp_path)
+    resumed = RolloutDataSource([{"image": object(), (1, 2): 3}], seed=1)
+    resumed.load(1, tmp_path)
+    assert resumed.get_samples(1)[0][0].row[(1, 2)] == 3
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ConfigError, match="n_samples_per_prompt is 0"):
+        make(n_samples_per_prompt=0)
+    with pytest.raises(ValueError, match="num_samples is -1"):
+        make().get_samples(-1)
+
+
+def test_the_source_is_an_endless_iterable_of_groups():
+    assert [group[0].row["n"] for group in itertools.islice(make(2, shuffle=False), 5)] == [0, 1, 0, 1, 0]
+
+
+def test_an_iterable_is_begun_anew_and_an_iterator_ends():
+    again = IterableDataSource(rows(2))
+    assert drawn(again, 5) == [0, 1, 0, 1, 0]
+    once = IterableDataSource(iter(rows(2)))
+    assert drawn(once, 5) == [0, 1]
+    assert once.ended
+    with pytest.raises(ConfigError, match="no place to save"):
+        again.state_dict()
+
+
+class Restarts(RuleBasedStateMachine):
+    """Any sequence of draws, ends, returns, saves and restarts, against a ledger kept by hand."""
+
+    @initialize(size=st.integers(1, 5), members=st.integers(1, 3), shuffle=st.booleans())
+    def start(self, size, members, shuffle):
+        self.settings = {"n_samples_per_prompt": members, "shuffle": shuffle, "seed": 3}
+        self.size = size
+        self.source = make(size, cls=RolloutDataSourceWithBuffer, **self.settings)
+        self.in_hand = {}  # group index -> group
+        self.ended = []  # rows in the order of their groups' numbers
+        self.rows_of = {}
+        self.saved = None
+
+    @rule(data=st.data())
+    def get(self, data):
+        count = data.draw(st.integers(1, 3 * self.size))
+        groups = self.source.get_samples(count)
+        assert len(groups) == count
+        for group in groups:
+            number = group[0].group_index
+            assert number not in self.in_hand, "handed out twice"
+            assert number not in self.ended, "handed out after its end"
+            assert len({s.index for s in group}) == self.settings["n_samples_per_prompt"]
+            row = group[0].row["n"]
+            assert self.rows_of.setdefault(number, row) == row
+            self.in_hand[number] = group
+
+    @rule(data=st.data(), how=st.sampled_from(["train", "drop", "give back", "abort"]))
+    def end(self, data, how):
+        if not self.in_hand:
+            return
+        number = data.draw(st.sampled_from(sorted(self.in_hand)))
+        group = self.in_hand.pop(number)
+        if how == "train":
+            self.source.mark_trained([group])
+            self.ended.append(number)
+        elif how == "drop":
+            self.source.drop(group, "test")
+            self.ended.append(number)
+        else:
+            if how == "abort":
+                group[0].append(
+                    [number % 7], sampled=True, versions=[1], logprobs=[-1.0], stop_reason="abort"
+                )
+                group[0].status = Sample.Status.ABORTED
+            self.source.add_samples([group])
+
+    @rule()
+    def save(self):
+        self.saved = (orjson.dumps(self.source.state_dict()), list(self.ended), dict(self.rows_of))
+
+    @rule()
+    def crash_and_load(self):
+        if self.saved is None:
+            return
+        state, self.ended, self.rows_of = self.saved[0], list(self.saved[1]), dict(self.saved[2])
+        self.source = make(self.size, cls=RolloutDataSourceWithBuffer, **self.settings)
+        self.source.load_state_dict(orjson.loads(state))
+        self.in_hand = {}
+
+    @invariant()
+    def each_row_once_per_epoch(self):
+        if not hasattr(self, "source"):
+            return
+        numbers = sorted(self.rows_of)
+        assert numbers == list(range(len(numbers)))
+        epochs = [numbers[i : i + self.size] for i in range(0, len(numbers), self.size)]
+        for epoch in epochs:
+            seen = [self.rows_of[number] for number in epoch]
+            assert len(set(seen)) == len(seen)
+
+    @invariant()
+    def nothing_is_lost(self):
+        if not hasattr(self, "source"):
+            return
+        held = {g[0].group_index for g in [*self.source.buffer, *self.source._returned]}
+        assert held | set(self.in_hand) | set(self.ended) == set(self.rows_of)
+
+
+TestRestarts = Restarts.TestCase
+TestRestarts.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

@@ -327,7 +327,7 @@ def rewarded(trajectory: dict[str, Any]) -> bool:
 def test_when_nothing_is_accepted_the_run_stops_with_the_reasons_counted(
     start_stub: StartStub, start_engine: StartEngine
 ) -> None:
-    engine = start_engine(start_stub(), consumer_batch_size=4, max_empty_batches=3)
+    engine = start_engine(start_stub(), consumer_batch_size=4, max_empty_batches=3, failed_group_retries=0)
     rows = [{"do": "raise"}, {"do": "reject"}, {"do": "raise"}]
     with pytest.raises(StarvationError) as caught:
         engine.prepare_batch(rows, OneTurn)

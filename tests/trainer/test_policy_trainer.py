@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lite.api.config import TrainerConfig
-from areal_lite.data.training_sample import TrainingSample
+from areal_lite.data.data_proto import DataProto
 from areal_lite.errors import ConfigError, TrainingError
 from areal_lite.trainer.policy_trainer import PolicyTrainer
-from tests.trainer.training_data import drawn_batch, sample
+from tests.trainer.training_data import drawn_batch, sample, training_batch
 
 
 def make_trainer(
@@ -44,7 +44,7 @@ def weights(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
 def whole(tiny: Path) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Metrics and gradients of one batch in one micro-batch."""
     trainer = make_trainer(tiny, kl_coef=0.1, entropy_coef=0.01, max_grad_norm=1e9)
-    return trainer.train_step(drawn_batch(0), version=5), gradients(trainer)
+    return trainer.train_step(training_batch(drawn_batch(0)), version=5), gradients(trainer)
 
 
 @settings(max_examples=12, deadline=None)
@@ -60,8 +60,9 @@ def test_loss_and_gradients_do_not_depend_on_how_the_step_is_cut(
         tiny, kl_coef=0.1, entropy_coef=0.01, max_grad_norm=1e9, max_tokens_per_microbatch=cap
     )
     trainer._policy.shares_prefixes = share
-    batch = drawn_batch(0)
-    metrics = trainer.train_step([batch[index] for index in order], version=5)
+    batch = training_batch(drawn_batch(0))
+    batch.reorder(order)
+    metrics = trainer.train_step(batch, version=5)
     for name in ("loss", "entropy", "kl", "grad_norm", "mismatch_mean", "trained_tokens", "reward_mean"):
         assert metrics[name] == pytest.approx(whole[0][name], rel=1e-3, abs=1e-6), name
     torch.testing.assert_close(gradients(trainer), whole[1], atol=1e-5, rtol=1e-3)
@@ -75,7 +76,7 @@ def test_padding_in_the_same_micro_batch_changes_nothing(tiny: Path) -> None:
     for batch in (group, group + stranger):
         # Without a KL term the stranger would be left out of the forward pass; this one weighs nothing.
         trainer = make_trainer(tiny, max_grad_norm=1e9, kl_coef=1e-12)
-        loss = trainer.train_step(batch, version=0)["loss"]
+        loss = trainer.train_step(training_batch(batch), version=0)["loss"]
         results.append(
             (loss * len(batch), {name: grad * len(batch) for name, grad in gradients(trainer).items()})
         )
@@ -86,9 +87,10 @@ def test_groups_without_advantage_are_left_out_and_nothing_changes(tiny: Path) -
     batch = drawn_batch(1, groups=2)
     silent = [dataclasses.replace(one, reward=2.0, group_id="silent") for one in drawn_batch(2, groups=1)]
     skipping, forced = make_trainer(tiny), make_trainer(tiny)
+    step = training_batch(batch + silent)
     forced._prepare = _without_skipping(forced)  # type: ignore[method-assign]
-    metrics = skipping.train_step(batch + silent, version=0)
-    expected = forced.train_step(batch + silent, version=0)
+    metrics = skipping.train_step(step, version=0)
+    expected = forced.train_step(step, version=0)
     assert metrics["trained_tokens"] == expected["trained_tokens"] == expected["computed_tokens"]
     assert metrics["computed_tokens"] == sum(one.num_trained_tokens for one in batch)
     assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-6)
@@ -103,7 +105,8 @@ def _without_skipping(trainer: PolicyTrainer) -> Any:
 def test_a_batch_without_any_advantage_still_takes_its_step(tiny: Path) -> None:
     trainer = make_trainer(tiny)
     before = weights(trainer)
-    metrics = trainer.train_step([sample([5, 6, 7], [2], group=name) for name in "ab"], version=0)
+    batch = training_batch([sample([5, 6, 7], [2], group=name) for name in "ab"])
+    metrics = trainer.train_step(batch, version=0)
     assert (metrics["computed_tokens"], metrics["grad_norm"], metrics["loss"]) == (0, 0, 0)
     assert metrics["skipped_updates"] == 0
     torch.testing.assert_close(weights(trainer), before, atol=0, rtol=0)
@@ -114,7 +117,7 @@ def test_the_same_seed_gives_bit_equal_weights(tiny: Path) -> None:
     for _ in range(2):
         trainer = make_trainer(tiny, minibatches_per_step=2, dtype="bfloat16", kl_coef=0.01)
         for step in range(3):
-            trainer.train_step(drawn_batch(step, groups=4), version=step)
+            trainer.train_step(training_batch(drawn_batch(step, groups=4)), version=step)
         runs.append(weights(trainer))
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
@@ -132,7 +135,7 @@ def test_a_policy_learns_what_is_rewarded(tiny: Path) -> None:
             sample([5, 6, token], [2], reward=float(token == 9), behaviour=[0, 0, logprobs[token]])
             for token in drawn
         ]
-        rewards.append(trainer.train_step(batch, version=step)["reward_mean"])
+        rewards.append(trainer.train_step(training_batch(batch), version=step)["reward_mean"])
     assert rewards[0] < 0.5
     assert sum(rewards[-3:]) / 3 > 0.9
 
@@ -146,7 +149,7 @@ def test_fresh_data_has_no_mismatch_ratio_one_and_no_staleness(tiny: Path) -> No
         sample([5, 6, t], [2], reward=float(t), behaviour=[0, 0, logprobs[t]], versions=[-1, -1, 3])
         for t in (7, 8)
     ]
-    metrics = trainer.train_step(batch, version=3)
+    metrics = trainer.train_step(training_batch(batch), version=3)
     assert metrics["mismatch_max"] < 1e-5
     assert metrics["ratio_mean"] == pytest.approx(1.0)
     assert (metrics["staleness_max"], metrics["clip_fraction"], metrics["approx_kl"]) == (0, 0, 0)
@@ -154,7 +157,7 @@ def test_fresh_data_has_no_mismatch_ratio_one_and_no_staleness(tiny: Path) -> No
 
 def test_later_minibatches_are_held_to_the_weights_the_step_began_with(tiny: Path) -> None:
     trainer = make_trainer(tiny, minibatches_per_step=3, learning_rate=1e-2)
-    metrics = trainer.train_step(drawn_batch(4), version=0)
+    metrics = trainer.train_step(training_batch(drawn_batch(4)), version=0)
     assert metrics["seconds_proximal"] > 0
     assert metrics["approx_kl"] > 0
     assert trainer.optimizer.state[next(trainer.model.parameters())]["step"] == 3
@@ -162,7 +165,9 @@ def test_later_minibatches_are_held_to_the_weights_the_step_began_with(tiny: Pat
 
 def test_the_reference_stays_where_the_policy_began(tiny: Path) -> None:
     trainer = make_trainer(tiny, kl_coef=0.1, learning_rate=1e-2)
-    first, second = (trainer.train_step(drawn_batch(step), version=step)["kl"] for step in range(2))
+    first, second = (
+        trainer.train_step(training_batch(drawn_batch(step)), version=step)["kl"] for step in range(2)
+    )
     assert first == pytest.approx(0.0, abs=1e-6)
     assert second > 1e-4
 
@@ -173,7 +178,7 @@ def poison(trainer: PolicyTrainer, value: float) -> None:
 
 
 def test_three_updates_in_a_row_that_are_not_finite_stop_the_run(tiny: Path) -> None:
-    trainer, batch = make_trainer(tiny), drawn_batch(0)
+    trainer, batch = make_trainer(tiny), training_batch(drawn_batch(0))
     poison(trainer, math.nan)
     before = weights(trainer)
     for _ in range(2):
@@ -184,7 +189,7 @@ def test_three_updates_in_a_row_that_are_not_finite_stop_the_run(tiny: Path) -> 
 
 
 def test_a_finite_update_forgives_the_ones_before(tiny: Path) -> None:
-    trainer, batch = make_trainer(tiny), drawn_batch(0)
+    trainer, batch = make_trainer(tiny), training_batch(drawn_batch(0))
     skipped = []
     for value in (math.nan, math.nan, 1.0, math.nan, math.nan, 1.0):
         poison(trainer, value)
@@ -194,13 +199,40 @@ def test_a_finite_update_forgives_the_ones_before(tiny: Path) -> None:
 
 def test_a_batch_without_trained_tokens_is_an_error(tiny: Path) -> None:
     with pytest.raises(TrainingError, match="none of the 1 samples has a trained token"):
-        make_trainer(tiny).train_step([sample([5, 6], [])], version=0)
+        make_trainer(tiny).train_step(training_batch([sample([5, 6], [])]), version=0)
+
+
+def test_a_batch_is_checked_before_anything_is_computed(tiny: Path) -> None:
+    """V64"""
+    trainer, batch = make_trainer(tiny), training_batch(drawn_batch(0))
+    del batch.batch["rewards"]
+    with pytest.raises(ValueError, match="has no 'rewards'"):
+        trainer.train_step(batch, version=0)
+    assert trainer.steps_done == 0
+
+
+def test_rows_with_more_than_tokens_are_not_trained_as_if_they_were_text(tiny: Path) -> None:
+    image = {"pixel_values": torch.zeros(1)}
+    batch = training_batch([dataclasses.replace(one, multi_modal_inputs=image) for one in drawn_batch(0)])
+    with pytest.raises(TrainingError, match="12 of 12 rows have multi_modal_inputs"):
+        make_trainer(tiny).train_step(batch, version=0)
+
+
+def test_a_batch_put_together_by_the_stages_of_a_run_trains_like_the_whole(tiny: Path) -> None:
+    """V64"""
+    whole, staged = training_batch(drawn_batch(0)), training_batch(drawn_batch(0))
+    rewards = staged.pop(["rewards"])
+    staged = DataProto.concat(staged.chunk(3)).union(rewards)
+    trainers = [make_trainer(tiny), make_trainer(tiny)]
+    for trainer, batch in zip(trainers, (whole, staged), strict=True):
+        trainer.train_step(batch, version=0)
+    torch.testing.assert_close(weights(trainers[0]), weights(trainers[1]), atol=0, rtol=0)
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(tiny: Path) -> None:
     plain, recomputing = make_trainer(tiny), make_trainer(tiny, gradient_checkpointing=True)
     for trainer in (plain, recomputing):
-        trainer.train_step(drawn_batch(0), version=0)
+        trainer.train_step(training_batch(drawn_batch(0)), version=0)
     torch.testing.assert_close(gradients(recomputing), gradients(plain), atol=1e-6, rtol=1e-5)
 
 
@@ -225,8 +257,8 @@ def test_a_gpu_that_is_not_there_is_refused(tiny: Path, monkeypatch: pytest.Monk
 
 
 def test_metrics_are_flat_floats(tiny: Path) -> None:
-    batch: list[TrainingSample] = drawn_batch(0)
-    metrics = make_trainer(tiny).train_step(batch, version=7)
+    batch = drawn_batch(0)
+    metrics = make_trainer(tiny).train_step(training_batch(batch), version=7)
     assert all(isinstance(value, float) and math.isfinite(value) for value in metrics.values())
     assert metrics["trained_tokens"] == sum(one.num_trained_tokens for one in batch)
     assert metrics["staleness_max"] == max(one.staleness(7) or 0 for one in batch)

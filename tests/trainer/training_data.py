@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from areal_lite.data.data_proto import DataProto
+from areal_lite.data.training_batch import collate_training_samples
 from areal_lite.data.training_sample import TrainingSample
 
 VOCABULARY = 259
@@ -31,6 +33,12 @@ def sample(
         reward=reward,
         group_id=group,
     )
+
+
+def training_batch(samples: Sequence[TrainingSample]) -> DataProto:
+    """Return what the trainer takes."""
+    length = max(len(one.input_ids) for one in samples)
+    return DataProto.from_single_dict(collate_training_samples(samples, length, pad_token_id=0))
 
 
 def drawn_batch(seed: int, *, groups: int = 3, group_size: int = 4) -> list[TrainingSample]:

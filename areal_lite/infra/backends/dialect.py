@@ -62,6 +62,9 @@ class Dialect(Protocol):
     def parse_info(self, reply: Any) -> ServerInfo:
         """Return what the reply of ``info_path`` says; never raises."""
 
+    def abort(self, rid: str) -> ControlCall:
+        """Return the call that ends one running request with what it has."""
+
     def pause(self) -> ControlCall:
         """Return the call that ends running requests with what they have."""
 

@@ -96,6 +96,10 @@ class SGLang:
             vocab if isinstance(vocab, int) else None,
         )
 
+    def abort(self, rid: str) -> ControlCall:
+        """Abort one request; SGLang takes ``rid`` as a prefix, so ids must all have one length."""
+        return ControlCall("/abort_request", {"rid": rid})
+
     def pause(self) -> ControlCall:
         """Abort what runs; the client keeps the partial tokens and continues them afterwards."""
         return ControlCall("/pause_generation", {"mode": "abort"})

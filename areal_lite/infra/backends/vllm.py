@@ -75,6 +75,10 @@ class VLLM:
             return ServerInfo()
         return ServerInfo(context_length=window if isinstance(window, int) else None)
 
+    def abort(self, rid: str) -> ControlCall:
+        """Abort one request under the name that vLLM made of its id."""
+        return ControlCall("/abort_requests", {"request_ids": [f"generate-tokens-{rid}"]})
+
     def pause(self) -> ControlCall:
         """Abort what runs; the client keeps the partial tokens and continues them afterwards."""
         return ControlCall("/pause?mode=abort")

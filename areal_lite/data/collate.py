@@ -1,0 +1,72 @@
+"""Dataset rows become the columns of one batch.
+
+Guarantees that every column has one entry per row, in order. Knows nothing of what a column means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from areal_lite.errors import ConfigError
+
+ObjectArray = NDArray[np.object_]
+"""``[B]`` of dtype object: one Python value per row, whatever it is."""
+
+
+def object_array(values: Iterable[Any]) -> ObjectArray:
+    """Return ``values`` as an object array of shape ``[B]``; lists of equal length stay its elements."""
+    return np.fromiter(values, dtype=object)
+
+
+def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the columns of ``rows``, made for :meth:`DataProto.from_single_dict`.
+
+    Tensors are stacked along a new first dimension, two of shape ``[T]`` to ``[2, T]``; anything else,
+    lists of equal length too, becomes an :data:`ObjectArray`.
+
+    Raises:
+        ValueError: If there are no rows.
+        ConfigError: If a row lacks a key, or the tensors of a key differ in shape or dtype.
+    """
+    if not rows:
+        raise ValueError("there are no rows to collate: give at least one")
+    columns: dict[str, Any] = {}
+    for key in dict.fromkeys(key for row in rows for key in row):
+        missing = [number for number, row in enumerate(rows) if key not in row]
+        if missing:
+            raise ConfigError(
+                f"rows {missing[:8]} of {len(rows)} have no {key!r}: give every row the same keys, None where "
+                "there is nothing"
+            )
+        values = [row[key] for row in rows]
+        if any(isinstance(value, torch.Tensor) for value in values):
+            columns[key] = _stack(key, values)
+        else:
+            columns[key] = object_array(values)
+    return columns
+
+
+def _stack(key: str, values: Sequence[Any]) -> torch.Tensor:
+    forms = [form_of(value) for value in values]
+    if len(set(forms)) > 1:
+        other = next(number for number, form in enumerate(forms) if form != forms[0])
+        raise ConfigError(
+            f"{key!r} is {forms[0]} in row 0 but {forms[other]} in row {other}: make them equal, by padding or "
+            ".to(dtype), or give lists, which are not stacked"
+        )
+    return torch.stack(list(values))
+
+
+def form_of(value: Any) -> str:
+    """Return what ``value`` is, for messages: its type, and of a tensor or array dtype and shape."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of dtype {str(value.dtype).removeprefix('torch.')} and shape {list(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"an array of dtype {value.dtype} and shape {list(value.shape)}"
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"

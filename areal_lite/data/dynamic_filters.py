@@ -1,0 +1,18 @@
+"""Which groups are worth training on: filters for ``should_accept_fn``, each with the reason of a refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areal_lite.api.engine_api import FilterDecision
+
+
+def nonzero_reward_std(trajectory: dict[str, Any]) -> FilterDecision:
+    """Keep a group whose rewards differ: equal rewards give no advantage and no gradient.
+
+    Source: DAPO (arXiv:2503.14476), dynamic sampling.
+    """
+    rewards = trajectory["rewards"].tolist()
+    if len(set(rewards)) > 1:
+        return FilterDecision(True)
+    return FilterDecision(False, f"all rewards are {rewards[0]:g}")

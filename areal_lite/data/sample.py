@@ -1,0 +1,310 @@
+"""One member of a group, from the row it is drawn for to the tokens it leaves.
+
+Guarantees that tokens, loss mask, log-probs and versions have one length: :meth:`Sample.append` is the
+one way in, and it checks. What was sampled stays visible as spans, so that a stopped episode can go on
+from them. Knows nothing of datasets, engines or torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple, Self
+
+Prompt = str | list[dict[str, Any]]
+Reward = float | dict[str, Any]
+
+
+class SampleStatus(StrEnum):
+    """Where a sample stands."""
+
+    PENDING = "pending"
+    """Nothing is sampled yet."""
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    """Ended by a token limit."""
+    ABORTED = "aborted"
+    """Stopped by us; it goes on from its tokens."""
+    FAILED = "failed"
+    """Broken by our or the world's fault; it never trains."""
+
+
+class Span(NamedTuple):
+    """Sampled tokens ``[start, end)`` of one model call."""
+
+    start: int
+    end: int
+    stop_reason: str
+    """stop, length, or abort where the call was not finished."""
+
+
+@dataclass(slots=True)
+class _Columns:
+    tokens: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+
+class Sample:
+    """A linear token sequence in the making.
+
+    Args:
+        index: Number of the sample in the run; samples that one episode fans out into share it.
+        group_index: Number of its group in the run, or another name of it.
+        position: Place of its row in the dataset; None where there is no dataset.
+        row: The dataset row; the sample makes a copy of its own when it is first read.
+        prompt: Text or messages.
+        label: What the answer is judged by.
+        metadata: Anything; JSON values survive a restart.
+    """
+
+    Status = SampleStatus
+
+    __slots__ = (
+        "_columns",
+        "_row",
+        "_shared_row",
+        "attempts",
+        "group_index",
+        "index",
+        "label",
+        "metadata",
+        "position",
+        "prompt",
+        "response",
+        "reward",
+        "status",
+    )
+
+    def __init__(
+        self,
+        index: int | None = None,
+        *,
+        group_index: int | str | None = None,
+        position: int | None = None,
+        row: dict[str, Any] | None = None,
+        prompt: Prompt = "",
+        label: Any = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        self.index = index
+        self.group_index = group_index
+        self.position = position
+        self._row: dict[str, Any] | None = None
+        self._shared_row = row
+        self.prompt = prompt
+        self.label = label
+        self.metadata: dict[str, Any] = {} if metadata is None else metadata
+        self.response = ""
+        self.reward: Reward | None = None
+        self.status = SampleStatus.PENDING
+        self.attempts = 0
+        """Times its episode failed."""
+        self._columns: _Columns | None = None  # most samples alive are pending, and there may be thousands
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The dataset row, its own copy."""
+        if self._row is None:
+            self._row = copied(self._shared_row or {})
+        return self._row
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """``[T]`` ids of prompt, answers and what came between."""
+        return self._columns.tokens if self._columns else []
+
+    @property
+    def loss_mask(self) -> Sequence[int]:
+        """``[T]`` 1 where the policy sampled the token and it trains."""
+        return self._columns.loss_mask if self._columns else []
+
+    @property
+    def logprobs(self) -> Sequence[float]:
+        """``[T]`` behaviour log-probs in nats, 0 where not sampled, NaN where nobody recorded them."""
+        return self._columns.logprobs if self._columns else []
+
+    @property
+    def versions(self) -> Sequence[int]:
+        """``[T]`` policy version of each sampled token, -1 elsewhere."""
+        return self._columns.versions if self._columns else []
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        """The sampled spans, one per model call, in order."""
+        return self._columns.spans if self._columns else []
+
+    @property
+    def response_length(self) -> int:
+        """Tokens from the first sampled one on."""
+        return len(self.tokens) - self.spans[0].start if self.spans else 0
+
+    def append(
+        self,
+        tokens: Sequence[int],
+        *,
+        logprobs: Sequence[float] | None = None,
+        versions: Sequence[int] | None = None,
+        sampled: bool = False,
+        trained: bool | None = None,
+        stop_reason: str = "stop",
+    ) -> None:
+        """Add tokens at the end; all or, on an error, none.
+
+        Args:
+            tokens: Ids.
+            logprobs: Behaviour log-probs in nats, one per token; only of sampled tokens.
+            versions: Policy versions, one per token; only of sampled tokens.
+            sampled: Whether the policy wrote them: they become a span.
+            trained: Whether they train; None is the same as ``sampled``, False keeps sampled tokens out.
+            stop_reason: Why a span ended: stop, length, or abort where it has not.
+
+        Raises:
+            ValueError: If lengths differ, an id or a log-prob cannot be one, or tokens that nobody
+                sampled have log-probs, versions or training.
+        """
+        trained = sampled if trained is None else trained
+        count = len(tokens)
+        if not count:
+            return
+        if not sampled and (logprobs is not None or versions is not None or trained):
+            raise ValueError(
+                f"{self._name()}: only sampled tokens have log-probs and versions and train: set sampled=True, or "
+                "leave the others out"
+            )
+        for name, values in (("logprobs", logprobs), ("versions", versions)):
+            if values is not None and len(values) != count:
+                raise ValueError(
+                    f"{self._name()}: {name} has {len(values)} entries for {count} tokens: give one per token"
+                )
+        if any(type(token) is not int or token < 0 for token in tokens):
+            raise ValueError(
+                f"{self._name()}: a token id is a plain int from 0, not one of {tokens[:8]!r}..."
+            )
+        if logprobs is not None and not all(map(math.isfinite, logprobs)):
+            raise ValueError(
+                f"{self._name()}: log-probs must be finite: keep them as the server returned them"
+            )
+        columns = self._columns = self._columns or _Columns()
+        start = len(columns.tokens)
+        columns.tokens.extend(tokens)
+        columns.loss_mask.extend([int(trained)] * count)
+        columns.logprobs.extend(logprobs if logprobs is not None else [math.nan if sampled else 0.0] * count)
+        columns.versions.extend(versions if versions is not None else [-1] * count)
+        if sampled:
+            columns.spans.append(Span(start, start + count, stop_reason))
+
+    def reset(self) -> None:
+        """Forget what was sampled: the sample is pending again."""
+        self._columns = None
+        self.response, self.reward, self.status = "", None, SampleStatus.PENDING
+
+    def get_reward_value(self, reward_key: str | None = None) -> float:
+        """Return the reward, or its entry ``reward_key``.
+
+        Raises:
+            ValueError: If there is none; with index and key.
+        """
+        reward = self.reward if reward_key is None else _entry(self.reward, reward_key)
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise ValueError(
+                f"{self._name()}: the reward{f' [{reward_key!r}]' if reward_key else ''} is {reward!r} in "
+                f"{self.reward!r}: it must be a finite number; name the right reward_key, or skip samples without one"
+            )
+        return float(reward)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as a dict of its own; the status is its string value."""
+        return {
+            "index": self.index,
+            "group_index": self.group_index,
+            "position": self.position,
+            "row": copied(self.row),
+            "prompt": copied(self.prompt),
+            "label": copied(self.label),
+            "metadata": copied(self.metadata),
+            "response": self.response,
+            "reward": copied(self.reward),
+            "status": self.status.value,
+            "attempts": self.attempts,
+            "tokens": list(self.tokens),
+            "loss_mask": list(self.loss_mask),
+            "logprobs": [None if math.isnan(value) else value for value in self.logprobs],
+            "versions": list(self.versions),
+            "spans": [list(span) for span in self.spans],
+        }
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Self:
+        """Return the sample of :meth:`to_dict`; ``record`` stays as it is.
+
+        Unknown keys are kept in ``metadata``.
+
+        Raises:
+            ValueError: If lengths differ, or the status is unknown.
+        """
+        values: dict[str, Any] = copied(dict(record))
+        sample = cls(
+            values.pop("index", None),
+            group_index=values.pop("group_index", None),
+            position=values.pop("position", None),
+            row=values.pop("row", None),
+            prompt=values.pop("prompt", ""),
+            label=values.pop("label", None),
+            metadata=values.pop("metadata", None),
+        )
+        sample.response = values.pop("response", "")
+        sample.reward = values.pop("reward", None)
+        sample.status = SampleStatus(values.pop("status", SampleStatus.PENDING))
+        sample.attempts = values.pop("attempts", 0)
+        tokens = values.pop("tokens", [])
+        aligned = {name: values.pop(name, None) or [] for name in ("loss_mask", "logprobs", "versions")}
+        spans = [Span(*span) for span in values.pop("spans", [])]
+        values.pop("response_length", None)
+        sample.metadata |= values
+        for name, column in aligned.items():
+            if len(column) != len(tokens):
+                raise ValueError(
+                    f"{sample._name()}: {name} has {len(column)} entries for {len(tokens)} tokens: the record is broken"
+                )
+        end = 0
+        for span in spans:
+            if not end <= span.start <= span.end <= len(tokens):
+                raise ValueError(
+                    f"{sample._name()}: the sampled span {tuple(span)} does not fit {len(tokens)} tokens"
+                )
+            end = span.end
+        if tokens:
+            logprobs = [math.nan if value is None else value for value in aligned["logprobs"]]
+            sample._columns = _Columns(tokens, aligned["loss_mask"], logprobs, aligned["versions"], spans)
+        return sample
+
+    def _name(self) -> str:
+        return f"sample {self.index}"
+
+    def __repr__(self) -> str:
+        return (
+            f"Sample(index={self.index}, group_index={self.group_index}, status={self.status.value}, "
+            f"tokens={len(self.tokens)}, reward={self.reward})"
+        )
+
+
+def _entry(reward: Reward | None, key: str) -> Any:
+    return reward.get(key) if isinstance(reward, Mapping) else None
+
+
+def copied(value: Any) -> Any:
+    """Return a deep copy; quick for JSON values."""
+    kind = type(value)
+    if kind is dict:
+        return {key: copied(item) for key, item in value.items()}
+    if kind is list:
+        return [copied(item) for item in value]
+    if value is None or kind in (str, int, float, bool, bytes):
+        return value
+    return copy.deepcopy(value)

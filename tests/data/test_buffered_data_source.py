@@ -1,0 +1,238 @@
+"""What is given back is handed out first, by the rule of a filter, and nothing is lost to a bad one."""
+
+import math
+
+import orjson
+import pytest
+
+from areal_lite.data.buffered_data_source import (
+    RolloutDataSourceWithBuffer,
+    highest_reward_first,
+    pop_first,
+)
+from areal_lite.data.sample import Sample
+from areal_lite.errors import ConfigError
+
+
+def make(size=9, members=1, **settings):
+    return RolloutDataSourceWithBuffer(
+        [{"n": n} for n in range(size)], n_samples_per_prompt=members, **settings
+    )
+
+
+def rewarded(source, *rewards):
+    groups = source.get_samples(len(rewards))
+    for group, reward in zip(groups, rewards, strict=True):
+        group[0].reward = reward
+    return groups
+
+
+def drawn(source, count):
+    return [group[0].row["n"] for group in source.get_samples(count)]
+
+
+def deleting(source, rollout_id, buffer, num_samples):
+    return [buffer.pop() for _ in range(min(num_samples, len(buffer)))]
+
+
+def too_many(source, rollout_id, buffer, num_samples):
+    return buffer[: num_samples + 1]
+
+
+def foreign(source, rollout_id, buffer, num_samples):
+    return [[Sample(99, group_index=99)]]
+
+
+def twice(source, rollout_id, buffer, num_samples):
+    return [buffer[0], buffer[0]][:num_samples]
+
+
+def expiring(source, rollout_id, buffer, num_samples):
+    del buffer[0]
+    return buffer[:num_samples]
+
+
+def test_s20_the_default_filter_is_first_in_first_out():
+    source = make()
+    assert source.buffer_filter is pop_first
+    groups = source.get_samples(3)
+    source.add_samples([groups[2], groups[0]])
+    assert drawn(source, 2) == [2, 0]
+
+
+def test_s20_sb20_a_filter_is_named_by_path_or_given_and_a_bad_one_is_refused():
+    path = "areal_lite.data.buffered_data_source.highest_reward_first"
+    assert make(buffer_filter=path).buffer_filter is highest_reward_first
+    assert make(buffer_filter=deleting).buffer_filter is deleting
+    with pytest.raises(ConfigError, match="no module 'nowhere'"):
+        make(buffer_filter="nowhere.filter")
+    with pytest.raises(ConfigError, match="has no 'pop_frist'; did you mean .*pop_first"):
+        make(buffer_filter="areal_lite.data.buffered_data_source.pop_frist")
+    with pytest.raises(ConfigError, match="must be a function"):
+        make(buffer_filter="areal_lite.data.buffered_data_source.math")
+
+
+def test_s21_s26_the_buffer_comes_first_and_the_dataset_fills_up():
+    source = make()
+    groups = source.get_samples(2)
+    source.add_samples(groups)
+    assert drawn(source, 4) == [0, 1, 2, 3]
+    assert source.sample_offset == 4
+
+
+def test_s22_nothing_asked_for_or_nothing_there_never_calls_the_filter():
+    asked = []
+    source = make(buffer_filter=lambda *arguments: asked.append(arguments) or [])
+    source.get_samples(1)
+    source.add_samples(source.get_samples(1))
+    source.get_samples(0)
+    assert asked == []
+    source.get_samples(1)
+    ((given, rollout_id, _, count),) = asked
+    assert (given, rollout_id, count) == (source, None, 1)
+
+
+def test_s23_pop_first_takes_what_there_is():
+    buffer = [[Sample(0)], [Sample(1)]]
+    taken = pop_first(None, None, buffer, 5)
+    assert ([g[0].index for g in taken], buffer) == ([0, 1], [])
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("text", "must be a list of lists"),
+        ([Sample(1)], r"'Sample'\]"),
+        ([["no sample"]], r"holds \['str'\]"),
+        ([[Sample(7)]], "group 1 has 1 members and n_samples_per_prompt is 2"),
+        ([[]], "group 1 has 0 members"),
+    ],
+)
+def test_s24_sb6_a_bad_group_is_refused_and_none_is_added(bad, message):
+    source = make(members=2)
+    good = source.get_samples(1)
+    with pytest.raises(ValueError, match=message):
+        source.add_samples(bad if isinstance(bad, str) else [*good, *bad])
+    assert (source.get_buffer_length(), source.num_owed) == (0, 1)
+    source.add_samples([])
+    source.add_samples(good)
+    assert source.get_buffer_length() == 1
+
+
+def test_a_reward_that_is_not_finite_is_refused_with_group_and_sample():
+    source = make()
+    groups = rewarded(source, 1.0, math.nan)
+    with pytest.raises(ValueError, match="group 1, sample 1: the reward is nan.*nothing was added"):
+        source.add_samples(groups)
+    groups[1][0].reward = {"acc": math.inf}
+    with pytest.raises(ValueError, match="group 1, sample 1"):
+        source.add_samples(groups)
+    assert source.get_buffer_length() == 0
+
+
+def test_a_group_is_in_the_buffer_once():
+    source = make()
+    groups = source.get_samples(1)
+    source.add_samples(groups)
+    with pytest.raises(ValueError, match="group 0 is in the buffer already"):
+        source.add_samples(groups)
+
+
+def test_samples_that_share_an_index_are_one_member():
+    source = make(members=2)
+    ((first, second),) = source.get_samples(1)
+    fan_out = Sample(first.index, group_index=first.group_index, position=first.position)
+    source.add_samples([[first, fan_out, second]])
+    assert len(source.get_samples(1)[0]) == 3
+
+
+def test_s25_metadata_and_length_can_be_asked_for():
+    source = make()
+    source.update_metadata({"a": 1})
+    source.update_metadata({"b": 2})
+    source.add_samples(source.get_samples(3))
+    assert (source.get_metadata(), source.get_buffer_length()) == ({"a": 1, "b": 2}, 3)
+
+
+def test_s27_surplus_groups_go_back_and_come_first():
+    source = make()
+    finished = source.get_samples(5)
+    for group in finished:
+        group[0].append([1, 2], sampled=True, versions=[0, 0], logprobs=[-1.0, -2.0])
+        group[0].status = Sample.Status.COMPLETED
+    source.mark_trained(finished[:3])
+    source.add_samples(finished[3:])
+    again = source.get_samples(2)
+    assert [(g[0].status, list(g[0].tokens)) for g in again] == [("completed", [1, 2])] * 2
+
+
+def test_s28_sb3_a_pure_filter_hands_each_group_out_once():
+    source = make(buffer_filter=highest_reward_first)
+    source.add_samples(rewarded(source, 0.1, 0.9, 0.5))
+    assert drawn(source, 2) == [1, 2]
+    assert source.get_buffer_length() == 1
+    assert drawn(source, 1) == [0]
+    assert source.get_buffer_length() == 0
+
+
+def test_sb3_a_deleting_filter_is_right_too():
+    source = make(buffer_filter=deleting)
+    source.add_samples(source.get_samples(3))
+    assert drawn(source, 2) == [2, 1]
+    assert source.get_buffer_length() == 1
+
+
+def test_sb4_groups_without_a_reward_yet_come_last():
+    source = make(buffer_filter=highest_reward_first)
+    source.add_samples(rewarded(source, None, -5.0, 0.2))
+    assert drawn(source, 3) == [2, 1, 0]
+
+
+@pytest.mark.parametrize("bad", [too_many, foreign, twice])
+def test_sb5_a_filter_that_breaks_the_rule_is_an_error_and_nothing_is_lost(bad):
+    source = make(buffer_filter=bad)
+    source.get_samples(3)
+    source.add_samples([[Sample(i, group_index=i)] for i in range(3)])
+    with pytest.raises(ValueError, match="the buffer filter returned"):
+        source.get_samples(2)
+    assert (source.get_buffer_length(), source.sample_offset) == (3, 3)
+
+
+def test_a_filter_that_raises_loses_nothing():
+    source = make(buffer_filter=lambda *_: 1 / 0)
+    source.add_samples(source.get_samples(2))
+    with pytest.raises(ZeroDivisionError):
+        source.get_samples(1)
+    assert source.get_buffer_length() == 2
+
+
+def test_what_a_filter_deletes_without_taking_it_is_dropped_and_counted():
+    source = make(buffer_filter=expiring)
+    source.add_samples(source.get_samples(3))
+    assert drawn(source, 1) == [1]
+    assert source.get_buffer_length() == 1
+    assert source.dropped == {"the buffer filter deleted it": 1}
+
+
+def test_sb8_the_buffer_survives_a_restart_with_tokens_log_probs_and_versions(tmp_path):
+    source = make(members=2)
+    aborted, owed = source.get_samples(2)
+    aborted[0].append([5, 6])
+    aborted[0].append([7], sampled=True, logprobs=[-0.25], versions=[3], stop_reason="abort")
+    aborted[0].status = Sample.Status.ABORTED
+    source.give_back([aborted])
+    source.save(1, tmp_path)
+    resumed = make(members=2)
+    resumed.load(1, tmp_path)
+    first, second = resumed.get_samples(2)
+    assert [s.to_dict() for s in first] == [s.to_dict() for s in owed]
+    assert [s.to_dict() for s in second] == [s.to_dict() for s in aborted]
+    assert drawn(resumed, 1) == [2]
+
+
+def test_sb16_samples_from_elsewhere_get_a_group_number():
+    source = make()
+    source.add_samples([[Sample()], [Sample()]])
+    groups = source.get_samples(3)
+    assert len({group[0].group_index for group in groups}) == 3
+    assert orjson.loads(orjson.dumps(source.state_dict()))["owed"][0][0]["position"] is None

@@ -1,0 +1,430 @@
+"""A conversation has the template's own tokens; what assistants wrote is trained, once, and nothing else."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from areal_lite.data.chat_tokens import conversation_sequences, tokenize_messages
+from areal_lite.errors import ConfigError
+from tests.fixtures.chat_templates import CHATML, FAMILIES, family_tokenizer, train_tokenizer
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {}}}]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "é": None}}}
+CONSECUTIVE = [name for name, family in FAMILIES.items() if family.consecutive_answers]
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+def template_ids(tokenizer, messages, tools=None):
+    return tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=False)
+
+
+def trained_texts(tokenizer, sequence):
+    """Return the text of each run of trained tokens."""
+    runs, before = [], False
+    for token, trained in zip(*sequence, strict=True):
+        if trained and not before:
+            runs.append([])
+        if trained:
+            runs[-1].append(token)
+        before = trained
+    return [tokenizer.decode(run) for run in runs]
+
+
+def trained(tokenizer, messages, tools=None):
+    """Return the trained text of each sequence."""
+    sequences = conversation_sequences(tokenizer, messages, tools)
+    return ["".join(trained_texts(tokenizer, sequence)) for sequence in sequences]
+
+
+# Words of the corpus with blanks and marks of all families: merges across borders, text that looks like a turn.
+marks = sorted({token for family in FAMILIES.values() for token in family.special})
+snippets = st.sampled_from(["hello", " world", "the answer", "\n", "\n\n", "  ", "é日本", "user\n", *marks])
+texts = st.lists(snippets | st.text(max_size=4), max_size=5).map("".join)
+answers = st.builds(assistant, texts) | st.builds(
+    lambda thought, content: assistant(content, reasoning_content=thought), texts, texts
+)
+calls = st.builds(
+    lambda content, result: [
+        assistant(content, tool_calls=[CALL]),
+        {"role": "tool", "content": result},
+    ],
+    st.none() | texts,
+    texts,
+)
+rounds = st.builds(
+    lambda question, called, answer: [user(question), *sum(called, []), answer],
+    texts,
+    st.lists(calls, max_size=2),
+    answers,
+)
+conversations = st.builds(
+    lambda system, parts: [{"role": "system", "content": text} for text in system] + sum(parts, []),
+    st.lists(texts, max_size=1),
+    st.lists(rounds, min_size=1, max_size=3),
+)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=60, deadline=None)
+@given(messages=conversations, tools=st.sampled_from([None, TOOLS]), question=st.none() | texts)
+def test_any_conversation_has_the_templates_tokens_and_each_answer_is_trained_once(
+    name, messages, tools, question
+):
+    # R-B1, R-B4, R-B6
+    tokenizer, answer = family_tokenizer(name), FAMILIES[name].answer
+    if question is not None:
+        messages = [*messages, user(question)]
+
+    sequences = conversation_sequences(tokenizer, messages, tools)
+
+    expected = [answer(message) for message in messages if message["role"] == "assistant"]
+    prefixes = {tuple(template_ids(tokenizer, messages[:n], tools)): n for n in range(1, len(messages) + 1)}
+    ends = [prefixes[tuple(sequence.input_ids)] for sequence in sequences]
+    assert ends == sorted(set(ends))
+    for sequence in sequences:
+        assert len(sequence.loss_mask) == len(sequence.input_ids)
+        assert any(sequence.loss_mask)
+        assert not sequence.loss_mask[0]
+        # What is missing of an answer is blank, and stands in one token with the template's blanks before it.
+        for text in trained_texts(tokenizer, sequence):
+            whole = expected.pop(0)
+            assert whole.endswith(text)
+            missing = whole.removesuffix(text)
+            assert missing.strip() == ""
+            assert not missing or name != "mistral"  # no blanks before an answer there
+    assert expected == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=30, deadline=None)
+@given(messages=conversations)
+def test_text_of_others_never_changes_what_is_trained(name, messages):
+    tokenizer = family_tokenizer(name)
+    others = [
+        message if message["role"] == "assistant" else message | {"content": "x"} for message in messages
+    ]
+    assert trained(tokenizer, messages) == trained(tokenizer, others)
+
+
+SEED_EXAMPLE = [
+    {"role": "system", "content": "You are a helpful assistant."},
+    user("1+1="),
+    assistant("1+1=2"),
+    user("Explain why."),
+    assistant('The equation "1 + 1 = 2" is a fundamental truth in basic arithmetic.'),
+]
+
+
+def test_the_four_tensors_are_the_templates_tokens_shifted_by_one():
+    # R1, R4, R5, R6
+    tokenizer = family_tokenizer("chatml")
+    ids = template_ids(tokenizer, SEED_EXAMPLE)
+
+    tensors = tokenize_messages(tokenizer, SEED_EXAMPLE)
+
+    assert list(tensors) == ["states", "actions", "action_mask", "position_ids"]
+    assert all(tensor.dtype is torch.int64 and len(tensor) == len(ids) - 1 for tensor in tensors.values())
+    assert tensors["states"].tolist() == ids[:-1]
+    assert tensors["position_ids"].tolist() == list(range(len(ids) - 1))
+    mask = tensors["action_mask"].bool()
+    assert tensors["actions"][mask].tolist() == torch.tensor(ids[1:])[mask].tolist()
+    assert not tensors["actions"][~mask].any()
+    end = "<|im_end|>"
+    assert tokenizer.decode(tensors["actions"][mask]) == f"1+1=2{end}{SEED_EXAMPLE[4]['content']}{end}"
+    before_answer = mask.nonzero()[0].item()
+    assert tokenizer.decode(ids[: before_answer + 1]).endswith("1+1=<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_end_of_turn_is_trained_and_what_follows_it_is_not(name):
+    # R-B1
+    tokenizer, family = family_tokenizer(name), FAMILIES[name]
+    for sequence in conversation_sequences(tokenizer, SEED_EXAMPLE):
+        for text in trained_texts(tokenizer, sequence):
+            assert text.endswith(family.eos)
+            assert text.count(family.eos) == 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tools_are_rendered_and_a_call_without_content_is_trained_to_its_own_end(name):
+    # R-B2, R-B6
+    tokenizer = family_tokenizer(name)
+    messages = [user("hello"), assistant(None, tool_calls=[CALL]), {"role": "tool", "content": "3"}]
+    [sequence] = conversation_sequences(tokenizer, messages, TOOLS)
+    assert sequence.input_ids == template_ids(tokenizer, messages, TOOLS)
+    assert '"description": "adds"' in tokenizer.decode(sequence.input_ids)
+    [text] = trained_texts(tokenizer, sequence)
+    assert text.strip() == FAMILIES[name].answer(messages[1]).strip()
+    assert json.dumps(CALL["function"], ensure_ascii=False) in text
+    assert conversation_sequences(tokenizer, messages, []) == conversation_sequences(tokenizer, messages)
+
+
+def test_a_call_that_the_template_does_not_write_is_an_error():
+    # R-B6: the answer would be trained without it.
+    tokenizer = train_tokenizer(
+        CHATML.replace("message.tool_calls or []", "[]"), special=("<|im_end|>",), eos="<|im_end|>"
+    )
+    with pytest.raises(
+        ConfigError, match=r"messages\[1\] calls the tool 'add', but the chat template does not"
+    ):
+        conversation_sequences(tokenizer, [user("hello"), assistant("so", tool_calls=[CALL])])
+
+
+@pytest.mark.parametrize(
+    "content", [" hello", "\n\nhello", "hello \n", "  ", "", "\n", "é日🙂", "hello<|im_end|>"]
+)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_blanks_around_an_answer_are_no_error(name, content):
+    # R-B4
+    tokenizer = family_tokenizer(name)
+    messages = [user("hello"), assistant(content)]
+    [sequence] = conversation_sequences(tokenizer, messages)
+    assert sequence.input_ids == template_ids(tokenizer, messages)
+    expected = FAMILIES[name].answer(messages[1])
+    assert "".join(trained_texts(tokenizer, sequence)).lstrip() == expected.lstrip()
+
+
+def test_a_token_across_the_border_of_an_answer_is_not_trained():
+    # R-B4: merges of this tokenizer join the template's line end with the answer's first word.
+    tokenizer = train_tokenizer(
+        CHATML, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>", use_regex=False
+    )
+    for content, crossing, rest in (("the answer", "t\nthe answ", "er"), ("\nso be it", "\n\nso be", " it")):
+        messages = [user("so"), assistant(content)]
+        [sequence] = conversation_sequences(tokenizer, messages)
+        assert sequence.input_ids == template_ids(tokenizer, messages)
+        assert crossing in [tokenizer.decode(token) for token in sequence.input_ids]
+        assert trained_texts(tokenizer, sequence) == [f"{rest}<|im_end|>"]
+
+    unmarked = (
+        "{% for m in messages %}{{ ('\n' if m.role == 'user' else '<answer>') + m.content }}{% endfor %}"
+        "{{ '<answer>' if add_generation_prompt }}"
+    )
+    tokenizer = train_tokenizer(unmarked, special=("<answer>", "<eos>"), eos="<eos>", use_regex=False)
+    [sequence] = conversation_sequences(tokenizer, [user("so"), assistant("why not"), user("</think>")])
+    assert tokenizer.decode(sequence.input_ids[-1]) == " not\n</think>"
+    assert trained_texts(tokenizer, sequence) == ["why"]
+
+
+def test_a_border_inside_a_token_that_hides_its_leading_space_is_seen():
+    # R-B4: as with Llama 3, the offsets of " hello" begin at the h.
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    for trim in (False, True):
+        tokenizer = train_tokenizer(template, special=("<end>",), eos="<end>", trim_offsets=trim)
+        [sequence] = conversation_sequences(tokenizer, [user("so"), assistant("hello world")])
+        assert trained_texts(tokenizer, sequence) == [" world<end>"]
+
+
+def test_special_tokens_that_swallow_blanks_and_a_second_end_mark_are_understood():
+    # R-B1: as with Phi 3; the last mark ends the conversation, not the turn.
+    template = (
+        "hello{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+    )
+    special = ("<|user|>", "<|assistant|>", "<|end|>", "<|end_of_document|>")
+    messages = [assistant("hello"), user("so"), assistant("world")]
+    for trim in (False, True):
+        tokenizer = train_tokenizer(
+            template, special=special, eos="<|end_of_document|>", rstrip=True, trim_offsets=trim
+        )
+        [sequence] = conversation_sequences(tokenizer, messages)
+        assert sequence.input_ids == template_ids(tokenizer, messages)
+        assert trained_texts(tokenizer, sequence) == ["hello<|end|>", "world<|end|>"]
+
+
+def test_without_an_end_mark_all_that_the_template_writes_for_an_answer_is_trained():
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer = train_tokenizer(template, special=("<user>", "<assistant>", "<eos>"), eos="<eos>")
+    [sequence] = conversation_sequences(
+        tokenizer, [user("so"), assistant("hello"), user("so"), assistant("<eos>")]
+    )
+    assert trained_texts(tokenizer, sequence) == ["hello\n\n", "<eos>\n\n"]
+
+
+def test_an_unknown_word_is_no_end_mark():
+    words = ["<unk>", "<eos>", "so", "add"]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        eos_token="<eos>",
+        chat_template="{% for m in messages %}{{ ' ' + m.content + ('' if m.tool_calls else ' <eos>') }}{% endfor %}",
+    )
+    messages = [user("so"), assistant("add what"), assistant("add what", tool_calls=[CALL])]
+    [sequence] = conversation_sequences(tokenizer, messages)
+    assert (
+        tokenizer.decode(sequence.input_ids).split() == ["so", "<eos>", *["add", "<unk>", "<eos>"] * 2][:-1]
+    )
+    assert sequence.loss_mask == [False] * 2 + [True] * 5
+
+
+def test_a_sequence_has_the_templates_one_bos_and_never_trains_its_first_token():
+    for name in ("llama", "mistral"):
+        tokenizer = family_tokenizer(name)
+        assert tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
+        [sequence] = conversation_sequences(tokenizer, SEED_EXAMPLE)
+        assert sequence.input_ids.count(tokenizer.bos_token_id) == 1
+    bare = train_tokenizer(
+        "{% for m in messages %}{{ m.content }}{% endfor %}", special=("<eos>",), eos="<eos>"
+    )
+    [sequence] = conversation_sequences(bare, [assistant("hello world")])
+    assert sequence.loss_mask == [False] + [True] * (len(sequence.input_ids) - 1)
+    assert len(sequence.input_ids) > 1
+
+
+@pytest.mark.parametrize("name", CONSECUTIVE)
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [user("so"), assistant("hello"), assistant("world")],
+        [assistant("hello"), user("so"), assistant("world")],
+        [assistant("hello"), assistant("world")],
+        [assistant("hello"), user("so")],
+    ],
+)
+def test_an_answer_may_come_first_or_follow_another(name, messages):
+    # R-B5
+    tokenizer = family_tokenizer(name)
+    sequences = conversation_sequences(tokenizer, messages)
+    assert len(sequences) == 1 or FAMILIES[name].rewrites
+    texts = [text for sequence in sequences for text in trained_texts(tokenizer, sequence)]
+    assert texts == [FAMILIES[name].answer(m) for m in messages if m["role"] == "assistant"]
+    assert sequences[-1].input_ids in [template_ids(tokenizer, messages[:n]) for n in range(1, 4)]
+
+
+def test_a_default_system_text_before_a_first_answer_is_not_trained():
+    # R-B5
+    template = "{{ '<|im_start|>system\nhello<|im_end|>\n' }}" + CHATML
+    tokenizer = train_tokenizer(template, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
+    content = "world<|im_start|>assistant\nhello"
+    assert trained(tokenizer, [assistant(content), user("so")]) == [f"{content}<|im_end|>"]
+
+
+def test_a_template_that_strips_thoughts_splits_a_conversation_at_each_answer():
+    tokenizer = family_tokenizer("qwen_thinking")
+    thought = {"reasoning_content": "why"}
+    messages = [user("so"), assistant("hello", **thought), user("so"), assistant("world", **thought)]
+
+    sequences = conversation_sequences(tokenizer, messages)
+
+    assert [s.input_ids for s in sequences] == [template_ids(tokenizer, messages[:n]) for n in (2, 4)]
+    block = "<think>\nwhy\n</think>\n\n"
+    assert [trained_texts(tokenizer, s) for s in sequences] == [
+        [f"{block}hello<|im_end|>"],
+        [f"{block}world<|im_end|>"],
+    ]
+    with pytest.raises(ConfigError, match="is 2 sequences, not one: call conversation_sequences"):
+        tokenize_messages(tokenizer, messages)
+
+
+def test_answers_between_two_tool_calls_stay_in_one_sequence_though_thoughts_are_stripped():
+    tokenizer = family_tokenizer("qwen_thinking")
+    messages = [
+        user("so"),
+        assistant("", tool_calls=[CALL]),
+        {"role": "tool", "content": "3"},
+        assistant("hello"),
+    ]
+    [sequence] = conversation_sequences(tokenizer, messages)
+    assert len(trained_texts(tokenizer, sequence)) == 2
+
+
+def test_a_prompt_that_the_answer_does_not_begin_with_is_an_error():
+    # As with templates that open a thought and strip it from every answer.
+    template = CHATML.replace(
+        "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    tokenizer = train_tokenizer(template, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
+    for messages, i in (([user("so"), assistant("hello")], 1), ([assistant("hello")], 0)):
+        with pytest.raises(
+            ConfigError, match=rf"messages\[{i}\]: the chat template prompts for this answer with"
+        ):
+            conversation_sequences(tokenizer, messages)
+    kept = [user("so"), assistant("<think>\nwhy")]
+    assert trained(tokenizer, kept)[0].endswith("hy<|im_end|>")
+
+
+def test_variables_and_another_template_reach_the_template():
+    tokenizer = family_tokenizer("chatml")
+    template = "{% for m in messages %}{{ word + m.content + '<|im_end|>' }}{% endfor %}"
+    [sequence] = conversation_sequences(
+        tokenizer,
+        [user("so"), assistant("it")],
+        template_kwargs={"chat_template": template, "word": "hello "},
+    )
+    assert tokenizer.decode(sequence.input_ids) == "hello so<|im_end|>hello it<|im_end|>"
+
+
+def test_a_conversation_without_an_answer_is_one_sequence_that_trains_nothing():
+    # R-B7
+    [sequence] = conversation_sequences(family_tokenizer("qwen_thinking"), [user("so"), user("hello")])
+    assert not any(sequence.loss_mask)
+    assert len(sequence.input_ids) > 2
+
+
+def test_without_the_template_contents_are_joined_as_they_are():
+    # R2, R3
+    tokenizer = family_tokenizer("llama")
+    tensors = tokenize_messages(tokenizer, [user(" so\n"), assistant("\nhello"), user("x")], None, False)
+    pieces = [tokenizer.encode(text, add_special_tokens=False) for text in (" so\n", "\nhello", "x")]
+    assert tensors["states"].tolist() == sum(pieces, [])[:-1]
+    assert (
+        tensors["action_mask"].tolist()
+        == ([0] * len(pieces[0]) + [1] * len(pieces[1]) + [0] * len(pieces[2]))[1:]
+    )
+    with pytest.raises(ConfigError, match=r"messages\[0\] has no text"):
+        tokenize_messages(tokenizer, [assistant(None, tool_calls=[CALL])], None, False)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "must be a list of one"),
+        ("hello", "must be a list of one"),
+        (None, "must be a list of one"),
+        ([user("so"), "hello"], r"messages\[1\] is 'hello'"),
+        ([{"from": "human", "value": "so"}], r"messages\[0\] is .*it must have 'role'"),
+        ([{"role": "user", "text": "so"}], r"messages\[0\] of role 'user' has the content None"),
+        ([user("so"), assistant(None)], r"messages\[1\].*only a message with tool_calls may have none"),
+        ([user("so"), assistant(3)], r"messages\[1\].*content 3"),
+        ([user("so"), assistant("", tool_calls=["add"])], r"cannot write messages\[:2\]"),
+        (
+            [user("so"), assistant("a"), assistant("b")],
+            r"messages\[:3\] \(an answer must follow a question\)",
+        ),
+    ],
+)
+def test_what_is_no_conversation_is_refused_with_the_message(messages, message):
+    with pytest.raises(ConfigError, match=message):
+        conversation_sequences(family_tokenizer("mistral"), messages)
+
+
+def test_a_tokenizer_without_template_or_offsets_is_refused():
+    # R-B3
+    class SlowTokenizer:
+        is_fast = False
+
+    with pytest.raises(ConfigError, match="SlowTokenizer is a slow tokenizer"):
+        conversation_sequences(SlowTokenizer(), SEED_EXAMPLE)
+    bare = train_tokenizer(None, special=("<eos>",), eos="<eos>")
+    with pytest.raises(ConfigError, match="cannot write messages.*chat_template is not set"):
+        conversation_sequences(bare, SEED_EXAMPLE)

@@ -1,0 +1,121 @@
+"""Tasks and functions give rows, or an error says why they cannot."""
+
+import sys
+
+import pytest
+
+from areal_lite.api.config import DatasetConfig
+from areal_lite.data.generated_rows import check_held_out
+from areal_lite.data.rows import load_rows
+from areal_lite.errors import ConfigError
+
+SUM = "reasoning-gym:chain_sum"
+
+
+def load(path, **settings):
+    return load_rows(DatasetConfig(path=path, **settings))
+
+
+def test_a_reasoning_gym_task_gives_question_answer_metadata_and_task():
+    rows = load(SUM, kwargs={"size": 5, "seed": 3}, max_samples=2, shuffle=False)
+    assert [sorted(row) for row in rows] == [["answer", "metadata", "question", "task"]] * 2
+    assert rows[0]["task"] == "chain_sum"
+    assert rows == load(SUM, kwargs={"size": 5, "seed": 3})[:2]
+
+
+@pytest.mark.parametrize(
+    ("path", "kwargs", "message"),
+    [
+        ("reasoning-gym:chain_sums", {"seed": 1}, r"no task 'chain_sums'; did you mean chain_sum"),
+        ("reasoning-gym:zzzzzz", {"seed": 1}, r"the tasks are .*chain_sum"),
+        (SUM, {}, "kwargs has no seed"),
+        (SUM, {"seed": 1, "sise": 2}, "unexpected keyword argument 'sise'"),
+        (SUM, {"seed": 1, "min_terms": -1}, "min_terms must be positive"),
+    ],
+)
+def test_a_task_that_cannot_be_made_says_why(path, kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        load(path, kwargs=kwargs)
+
+
+def test_without_reasoning_gym_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ConfigError, match=r"areal-lite\[examples\]"):
+        load(SUM, kwargs={"seed": 1})
+
+
+def numbers(count, start=0):
+    return [{"n": n} for n in range(start, start + count)]
+
+
+def words():
+    return ["a"]
+
+
+def lazily():
+    yield {"n": 1}
+
+
+NOT_CALLABLE = 3
+
+
+def test_a_function_gets_its_kwargs_and_gives_rows():
+    assert load(f"{__name__}.numbers", kwargs={"count": 2, "start": 5}) == [{"n": 5}, {"n": 6}]
+
+
+def test_max_samples_takes_the_first_rows_or_a_choice_of_the_seed_in_order():
+    # V2
+    def some(**settings):
+        return [
+            row["n"] for row in load(f"{__name__}.numbers", kwargs={"count": 100}, max_samples=4, **settings)
+        ]
+
+    assert some(shuffle=False) == [0, 1, 2, 3]
+    assert some() == sorted(some()) != some(shuffle=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("numbers", {}, "do not fit: missing a required argument: 'count'"),
+        ("numbers", {"count": 1, "end": 2}, "unexpected keyword argument 'end'"),
+        ("numbers", {"count": 0}, "there are no rows"),
+        ("words", {}, "row 1: it is a text"),
+        ("lazily", {}, "it returned a generator: it must return a list"),
+        ("NOT_CALLABLE", {}, "it must be a function"),
+        ("nombers", {"count": 1}, "did you mean .*numbers"),
+    ],
+)
+def test_a_function_that_gives_no_rows_says_why(name, kwargs, message):
+    # S-B2: no data set without rows
+    with pytest.raises(ConfigError, match=message):
+        load(f"{__name__}.{name}", kwargs=kwargs)
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "overlap"),
+    [
+        ({"kwargs": {"seed": 1, "size": 10}}, {"kwargs": {"seed": 10, "size": 5}}, True),
+        ({"kwargs": {"seed": 1, "size": 10}}, {"kwargs": {"seed": 11, "size": 5}}, False),
+        ({"kwargs": {"seed": 1}}, {"kwargs": {"seed": 500}}, True),
+        (
+            {"kwargs": {"seed": 1, "size": 10}, "max_samples": 2, "shuffle": False},
+            {"kwargs": {"seed": 3}},
+            False,
+        ),
+        ({"kwargs": {"seed": 1, "size": 10}, "max_samples": 2}, {"kwargs": {"seed": 3}}, True),
+    ],
+)
+def test_held_out_rows_of_a_task_must_not_be_training_rows(train, held_out, overlap):
+    configs = DatasetConfig(path=SUM, **train), DatasetConfig(path=SUM, **held_out)
+    if not overlap:
+        check_held_out(*configs)
+        return
+    with pytest.raises(ConfigError, match="among the training rows'.*set its seed to"):
+        check_held_out(*configs)
+
+
+def test_files_and_other_tasks_share_no_seeds():
+    files = DatasetConfig(path=["a.jsonl", "b.jsonl"])
+    check_held_out(files, files)
+    check_held_out(DatasetConfig(path=SUM), DatasetConfig(path="reasoning-gym:leg_counting"))

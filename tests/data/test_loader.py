@@ -1,0 +1,284 @@
+"""The place counts batches handed out, and a restored loader gives exactly those that were left."""
+
+import itertools
+import json
+import multiprocessing
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_lite.data.loader import ResumableLoader
+from areal_lite.data.samplers import AbstractSampler, EpochSampler
+from areal_lite.errors import ConfigError
+
+
+def make(rows=20, batch_size=3, **settings):
+    return ResumableLoader(
+        range(rows), **{"batch_size": batch_size, "shuffle": True, "collate_fn": list, **settings}
+    )
+
+
+def epochs(loader, count):
+    return [list(loader) for _ in range(count)]
+
+
+def resumed(state, **settings):
+    loader = make(**settings)
+    loader.load_state_dict(json.loads(json.dumps(state)))
+    return loader
+
+
+class Curriculum(AbstractSampler):
+    """Draws rows in turn, ``stride`` apart; a batch that was trained on sets the stride."""
+
+    def __init__(self, data_source, config=None):
+        self.size, self.place, self.stride = len(data_source), 0, 1
+
+    def __iter__(self):
+        while self.place < self.size:
+            self.place += 1
+            yield (self.place - 1) * self.stride % self.size
+        self.place = 0
+
+    def __len__(self):
+        return self.size
+
+    def update(self, batch):
+        self.stride += batch[0] + 1
+
+
+class RememberedCurriculum(Curriculum):
+    def state_dict(self):
+        return {"place": self.place, "stride": self.stride}
+
+    def load_state_dict(self, state):
+        self.place, self.stride = state["place"], state["stride"]
+
+
+class Growing:
+    """A data set that gains rows while it is trained on."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if index >= self.size:
+            raise IndexError(index)
+        return index
+
+
+def test_a_training_epoch_gives_full_batches_of_rows_drawn_once():  # R9, V18
+    (epoch,) = epochs(make(rows=20, batch_size=3), 1)
+    assert [len(batch) for batch in epoch] == [3] * 6
+    assert len(set(itertools.chain(*epoch))) == 18
+
+
+def test_validation_gives_every_row():  # V18
+    settings = {"shuffle": False, "drop_last": False}
+    assert epochs(make(5, 2, **settings), 1) == [[[0, 1], [2, 3], [4]]]
+    assert epochs(make(5, None, **settings), 2) == [[[0, 1, 2, 3, 4]]] * 2
+
+
+def test_each_epoch_has_an_order_of_its_own_made_from_the_seed():  # R9, R-B16
+    first, second = epochs(make(seed=1), 2)
+    assert first != second
+    torch.manual_seed(9)
+    assert epochs(make(seed=1), 2) == [first, second]
+    assert epochs(make(seed=2), 1) != [first]
+
+
+def test_loading_leaves_the_global_random_state_alone():  # R-B16
+    before = torch.get_rng_state()
+    epochs(make(), 2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_length_is_the_batches_of_an_epoch():  # V19
+    for drop_last in (True, False):
+        loader = make(rows=20, batch_size=3, drop_last=drop_last)
+        assert len(loader) == len(list(loader))
+
+
+def test_total_steps_are_batches_times_epochs_unless_overridden():  # V19
+    assert make(rows=20, batch_size=3).total_training_steps(4) == 24
+    assert make(rows=20, batch_size=3).total_training_steps(4, override=7) == 7
+
+
+def test_rows_are_stacked_where_no_collate_function_is_given():
+    (batch,) = make(4, 4, collate_fn=None, shuffle=False)
+    assert torch.equal(batch, torch.arange(4))
+
+
+@given(
+    rows=st.integers(3, 20),
+    size=st.integers(1, 3),
+    before=st.integers(0, 30),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+)
+def test_a_restored_loader_gives_exactly_the_batches_that_were_left(
+    rows, size, before, shuffle, drop_last
+):  # V20
+    settings = {"rows": rows, "batch_size": size, "shuffle": shuffle, "drop_last": drop_last}
+    loader = make(**settings)
+    stream = itertools.chain.from_iterable(loader for _ in itertools.count())
+    for _ in itertools.islice(stream, before):
+        pass
+    copy = resumed(loader.state_dict(), **settings)
+    assert copy.epoch == loader.epoch
+    assert list(copy) == list(itertools.islice(stream, len(loader) - loader.state_dict()["batches"]))
+    loader.load_state_dict(copy.state_dict())
+    assert list(copy) == list(loader)
+
+
+def test_workers_load_ahead_but_only_batches_handed_out_count():  # V20
+    reference = epochs(make(batch_size=1), 2)
+    loader = make(batch_size=1, num_workers=2)
+    iteration = iter(loader)
+    assert [next(iteration) for _ in range(3)] == reference[0][:3]
+    assert len(multiprocessing.active_children()) >= 2
+    state = loader.state_dict()
+    iteration.close()
+    assert state["batches"] == 3
+    for num_workers in (2, 0):
+        copy = resumed(state, batch_size=1, num_workers=num_workers)
+        assert epochs(copy, 2) == [reference[0][3:], reference[1]]
+
+
+def test_after_the_last_batch_the_epoch_has_nothing_left():  # V20
+    loader = make(rows=6, batch_size=3)
+    iteration = iter(loader)
+    for _ in range(2):
+        next(iteration)
+    copy = resumed(loader.state_dict(), rows=6, batch_size=3)
+    assert epochs(copy, 2) == [[], epochs(make(rows=6, batch_size=3), 2)[1]]
+    assert copy.epoch == 2
+
+
+def test_leaving_an_iteration_early_leaves_the_place_there():
+    reference, loader = list(make()), make()
+    first = next(iter(loader))
+    assert [first, *loader] == reference
+
+
+def test_an_iteration_ends_where_another_takes_over():
+    loader = make()
+    old = iter(loader)
+    next(old)
+    next(iter(loader))
+    with pytest.raises(RuntimeError, match="another one began.*iter"):
+        next(old)
+    old = iter(loader)
+    next(old)
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(RuntimeError, match="a place was restored"):
+        next(old)
+    assert loader.state_dict()["batches"] == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "had"),
+    [
+        ({"rows": 21}, "{'rows': 20}, this one has {'rows': 21}"),
+        ({"batch_size": 4}, "{'batch_size': 3}"),
+        ({"seed": 2}, "{'seed': 1}"),
+        ({"shuffle": False}, "{'shuffle': True}"),
+        ({"drop_last": False}, "{'drop_last': True}"),
+        ({"shuffle": False, "sampler": Curriculum(range(20))}, "'sampler': 'EpochSampler'"),
+    ],
+)
+def test_the_place_of_another_data_set_or_setting_is_refused(settings, had):  # V20
+    with pytest.raises(ConfigError, match=f"(?s)loader had.*{had}.*Use the same.*or start another trial"):
+        resumed(make().state_dict(), **settings)
+
+
+def test_a_data_set_smaller_than_a_batch_is_refused_at_the_start():  # R-B15, V18
+    with pytest.raises(ConfigError, match="5 rows fills no batch of 8.*at most 5"):
+        make(rows=5, batch_size=8)
+    assert len(make(rows=5, batch_size=8, drop_last=False)) == 1
+
+
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_no_rows_are_refused(batch_size):  # R-B15, V18
+    with pytest.raises(ConfigError, match="no rows"):
+        make(rows=0, batch_size=batch_size, drop_last=False)
+
+
+def test_arguments_that_contradict_are_refused():
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        make(batch_size=0)
+    with pytest.raises(ValueError, match="both sampler and shuffle"):
+        make(sampler=EpochSampler(range(20), shuffle=True, seed=1))
+
+
+def test_a_curriculum_needs_rows_drawn_one_batch_at_a_time():  # V21
+    with pytest.raises(
+        ConfigError, match="num_workers is 2 with the curriculum Curriculum.*Set num_workers to 0"
+    ):
+        make(shuffle=False, sampler=Curriculum(range(20)), num_workers=2)
+
+
+def test_a_curriculum_learns_from_a_batch_before_the_next_is_drawn():  # V21
+    loader = make(rows=10, batch_size=2, shuffle=False, sampler=Curriculum(range(10)))
+    batches = []
+    for batch in loader:
+        batches.append(batch)
+        loader.update(batch)
+    # Strides 1, 2, 7, ...: rows 2 and 3 with stride 2 are 4 and 6, rows 4 and 5 with stride 7 are 8 and 5.
+    assert batches[:3] == [[0, 1], [4, 6], [8, 5]]
+
+
+def test_an_order_that_is_no_curriculum_takes_no_notice_of_batches():
+    loader = make()
+    loader.update([1, 2, 3])
+    assert list(loader) == list(make())
+
+
+@given(before=st.integers(0, 14))
+def test_a_curriculum_with_a_state_goes_on_with_what_it_learnt(before):  # V20, V21
+    def run(loader, count):
+        for batch in itertools.islice(
+            itertools.chain.from_iterable(loader for _ in itertools.count()), count
+        ):
+            loader.update(batch)
+            yield batch
+
+    def new():
+        return make(rows=10, batch_size=2, shuffle=False, sampler=RememberedCurriculum(range(10)))
+
+    reference = list(run(new(), 15))
+    loader = new()
+    assert list(run(loader, before)) == reference[:before]
+    copy = new()
+    copy.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert list(run(copy, 15 - before)) == reference[before:]
+
+
+def test_a_curriculum_without_a_state_starts_anew_and_says_so(caplog):  # V20, V21
+    settings = {"rows": 10, "batch_size": 2, "shuffle": False}
+    loader = make(**settings, sampler=Curriculum(range(10)))
+    next(iter(loader))
+    copy = resumed(loader.state_dict(), **settings, sampler=Curriculum(range(10)))
+    assert "Curriculum has no state_dict" in caplog.text
+    assert list(copy) == [[2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+def test_rows_that_a_data_set_gains_are_drawn_from_the_next_epoch_on():
+    dataset = Growing(8)
+    loader = ResumableLoader(dataset, batch_size=2, shuffle=True, collate_fn=list)
+    iteration = iter(loader)
+    given_out = [next(iteration)]
+    dataset.size = 12
+    copy = ResumableLoader(Growing(12), batch_size=2, shuffle=True, collate_fn=list)
+    copy.load_state_dict(loader.state_dict())
+    given_out += iteration
+    assert sorted(itertools.chain(*given_out)) == list(range(8))
+    assert list(copy) == given_out[1:]
+    second = list(loader)
+    assert sorted(itertools.chain(*second)) == list(range(12))
+    assert list(copy) == second

@@ -1,0 +1,206 @@
+"""Rows become items in order, within the length, each with something to train; what is left out is counted."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from areal_lite.data.chat_tokens import conversation_sequences
+from areal_lite.data.sft_dataset import BaseDataset, SFTDataset
+from areal_lite.errors import ConfigError
+from tests.fixtures.chat_templates import family_tokenizer
+
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+def conversation(*contents):
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+@pytest.fixture(scope="module")
+def chatml():
+    return family_tokenizer("chatml")
+
+
+def texts(dataset):
+    """Return the whole and the trained text of each item."""
+    decode = dataset.tokenizer.decode
+    return [
+        (decode(item["input_ids"]), decode(item["input_ids"][item["loss_mask"].bool()])) for item in dataset
+    ]
+
+
+def test_an_item_is_the_conversations_tokens_with_an_aligned_mask(chatml):
+    # R8
+    messages = conversation("so", "hello", "so", "world")
+    dataset = SFTDataset([{"messages": messages, "tools": TOOLS}], chatml, 1000)
+    [sequence] = conversation_sequences(chatml, messages, TOOLS)
+    [item] = dataset
+    assert isinstance(dataset, BaseDataset)
+    assert len(dataset) == 1
+    assert {name: (tensor.dtype, tensor.tolist()) for name, tensor in item.items()} == {
+        "input_ids": (torch.int64, sequence.input_ids),
+        "loss_mask": (torch.int64, [int(trained) for trained in sequence.loss_mask]),
+    }
+    item["input_ids"].zero_()
+    assert dataset[0]["input_ids"].tolist() == sequence.input_ids
+
+
+def test_a_loader_gets_each_batch_as_a_list(chatml):
+    # R8, R9
+    dataset = SFTDataset([{"messages": conversation("so", "x" * n)} for n in range(1, 6)], chatml, 1000)
+    torch.manual_seed(0)
+    loader = DataLoader(dataset, batch_size=2, shuffle=True, drop_last=True, collate_fn=dataset.collate_fn)
+    batches = list(loader)
+    assert [len(batch) for batch in batches] == [2, 2]
+    assert len({len(item["input_ids"]) for batch in batches for item in batch}) == 4
+
+
+def test_a_long_sequence_loses_its_end_and_is_counted(chatml):
+    # R8
+    row = {"messages": conversation("so", "hello world" * 9)}
+    [whole] = SFTDataset([row], chatml, 1000)
+    dataset = SFTDataset([row], chatml, 20)
+    [cut] = dataset
+    assert cut["input_ids"].tolist() == whole["input_ids"][:20].tolist()
+    assert cut["loss_mask"].tolist() == whole["loss_mask"][:20].tolist()
+    assert dataset.truncated == 1
+    full = len(whole["input_ids"])
+    assert SFTDataset([row], chatml, full).truncated == 0
+
+
+def test_what_trains_nothing_is_left_out_and_counted_by_reason(chatml, caplog):
+    # R-B7
+    rows = [
+        {"messages": conversation("so")},
+        {"messages": conversation("so", "hello")},
+        {"messages": conversation("so" * 99, "hello")},
+        {"messages": conversation("hello")},
+    ]
+    dataset = SFTDataset(rows, chatml, 40)
+    assert [trained for _, trained in texts(dataset)] == ["hello<|im_end|>"]
+    assert dataset.dropped == {"no text of an assistant": 2, "no trained token within max_length": 1}
+    assert (
+        "of 4 rows, sequences are left out: 2 with no text of an assistant, 1 with no trained" in caplog.text
+    )
+
+
+def test_nothing_left_is_an_error(chatml):
+    # R-B7
+    rows = [{"messages": conversation("so")}, {"messages": conversation("so", "hello")}]
+    with pytest.raises(
+        ConfigError, match="all sequences of 2 rows are left out: 1 with no text.*max_length=3"
+    ):
+        SFTDataset(rows, chatml, 3)
+
+
+def test_a_conversation_that_splits_gives_several_items_in_order():
+    rows = [{"messages": conversation("so", "a", "so", "b")}, {"messages": conversation("so", "c")}]
+    dataset = SFTDataset(rows, family_tokenizer("qwen_thinking"), 1000)
+    assert len(dataset) == 3
+    assert [trained.rpartition("\n\n")[2] for _, trained in texts(dataset)] == [
+        f"{x}<|im_end|>" for x in "abc"
+    ]
+
+
+@pytest.mark.parametrize("prompt", ["so", [{"role": "user", "content": "so"}]])
+def test_a_prompt_and_a_response_are_a_question_and_its_answer(chatml, prompt):
+    dataset = SFTDataset([{"q": prompt, "a": "hello"}], chatml, 1000, prompt_key="q", response_key="a")
+    same = SFTDataset([{"messages": conversation("so", "hello")}], chatml, 1000)
+    assert texts(dataset) == texts(same)
+
+
+def test_without_the_template_prompt_and_response_are_joined_and_the_eos_is_trained(chatml):
+    # R3, R-B1
+    row = {"prompt": "so ", "response": "hello"}
+    assert texts(SFTDataset([row], chatml, 1000, apply_chat_template=False)) == [
+        ("so hello<|im_end|>", "hello<|im_end|>")
+    ]
+    messages = {"messages": conversation("so ", "hello")}
+    assert texts(SFTDataset([messages], chatml, 1000, apply_chat_template=False)) == [("so hello", "hello")]
+
+
+def test_messages_and_tools_may_be_json_text(chatml):
+    messages = conversation("so", "hello")
+    row = {"messages": json.dumps(messages), "tools": json.dumps(TOOLS)}
+    assert texts(SFTDataset([row], chatml, 1000)) == texts(
+        SFTDataset([{"messages": messages, "tools": TOOLS}], chatml, 1000)
+    )
+
+
+def test_variables_of_the_template_are_passed_on(chatml):
+    settings = {
+        "chat_template": "{% for m in messages %}{{ word + m.content }}{% endfor %}",
+        "word": "hello ",
+    }
+    dataset = SFTDataset([{"messages": conversation("a", "b")}], chatml, 1000, template_kwargs=settings)
+    assert texts(dataset)[0][0] == "hello ahello b"
+
+
+def test_keys_that_arrow_added_to_calls_and_tools_are_not_rendered(chatml):
+    # R-B2, R-B6: a column of records gives each of them the keys of all.
+    import datasets
+
+    calls = [{"function": {"name": name, "arguments": {name: 1}}} for name in ("add", "sub")]
+    rows = [
+        {
+            "messages": [*conversation("so"), {"role": "assistant", "content": None, "tool_calls": [call]}],
+            "tools": [{"function": call["function"] | {"name": "t"}}],
+        }
+        for call in calls
+    ]
+    stored = datasets.Dataset.from_list(rows)
+    assert stored[0] != rows[0]
+    assert texts(SFTDataset(stored, chatml, 1000)) == texts(SFTDataset(rows, chatml, 1000))
+
+
+def test_rows_are_read_from_a_file(chatml, tmp_path, monkeypatch):
+    # R7, R8
+    monkeypatch.setenv("HOME", str(tmp_path))  # tables are kept there
+    path = tmp_path / "rows.jsonl"
+    call = {"function": {"name": "add", "arguments": {"a": None}}}
+    rows = [
+        {"messages": conversation("so", "hello")},
+        {"messages": [*conversation("so"), {"role": "assistant", "content": None, "tool_calls": [call]}]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    expected = texts(SFTDataset(rows, chatml, 1000))
+    assert '"arguments": {"a": null}' in expected[1][1]
+    assert texts(SFTDataset(str(path), chatml, 1000)) == expected
+    assert texts(SFTDataset([str(path), str(path)], chatml, 1000)) == expected * 2
+
+
+def test_worker_processes_give_the_same_items(chatml):
+    rows = [{"messages": conversation("so", str(n), "so", "hello")} for n in range(3)]
+    assert texts(SFTDataset(rows, chatml, 1000, num_workers=1)) == texts(SFTDataset(rows, chatml, 1000))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": "so"}, "row 1: 'messages' is the text 'so', which is not JSON"),
+        ({"messages": [{"from": "human", "value": "so"}]}, r"row 1: messages\[0\] is .*'human'"),
+        ({"chat": [], "id": 3}, r"row 1: it has neither 'messages' nor.*columns \['chat', 'id'\]"),
+        ({"prompt": "so", "response": None}, "row 1: it has neither"),
+        ({"prompt": 3, "response": "so"}, "row 1: it has neither"),
+        ({"messages": conversation("so", "a"), "tools": "{"}, "row 1: 'tools' is the text '{'"),
+        ({"messages": conversation("so", "a"), "tools": {"name": "add"}}, "row 1: the chat template cannot"),
+    ],
+)
+def test_a_damaged_row_is_refused_with_its_number(chatml, row, message):
+    with pytest.raises(ConfigError, match=message):
+        SFTDataset([{"messages": conversation("so", "hello")}, row], chatml, 1000)
+
+
+def test_no_rows_no_length_and_no_eos_are_refused(chatml):
+    with pytest.raises(ConfigError, match="there are no rows"):
+        SFTDataset([], chatml, 1000)
+    with pytest.raises(ConfigError, match="max_length is 1"):
+        SFTDataset([{"messages": conversation("so", "a")}], chatml, 1)
+
+    class NoEos:
+        eos_token = None
+
+    with pytest.raises(ConfigError, match="row 0: the tokenizer has no EOS token"):
+        SFTDataset([{"prompt": "so", "response": "a"}], NoEos(), 9, apply_chat_template=False)

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_lite.data.collate import object_array
+from areal_lite.data.data_proto import DataProto
+from areal_lite.data.training_batch import check_training_batch, collate_training_samples, training_rows
+from areal_lite.data.training_sample import TrainingSample
+
+
+def sample(tokens: int = 3, *, trained: int = 1, **changes: Any) -> TrainingSample:
+    """A sample whose last ``trained`` tokens train."""
+    given = {
+        "input_ids": np.arange(5, 5 + tokens),
+        "loss_mask": np.arange(tokens) >= tokens - trained,
+        "reward": 0.5,
+        "group_id": "g",
+        "task_id": "t",
+    }
+    return TrainingSample(**given | changes)
+
+
+def batch_of(samples: list[TrainingSample], *, spare: int = 0) -> DataProto:
+    length = max(len(one.input_ids) for one in samples) + spare
+    return DataProto.from_single_dict(collate_training_samples(samples, length, pad_token_id=2))
+
+
+def test_samples_are_padded_on_the_right_with_what_each_key_means_there() -> None:
+    first = sample(
+        3,
+        behaviour_logprobs=np.array([0, 0, -1.5], np.float32),
+        versions=np.array([-1, -1, 4]),
+        multi_modal_inputs={"pixel_values": torch.zeros(1)},
+    )
+    second = sample(2, reward=1.0, group_id="h", task_id="u")
+    columns = collate_training_samples([first, second], 4, pad_token_id=2)
+    expected = {
+        "input_ids": torch.tensor([[5, 6, 7, 2], [5, 6, 2, 2]]),
+        "attention_mask": torch.tensor([[True, True, True, False], [True, True, False, False]]),
+        "loss_mask": torch.tensor([[False, False, True, False], [False, True, False, False]]),
+        "versions": torch.tensor([[-1, -1, 4, -1], [-1, -1, -1, -1]]),
+        "rewards": torch.tensor([0.5, 1.0]),
+        "logprobs": torch.tensor([[0, 0, -1.5, 0], [0, math.nan, 0, 0]]),
+    }
+    tensors = {key: columns[key] for key in expected}
+    torch.testing.assert_close(tensors, expected, rtol=0, atol=0, equal_nan=True)
+    objects = {key: columns[key].tolist() for key in columns.keys() - expected.keys()}
+    assert objects == {
+        "group_ids": ["g", "h"],
+        "task_ids": ["t", "u"],
+        "multi_modal_inputs": [first.multi_modal_inputs, None],
+    }
+    check_training_batch(DataProto.from_single_dict(columns))
+
+
+def test_what_no_sample_has_is_no_column() -> None:
+    assert {"logprobs", "multi_modal_inputs"}.isdisjoint(
+        collate_training_samples([sample()], 3, pad_token_id=0)
+    )
+
+
+def test_nothing_is_cut_off() -> None:
+    with pytest.raises(
+        ValueError, match="task long: the sample has 5 tokens, length is 4: nothing is cut here"
+    ):
+        collate_training_samples([sample(3), sample(5, task_id="long")], 4, pad_token_id=0)
+    with pytest.raises(ValueError, match="no samples to collate"):
+        collate_training_samples([], 4, pad_token_id=0)
+
+
+@st.composite
+def drawn_samples(draw: st.DrawFn) -> list[TrainingSample]:
+    samples = []
+    for number in range(draw(st.integers(1, 5))):
+        tokens = draw(st.integers(1, 6))
+        trained = [False, *draw(st.lists(st.booleans(), min_size=tokens - 1, max_size=tokens - 1))]
+        recorded, versioned = draw(st.booleans()), draw(st.booleans())
+        samples.append(
+            TrainingSample(
+                input_ids=np.array(draw(st.lists(st.integers(0, 9), min_size=tokens, max_size=tokens))),
+                loss_mask=np.array(trained),
+                behaviour_logprobs=np.where(trained, -1.25, 0).astype(np.float32) if recorded else None,
+                versions=np.where(trained, number, -1) if versioned else None,
+                reward=draw(st.floats(-10, 10, width=32)),
+                group_id=f"group-{number // 2}",
+                task_id=f"task-{number}",
+            )
+        )
+    return samples
+
+
+@settings(deadline=None)
+@given(samples=drawn_samples(), spare=st.integers(0, 3), left=st.booleans())
+def test_the_rows_of_a_batch_are_the_samples_it_was_made_of(
+    samples: list[TrainingSample], spare: int, left: bool
+) -> None:
+    """V64: and padding may stand on either side."""
+    batch = batch_of(samples, spare=spare)
+    if left:
+        shift = batch.batch["attention_mask"].shape[1] - batch.batch["attention_mask"].sum(1)
+        places = torch.arange(batch.batch["attention_mask"].shape[1])
+        for key, tensor in batch.batch.items():
+            if tensor.ndim == 2:
+                batch.batch[key] = tensor.gather(1, (places - shift[:, None]) % len(places))
+    check_training_batch(batch)
+    for row, one in zip(training_rows(batch), samples, strict=True):
+        assert row.input_ids.tolist() == one.input_ids.tolist()
+        assert row.loss_mask.tolist() == one.loss_mask.tolist()
+        assert (row.reward, row.group_id, row.task_id) == (one.reward, one.group_id, one.task_id)
+        assert row.staleness(9) == one.staleness(9)
+        if one.behaviour_logprobs is not None:
+            assert row.behaviour_logprobs is not None
+            assert row.behaviour_logprobs.tolist() == one.behaviour_logprobs.tolist()
+        elif row.behaviour_logprobs is not None:
+            assert np.isnan(row.behaviour_logprobs[row.loss_mask]).all()
+        assert row.multi_modal_inputs is None
+
+
+def test_rows_are_views_of_the_batch() -> None:
+    batch = batch_of([sample(3), sample(2)])
+    batch.batch["logprobs"] = torch.zeros(2, 3)
+    row = training_rows(batch)[1]
+    for key, array in (
+        ("input_ids", row.input_ids),
+        ("loss_mask", row.loss_mask),
+        ("logprobs", row.behaviour_logprobs),
+        ("versions", row.versions),
+    ):
+        assert array is not None
+        assert np.shares_memory(array, batch.batch[key].numpy()), key
+
+
+def test_other_dtypes_of_the_same_kind_are_read_too() -> None:
+    batch = batch_of([sample(3, behaviour_logprobs=np.array([0, 0, -1.5], np.float32)), sample(2)])
+    plain = training_rows(batch)
+    for key, dtype in (
+        ("input_ids", torch.int32),
+        ("attention_mask", torch.int64),
+        ("loss_mask", torch.uint8),
+        ("logprobs", torch.bfloat16),
+        ("versions", torch.int16),
+        ("rewards", torch.float64),
+    ):
+        batch.batch[key] = batch.batch[key].to(dtype)
+    check_training_batch(batch)
+    for row, expected in zip(training_rows(batch), plain, strict=True):
+        for name in ("input_ids", "loss_mask", "behaviour_logprobs", "versions"):
+            np.testing.assert_array_equal(getattr(row, name), getattr(expected, name), strict=True)
+
+
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "no loss_mask": ({"loss_mask": None}, "has no 'loss_mask', so training cannot know which tokens"),
+    "no rewards": ({"rewards": None}, "has no 'rewards', so training cannot know how good each sequence is"),
+    "no ids": ({"input_ids": None}, "has no 'input_ids'"),
+    "no group": ({"group_ids": None}, "has no 'group_ids' in non_tensor_batch: give a str per row"),
+    "no task": ({"task_ids": None}, "has no 'task_ids'"),
+    "group of a number": ({"group_ids": object_array(["g", 3])}, "'group_ids' of row 1 is an int: it must be a str"),
+    "group as tensor": ({"group_ids": torch.tensor([1, 2])}, "has no 'group_ids' in non_tensor_batch"),
+    "inputs of a list": (
+        {"multi_modal_inputs": object_array([None, [1]])},
+        "'multi_modal_inputs' of row 1 is a list: it must be a dict or None",
+    ),
+    "float ids": ({"input_ids": torch.zeros(2, 4)}, "input_ids has dtype torch.float32: it must be an integer"),
+    "flat ids": ({"input_ids": torch.zeros(2).long()}, r"input_ids has shape \[2\]: it must be \[batch, seq_len\]"),
+    "short mask": ({"loss_mask": torch.zeros(2, 3).bool()}, r"loss_mask has shape \[2, 3\] but input_ids has \[2, 4\]"),
+    "reward per token": ({"rewards": torch.zeros(2, 4)}, r"rewards has shape \[2, 4\]: it must be \[2\]"),
+    "reward nan": ({"rewards": torch.tensor([0, math.nan])}, "every reward must be finite"),
+    "infinite log-prob": ({"logprobs": torch.full((2, 4), -math.inf)}, "logprobs holds nan or inf at a trained token"),
+    "trained padding": ({"loss_mask": torch.tensor([[0, 0, 1, 0], [0, 0, 1, 0]])}, "padding cannot be trained"),
+    "trained first token": (
+        {"loss_mask": torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0]])},
+        r"rows \[1\] of the training batch: loss_mask is True at the first token, which no token predicts",
+    ),
+    "trained first token after padding": (
+        {
+            "attention_mask": torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]]),
+            "loss_mask": torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1]]),
+        },
+        r"rows \[1\] of the training batch: loss_mask is True at the first token",
+    ),
+    "gap": (
+        {"attention_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]])},
+        r"rows \[0\] of the training batch: attention_mask has a gap between tokens",
+    ),
+    "lengths": ({"rewards": torch.zeros(3)}, "columns differ in length"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_each_broken_rule_is_told_where_a_batch_enters(name: str) -> None:
+    changes, message = BROKEN[name]
+    columns = collate_training_samples([sample(3), sample(2)], 4, pad_token_id=0)
+    check_training_batch(DataProto.from_single_dict(columns))
+    kept = {key: value for key, value in (columns | changes).items() if value is not None}
+    batch = DataProto()
+    for key, value in kept.items():
+        (batch.batch if isinstance(value, torch.Tensor) else batch.non_tensor_batch)[key] = value
+    with pytest.raises(ValueError, match=message):
+        check_training_batch(batch)
+
+
+def test_a_log_prob_that_nobody_recorded_may_be_nan() -> None:
+    batch = batch_of([sample(3, behaviour_logprobs=np.array([0, 0, math.nan], np.float32)), sample(2)])
+    check_training_batch(batch)
+
+
+def test_a_batch_without_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="the training batch has no rows"):
+        check_training_batch(batch_of([sample()])[:0])

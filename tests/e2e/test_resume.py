@@ -1,0 +1,135 @@
+"""A run that was stopped or killed goes on from its checkpoint: the same weights, the same rows, none twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_lite.api.config_loader import load_config
+from areal_lite.errors import CheckpointError, ConfigError
+from areal_lite.launch.run import run_training
+
+EVERY_STEP = ["checkpoint.every_steps=1", "eval_dataset=null", "save_model=false"]
+
+
+class Crash(Exception):
+    """Stops a run from within."""
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+
+
+def trained_rows(run_dir: Path) -> dict[int, list[str]]:
+    """Return the questions of the accepted groups by policy version, each once."""
+    rows: dict[int, list[str]] = {}
+    for path in sorted((run_dir / "rollout").glob("*/*.jsonl")):
+        lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+        for line in {
+            json.dumps([r["prompt"], r["task_id"]]): r for r in lines if r["status"] == "accepted"
+        }.values():
+            rows.setdefault(int(path.parent.name), []).append(line["prompt"])
+    return {version: sorted(prompts) for version, prompts in rows.items()}
+
+
+def state(run_dir: Path, step: int) -> dict[str, Any]:
+    folder = run_dir / "checkpoints" / f"step_{step:08d}"
+    path = folder / "rollout" / f"global_dataset_state_dict_{step}.json"
+    return json.loads(path.read_bytes())  # type: ignore[no-any-return]
+
+
+def test_a_crashed_run_goes_on_and_draws_what_the_uninterrupted_one_draws(run_yaml: Path) -> None:
+    whole = load_config(run_yaml, [*EVERY_STEP, "trial_name=whole", "trainer.total_steps=5"])
+    run_training(whole)
+    broken = load_config(run_yaml, [*EVERY_STEP, "trial_name=broken", "trainer.total_steps=5"])
+
+    def crash_at_3(step: int, metrics: dict[str, float]) -> None:
+        if step == 3:
+            raise Crash
+
+    with pytest.raises(Crash):
+        run_training(broken, on_step=crash_at_3)
+    summary = run_training(broken)
+    assert summary.steps == 3
+    first = summary.run_dir.parent / "whole"
+    assert steps_of(summary.run_dir) == steps_of(first) == [1, 2, 3, 4, 5]
+    assert state(summary.run_dir, 5) == state(first, 5)
+    once, twice = trained_rows(first), trained_rows(summary.run_dir)
+    assert {v: sorted(set(p)) for v, p in twice.items()} == once  # step 3 ran twice, on the same rows
+
+
+def test_asynchronous_training_hands_owed_groups_out_again(run_yaml: Path) -> None:
+    config = load_config(
+        run_yaml, [*EVERY_STEP, "trainer.total_steps=4", "rollout.max_head_offpolicyness=2", "seed=3"]
+    )
+
+    def crash_at_4(step: int, metrics: dict[str, float]) -> None:
+        if step == 4:
+            raise Crash
+
+    with pytest.raises(Crash):
+        run_training(config, on_step=crash_at_4)
+    run_dir = Path(config.fileroot) / "e2e" / "t"
+    owed = state(run_dir, 3)["owed"]
+    assert owed  # generation ran ahead of the trainer
+    run_training(config)
+    # 16 rows make one epoch; 4 steps of 4 groups trained each of them once.
+    last = state(run_dir, 4)
+    ends = Counter(member["position"] for group in last["owed"] + last["buffer"] for member in group)
+    assert all(count % 4 == 0 for count in ends.values())
+    handed_out = last["group_index"]
+    assert len(last["owed"]) + len(last["buffer"]) + 16 == handed_out
+
+
+def test_a_killed_command_goes_on_by_itself(run_yaml: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "areal_lite",
+        "train",
+        str(run_yaml),
+        *EVERY_STEP,
+        "trainer.total_steps=6",
+    ]
+    run_dir = run_yaml.parent / "runs" / "e2e" / "t"
+    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 90
+    while not (run_dir / "checkpoints" / "step_00000002").exists():
+        assert killed.poll() is None and time.monotonic() < deadline
+        os.sched_yield()
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert steps_of(run_dir) == [1, 2, 3, 4, 5, 6]
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step_00000005", "step_00000006"]
+    again = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert again.returncode == 64
+    assert "has trained 6 steps and trainer.total_steps is 6" in again.stderr
+
+
+def test_resuming_with_other_data_or_from_nothing_is_refused(run_yaml: Path) -> None:
+    one_step = [*EVERY_STEP, "trainer.total_steps=1"]
+    summary = run_training(load_config(run_yaml, one_step))
+    more = [*EVERY_STEP, "trainer.total_steps=2"]
+    with pytest.raises(ConfigError, match="made with other data: seed was 1 and is 2"):
+        run_training(load_config(run_yaml, [*more, "seed=2"]))
+    with pytest.raises(ConfigError, match="already holds a training run"):
+        run_training(load_config(run_yaml, [*more, "checkpoint.resume=never"]))
+    with pytest.raises(CheckpointError, match="nowhere.*is not whole"):
+        run_training(load_config(run_yaml, [*more, "checkpoint.resume=nowhere"]))
+    checkpoint = summary.run_dir / "checkpoints" / "step_00000001"
+    other = run_training(load_config(run_yaml, [*more, "trial_name=u", f"checkpoint.resume={checkpoint}"]))
+    assert steps_of(other.run_dir) == [2]
+    (checkpoint / "optimizer.safetensors").write_bytes(b"cut off")
+    with pytest.raises(CheckpointError, match="newest checkpoint cannot be used.*step_00000001"):
+        run_training(load_config(run_yaml, more))
