@@ -41,6 +41,8 @@ bench: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/agent_call.py
 	$(BIN)/python benchmarks/embedded_throughput.py --model runs/models/SmolLM2-135M-Instruct
 	$(BIN)/python benchmarks/train_step.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/data_source.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/packing_plans.py
 
 clean:
 	rm -rf .venv build dist ./*.egg-info

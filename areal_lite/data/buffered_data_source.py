@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from areal_lite.api.dotted_path import load_object
-from areal_lite.data.rollout_data_source import Group, RolloutDataSource, group_index_of, saved_group
+from areal_lite.data.data_source_state import saved_group
+from areal_lite.data.rollout_data_source import Group, RolloutDataSource, group_index_of
 from areal_lite.data.sample import Sample
 from areal_lite.errors import ConfigError
 

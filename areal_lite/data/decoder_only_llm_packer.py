@@ -16,6 +16,7 @@ import numpy as np
 
 from areal_lite.api.config import DatasetConfig
 from areal_lite.data.data_packer import DataPacker, RolloutOutput
+from areal_lite.data.prompt_text import render_prompt
 from areal_lite.data.sample import Sample
 from areal_lite.data.training_sample import TrainingSample
 from areal_lite.errors import ConfigError
@@ -91,40 +92,6 @@ class DecoderOnlyLLMDataPacker(DataPacker):
             tools = source.row.get(self.config.tools_key)
             prompt = render_prompt(self.tokenizer, prompt, config=self.config, tools=tools)
         return encode(self.tokenizer, prompt)
-
-
-def render_prompt(renderer: Any, messages: Any, *, config: DatasetConfig, tools: Any = None) -> str:
-    """Return ``messages`` as text, up to where the assistant answers.
-
-    Args:
-        renderer: The tokenizer or processor whose chat template writes them.
-        messages: One message or more.
-        config: Its ``apply_chat_template_kwargs`` are variables of the template.
-        tools: Schemas for the template.
-
-    Raises:
-        ConfigError: If there are no messages, no template, or the template refuses them.
-    """
-    if not isinstance(messages, list | tuple) or not messages:
-        raise ConfigError(
-            f"a prompt is {str(messages)[:80]!r} ({type(messages).__name__}): it must be text or a list of one "
-            "message or more"
-        )
-    variables = config.apply_chat_template_kwargs
-    if not (renderer.chat_template or variables.get("chat_template")):
-        raise ConfigError(
-            f"the {type(renderer).__name__} has no chat template for a list of messages: set chat_template in the "
-            "dataset's apply_chat_template_kwargs, use the model's chat variant, or give prompts as text"
-        )
-    try:
-        text: str = renderer.apply_chat_template(
-            list(messages), tools=tools or None, tokenize=False, add_generation_prompt=True, **variables
-        )
-    except Exception as error:  # a template is a program of its own and may raise anything
-        raise ConfigError(
-            f"the chat template cannot write {str(messages)[:200]} ({error}): mend the row, or use another template"
-        ) from error
-    return text
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
 from torch import Tensor
 
 from areal_lite.api.config import DatasetConfig
@@ -22,9 +21,8 @@ from areal_lite.data.multimodal import (
     media_values,
     processor_inputs,
 )
+from areal_lite.data.prompt_text import check_template, plain_messages, render_prompt
 from areal_lite.errors import ConfigError
-
-_OURS = {"add_generation_prompt", "continue_final_message", "return_dict", "tokenize"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +57,7 @@ class PromptEncoder:
     processor: Any = None
 
     def __post_init__(self) -> None:
-        kwargs = self.config.apply_chat_template_kwargs
-        if wrong := sorted(_OURS & kwargs.keys()):
-            raise ConfigError(
-                f"apply_chat_template_kwargs has {', '.join(wrong)}, which is not free: remove it"
-            )
-        if not (kwargs.get("chat_template") or self._renderer.chat_template):
-            raise ConfigError(
-                f"{type(self.tokenizer).__name__} has no chat template: take the tokenizer of the model's chat or "
-                "instruct version, or set apply_chat_template_kwargs.chat_template"
-            )
+        check_template(self._renderer, self.config)
 
     @property
     def _renderer(self) -> Any:
@@ -90,26 +79,18 @@ class PromptEncoder:
                 f"the prompt in {keys.prompt_key!r} is {str(row[keys.prompt_key])[:80]!r}: it must be text or a "
                 "list of messages, {role, content}"
             )
-        # A table gives each message the keys of all others.
-        return [
-            {key: value for key, value in message.items() if value is not None or key == "content"}
-            for message in messages
-        ]
+        return plain_messages(messages)
 
     def encode(self, row: Mapping[str, Any]) -> EncodedPrompt:
         """Return the prompt of ``row``.
 
         Raises:
             ConfigError: If the prompt, its images or its tools are not what they should be.
-            Exception: Whatever the chat template raises.
+            TemplateError: If the chat template refuses the messages.
         """
         messages = self.messages(row)
-        kwargs = dict(self.config.apply_chat_template_kwargs)
-        if tools := self._tools(row):
-            kwargs["tools"] = tools
-        text = self._renderer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **kwargs
-        )
+        config = self.config
+        text = render_prompt(self._renderer, messages, config=config, tools=row.get(config.tools_key))
         images = media_values(messages, "image", column_values(row, self.config.image_key))
         videos = media_values(messages, "video", column_values(row, self.config.video_key))
         if not (images or videos):
@@ -128,22 +109,3 @@ class PromptEncoder:
         return EncodedPrompt(
             messages=messages, text=text, input_ids=ids, multi_modal_data=data, multi_modal_inputs=inputs
         )
-
-    def _tools(self, row: Mapping[str, Any]) -> Any:
-        key = self.config.tools_key
-        tools = row.get(key)
-        if isinstance(tools, str):
-            try:
-                tools = orjson.loads(tools)
-            except orjson.JSONDecodeError as error:
-                raise ConfigError(
-                    f"the tools in {key!r} are a text that is not JSON ({error}): write a list of schemas"
-                ) from None
-        return _without_nulls(tools)
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return ``value`` without the keys that are None: a table gives each schema the keys of all others."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
-    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value

@@ -19,7 +19,6 @@ from areal_lite.data.decoder_only_llm_packer import (
     answered,
     collate,
     longest,
-    render_prompt,
     row_sample,
     training_sample,
 )
@@ -31,6 +30,7 @@ from areal_lite.data.multimodal import (
     media_values,
     processor_inputs,
 )
+from areal_lite.data.prompt_text import render_prompt
 from areal_lite.data.sample import Sample
 from areal_lite.data.training_sample import TrainingSample
 from areal_lite.errors import ConfigError

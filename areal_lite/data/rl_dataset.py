@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from areal_lite.api.config import DatasetConfig
 from areal_lite.data.prompt_encoder import EncodedPrompt, PromptEncoder
 from areal_lite.data.prompt_tensors import compute_position_id_with_mask, postprocess_data
+from areal_lite.data.prompt_text import TemplateError
 from areal_lite.data.rope_positions import multimodal_position_ids
 from areal_lite.data.rows import Row, load_rows, select_rows
 from areal_lite.data.user_class import load_class
@@ -269,10 +270,12 @@ def _reason_to_drop(encoder: PromptEncoder, limit: int, row: Mapping[str, Any]) 
     """Return why the row is dropped, "" where it is kept."""
     try:
         length = len(encoder.encode(row).input_ids)
+    except (
+        TemplateError
+    ) as error:  # a template is a program of the user's; counted, told, and fatal if all fail
+        return {"reason": f"{TEMPLATE_FAILED}: {error}"}
     except ConfigError as error:
         return {"reason": f"{_BAD_ROW}{error}"}
-    except Exception as error:  # a template is a program of the user's; counted, told, and fatal if all fail
-        return {"reason": f"{TEMPLATE_FAILED}: {type(error).__name__}: {error}"}
     return {"reason": TOO_LONG if length > limit else ""}
 
 

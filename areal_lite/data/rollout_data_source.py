@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import itertools
 import json
-import os
-import tempfile
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,9 +21,16 @@ import orjson
 from numpy.typing import NDArray
 
 from areal_lite.data.data_packer import DataPacker
+from areal_lite.data.data_source_state import (
+    check_fingerprint,
+    read_state,
+    saved_group,
+    state_path,
+    write_state,
+)
 from areal_lite.data.rollout_batch import rollout_inputs
-from areal_lite.data.sample import Sample, SampleStatus, copied
-from areal_lite.errors import CheckpointError, ConfigError, StorageError
+from areal_lite.data.sample import Sample, copied
+from areal_lite.errors import ConfigError
 
 Group = list[Sample]
 
@@ -100,7 +104,14 @@ class RolloutDataSource:
             if len(self._rows) == 0:
                 raise ConfigError(f"the dataset {name} has no rows: give at least one")
             self._order = self._epoch_order(len(self._rows))
-        self._fingerprint = self._make_fingerprint()
+        self._fingerprint = {
+            "dataset": name,
+            "seed": seed,
+            "shuffle": shuffle,
+            "n_samples_per_prompt": n_samples_per_prompt,
+            "rows": len(self._order),
+            "content": self._content_hash(),
+        }
 
     # -- drawing ---------------------------------------------------------------------------------
 
@@ -191,6 +202,17 @@ class RolloutDataSource:
         """Return the rows of one epoch."""
         return len(self._order)
 
+    def _content_hash(self) -> str:
+        """Return a hash of a few rows, evenly spread, and of the beginning of the first epoch's order."""
+        size = len(self._order)
+        digest = hashlib.sha256(orjson.dumps(self._order[:_FINGERPRINT_ROWS].tolist()))
+        places = sorted({i * (size - 1) // (_FINGERPRINT_ROWS - 1) for i in range(_FINGERPRINT_ROWS)})
+        for row in self._read(places) if size else []:
+            # What JSON cannot hold, an image say, counts by its type alone.
+            text = json.dumps(dict(row), default=lambda value: type(value).__name__, skipkeys=True)
+            digest.update(text.encode())
+        return digest.hexdigest()[:16]
+
     # -- how an owed group ends ------------------------------------------------------------------
 
     def mark_trained(self, groups: Iterable[Group]) -> None:
@@ -271,7 +293,7 @@ class RolloutDataSource:
                 "version that wrote it"
             )
         with self._lock:
-            self._check_fingerprint(state.get("fingerprint", self._fingerprint))
+            check_fingerprint(state.get("fingerprint", self._fingerprint), self._fingerprint)
             if state.get("dataset") is not None:
                 self.dataset.load_state_dict(state["dataset"])
             self.epoch_id = int(state.get("epoch_id", 0))
@@ -297,20 +319,7 @@ class RolloutDataSource:
         """
         if self.dataset is None:
             return
-        path = _state_path(directory, rollout_id)
-        try:
-            content = orjson.dumps(self.state_dict(), option=orjson.OPT_SERIALIZE_NUMPY)
-        except TypeError as error:
-            raise ConfigError(
-                f"the data state is not JSON ({error}): keep plain values in metadata and rewards"
-            ) from error
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, content)
-        except OSError as error:
-            raise StorageError(
-                f"the data state {path} cannot be written: {error}: free disk space"
-            ) from error
+        write_state(state_path(directory, rollout_id), self.state_dict())
 
     def load(self, rollout_id: int, directory: Path | str | None, *, strict: bool = True) -> bool:
         """Load what :meth:`save` wrote for ``rollout_id`` and return whether there was anything to load.
@@ -328,20 +337,10 @@ class RolloutDataSource:
         """
         if self.dataset is None or directory is None:
             return False
-        path = _state_path(directory, rollout_id)
-        try:
-            state = orjson.loads(path.read_bytes())
-        except FileNotFoundError:
-            if strict:
-                raise CheckpointError(
-                    f"there is no data state {path}: name the directory and the step of a checkpoint, or start afresh"
-                ) from None
+        path = state_path(directory, rollout_id)
+        if not strict and not path.exists():
             return False
-        except (OSError, orjson.JSONDecodeError) as error:
-            raise CheckpointError(
-                f"the data state {path} cannot be read: {error}: use another step"
-            ) from error
-        self.load_state_dict(state)
+        self.load_state_dict(read_state(path))
         return True
 
     def _revived(self, saved: Iterable[list[dict[str, Any]]]) -> list[Group]:
@@ -356,38 +355,6 @@ class RolloutDataSource:
             ]
             for group in groups
         ]
-
-    def _make_fingerprint(self) -> dict[str, Any]:
-        fingerprint: dict[str, Any] = {
-            "dataset": self._name,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "n_samples_per_prompt": self.n_samples_per_prompt,
-            "rows": len(self._order),
-        }
-        if self.dataset is not None:
-            size = len(self._order)
-            digest = hashlib.sha256(orjson.dumps(self._order[:_FINGERPRINT_ROWS].tolist()))
-            places = sorted({i * (size - 1) // (_FINGERPRINT_ROWS - 1) for i in range(_FINGERPRINT_ROWS)})
-            for row in self._read(places):
-                # What JSON cannot hold, an image say, counts by its type alone.
-                text = json.dumps(dict(row), default=lambda value: type(value).__name__, skipkeys=True)
-                digest.update(text.encode())
-            fingerprint["content"] = digest.hexdigest()[:16]
-        return fingerprint
-
-    def _check_fingerprint(self, then: dict[str, Any]) -> None:
-        now = self._fingerprint
-        differences = [
-            f"{key} was {then.get(key)!r} and is {now.get(key)!r}"
-            for key in dict.fromkeys(itertools.chain(then, now))
-            if then.get(key) != now.get(key)
-        ]
-        if differences:
-            raise ConfigError(
-                f"the state was made with other data: {'; '.join(differences)}. Use the data and settings of the run "
-                "that saved it, or start another trial"
-            )
 
 
 def group_index_of(group: Group) -> int:
@@ -405,36 +372,3 @@ def restarted(group: Group) -> Group:
     for sample in members:
         sample.reset()
     return members
-
-
-def saved_group(group: Group) -> list[dict[str, Any]]:
-    """Return the samples as JSON values; a row is named by its position where it has one."""
-    saved = []
-    for sample in group:
-        values = sample.to_dict()
-        if sample.position is not None:
-            for key in ("row", "prompt", "label"):
-                del values[key]
-        if sample.status is SampleStatus.PENDING and not sample.tokens:
-            for key in ("tokens", "loss_mask", "logprobs", "versions", "spans", "response", "reward"):
-                del values[key]
-        saved.append(values)
-    return saved
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Put ``content`` into ``path``, on disk and whole, or leave what was there."""
-    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(aside).replace(path)
-    except BaseException:
-        Path(aside).unlink(missing_ok=True)
-        raise
-
-
-def _state_path(directory: Path | str, rollout_id: int) -> Path:
-    return Path(directory) / "rollout" / f"global_dataset_state_dict_{rollout_id}.json"

@@ -29,8 +29,10 @@ def sampled_group(result: EpisodeResult) -> Group:
     for sample, member in zip(drawn, result.members, strict=True):
         own = [next(rewards) for _ in range(member.num_rows)] if result.rewards else []
         sequences = _sequences(sample, member)
+        status = _STATUS.get(member.status or result.status, SampleStatus.ABORTED)
         for sequence in sequences:
-            sequence.status = _STATUS.get(member.status or result.status, SampleStatus.ABORTED)
+            cut_off = status is SampleStatus.COMPLETED and sequence.spans[-1].stop_reason == "length"
+            sequence.status = SampleStatus.TRUNCATED if cut_off else status
             sequence.reward = sum(own) / len(own) if own else None
         group += sequences or [_blank(sample)]
     return group

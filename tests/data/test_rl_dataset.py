@@ -186,7 +186,9 @@ def test_without_a_chat_template_the_mend_is_told(write, config, tokenizer):
     # V7
     bare = pickle.loads(pickle.dumps(tokenizer))
     bare.chat_template = None
-    with pytest.raises(ConfigError, match="no chat template: take the tokenizer of the model's chat"):
+    with pytest.raises(
+        ConfigError, match="no chat template for messages: take the tokenizer of the model's chat"
+    ):
         RLHFDataset(write(*prompts("hi")), bare, config())
     kwargs = {"chat_template": CHAT_TEMPLATE}
     RLHFDataset(write(*prompts("hi")), bare, config(apply_chat_template_kwargs=kwargs))[0]
@@ -292,7 +294,8 @@ def test_rows_the_template_fails_on_are_dropped_counted_and_told(write, config, 
         dataset = RLHFDataset(path, tokenizer, config(**settings))
     assert len(dataset) == 1
     assert dataset.dropped == {"template failed": 2, "too long": 1}
-    assert "2 rows: the first with template failed: TemplateError: no systems" in caplog.text
+    assert "2 rows: the first with template failed: the chat template cannot write" in caplog.text
+    assert "TemplateError: no systems" in caplog.text
     with pytest.raises(ConfigError, match=r"of 2 rows none is left.*and 2 rows: the first with .*no systems"):
         RLHFDataset(write(*prompts(bad, bad)), tokenizer, config(**settings))
 

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import yaml
 
-from areal_lite.api.config import CheckpointConfig, DatasetConfig
+from areal_lite.api.config import DatasetConfig
 from areal_lite.api.config_loader import load_config
 
-PAGE = (Path(__file__).parents[2] / "docs/data.md").read_text()
-STEP = re.compile(r"^```python\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+REPOSITORY = Path(__file__).parents[2]
+PAGE = (REPOSITORY / "docs/data.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def section(title):
@@ -20,15 +24,27 @@ def section(title):
 def test_the_example_runs_and_prints_what_the_page_shows(tiny_model, tmp_path, monkeypatch, capsys):
     (tmp_path / "model").symlink_to(tiny_model)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))  # the cache of rows
+    monkeypatch.setenv("HOME", str(tmp_path))  # which holds the cache of rows
     namespace = {}
-    steps = STEP.findall(PAGE)
-    assert len(steps) == PAGE.count("```python\n") == PAGE.count("```text\n")
-    for code, shown in steps:
+    for code in blocks("python"):
         exec(compile(code, "docs/data.md", "exec"), namespace)
-        assert capsys.readouterr().out == shown
+        assert capsys.readouterr().out == "".join(re.findall(r"^#> (.*\n)", code, re.MULTILINE))
+    batch = namespace["batch"]
+    assert {*batch.batch, *batch.non_tensor_batch} <= set(re.findall(r"`(\w+)`", section("Data packers")))
 
 
-def test_every_key_of_a_dataset_section_is_explained():
-    text = section("Where rows come from")
-    assert not {field.name for field in fields(DatasetConfig)} - set(re.findall(r"`(\w+)", text))
+def test_the_page_is_short():
+    assert len(PAGE.splitlines()) < 250
+
+
+def test_the_yaml_is_part_of_a_run(tmp_path):
+    own = yaml.safe_load((REPOSITORY / "configs/on_policy.yaml").read_text())
+    path = tmp_path / "run.yaml"
+    for text in blocks("yaml"):
+        path.write_text(yaml.safe_dump(own | yaml.safe_load(text)))
+        assert load_config(path).checkpoint.every_steps == 50
+
+
+def test_every_key_of_a_dataset_is_explained():
+    named = re.findall(r"`(\w+)`", section("Where rows come from"))
+    assert not {field.name for field in fields(DatasetConfig)} - set(named)
