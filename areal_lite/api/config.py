@@ -69,7 +69,8 @@ class InferenceEngineConfig:
 
     over_sampling_groups: Annotated[int, Field(ge=0)] = 0
     """Groups started beyond those a batch needs; the first to finish are trained. On-policy the others are stopped
-    when the batch is cut and go on in the next one from what they had sampled."""
+    when the batch is cut and drawn first for the next one, with mask_offpolicy_in_partial_rollout from the tokens
+    they have, else anew."""
 
     mask_offpolicy_in_partial_rollout: bool = False
     """Train a group of which some tokens grew too old on its other tokens, instead of drawing its row again."""
@@ -177,7 +178,8 @@ class DatasetConfig:
     """Column of tool schemas that the chat template renders."""
 
     max_prompt_length: Positive | None = None
-    """Tokens of a prompt, padding included; null neither pads, cuts nor drops."""
+    """Tokens of a prompt, padding included, where the data path tokenizes it; filter_overlong_prompts drops rows by
+    it. Null neither pads, cuts nor drops."""
 
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """What happens to a longer prompt: an error, or which part of it is cut away."""
@@ -204,7 +206,7 @@ class DatasetConfig:
     """Your own torch Dataset class, made with data_files, tokenizer, processor and config."""
 
     sampler: ClassConfig | None = None
-    """Your own curriculum: a subclass of areal_lite.data.samplers.AbstractSampler."""
+    """Your own curriculum for a ResumableLoader: a subclass of areal_lite.data.samplers.AbstractSampler."""
 
     datagen: ClassConfig | None = None
     """Your own data generator: adds training rows after each step."""

@@ -46,7 +46,7 @@ class RolloutDataSource:
 
     Args:
         dataset: Rows by position: a list, a ``datasets.Dataset``, or an object whose attribute ``rows`` is
-            one; it may grow, and new rows are drawn from the next epoch on. None gives samples without
+            one; it may grow at its end, and new rows are drawn from the next epoch on. None gives samples without
             a row, for tests.
         n_samples_per_prompt: Samples in a group.
         seed: Makes the order of the epochs.
@@ -109,8 +109,7 @@ class RolloutDataSource:
             "seed": seed,
             "shuffle": shuffle,
             "n_samples_per_prompt": n_samples_per_prompt,
-            "rows": len(self._order),
-            "content": self._content_hash(),
+            **self._content(),
         }
 
     # -- drawing ---------------------------------------------------------------------------------
@@ -202,16 +201,21 @@ class RolloutDataSource:
         """Return the rows of one epoch."""
         return len(self._order)
 
-    def _content_hash(self) -> str:
-        """Return a hash of a few rows, evenly spread, and of the beginning of the first epoch's order."""
-        size = len(self._order)
-        digest = hashlib.sha256(orjson.dumps(self._order[:_FINGERPRINT_ROWS].tolist()))
-        places = sorted({i * (size - 1) // (_FINGERPRINT_ROWS - 1) for i in range(_FINGERPRINT_ROWS)})
-        for row in self._read(places) if size else []:
-            # What JSON cannot hold, an image say, counts by its type alone.
-            text = json.dumps(dict(row), default=lambda value: type(value).__name__, skipkeys=True)
-            digest.update(text.encode())
-        return digest.hexdigest()[:16]
+    def _content(self) -> dict[str, Any]:
+        """Return the number of rows and a hash of a few, evenly spread, and of how the first epoch begins.
+
+        Rows that a dataset makes while it runs do not count: its own state has them.
+        """
+        rows = getattr(self._rows, "given", self._rows) or ()
+        size = len(rows)
+        order = self._order if size == len(self._order) else self._epoch_order(size)
+        digest = hashlib.sha256(orjson.dumps(order[:_FINGERPRINT_ROWS].tolist()))
+        for i in sorted({i * (size - 1) // (_FINGERPRINT_ROWS - 1) for i in range(_FINGERPRINT_ROWS)}):
+            if size:
+                # What JSON cannot hold, an image say, counts by its type alone.
+                text = json.dumps(dict(rows[i]), default=lambda value: type(value).__name__, skipkeys=True)
+                digest.update(text.encode())
+        return {"rows": size, "content": digest.hexdigest()[:16]}
 
     # -- how an owed group ends ------------------------------------------------------------------
 

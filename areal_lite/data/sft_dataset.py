@@ -37,13 +37,18 @@ class BaseDataset(Dataset[Item]):
         data_path: What ``row_files.load_dataset`` reads, or the rows: dicts, or a ``datasets.Dataset``.
         tokenizer: The model's Hugging Face tokenizer.
         max_length: Longest item in tokens.
+        cache_dir: Folder for copies of remote files and tables of read ones; None is ~/.cache/areal_lite.
 
     Raises:
         ConfigError: If ``max_length`` is below 2, or there are no rows.
     """
 
     def __init__(
-        self, data_path: str | Sequence[str] | Sequence[Row], tokenizer: Any, max_length: int
+        self,
+        data_path: str | Sequence[str] | Sequence[Row],
+        tokenizer: Any,
+        max_length: int,
+        cache_dir: str | None = None,
     ) -> None:
         if max_length < 2:
             raise ConfigError(
@@ -57,7 +62,7 @@ class BaseDataset(Dataset[Item]):
         if isinstance(rows[0], str):
             from areal_lite.data.row_files import load_dataset
 
-            rows = load_dataset(rows)
+            rows = load_dataset(rows, cache_dir=cache_dir)
         self.rows = rows
 
     def __len__(self) -> int:
@@ -91,6 +96,7 @@ class SFTDataset(BaseDataset):
         tools_key: Column of tool schemas that the template renders; may be missing.
         apply_chat_template: False joins texts as they are.
         template_kwargs: Further variables of the template, or another ``chat_template``.
+        cache_dir: As for :class:`BaseDataset`.
         num_workers: Processes that tokenize; 0 is this one. Each imports the main module again, so a script
             needs ``if __name__ == "__main__"``.
 
@@ -110,9 +116,10 @@ class SFTDataset(BaseDataset):
         tools_key: str = "tools",
         apply_chat_template: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        cache_dir: str | None = None,
         num_workers: int = 0,
     ) -> None:
-        super().__init__(data_path, tokenizer, max_length)
+        super().__init__(data_path, tokenizer, max_length, cache_dir)
         self.dropped: Counter[str] = Counter()
         """Sequences that were left out, by reason."""
         self.truncated = 0

@@ -99,13 +99,18 @@ class RowFeed:
             try:
                 groups = self.source.get_samples(1)
             except Exception as error:  # rows and filters are user code; their error belongs to whoever waits
-                self.error, self.exhausted = error, True
-            else:
-                if groups:
-                    return groups[0]
-                self.exhausted = True
+                self.end(error)
+                return None
+            if groups:
+                return groups[0]
+            self.exhausted = True
             self.box.changed()
         return None
+
+    def end(self, error: Exception) -> None:
+        """Draw no more; whoever waits for a batch gets ``error``."""
+        self.error, self.exhausted = error, True
+        self.box.changed()
 
     @property
     def ahead(self) -> int:

@@ -213,6 +213,7 @@ class WorkflowExecutor:
         if id(source) in self._feeds:
             feed, _ = self._feeds.pop(id(source))
             await self._set_aside(feed, "the source was closed")
+            feed.end(ConfigError("the source was closed while a batch was waited for"))
 
     async def _set_aside(self, feed: RowFeed, reason: str) -> None:
         """Stop what runs of the feed and return it with what waits for a batch, tokens and all."""

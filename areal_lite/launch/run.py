@@ -131,6 +131,8 @@ def run_training(config: RunConfig, *, on_step: OnStep | None = None) -> Trainin
                     "data/dropped_groups": float(data.source.dropped.total()),
                 }
                 record(step, metrics)
+                if not last and hasattr(data.dataset, "on_batch_end"):
+                    data.dataset.on_batch_end(batch)
                 if _is_due(step, config.checkpoint.every_steps, total_steps):
                     save_checkpoint(
                         trainer,
@@ -139,8 +141,6 @@ def run_training(config: RunConfig, *, on_step: OnStep | None = None) -> Trainin
                         write_rest=partial(data.source.save, step),
                         keep=config.checkpoint.keep,
                     )
-                if not last and hasattr(data.dataset, "on_batch_end"):
-                    data.dataset.on_batch_end(batch)
                 if last or _is_due(step, config.evaluation.every_steps, total_steps):
                     after = evaluate(step)
             model_dir = None
@@ -220,6 +220,11 @@ def _check_trainable(config: RunConfig) -> None:
         raise ConfigError(
             "rollout.gconfig is greedy: all episodes of a group would be equal and every advantage 0. Set greedy: "
             "false and a temperature above 0"
+        )
+    if config.train_dataset.sampler is not None:
+        raise ConfigError(
+            "train_dataset.sampler orders the items of a ResumableLoader, and this command draws groups of rows: "
+            "remove it, and choose groups with buffer_filter or should_accept_fn"
         )
     if config.eval_dataset is not None:
         check_held_out(config.train_dataset, config.eval_dataset)

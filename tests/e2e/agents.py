@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 from openai import AsyncOpenAI
+
+from areal_lite.data.dynamic_dataset import AbstractDataGenerator
 
 
 class LetterAgent:
@@ -31,3 +34,11 @@ class BrokenAgent:
 def rows(size: int = 16) -> list[dict[str, str]]:
     """Return rows that differ."""
     return [{"question": f"say {i}"} for i in range(size)]
+
+
+class MoreQuestions(AbstractDataGenerator):
+    """Adds a question that nobody could guess after each step."""
+
+    def generate(self, dataset: Any) -> list[dict[str, str]]:
+        """Return one row."""
+        return [{"question": f"say {uuid.uuid4()}"}]

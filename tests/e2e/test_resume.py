@@ -133,3 +133,25 @@ def test_resuming_with_other_data_or_from_nothing_is_refused(run_yaml: Path) -> 
     (checkpoint / "optimizer.safetensors").write_bytes(b"cut off")
     with pytest.raises(CheckpointError, match="newest checkpoint cannot be used.*step_00000001"):
         run_training(load_config(run_yaml, more))
+
+
+def test_rows_made_during_a_run_are_there_after_a_restart(run_yaml: Path) -> None:
+    makes_rows = [
+        "train_dataset.prompt_key=question",
+        "train_dataset.datagen={path: tests.e2e.agents, name: MoreQuestions}",
+    ]
+    config = load_config(run_yaml, [*EVERY_STEP, *makes_rows, "trainer.total_steps=3"])
+
+    def crash_at_2(step: int, metrics: dict[str, float]) -> None:
+        if step == 2:
+            raise Crash
+
+    with pytest.raises(Crash):
+        run_training(config, on_step=crash_at_2)
+    run_dir = Path(config.fileroot) / "e2e" / "t"
+    before = state(run_dir, 1)["dataset"]["generated"]
+    assert len(before) == 2  # one at the start, one after the first step
+    run_training(config)
+    after = state(run_dir, 3)["dataset"]["generated"]
+    assert after[:2] == before
+    assert len(after) == 3  # none after the last step

@@ -100,6 +100,10 @@ def test_rollout_and_evaluation_run_alone(run_yaml: Path) -> None:
         ("model_path=no/such/model", "no/such/model"),
         ("workflow=tests.e2e.agents.LeterAgent", "did you mean tests.e2e.agents.LetterAgent?"),
         ("train_dataset.path=no_such.jsonl", "no_such.jsonl"),
+        ("train_dataset.label_key=answer", "no column 'answer'"),
+        ("train_dataset.sampler={path: a.b, name: C}", "train_dataset.sampler orders the items"),
+        ("data_packer=tests.e2e.agents.LetterAgent", "must be a subclass of .*DataPacker"),
+        ("buffer_filter=tests.e2e.agents.nothing", "has no 'nothing'"),
         (
             "train_dataset={path: 'reasoning-gym:chain_sum', kwargs: {seed: 1, size: 10}}\n"
             "eval_dataset={path: 'reasoning-gym:chain_sum', kwargs: {seed: 2, size: 10}}",

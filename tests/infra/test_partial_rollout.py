@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -144,15 +145,13 @@ def test_s26_a_stopped_conversation_goes_on_in_another_process_from_its_tokens(
     hold(stub, lambda ids: len(ids) > 3)  # the second turn
     engine = start_engine(stub, consumer_batch_size=1, max_head_offpolicyness=1)
     source = source_of(1, members=2)
-    waiting = asyncio.new_event_loop()
-    task = waiting.create_task(engine.aprepare_batch(source, AskTwice, group_size=2))
-    waiting.run_until_complete(asyncio.wait([task], timeout=0))
-    stub.until_held(2)
-    engine.close_source(source)
+    with ThreadPoolExecutor() as thread:
+        batch = thread.submit(engine.prepare_batch, source, AskTwice, group_size=2)
+        stub.until_held(2)
+        engine.close_source(source)
+        with pytest.raises(ConfigError, match="the source was closed while a batch was waited for"):
+            batch.result(10)
     source.save(1, tmp_path)
-    task.cancel()
-    waiting.run_until_complete(asyncio.wait([task]))
-    waiting.close()
     begun = [1] * 3 + answer_tokens([1] * 3, 0, 8) + [5, 6]
     begun += answer_tokens(begun, 0, 4)
 

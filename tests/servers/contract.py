@@ -13,13 +13,17 @@ import torch
 from areal_lite.api import (
     EpisodeStatus,
     GenerationHyperparameters,
+    InferenceEngine,
     InferenceEngineConfig,
     ModelRequest,
     ModelResponse,
+    RolloutWorkflow,
 )
+from areal_lite.data.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.data.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from tests.infra.scripted import tensors_of
 from tests.servers.real_server import CuttableLine, Policy, RealServer, prompt
 
 EXACT = 1e-4
@@ -45,6 +49,15 @@ def generate_all(engine: RemoteInfEngine, prompts: list[list[int]], **sampling: 
 def distance(response: ModelResponse, expected: torch.Tensor) -> float:
     """Return the largest gap between the answer's log-probs and ``expected``."""
     return float((torch.tensor(response.output_logprobs) - expected).abs().max())
+
+
+class LongAnswer(RolloutWorkflow):
+    """One answer of 160 tokens."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Ask once."""
+        gconfig = GenerationHyperparameters(max_new_tokens=160, ignore_eos=True)
+        return tensors_of(await engine.agenerate(ModelRequest(input_ids=data["ids"], gconfig=gconfig)))
 
 
 class RealServerContract:
@@ -191,6 +204,37 @@ class RealServerContract:
         fresh = generate(engine, prompt(server.model), max_new_tokens=16)
         assert set(fresh.output_versions) == {2}
         assert distance(fresh, policy.logprobs(fresh)) < EXACT
+
+    @pytest.mark.usefixtures("restored")
+    def test_a_stopped_answer_goes_on_from_its_tokens_under_new_weights(
+        self, config: dict[str, Any], server: RealServer, policy: Policy, perturbed: Policy
+    ) -> None:
+        source = RolloutDataSourceWithBuffer([{"ids": prompt(server.model)}], n_samples_per_prompt=3)
+        with RemoteInfEngine(
+            InferenceEngineConfig(**config, group_size=3, max_head_offpolicyness=1)
+        ) as engine:
+
+            def run() -> None:
+                with pytest.raises(ConfigError, match="the source was closed"):
+                    engine.prepare_batch(source, LongAnswer)
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            time.sleep(3)
+            engine.close_source(source)
+            thread.join()
+            begun = [list(sample.tokens) for sample in source.buffer[0]]
+            kept = [len(sample.tokens) - sample.spans[0].start for sample in source.buffer[0]]
+            assert all(0 < count < 160 for count in kept)
+            engine.update_weights_from_disk(str(perturbed.path), 1)
+            (result,) = engine.prepare_batch(source, LongAnswer)
+        assert result.trajectory is not None
+        for member, ids, count in zip(result.members, begun, kept, strict=True):
+            (answer,) = member.turns
+            assert (answer.input_tokens + answer.output_tokens)[: len(ids)] == ids
+            assert answer.output_versions == [0] * count + [1] * (160 - count)
+            old, new = policy.logprobs(answer), perturbed.logprobs(answer)
+            assert distance(answer, torch.cat([old[:count], new[count:]])) < EXACT
 
     @pytest.mark.usefixtures("restored")
     def test_a_wrong_checkpoint_path_leaves_the_server_serving(
