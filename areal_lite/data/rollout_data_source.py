@@ -166,14 +166,12 @@ class RolloutDataSource:
         return drawn
 
     def _new_group(self, position: int | None, row: dict[str, Any]) -> Group:
-        group = []
         number, self._next_group = self._next_group, self._next_group + 1
-        row = copied(row)
-        for _ in range(self.n_samples_per_prompt):
-            group.append(
-                Sample(self.sample_index, group_index=number, position=position, **self._of_row(row))
-            )
-            self.sample_index += 1
+        first, self.sample_index = self.sample_index, self.sample_index + self.n_samples_per_prompt
+        of_row = self._of_row(copied(row))
+        group = [Sample(first, group_index=number, position=position, **of_row)]
+        for index in range(first + 1, self.sample_index):
+            group.append(group[0].sibling(index))
         return group
 
     def _of_row(self, row: dict[str, Any]) -> dict[str, Any]:

@@ -107,6 +107,17 @@ class Sample:
         """Times its episode failed."""
         self._columns: _Columns | None = None  # most samples alive are pending, and there may be thousands
 
+    def sibling(self, index: int | None) -> Sample:
+        """Return another pending sample of the same row and group, with ``metadata`` and ``attempts``."""
+        sibling = Sample(index, group_index=self.group_index, position=self.position, row=self._shared_row)
+        prompt, label = self.prompt, self.label
+        sibling.prompt = prompt if type(prompt) is str else copied(prompt)
+        sibling.label = label if label is None or type(label) is str else copied(label)
+        if self.metadata:
+            sibling.metadata = copied(self.metadata)
+        sibling.attempts = self.attempts
+        return sibling
+
     @property
     def row(self) -> dict[str, Any]:
         """The dataset row, its own copy."""

@@ -34,7 +34,7 @@ def sampled_group(result: EpisodeResult) -> Group:
             cut_off = status is SampleStatus.COMPLETED and sequence.spans[-1].stop_reason == "length"
             sequence.status = SampleStatus.TRUNCATED if cut_off else status
             sequence.reward = sum(own) / len(own) if own else None
-        group += sequences or [_blank(sample)]
+        group += sequences or [sample.sibling(sample.index)]
     return group
 
 
@@ -49,7 +49,7 @@ def _sequences(sample: Sample, member: MemberRecord) -> list[Sample]:
         if fitting:
             sequence = max(fitting, key=lambda s: len(s.tokens))
         else:
-            sequence = _blank(sample)
+            sequence = sample.sibling(sample.index)
             sequences.append(sequence)
         sequence.append(call.input_tokens[len(sequence.tokens) :])
         sequence.append(
@@ -60,20 +60,6 @@ def _sequences(sample: Sample, member: MemberRecord) -> list[Sample]:
             stop_reason=call.stop_reason,
         )
     return sequences
-
-
-def _blank(sample: Sample) -> Sample:
-    blank = Sample(
-        sample.index,
-        group_index=sample.group_index,
-        position=sample.position,
-        row=sample.row,
-        prompt=sample.prompt,
-        label=sample.label,
-        metadata=sample.metadata,
-    )
-    blank.attempts = sample.attempts
-    return blank
 
 
 def record_answers(group: Group, members: Sequence[MemberRecord], *, oldest_version: int) -> None:

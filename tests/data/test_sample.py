@@ -146,3 +146,14 @@ def test_the_response_begins_at_the_first_sampled_token():
     sample.append([4])
     assert sample.response_length == 2
     assert list(sample.spans) == [Span(2, 3, "length")]
+
+
+def test_a_sibling_has_the_row_and_nothing_that_was_sampled():
+    sample = filled([([1, 2], True, True, True, True)])
+    sample.reward, sample.attempts = 1.0, 2
+    sample.row["q"].append("b")
+    sibling = sample.sibling(9)
+    assert (sibling.index, sibling.group_index, sibling.attempts) == (9, 1, 2)
+    assert (sibling.row, sibling.prompt, sibling.metadata) == ({"q": ["a"]}, "p", {"m": 1})
+    assert (sibling.tokens, sibling.reward, sibling.status) == ([], None, "pending")
+    assert sibling.metadata is not sample.metadata
