@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
         if options.command == "view":
             _view(options)
+        elif options.command == "plot":
+            _plot(options)
         else:
             from areal_lite.api.config_loader import load_config
 
@@ -75,6 +77,12 @@ def _view(options: argparse.Namespace) -> None:
     from areal_lite.inspect.view import view
 
     view(options.path, limit=options.limit)
+
+
+def _plot(options: argparse.Namespace) -> None:
+    from areal_lite.inspect.plot import plot_metrics
+
+    print(plot_metrics(*options.run_dirs, out=options.out))
 
 
 def _config(config: RunConfig) -> None:
@@ -210,5 +218,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--limit", type=positive_integer, default=10, metavar="N", help="show at most N samples (default 10)"
+    )
+    command = commands.add_parser("plot", help="draw the metrics of one or several runs")
+    command.add_argument(
+        "run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="a folder with a metrics.jsonl"
+    )
+    command.add_argument(
+        "--out", type=Path, metavar="FILE.png", help="the picture (default, for one run: RUN_DIR/metrics.png)"
     )
     return parser

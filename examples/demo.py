@@ -30,7 +30,7 @@ def main() -> None:
     with TrainingProgress(config.trainer.total_steps) as progress:
         summary = run_training(config, on_step=progress.on_step)
     progress.console.print(summary_table(summary))
-    print(f"reward curve: {plot_metrics(summary.run_dir)}")
+    print(f"curves: {plot_metrics(summary.run_dir)}")
     assert summary.before is not None and summary.after is not None
     before, after = summary.before.reward, summary.after.reward
     dumps = sorted((summary.run_dir / "rollout").glob("*/*.jsonl"), key=lambda p: p.stat().st_mtime)

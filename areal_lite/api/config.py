@@ -360,8 +360,8 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """What to save for a later start."""
 
-    tensorboard: bool = False
-    """Write TensorBoard events beside metrics.jsonl."""
+    tracking: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
+    """Where metrics go beside metrics.jsonl; each needs its extra: pip install 'areal-lite[wandb]'."""
 
     save_model: bool = True
     """Save the trained model with its tokenizer at the end."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
+
+import numpy as np
 
 from areal_lite.api.dotted_path import load_object
 from areal_lite.data.data_source_state import saved_group
@@ -35,7 +38,7 @@ def highest_reward_first(
 
 
 def _mean_reward(group: Group) -> float:
-    rewards = [sample.get_reward_value() for sample in group if isinstance(sample.reward, int | float)]
+    rewards = [sample.get_reward_value() for sample in group if isinstance(sample.reward, Real)]
     return sum(rewards) / len(rewards) if rewards else -math.inf
 
 
@@ -66,7 +69,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def add_samples(self, samples: list[Group]) -> None:
         """Append groups to the buffer, all or, on an error, none.
 
-        Samples of one group that share an index count as one member.
+        Samples of one group that share an index count as one member; groups and samples without a number get one.
 
         Raises:
             ValueError: If it is no list of groups, a group has not ``n_samples_per_prompt`` members, is
@@ -79,16 +82,22 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             present = {group_index_of(group) for group in self.buffer}
             for place, group in enumerate(samples):
                 self._check_group(place, group)
-                number = group[0].group_index
+                if group[0].group_index is None:
+                    continue
+                number = group_index_of(group)
                 if number in present:
                     raise ValueError(f"group {number} is in the buffer already: add each group once")
-                present.add(number if isinstance(number, int) else -1 - place)
+                present.add(number)
             for group in samples:
                 if group[0].group_index is None:
                     for sample in group:
                         sample.group_index = self._next_group
-                    self._next_group += 1
-                self._owed.pop(group_index_of(group), None)
+                for sample in group:
+                    if sample.index is None:
+                        sample.index, self.sample_index = self.sample_index, self.sample_index + 1
+                number = group_index_of(group)
+                self._next_group = max(self._next_group, number + 1)
+                self._owed.pop(number, None)
                 self.buffer.append(group)
 
     def _check_group(self, place: int, group: Group) -> None:
@@ -97,7 +106,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
                 f"group {place} holds {[type(sample).__name__ for sample in group]}, not Samples"
             )
         indices = [sample.index for sample in group]
-        members = len(group) if None in indices else len(set(indices))
+        members = len({*indices} - {None}) + indices.count(None)
         if members != self.n_samples_per_prompt:
             raise ValueError(
                 f"group {place} has {members} members and n_samples_per_prompt is {self.n_samples_per_prompt}: add "
@@ -105,7 +114,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             )
         for sample in group:
             values = sample.reward.values() if isinstance(sample.reward, dict) else [sample.reward]
-            if any(isinstance(value, float) and not math.isfinite(value) for value in values):
+            if any(isinstance(value, float | np.floating) and not math.isfinite(value) for value in values):
                 raise ValueError(
                     f"group {place}, sample {sample.index}: the reward is {sample.reward!r}: it must be finite, or "
                     "None where there is none yet; nothing was added"
@@ -114,10 +123,6 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def give_back(self, groups: Sequence[Group]) -> None:
         """Put the groups into the buffer with what they have."""
         self.add_samples(list(groups))
-
-    def _take_returned(self, count: int) -> list[Group]:
-        taken = super()._take_returned(count)
-        return taken + self._get_samples_from_buffer(count - len(taken))
 
     def _get_samples_from_buffer(self, num_samples: int) -> list[Group]:
         if not self.buffer or num_samples == 0:
@@ -131,6 +136,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
                 f"the buffer filter returned {len(taken)} groups where {num_samples} were asked for, "
                 f"{len(chosen - known)} of them not from the buffer: return at most num_samples different groups of it"
             )
+        for place, group in enumerate(taken):
+            self._check_group(place, group)  # a filter may have changed it
         deleted = known - {id(group) for group in left} - chosen
         if deleted:
             self.dropped["the buffer filter deleted it"] += len(deleted)

@@ -10,7 +10,12 @@ from areal_lite.errors import ConfigError
 
 
 class IterableDataSource(RolloutDataSourceWithBuffer):
-    """An iterable is begun anew each time it ends; an iterator ends for good."""
+    """An iterable is begun anew each time it ends; an iterator ends for good.
+
+    Args:
+        rows: Rows, or batches of rows as a data loader gives them: a list is a batch.
+        n_samples_per_prompt: Samples in a group.
+    """
 
     def __init__(self, rows: Iterable[Any], *, n_samples_per_prompt: int = 1) -> None:
         super().__init__(n_samples_per_prompt=n_samples_per_prompt)
@@ -20,17 +25,15 @@ class IterableDataSource(RolloutDataSourceWithBuffer):
         self.ended = False
         """Whether no row will come any more."""
 
-    def _draw(self, count: int) -> list[tuple[int | None, dict[str, Any]]]:
-        """Take up to ``count`` rows; fewer once the iterable has ended.
+    def _read_ahead(self, count: int) -> None:
+        """Read one row or batch, if there is one.
 
         Raises:
             Exception: Whatever the iterable raises; it has ended then.
         """
-        drawn: list[tuple[int | None, dict[str, Any]]] = []
-        while len(drawn) < count and not self.ended:
+        while not self._ahead and not self.ended:
             try:
-                drawn.append((None, next(self._iterator)))
-                self.sample_offset += 1
+                item = next(self._iterator)
             except StopIteration:
                 if not self._endless or self.sample_offset == 0:
                     self.ended = True
@@ -40,7 +43,8 @@ class IterableDataSource(RolloutDataSourceWithBuffer):
             except BaseException:
                 self.ended = True
                 raise
-        return drawn
+            else:
+                self._ahead.extend((None, row) for row in (item if isinstance(item, list) else [item]))
 
     def state_dict(self) -> dict[str, Any]:
         """Refuse.

@@ -12,7 +12,7 @@ import hashlib
 import json
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from areal_lite.data.data_source_state import (
     write_state,
 )
 from areal_lite.data.rollout_batch import rollout_inputs
-from areal_lite.data.sample import Sample, copied
+from areal_lite.data.sample import Sample, copied, with_own_containers
 from areal_lite.errors import ConfigError
 
 Group = list[Sample]
@@ -98,7 +98,8 @@ class RolloutDataSource:
         self._owed: dict[int, Group] = {}
         self._returned: list[Group] = []
         """Groups to hand out before any row is drawn."""
-        self._ahead: deque[tuple[int, dict[str, Any]]] = deque()
+        self._ahead: deque[tuple[int | None, dict[str, Any]]] = deque()
+        """Rows read and not drawn yet, with their positions."""
         self._order: NDArray[np.int64] = np.empty(0, np.int64)
         if dataset is not None:
             if len(self._rows) == 0:
@@ -117,15 +118,24 @@ class RolloutDataSource:
     def get_samples(self, num_samples: int) -> list[Group]:
         """Return ``num_samples`` groups; they are owed from here on.
 
+        What was taken before an error is handed out next time.
+
         Raises:
             ValueError: If ``num_samples`` is below 0.
+            ConfigError: If a row is no dict.
         """
         if num_samples < 0:
             raise ValueError(f"num_samples is {num_samples}: it must be 0 or more")
         with self._lock:
-            groups = self._take_returned(num_samples)
-            for position, row in self._draw(num_samples - len(groups)):
-                groups.append(self._new_group(position, row))
+            taken, self._returned = self._returned[:num_samples], self._returned[num_samples:]
+            try:
+                taken += self._get_samples_from_buffer(num_samples - len(taken))
+                for position, row in self._draw(num_samples - len(taken)):
+                    taken.append(self._new_group(position, row))
+            except BaseException:
+                self._returned[:0] = taken
+                raise
+            groups = [list(group) for group in taken]  # a hand-out is known by its list
             for group in groups:
                 self._owed[group_index_of(group)] = group
             return groups
@@ -135,40 +145,44 @@ class RolloutDataSource:
         row = group[0].row
         if self._packer is None:
             return row
-        return rollout_inputs(self._packer, [row], prompt_key=self._prompt_key)[0]
+        return rollout_inputs(self._packer, [with_own_containers(row)], prompt_key=self._prompt_key)[0]
 
     def __iter__(self) -> Iterator[Group]:
         """Return an endless iterator over groups."""
         while groups := self.get_samples(1):
             yield from groups
 
-    def _take_returned(self, count: int) -> list[Group]:
-        taken, self._returned = self._returned[:count], self._returned[count:]
-        return taken
+    def _get_samples_from_buffer(self, num_samples: int) -> list[Group]:
+        return []
 
-    def _draw(self, count: int) -> Iterable[tuple[int | None, dict[str, Any]]]:
-        """Take the next ``count`` rows, over as many epochs as that needs."""
-        if self.dataset is None:
-            return [(None, {})] * count
-        drawn: list[tuple[int | None, dict[str, Any]]] = []
-        while len(drawn) < count:
-            if self.sample_offset == len(self._order):
-                self.epoch_id += 1
-                self.sample_offset = 0
-                self._order = self._epoch_order(len(self._rows))
+    def _draw(self, count: int) -> Iterator[tuple[int | None, dict[str, Any]]]:
+        """Yield the next ``count`` rows, fewer where they end; a row is drawn once the next is asked for."""
+        for left in range(count, 0, -1):
             if not self._ahead:
-                wanted = max(count - len(drawn), _AHEAD)
-                positions = self._order[self.sample_offset : self.sample_offset + wanted].tolist()
-                self._ahead.extend(zip(positions, self._read(positions), strict=True))
-            taken = min(count - len(drawn), len(self._ahead))
-            drawn.extend(self._ahead.popleft() for _ in range(taken))
-            self.sample_offset += taken
-        return drawn
+                self._read_ahead(left)
+            if not self._ahead:
+                return
+            yield self._ahead[0]
+            self._ahead.popleft()
+            self.sample_offset += 1
+
+    def _read_ahead(self, count: int) -> None:
+        """Read at least one row, if there is one, for ``count`` that are asked for."""
+        if self.dataset is None:
+            self._ahead.append((None, {}))
+            return
+        if self.sample_offset == len(self._order):
+            self.epoch_id += 1
+            self.sample_offset = 0
+            self._order = self._epoch_order(len(self._rows))
+        end = self.sample_offset + max(count, _AHEAD)
+        positions = self._order[self.sample_offset : end].tolist()
+        self._ahead.extend(zip(positions, self._read(positions), strict=True))
 
     def _new_group(self, position: int | None, row: dict[str, Any]) -> Group:
+        of_row = self._of_row(copied(_checked(row)))
         number, self._next_group = self._next_group, self._next_group + 1
         first, self.sample_index = self.sample_index, self.sample_index + self.n_samples_per_prompt
-        of_row = self._of_row(copied(row))
         group = [Sample(first, group_index=number, position=position, **of_row)]
         for index in range(first + 1, self.sample_index):
             group.append(group[0].sibling(index))
@@ -211,23 +225,36 @@ class RolloutDataSource:
         for i in sorted({i * (size - 1) // (_FINGERPRINT_ROWS - 1) for i in range(_FINGERPRINT_ROWS)}):
             if size:
                 # What JSON cannot hold, an image say, counts by its type alone.
-                text = json.dumps(dict(rows[i]), default=lambda value: type(value).__name__, skipkeys=True)
+                text = json.dumps(
+                    dict(_checked(rows[i])), default=lambda value: type(value).__name__, skipkeys=True
+                )
                 digest.update(text.encode())
         return {"rows": size, "content": digest.hexdigest()[:16]}
 
     # -- how an owed group ends ------------------------------------------------------------------
 
     def mark_trained(self, groups: Iterable[Group]) -> None:
-        """The groups were trained: they are owed no longer. Groups that are not owed are passed over."""
+        """The groups, as they were handed out, were trained: they are owed no longer.
+
+        Those that are not owed, or were given back and handed out again since, are passed over.
+        """
         with self._lock:
             for group in groups:
-                self._owed.pop(group_index_of(group), None)
+                self._settle(group)
 
     def drop(self, group: Group, reason: str) -> None:
         """The group ends without training, and its row waits for the next epoch."""
         with self._lock:
-            if self._owed.pop(group_index_of(group), None) is not None:
+            if self._settle(group):
                 self.dropped[reason] += 1
+
+    def _settle(self, group: Group) -> bool:
+        """Owe this hand-out no longer; return whether it was owed."""
+        number = group_index_of(group)
+        owed = self._owed.get(number) is group
+        if owed:
+            del self._owed[number]
+        return owed
 
     def give_back(self, groups: Sequence[Group]) -> None:
         """Hand the groups out again, before any row is drawn; what was sampled is forgotten."""
@@ -256,7 +283,15 @@ class RolloutDataSource:
     # -- state -----------------------------------------------------------------------------------
 
     def update_metadata(self, metadata: dict[str, Any]) -> None:
-        """Merge JSON values into the metadata, which are part of the state."""
+        """Merge JSON values into the metadata, which are part of the state.
+
+        Raises:
+            ValueError: If a value is none, or a number that is not finite, for which JSON has no word.
+        """
+        try:
+            json.dumps(metadata, allow_nan=False, default=lambda value: value.tolist())  # of numpy
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"metadata {metadata!r:.200}: {error}: give JSON values, None for nan") from None
         with self._lock:
             self.metadata.update(metadata)
 
@@ -302,7 +337,7 @@ class RolloutDataSource:
             self.sample_offset = int(state.get("sample_offset", 0))
             self.sample_index = int(state.get("sample_index", 0))
             self._next_group = int(state.get("group_index", 0))
-            self.metadata = dict(state.get("metadata", {}))
+            self.metadata = copy.deepcopy(state.get("metadata", {}))
             self.dropped = Counter(state.get("dropped", {}))
             if self.dataset is not None:
                 self._order = self._epoch_order(int(state.get("epoch_size", len(self._rows))))
@@ -357,6 +392,12 @@ class RolloutDataSource:
             ]
             for group in groups
         ]
+
+
+def _checked(row: Any) -> Any:
+    if not isinstance(row, Mapping):
+        raise ConfigError(f"a row of the dataset is {row!r:.100}: each row must be a dict of columns")
+    return row
 
 
 def group_index_of(group: Group) -> int:

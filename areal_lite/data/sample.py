@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Real
 from typing import Any, NamedTuple, Self
 
 Prompt = str | list[dict[str, Any]]
@@ -222,7 +223,7 @@ class Sample:
             ValueError: If there is none; with index and key.
         """
         reward = self.reward if reward_key is None else _entry(self.reward, reward_key)
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
             raise ValueError(
                 f"{self._name()}: the reward{f' [{reward_key!r}]' if reward_key else ''} is {reward!r} in "
                 f"{self.reward!r}: it must be a finite number; name the right reward_key, or skip samples without one"
@@ -307,6 +308,16 @@ class Sample:
 
 def _entry(reward: Reward | None, key: str) -> Any:
     return reward.get(key) if isinstance(reward, Mapping) else None
+
+
+def with_own_containers(value: Any) -> Any:
+    """Return a copy whose dicts and lists are its own; what they hold, images say, is shared."""
+    kind = type(value)
+    if kind is dict:
+        return {key: with_own_containers(item) for key, item in value.items()}
+    if kind is list:
+        return [with_own_containers(item) for item in value]
+    return value
 
 
 def copied(value: Any) -> Any:

@@ -16,10 +16,13 @@ import gzip
 import hashlib
 import io
 import itertools
+import json
 import lzma
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -36,6 +39,9 @@ Row = dict[str, Any]
 _BATCH = 1000
 """Rows written at once."""
 _BOM = b"\xef\xbb\xbf"
+_LONG_NUMBER = re.compile(rb"\d{19}")
+_WHOLE = range(-(1 << 63), 1 << 64)
+"""Whole numbers that orjson reads and writes; it makes floats of others."""
 
 
 @dataclass(slots=True)
@@ -97,16 +103,25 @@ def _write(path: Path, files: Sequence[Path]) -> None:
     schema = Features(
         {name: Json() if column.type == "json" else Value(column.type) for name, column in columns.items()}
     ).arrow_schema
-    rows = (row for file in files for _, row in _rows(file))
+    rows = (row for file in files for row in _rows(file))
     with pa.OSFile(str(path), "wb") as out, pa.ipc.new_stream(out, schema) as writer:
         while batch := list(itertools.islice(rows, _BATCH)):
             arrays = []
             for field in schema:
-                values = [row.get(field.name) for row in batch]
+                values = [row.get(field.name) for _, row in batch]
                 if columns[field.name].type == "json":
-                    values = [None if value is None else orjson.dumps(value).decode() for value in values]
+                    values = [_as_json(row.get(field.name), where) for where, row in batch]
                 arrays.append(pa.array(values, type=field.type))
             writer.write_batch(pa.record_batch(arrays, schema=schema))
+
+
+def _as_json(value: Any, where: str) -> str | None:
+    try:
+        return None if value is None else orjson.dumps(value).decode()
+    except TypeError as error:
+        raise ConfigError(
+            f"dataset {where}: a value cannot be kept ({error}): nest it less deeply, or write it as text"
+        ) from None
 
 
 def _columns(files: Sequence[Path]) -> dict[str, _Column]:
@@ -139,7 +154,7 @@ def _take(columns: dict[str, _Column], name: str, value: Any, where: str) -> Non
             "kind in all rows"
         )
     elif type_ not in ("null", column.type):
-        column.type = "json"  # whole and broken numbers, or numbers beyond 64 bits
+        column.type = "json"  # whole and broken numbers, or numbers of 64 bits without a sign
 
 
 def _type(value: Any) -> str:
@@ -163,8 +178,11 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
     compression = path.suffix.lower() if path.suffix.lower() in COMPRESSIONS else ""
     is_csv = path.name.lower().removesuffix(compression).endswith(".csv")
     try:
-        with _open(path, compression) as file:
-            yield from _csv_rows(path, file) if is_csv else _json_rows(path, file)
+        if is_csv:
+            yield from _csv_rows(path, compression)
+        else:
+            with _open(path, compression) as file:
+                yield from _json_rows(path, file)
     except (OSError, EOFError, UnicodeDecodeError, csv.Error, lzma.LZMAError, zlib.error) as error:
         raise ConfigError(
             f"dataset {path}: it cannot be read ({error}): is it whole, and of the type its name says?"
@@ -213,11 +231,21 @@ def _json_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Row]]:
 
 def _parsed(text: bytes, where: str) -> Any:
     try:
-        return orjson.loads(text)
+        value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise ConfigError(
             f"dataset {where}: not JSON: {error}: write one object a line, or one list of objects"
         ) from None
+    if _LONG_NUMBER.search(text):
+        json.loads(text, parse_int=partial(_check_size, where))
+    return value
+
+
+def _check_size(where: str, digits: str) -> None:
+    if len(digits) > 20 or int(digits) not in _WHOLE:
+        raise ConfigError(
+            f"dataset {where}: the number {digits:.40} has more than 64 bits: write it as text, in quotes"
+        )
 
 
 def checked_row(row: Any, where: str) -> Row:
@@ -233,50 +261,49 @@ def checked_row(row: Any, where: str) -> Row:
     return row
 
 
-def _csv_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Row]]:
-    with io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as lines:
-        texts = {
-            name
-            for _, row in _csv_cells(path, lines)
-            for name, cell in row.items()
-            if cell and isinstance(_number(cell), str)
-        }
-        lines.seek(0)
-        for where, row in _csv_cells(path, lines):
-            yield (
-                where,
-                {
-                    name: (cell if name in texts else _number(cell)) if cell else None
-                    for name, cell in row.items()
-                },
-            )
+def _csv_rows(path: Path, compression: str) -> Iterator[tuple[str, Row]]:
+    texts = {
+        name
+        for _, row in _csv_cells(path, compression)
+        for name, cell in row.items()
+        if cell and isinstance(_number(cell), str)
+    }
+    for where, row in _csv_cells(path, compression):
+        yield (
+            where,
+            {
+                name: (cell if name in texts else _number(cell)) if cell else None
+                for name, cell in row.items()
+            },
+        )
 
 
-def _csv_cells(path: Path, lines: io.TextIOWrapper) -> Iterator[tuple[str, dict[str, str]]]:
+def _csv_cells(path: Path, compression: str) -> Iterator[tuple[str, dict[str, str]]]:
     csv.field_size_limit(1 << 30)  # the default refuses a cell of 128 KiB
-    reader = csv.reader(lines, strict=True)
-    header = next(reader, [])
-    if len(set(header)) < len(header):
-        raise ConfigError(f"dataset {path}: its columns are {header}: give each its own name")
-    for cells in reader:
-        where = f"{path}, line {reader.line_num}"
-        if not cells:
-            continue
-        if len(cells) != len(header):
-            raise ConfigError(
-                f"dataset {where}: it has {len(cells)} cells, but there are {len(header)} columns: add or remove "
-                'some; a cell with a comma or a line break needs "quotes"'
-            )
-        yield where, dict(zip(header, cells, strict=True))
+    with io.TextIOWrapper(_open(path, compression), encoding="utf-8-sig", newline="") as lines:
+        reader = csv.reader(lines, strict=True)
+        header = next(reader, [])
+        if len(set(header)) < len(header):
+            raise ConfigError(f"dataset {path}: its columns are {header}: give each its own name")
+        for cells in reader:
+            where = f"{path}, line {reader.line_num}"
+            if not cells:
+                continue
+            if len(cells) != len(header):
+                raise ConfigError(
+                    f"dataset {where}: it has {len(cells)} cells, but there are {len(header)} columns: add or "
+                    'remove some; a cell with a comma or a line break needs "quotes"'
+                )
+            yield where, dict(zip(header, cells, strict=True))
 
 
 def _number(cell: str) -> int | float | str:
-    """Return the number that prints as ``cell``, else the cell."""
+    """Return the number of 64 bits that prints as ``cell``, else the cell."""
     for number in (int, float):
         try:
             value = number(cell)
         except ValueError:
             continue
         if str(value) == cell and cell not in ("nan", "inf", "-inf"):
-            return value
+            return value if number is float or value in _WHOLE else cell
     return cell

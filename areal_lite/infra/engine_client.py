@@ -12,6 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ class EngineClient:
             response = await self._generate(req, call)
             if member is not None:
                 member.server = call.server
-                member.turns.append(response)
+                member.turns.append(_own_copy(response))
             if call.interrupted:
                 await self._park(call)
             return response
@@ -160,6 +161,7 @@ class EngineClient:
     async def _generate(self, req: ModelRequest, call: _Call) -> ModelResponse:
         gconfig = req.gconfig
         budget = self._budget(req)
+        input_ids = list(req.input_ids)  # the caller may extend its list while the answer is sampled
         attempts = fruitless = 0
         started, clock = time.time(), time.monotonic()
         ttft = 0.0
@@ -167,7 +169,7 @@ class EngineClient:
         logprobs: list[float] = []
         versions: list[int] = []
         finish = "abort"
-        if call.member is not None and (recorded := _recorded(call.member, req.input_ids)) is not None:
+        if call.member is not None and (recorded := _recorded(call.member, input_ids)) is not None:
             tokens += recorded.output_tokens
             logprobs += recorded.output_logprobs
             versions += recorded.output_versions
@@ -177,7 +179,7 @@ class EngineClient:
                 finish = "length"
                 break
             body = self._dialect.generate_body(
-                req.input_ids + tokens if tokens else req.input_ids,
+                input_ids + tokens if tokens else input_ids,
                 gconfig,
                 rid=req.rid,
                 max_new_tokens=budget - len(tokens),
@@ -200,7 +202,7 @@ class EngineClient:
                 if fruitless:
                     await asyncio.sleep(random.uniform(0, min(1.0, 0.01 * 2**fruitless)))
         return ModelResponse(
-            input_tokens=req.input_ids,
+            input_tokens=input_ids,
             output_tokens=tokens,
             output_logprobs=logprobs,
             output_versions=versions,
@@ -410,6 +412,17 @@ class EngineClient:
             return
         if error is not None:
             raise ServerError(f"{server.url}{call.path}: {error}")
+
+
+def _own_copy(response: ModelResponse) -> ModelResponse:
+    """Return the answer for the record, out of reach of a workflow that builds its next prompt in these lists."""
+    return replace(
+        response,
+        input_tokens=response.input_tokens.copy(),
+        output_tokens=response.output_tokens.copy(),
+        output_logprobs=response.output_logprobs.copy(),
+        output_versions=response.output_versions.copy(),
+    )
 
 
 def _recorded(member: MemberRecord, input_ids: list[int]) -> ModelResponse | None:

@@ -11,6 +11,7 @@ from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.episode import EpisodeStatus, MemberRecord
 from areal_lite.api.tensor_dict import Outcome, check_outcome, merge_outcomes
 from areal_lite.api.workflow_api import RolloutWorkflow
+from areal_lite.data.sample import with_own_containers
 from areal_lite.errors import ConfigError
 
 OnError = Literal["drop_sample", "drop_group", "raise"]
@@ -59,7 +60,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
                 context._replace(sample_idx=member.sample_idx, member=member, members=[member])
             )
             try:
-                outcome = await self.workflow.arun_episode(engine, dict(data))
+                outcome = await self.workflow.arun_episode(engine, with_own_containers(dict(data)))
                 member.num_rows = check_outcome(outcome)
             except BaseException as error:  # the boundary where a member's error becomes data
                 cancelled = isinstance(error, asyncio.CancelledError)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from areal_lite.api.episode import EpisodeResult, EpisodeStatus, MemberRecord
 from areal_lite.api.io_struct import ModelResponse
-from areal_lite.data.rollout_data_source import Group
+from areal_lite.data.rollout_data_source import Group, restarted
 from areal_lite.data.sample import Sample, SampleStatus
 
 _STATUS = {EpisodeStatus.ACCEPTED: SampleStatus.COMPLETED, EpisodeStatus.FAILED: SampleStatus.FAILED}
@@ -21,9 +21,12 @@ def sampled_group(result: EpisodeResult) -> Group:
     """Return the group of a result with what its members have sampled.
 
     A member is one sample per linear sequence, all with its index; one that sampled nothing is pending.
+    A workflow that ran another number of members than were drawn begins anew: nobody knows whose tokens are whose.
     """
     by_index = {sample.index: sample for sample in reversed(result.samples)}
     drawn = [by_index[index] for index in dict.fromkeys(sample.index for sample in result.samples)]
+    if len(drawn) != len(result.members):
+        return restarted(result.samples)
     rewards = iter(result.rewards)
     group: Group = []
     for sample, member in zip(drawn, result.members, strict=True):

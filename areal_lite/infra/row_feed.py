@@ -6,8 +6,10 @@ gather here until a batch is cut, and whatever is not trained goes back to the s
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from areal_lite.api.episode import EpisodeResult, EpisodeStatus
@@ -96,16 +98,22 @@ class RowFeed:
     def next_group(self) -> Group | None:
         """Return the next group; None once the source has ended."""
         if not self.exhausted and self.error is None:
-            try:
-                groups = self.source.get_samples(1)
-            except Exception as error:  # rows and filters are user code; their error belongs to whoever waits
-                self.end(error)
-                return None
-            if groups:
-                return groups[0]
-            self.exhausted = True
-            self.box.changed()
+            with self._source_at_work():
+                for group in self.source.get_samples(1):
+                    return group
+                self.exhausted = True
+                self.box.changed()
         return None
+
+    @contextlib.contextmanager
+    def _source_at_work(self) -> Iterator[None]:
+        """End the feed with what the source raises: it is user code, and its error belongs to whoever waits."""
+        try:
+            yield
+        except Exception as error:
+            self.end(error)
+        except BaseException as error:
+            self.end(RuntimeError(f"the data source raised {error!r}"))
 
     def end(self, error: Exception) -> None:
         """Draw no more; whoever waits for a batch gets ``error``."""
@@ -134,23 +142,25 @@ class RowFeed:
 
     def owe(self, result: EpisodeResult) -> None:
         """Put the row of a stale group back, to be drawn before all others."""
-        self._return(restarted(result.samples))
+        with self._source_at_work():
+            self._return(restarted(result.samples))
         self.count_miss(STALE)
 
     def keep(self, result: EpisodeResult) -> None:
         """Put a stopped or surplus group back with what it has sampled."""
-        self._return(sampled_group(result))
+        with self._source_at_work():
+            self._return(sampled_group(result))
 
     def miss(self, result: EpisodeResult) -> None:
         """Note a group that ended without training data; the row of a failed one is drawn again a few times."""
-        reason = miss_reason(result)
-        if result.status is EpisodeStatus.FAILED and result.samples[0].attempts < self._retries:
-            for sample in result.samples:
-                sample.attempts += 1
-            self._return(restarted(result.samples))
-        else:
-            self.source.drop(result.samples, reason)
-        self.count_miss(reason)
+        with self._source_at_work():
+            if result.status is EpisodeStatus.FAILED and result.samples[0].attempts < self._retries:
+                for sample in result.samples:
+                    sample.attempts += 1
+                self._return(restarted(result.samples))
+            else:
+                self.source.drop(result.samples, drop_reason(result))
+        self.count_miss(miss_reason(result))
 
     def _return(self, group: Group) -> None:
         self.source.give_back([group])
@@ -208,8 +218,21 @@ class RowFeed:
         return self.exhausted and self.running == 0
 
 
+_RAISED = re.compile(r'^  File ".*\n(?:  .*\n)*(?:[\w<>]+\.)*(\w+)', re.MULTILINE)
+"""The last frames of a formatted traceback, and the type of the exception in the line below."""
+
+
+def drop_reason(result: EpisodeResult) -> str:
+    """Return the kind of miss to count by: messages of errors hold ids, and the counts are saved for ever."""
+    error = result.error or ""
+    if result.status is EpisodeStatus.REJECTED or "\n" not in error:
+        return miss_reason(result)
+    raised = _RAISED.findall(re.sub(r"^ +\| ", "", error, flags=re.MULTILINE))  # of exception groups, too
+    return f"{result.status}: {raised[-1] if raised else 'an error of a long message'}"
+
+
 def miss_reason(result: EpisodeResult) -> str:
-    """Return why a result is not trained, short enough to count by."""
+    """Return why a result is not trained, in a line."""
     if result.status is EpisodeStatus.REJECTED:
         return result.error or "rejected by the workflow"
     last_line = (result.error or "").strip().rsplit("\n", 1)[-1]

@@ -26,6 +26,7 @@ from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.tensor_dict import check_outcome, trajectory_tensors
 from areal_lite.data.iterable_data_source import IterableDataSource
 from areal_lite.data.rollout_data_source import Group, RolloutDataSource
+from areal_lite.data.sample import with_own_containers
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.infra.admission_gate import AdmissionGate
 from areal_lite.infra.deadlines import Deadlines
@@ -76,6 +77,9 @@ class WorkflowExecutor:
         self._http = SharedHttp()
         self._box = ResultBox()
         self._feeds: dict[int, tuple[RowFeed, EpisodeRecipe]] = {}
+        """By the id of their source. The one that was asked last is last, and it alone starts groups."""
+        self._asking = asyncio.Lock()
+        """Held while a batch is waited for."""
         self._waiting: deque[Submission] = deque()
         self._waiting_free: deque[Submission] = deque()
         self._live: dict[TaskId, Submission] = {}
@@ -151,7 +155,8 @@ class WorkflowExecutor:
         """Return exactly ``consumer_batch_size`` accepted results within the staleness bound.
 
         From the first call on, groups of ``source`` are started whenever the gate is open, also between
-        calls. Those that grew too old are drawn again; the batch returned before counts as trained.
+        calls. Those that grew too old are drawn again; the batch returned before counts as trained. Callers
+        take turns, and what another source has ahead goes back to it, so that ``source`` has all places.
 
         Raises:
             StarvationError: If nothing was accepted for ``max_empty_batches`` batches.
@@ -159,8 +164,15 @@ class WorkflowExecutor:
             ConfigError: If the source ended with less than a batch, or its groups have another size.
         """
         self._refuse_paused()
-        feed = self._feed_of(source, recipe)
-        feed.settle()
+        async with self._asking:
+            feed = self._feed_of(source, recipe)
+            feed.settle()
+            for other, _ in list(self._feeds.values()):
+                if other is not feed and other.ahead:
+                    await self._set_aside(other, "a batch of another source was asked for")
+            return await self._batch_of(feed)
+
+    async def _batch_of(self, feed: RowFeed) -> list[EpisodeResult]:
         count = self.config.consumer_batch_size
         max_misses = self.config.max_empty_batches * count
         while True:
@@ -180,18 +192,23 @@ class WorkflowExecutor:
                 feed.owe(result)
                 self._close(result)
             if cut.fresh:
-                feed.hand_over(cut.fresh)
                 self.gate.cut = True
+                if self.config.max_head_offpolicyness == 0:
+                    try:
+                        await self._set_aside(feed, "surplus: the batch was full")
+                    except asyncio.CancelledError:  # nobody gets this batch: it waits for who asks next
+                        feed.box.results[:0] = cut.fresh
+                        self.gate.cut = False
+                        raise
+                feed.hand_over(cut.fresh)
                 for result in cut.fresh:
                     self._close(result)
-                if self.config.max_head_offpolicyness == 0:
-                    await self._set_aside(feed, "surplus: the batch was full")
                 self._pump()
                 return cut.fresh
 
     def _feed_of(self, source: Iterable[Any], recipe: EpisodeRecipe) -> RowFeed:
         if id(source) in self._feeds:
-            feed = self._feeds[id(source)][0]
+            feed, _ = self._feeds[id(source)]
         else:
             size = recipe.group_size
             data_source = (
@@ -205,6 +222,7 @@ class WorkflowExecutor:
                 f"the data source gives groups of {feed.source.n_samples_per_prompt} and group_size is "
                 f"{recipe.group_size}: make them equal"
             )
+        self._feeds.pop(id(source), None)
         self._feeds[id(source)] = (feed, recipe)
         return feed
 
@@ -219,9 +237,11 @@ class WorkflowExecutor:
         """Stop what runs of the feed and return it with what waits for a batch, tokens and all."""
         running = [s for s in self._live.values() if s.task is not None and s.feed is feed]
         if running:
-            await self._interrupt([member for s in running for member in s.members])
-            for submission in running:
-                self._stop(submission, reason)
+            try:
+                await self._interrupt([member for s in running for member in s.members])
+            finally:  # what was interrupted has to be stopped
+                for submission in running:
+                    self._stop(submission, reason)
             await asyncio.wait([s.task for s in running if s.task], timeout=CANCEL_GRACE_S)
         for result in feed.box.take(len(feed.box.results)):
             feed.keep(result)
@@ -252,7 +272,7 @@ class WorkflowExecutor:
         for queue in (self._waiting, self._waiting_free):
             while queue:
                 self._end(queue.popleft(), EpisodeStatus.CANCELLED, error=reason)
-        for feed, _ in self._feeds.values():
+        for feed, _ in list(self._feeds.values()):
             await self._set_aside(feed, reason)
         for submission in list(self._live.values()):
             self._stop(submission, reason)
@@ -313,18 +333,17 @@ class WorkflowExecutor:
             self._start(self._waiting_free.popleft())
         while self._waiting and gate.may_start_training():
             self._start(self._waiting.popleft())
-        for feed, recipe in self._feeds.values():
-            # No more ahead than can be trained in time, also when versions passed without a batch.
-            ahead = (gate.max_staleness + 1) * gate.batch_size + gate.extra
-            while (
-                feed.ahead < ahead and gate.may_start_training() and (group := feed.next_group()) is not None
-            ):
-                feed.running += 1
-                row = feed.source.rollout_input(group)
-                deliver = partial(self._deliver_to_feed, feed)
-                submission = self._make(row, recipe, deliver, training=True, feed=feed, samples=group)
-                record_answers(group, submission.members, oldest_version=self._oldest_useful_version())
-                self._start(submission)
+        if not self._feeds:
+            return
+        feed, recipe = next(reversed(self._feeds.values()))
+        # No more ahead than can be trained in time, also when versions passed without a batch.
+        ahead = (gate.max_staleness + 1) * gate.batch_size + gate.extra
+        while feed.ahead < ahead and gate.may_start_training() and (group := feed.next_group()) is not None:
+            feed.running += 1
+            deliver = partial(self._deliver_to_feed, feed)
+            submission = self._make(group[0].row, recipe, deliver, training=True, feed=feed, samples=group)
+            record_answers(group, submission.members, oldest_version=self._oldest_useful_version())
+            self._start(submission)
 
     def _oldest_useful_version(self) -> int:
         """Return the version from which on a stopped group's tokens are of use."""
@@ -356,7 +375,10 @@ class WorkflowExecutor:
             )
         )
         try:
-            outcome = await recipe.workflow.arun_episode(self._engine, dict(submission.data))
+            if submission.feed is not None:  # a packer is user code, so it runs here
+                submission.data = submission.feed.source.rollout_input(submission.samples)
+            data = with_own_containers(dict(submission.data))
+            outcome = await recipe.workflow.arun_episode(self._engine, data)
             num_rows = check_outcome(outcome)
             if len(members) == 1:
                 members[0].num_rows = num_rows

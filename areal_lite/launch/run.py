@@ -22,6 +22,7 @@ from areal_lite.launch.engine_stack import check_startable, generating_engine, t
 from areal_lite.launch.run_data import tokenizer_path, training_data, workflow_rows
 from areal_lite.launch.run_directory import run_directory, run_directory_path
 from areal_lite.launch.workflow_choice import workflow_kwargs
+from areal_lite.trainer.tracking import start_tracking
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run's checkpoints."""
@@ -65,14 +66,15 @@ def run_training(config: RunConfig, *, on_step: OnStep | None = None) -> Trainin
     kwargs = workflow_kwargs(config, is_eval=False)
     data = training_data(config)
     held_out = workflow_rows(config, config.eval_dataset, is_train=False) if config.eval_dataset else []
-    checkpoint = _checkpoint_to_resume(config)
+    checkpoint, first_step = _checkpoint_to_resume(config)
     with (
         run_directory(config, fresh=checkpoint is None) as run_dir,
+        start_tracking(config, run_dir, last_step=first_step) as tracking,
         generating_engine(config, run_dir) as engine,
     ):
         from transformers.utils.logging import disable_progress_bar
 
-        from areal_lite.trainer.checkpoint import checkpoint_step, load_checkpoint, save_checkpoint
+        from areal_lite.trainer.checkpoint import load_checkpoint, save_checkpoint
         from areal_lite.trainer.metrics import MetricsWriter
         from areal_lite.trainer.weights import publish_weights, save_model
 
@@ -81,18 +83,16 @@ def run_training(config: RunConfig, *, on_step: OnStep | None = None) -> Trainin
         trainer = _make_trainer(config)
         served_dtype = _torch_dtype(config.server.dtype)
         total_steps = config.trainer.total_steps
-        first_step = 0
 
         def publish(step: int) -> None:
             folder = publish_weights(trainer.model, run_dir / "weights", step, dtype=served_dtype)
             engine.update_weights_from_disk(str(folder.resolve()), step)
 
         if checkpoint is not None:
-            first_step = checkpoint_step(checkpoint)
             load_checkpoint(trainer, checkpoint)
             data.source.load(first_step, checkpoint)
             publish(first_step)
-        with MetricsWriter(run_dir, last_step=first_step, tensorboard=config.tensorboard) as writer:
+        with MetricsWriter(run_dir, last_step=first_step, tracking=tracking) as writer:
 
             def record(step: int, metrics: dict[str, float]) -> None:
                 writer.write(step, metrics)
@@ -157,8 +157,8 @@ def run_training(config: RunConfig, *, on_step: OnStep | None = None) -> Trainin
         )
 
 
-def _checkpoint_to_resume(config: RunConfig) -> Path | None:
-    """Return the checkpoint the run goes on from.
+def _checkpoint_to_resume(config: RunConfig) -> tuple[Path | None, int]:
+    """Return the checkpoint the run goes on from, None for a fresh start, and the step it stands at.
 
     Raises:
         CheckpointError: If it is missing or broken.
@@ -167,12 +167,13 @@ def _checkpoint_to_resume(config: RunConfig) -> Path | None:
     from areal_lite.trainer.checkpoint import checkpoint_step, find_checkpoint
 
     checkpoint = find_checkpoint(run_directory_path(config) / CHECKPOINTS, config.checkpoint.resume)
-    if checkpoint is not None and (step := checkpoint_step(checkpoint)) >= config.trainer.total_steps:
+    step = 0 if checkpoint is None else checkpoint_step(checkpoint)
+    if step >= config.trainer.total_steps:
         raise ConfigError(
             f"{checkpoint} has trained {step} steps and trainer.total_steps is {config.trainer.total_steps}: raise it "
             "to go on, or choose another trial_name"
         )
-    return checkpoint
+    return checkpoint, step
 
 
 def _is_due(step: int, every_steps: int | None, total_steps: int) -> bool:

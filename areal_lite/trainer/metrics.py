@@ -1,16 +1,20 @@
-"""metrics.jsonl: one JSON object per training step, and TensorBoard events where asked."""
+"""metrics.jsonl: one JSON object per training step, each passed on to the run's trackers.
+
+Guarantees that every line is one whole record, or that the run ends with an error that says why not.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-from areal_lite.errors import ConfigError
+from areal_lite.errors import StorageError
+from areal_lite.trainer.tracking import Tracking
 
 
 class MetricsWriter:
@@ -19,45 +23,40 @@ class MetricsWriter:
     Args:
         run_dir: Folder of the run.
         last_step: Records beyond this step are removed: they are about to be written again.
-        tensorboard: Write TensorBoard events as well.
+        tracking: Where each record goes as well; its owner closes it.
 
     Raises:
-        ConfigError: If ``tensorboard`` is asked for but not installed.
+        StorageError: If the file cannot be opened.
     """
 
     def __init__(
-        self, run_dir: Path | str, *, last_step: int | None = None, tensorboard: bool = False
+        self, run_dir: Path | str, *, last_step: int | None = None, tracking: Tracking | None = None
     ) -> None:
-        self._events: Any = None
-        run_dir = Path(run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ConfigError(
-                    "tensorboard is true but the package is not installed: "
-                    "pip install 'areal-lite[tensorboard]', or set tensorboard: false"
-                ) from error
-            self._events = SummaryWriter(str(run_dir / "tensorboard"))
-        path = run_dir / "metrics.jsonl"
-        if last_step is not None and path.exists():
-            _cut_off(path, last_step)
-        self._file = path.open("ab", buffering=0)
+        self._path = Path(run_dir) / "metrics.jsonl"
+        self._tracking = tracking
+        with self._disk_errors():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if last_step is not None and self._path.exists():
+                _cut_off(self._path, last_step)
+            self._file = self._path.open("ab", buffering=0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append ``{"step": step, "time": seconds since the epoch, **metrics}``; non-finite values become null."""
+        """Append ``{"step": step, "time": seconds since the epoch, **metrics}``; non-finite values become null.
+
+        Raises:
+            StorageError: If the disk is full or not writable.
+        """
         record: dict[str, float | None] = {"step": step, "time": round(time.time(), 3)}
-        for name, value in metrics.items():
-            record[name] = float(value) if math.isfinite(value) else None
-            if self._events is not None:
-                self._events.add_scalar(name, value, step)
-        self._file.write(json.dumps(record).encode() + b"\n")
+        record |= {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+        rest = memoryview(json.dumps(record).encode() + b"\n")
+        with self._disk_errors():
+            while rest:  # a disk that fills up takes a part of the line, then refuses the rest
+                rest = rest[self._file.write(rest) :]
+        if self._tracking is not None:
+            self._tracking.log(step, metrics)
 
     def close(self) -> None:
         self._file.close()
-        if self._events is not None:
-            self._events.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -66,6 +65,16 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(
+                f"{self._path} cannot be written: {error}: free disk space or mend its permissions, then resume from "
+                "the last checkpoint"
+            ) from error
 
 
 def _cut_off(path: Path, last_step: int) -> None:

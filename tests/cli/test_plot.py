@@ -1,39 +1,136 @@
-"""The learning curve is a picture of what metrics.jsonl says."""
+"""The picture shows what metrics.jsonl says, and only panels that have something to show."""
 
 import json
+import struct
+import subprocess
 import sys
 
 import pytest
 
 from areal_lite.errors import ConfigError
-from areal_lite.inspect.plot import plot_metrics
+from areal_lite.inspect.plot import metrics_figure, plot_metrics
+from areal_lite.trainer.metrics import MetricsWriter
+
+RL_STEP = {
+    "train/reward_mean": 0.25,
+    "train/loss": 0.01,
+    "train/response_length_mean": 12.0,
+    "train/response_length_max": 16.0,
+    "train/approx_kl": 0.001,
+    "train/staleness_mean": 0.5,
+    "train/staleness_max": 1.0,
+    "train/seconds_forward": 1.5,
+    "train/seconds_proximal": 0.0,
+    "train/seconds_step": 1.6,
+    "timing/rollout_wait_s": 2.0,
+    "timing/step_s": 4.0,
+}
 
 
-def write(tmp_path, *records):
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return tmp_path
+def write_run(folder, *records):
+    """Write ``(step, metrics)`` as a run does."""
+    with MetricsWriter(folder) as writer:
+        for step, metrics in records:
+            writer.write(step, metrics)
+    return folder
 
 
-def test_rewards_and_held_out_points_become_a_png(tmp_path):
-    run = write(
-        tmp_path,
-        {"step": 0, "time": 1.0, "eval/reward": 0.1},
-        {"step": 1, "time": 2.0, "train/reward_mean": 0.2},
-        {"step": 2, "time": 3.0, "train/reward_mean": None},
+def rl_run(folder):
+    return write_run(
+        folder,
+        (0, {"eval/reward": 0.1}),
+        (1, RL_STEP),
+        (2, RL_STEP | {"train/reward_mean": float("nan"), "timing/rollout_wait_s": 1.0}),
+        (2, {"eval/reward": 0.9}),
     )
-    picture = plot_metrics(run)
-    assert picture == run / "reward.png"
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_without_rewards_is_told(tmp_path):
-    with pytest.raises(ConfigError, match=r"no line has train/reward_mean or eval/reward"):
-        plot_metrics(write(tmp_path, {"step": 1, "time": 2.0}))
+def panels(figure):
+    return {axes.get_title(): axes for axes in figure.axes}
+
+
+def curves(axes):
+    return {line.get_label(): [tuple(point) for point in line.get_xydata()] for line in axes.lines}
+
+
+def test_each_kind_of_metric_has_a_panel_with_its_unit(tmp_path):
+    found = panels(metrics_figure(rl_run(tmp_path / "exp" / "one")))
+    assert {title: axes.get_ylabel() for title, axes in found.items()} == {
+        "Reward": "reward",
+        "Loss": "loss",
+        "Response length": "tokens",
+        "KL divergence": "nats per token",
+        "Staleness": "policy versions",
+        "Time of a step": "seconds",
+    }
+    assert all(axes.get_xlabel() == "training step" for axes in found.values())
+    assert curves(found["Reward"]) == {"train": [(1, 0.25)], "eval": [(0, 0.1), (2, 0.9)]}
+    assert curves(found["Response length"]) == {"mean": [(1, 12), (2, 12)], "longest": [(1, 16), (2, 16)]}
+
+
+def test_the_seconds_of_phases_are_stacked_without_totals_and_without_idle_phases(tmp_path):
+    stack = panels(metrics_figure(rl_run(tmp_path)))["Time of a step"]
+    assert [area.get_label() for area in stack.collections] == ["forward", "rollout wait"]
+    assert stack.collections[-1].get_datalim(stack.transData).ymax == 3.5  # 1.5 + 2.0 at step 1
+
+
+def test_an_sft_run_has_the_panels_it_has_data_for(tmp_path):
+    run = write_run(tmp_path, (1, {"train/loss": 2.0}), (2, {"train/loss": 1.0}), (2, {"eval/loss": 1.5}))
+    found = panels(metrics_figure(run))
+    assert list(found) == ["Loss"]
+    assert curves(found["Loss"]) == {"train": [(1, 2.0), (2, 1.0)], "eval": [(2, 1.5)]}
+
+
+def test_several_runs_share_panels_and_have_their_own_times(tmp_path):
+    found = panels(metrics_figure(rl_run(tmp_path / "exp" / "a"), rl_run(tmp_path / "exp" / "b")))
+    assert set(curves(found["Staleness"])) == {
+        f"exp/{run}: {label}" for run in "ab" for label in ("mean", "largest")
+    }
+    assert {"Time of a step, exp/a", "Time of a step, exp/b"} < set(found)
+
+
+def test_a_run_that_is_still_writing_is_drawn_up_to_its_last_whole_line(tmp_path):
+    run = rl_run(tmp_path)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "train/rew')
+    assert curves(panels(metrics_figure(run))["Reward"])["train"] == [(1, 0.25)]
+
+
+def test_the_command_writes_a_png_of_two_columns(tmp_path):
+    run = rl_run(tmp_path / "run")
+    command = [sys.executable, "-m", "areal_lite", "plot", str(run), str(run), "--out", "curves.png"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("curves.png\n", "", 0)
+    content = (tmp_path / "curves.png").read_bytes()
+    assert content.startswith(b"\x89PNG")
+    assert struct.unpack(">II", content[16:24]) == (2 * 6 * 150, 3 * 3.2 * 150 // 1)  # six panels
+
+
+def test_the_picture_of_one_run_is_in_its_folder_and_several_need_a_place(tmp_path):
+    run = write_run(tmp_path / "run", (1, {"train/loss": 2.0}))
+    assert plot_metrics(run) == run / "metrics.png"
+    assert (run / "metrics.png").exists()
+    with pytest.raises(ConfigError, match="picture of 2 runs belongs to none of them: say where with --out"):
+        plot_metrics(run, run)
+
+
+def test_a_run_without_data_or_folder_is_told(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, "time": 2.0, "train/reward_mean": None}) + "\n"
+    )
+    with pytest.raises(ConfigError, match=r"no line has train/reward_mean or eval/reward or train/loss"):
+        plot_metrics(tmp_path)
     with pytest.raises(ConfigError, match=r"metrics.jsonl: No such file"):
         plot_metrics(tmp_path / "none")
 
 
+@pytest.mark.parametrize("name", ["none/here.png", "picture.metrics"])
+def test_a_picture_that_cannot_be_written_is_told(tmp_path, name):
+    with pytest.raises(ConfigError, match=r"cannot be written: .* give a \.png file in a folder that exists"):
+        plot_metrics(rl_run(tmp_path), out=tmp_path / name)
+
+
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"areal-lite\[examples\]"):
+    with pytest.raises(ConfigError, match=r"areal-lite\[plot\]"):
         plot_metrics(tmp_path)

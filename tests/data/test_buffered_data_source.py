@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import orjson
 import pytest
 
@@ -10,6 +11,7 @@ from areal_lite.data.buffered_data_source import (
     highest_reward_first,
     pop_first,
 )
+from areal_lite.data.rollout_data_source import restarted
 from areal_lite.data.sample import Sample
 from areal_lite.errors import ConfigError
 
@@ -124,9 +126,10 @@ def test_a_reward_that_is_not_finite_is_refused_with_group_and_sample():
     groups = rewarded(source, 1.0, math.nan)
     with pytest.raises(ValueError, match="group 1, sample 1: the reward is nan.*nothing was added"):
         source.add_samples(groups)
-    groups[1][0].reward = {"acc": math.inf}
-    with pytest.raises(ValueError, match="group 1, sample 1"):
-        source.add_samples(groups)
+    for reward in ({"acc": math.inf}, np.float32("nan")):
+        groups[1][0].reward = reward
+        with pytest.raises(ValueError, match="group 1, sample 1"):
+            source.add_samples(groups)
     assert source.get_buffer_length() == 0
 
 
@@ -168,7 +171,7 @@ def test_s27_surplus_groups_go_back_and_come_first():
 
 def test_s28_sb3_a_pure_filter_hands_each_group_out_once():
     source = make(buffer_filter=highest_reward_first)
-    source.add_samples(rewarded(source, 0.1, 0.9, 0.5))
+    source.add_samples(rewarded(source, 0.1, np.float32(0.9), 0.5))
     assert drawn(source, 2) == [1, 2]
     assert source.get_buffer_length() == 1
     assert drawn(source, 1) == [0]
@@ -204,6 +207,24 @@ def test_a_filter_that_raises_loses_nothing():
     with pytest.raises(ZeroDivisionError):
         source.get_samples(1)
     assert source.get_buffer_length() == 2
+    resumed = make(buffer_filter=lambda *_: 1 / 0)
+    first, owed = make().get_samples(2)
+    resumed.load_state_dict({"owed": [[sample.to_dict() for sample in owed]]})
+    resumed.add_samples([first])
+    with pytest.raises(ZeroDivisionError):
+        resumed.get_samples(2)
+    assert drawn(resumed, 1) == [1]
+
+
+def test_a_filter_that_takes_members_out_of_a_group_is_refused():
+    def thinning(source, rollout_id, buffer, num_samples):
+        del buffer[0][1:]
+        return buffer[:1]
+
+    source = make(members=2, buffer_filter=thinning)
+    source.add_samples(source.get_samples(1))
+    with pytest.raises(ValueError, match="has 1 members and n_samples_per_prompt is 2"):
+        source.get_samples(1)
 
 
 def test_what_a_filter_deletes_without_taking_it_is_dropped_and_counted():
@@ -228,6 +249,24 @@ def test_sb8_the_buffer_survives_a_restart_with_tokens_log_probs_and_versions(tm
     assert [s.to_dict() for s in first] == [s.to_dict() for s in owed]
     assert [s.to_dict() for s in second] == [s.to_dict() for s in aborted]
     assert drawn(resumed, 1) == [2]
+
+
+def test_samples_from_elsewhere_get_an_index_each_so_that_they_stay_members_of_their_own():
+    source = make(members=3)
+    source.get_samples(1)
+    source.add_samples([[Sample(), Sample(), Sample()], [Sample(1), Sample(), Sample(), Sample(1)]])
+    whole, mixed = source.get_samples(2)
+    assert [sample.index for sample in restarted(whole)] == [3, 4, 5]
+    assert [sample.index for sample in mixed] == [1, 6, 7, 1]
+
+
+def test_a_group_number_of_elsewhere_is_not_given_to_another_group():
+    source = make()
+    with pytest.raises(ValueError, match="is not numbered"):
+        source.add_samples([[Sample(0)], [Sample(1, group_index="mine")]])
+    assert source.get_buffer_length() == 0
+    source.add_samples([[Sample(7, group_index=7)]])
+    assert [group[0].group_index for group in source.get_samples(2)] == [7, 8]
 
 
 def test_sb16_samples_from_elsewhere_get_a_group_number():

@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import math
 import random
 import threading
 
+import numpy as np
 import orjson
 import pytest
 from hypothesis import given, settings
@@ -218,7 +220,7 @@ def test_sb9_the_state_is_json_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "rollout" / "global_dataset_state_dict_1.json"
     before = path.read_bytes()
     assert orjson.loads(before)["schema"] == 1
-    source.update_metadata({"bad": object()})
+    source.get_metadata()["bad"] = object()
     with pytest.raises(ConfigError, match="not JSON"):
         source.save(1, tmp_path)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
@@ -263,6 +265,68 @@ def test_a_dropped_group_is_counted_and_owed_no_longer():
     source.drop(group, "all rewards are 0")
     source.drop(group, "again")
     assert (source.num_owed, source.dropped) == (0, {"all rewards are 0": 1})
+
+
+def test_the_end_of_a_hand_out_does_not_end_a_later_one_of_the_same_group():
+    for cls in (RolloutDataSource, RolloutDataSourceWithBuffer):
+        source = make(cls=cls)
+        (first,) = source.get_samples(1)
+        source.give_back([first])
+        (again,) = source.get_samples(1)
+        assert again[0].group_index == first[0].group_index
+        source.mark_trained([first])
+        source.drop(first, "of another time")
+        assert (source.num_owed, source.dropped) == (1, {})
+        source.mark_trained([again])
+        assert source.num_owed == 0
+
+
+class Fragile(list):
+    """Rows of which one cannot be read until it is mended."""
+
+    broken = None
+
+    def __getitem__(self, place):
+        if place == self.broken:
+            raise OSError("disk")
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize("cls", [RolloutDataSource, RolloutDataSourceWithBuffer])
+def test_an_error_while_rows_are_drawn_loses_none_of_those_drawn_before(cls):
+    data = Fragile(rows(200))
+    source = cls(data)
+    source.give_back(source.get_samples(2))
+    data.broken = 150
+    with pytest.raises(OSError, match="disk"):
+        [source.get_samples(30) for _ in range(5)]
+    assert source.num_owed == 120
+    data.broken = None
+    assert drawn(source, 80) == list(range(120, 200))
+
+
+def test_a_row_that_is_no_dict_is_refused_each_time_and_those_before_it_come_first():
+    message = "a row of the dataset is 'text': each row must be a dict"
+    with pytest.raises(ConfigError, match=message):
+        RolloutDataSource(["text"])
+    source = IterableDataSource([{"n": 0}, "text"])
+    with pytest.raises(ConfigError, match=message):
+        source.get_samples(2)
+    assert drawn(source, 1) == [0]
+    with pytest.raises(ConfigError, match="'text'"):
+        source.get_samples(1)
+
+
+def test_metadata_are_json_values_and_shared_with_no_loaded_state():
+    source = make()
+    for bad in ({"x": math.nan}, {"x": [np.float32("inf")]}, {"x": {1}}):
+        with pytest.raises(ValueError, match="give JSON values"):
+            source.update_metadata(bad)
+    assert source.get_metadata() == {}
+    state = source.state_dict() | {"metadata": {"seen": [1]}}
+    source.load_state_dict(state)
+    source.get_metadata()["seen"].append(2)
+    assert state["metadata"] == {"seen": [1]}
 
 
 def test_given_back_rows_are_drawn_before_others_and_pending_again():
@@ -317,6 +381,27 @@ def test_an_iterable_is_begun_anew_and_an_iterator_ends():
     assert once.ended
     with pytest.raises(ConfigError, match="no place to save"):
         again.state_dict()
+
+
+@given(sizes=st.lists(st.integers(0, 3), max_size=5), count=st.integers(0, 12))
+def test_a_loader_of_lists_gives_the_rows_of_its_batches_in_turn(sizes, count):
+    numbers = iter(range(100))
+    batches = [[{"n": next(numbers)} for _ in range(size)] for size in sizes]
+    flat = [row["n"] for batch in batches for row in batch]
+    expected = list(itertools.islice(itertools.cycle(flat), count))
+    assert drawn(IterableDataSource(batches), count) == expected
+    assert drawn(IterableDataSource(iter(batches)), count) == flat[:count]
+
+
+def test_an_error_of_an_iterable_ends_it_and_loses_none_of_the_rows_before():
+    def broken():
+        yield from rows(2)
+        raise OSError("net")
+
+    source = IterableDataSource(broken())
+    with pytest.raises(OSError, match="net"):
+        source.get_samples(4)
+    assert drawn(source, 4) == [0, 1]
 
 
 class Restarts(RuleBasedStateMachine):

@@ -80,6 +80,7 @@ def zstd(content):
         ("x.jsonl.gz", gzip.compress(lines(*ROWS))),
         ("x.json.bz2", bz2.compress(orjson.dumps(ROWS))),
         ("x.csv.xz", lzma.compress(b"a,b\n1,x\n2,y\n")),
+        ("x.csv.zst", zstd(b"a,b\n1,x\n2,y\n")),
         ("x.jsonl.zst", zstd(lines(*ROWS))),
     ],
 )
@@ -239,6 +240,15 @@ def test_a_cell_is_a_number_only_where_it_prints_as_it_stood(write, load):
     ]
 
 
+def test_whole_numbers_are_exact_up_to_64_bits_and_longer_cells_are_text(write, load):
+    ids = [2**64 - 1, -(2**63), 2**53 + 1]
+    assert load(write("x.jsonl", lines(*({"a": {"id": n}} for n in ids))))["a"][:] == [{"id": n} for n in ids]
+    assert load(write("y.jsonl", b'{"a": "123456789012345678901", "b": 0.1234567890123456789}\n'))["a"][
+        :
+    ] == ["123456789012345678901"]
+    assert load(write("x.csv", f"id\n1\n{2**64}\n"))["id"][:] == ["1", str(2**64)]
+
+
 def test_a_changed_file_is_read_again(write, load):
     path = write("x.jsonl", lines({"a": 1}))
     assert load(path)["a"][:] == [1]
@@ -262,6 +272,17 @@ def test_a_changed_file_is_read_again(write, load):
         ("x.jsonl", '{"a": 1}\n[1]\n', "x.jsonl, line 2: it is a list: each row must be an object"),
         ("x.jsonl", '{"a": NaN}\n', "line 1: not JSON"),
         ("x.jsonl", b"\x80\x01\x02\n", "line 1: not JSON"),
+        (
+            "x.jsonl",
+            f'{{"a": 1}}\n{{"a": [{2**64}]}}\n',
+            "line 2: the number 18446744073709551616 has more than",
+        ),
+        (
+            "x.jsonl",
+            f'{{"a": 1{"0" * 300}}}\n',
+            "line 1: the number 10+ has more than 64 bits: write it as text",
+        ),
+        ("x.jsonl", '{"a": ' + "[" * 300 + "]" * 300 + "}\n", "line 1: a value cannot be kept.*nest it less"),
         ("x.jsonl", "", "there are no rows"),
         ("x.jsonl", "\n\n", "there are no rows"),
         ("x.json", "[]", "there are no rows"),

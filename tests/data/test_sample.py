@@ -3,11 +3,12 @@
 import json
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.data.sample import Sample, Span
+from areal_lite.data.sample import Sample, Span, with_own_containers
 
 IDS = st.lists(st.integers(0, 99), max_size=5)
 APPENDS = st.lists(st.tuples(IDS, st.booleans(), st.booleans(), st.booleans(), st.booleans()), max_size=6)
@@ -124,6 +125,22 @@ def test_sb15_a_missing_reward_is_named_with_index_and_key(reward, key):
     sample.reward = reward
     with pytest.raises(ValueError, match=f"sample 4: the reward.*{key or ''}"):
         sample.get_reward_value(key)
+
+
+def test_a_reward_of_numpy_is_a_number():
+    sample = Sample()
+    sample.reward = np.float32(0.5)
+    assert sample.get_reward_value() == 0.5
+
+
+def test_own_containers_share_only_what_they_hold():
+    image = object()
+    row = {"messages": [{"content": [image, 1]}], "n": 1}
+    copy = with_own_containers(row)
+    copy["messages"][0]["content"].append(2)
+    copy["messages"].append(3)
+    assert row == {"messages": [{"content": [image, 1]}], "n": 1}
+    assert copy["messages"][0]["content"][0] is image
 
 
 def test_reset_makes_it_pending_again():

@@ -28,7 +28,7 @@ def test_the_example_runs_and_prints_what_the_page_shows(tiny_model, tmp_path, m
     namespace = {}
     for code in blocks("python"):
         exec(compile(code, "docs/data.md", "exec"), namespace)
-        assert capsys.readouterr().out == "".join(re.findall(r"^#> (.*\n)", code, re.MULTILINE))
+        assert capsys.readouterr().out == "".join(re.findall(r"^# > (.*\n)", code, re.MULTILINE))
     batch = namespace["batch"]
     assert {*batch.batch, *batch.non_tensor_batch} <= set(re.findall(r"`(\w+)`", section("Data packers")))
 

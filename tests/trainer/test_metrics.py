@@ -1,35 +1,68 @@
+"""metrics.jsonl holds whole records up to the present step, or the run ends saying why."""
+
 from __future__ import annotations
 
 import json
 import math
-import sys
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from areal_lite.errors import ConfigError
+from areal_lite.errors import StorageError
 from areal_lite.trainer.metrics import MetricsWriter
+
+
+def records(run_dir: Path) -> list[dict[str, float | None]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_each_record_is_one_json_line_after_those_already_there(tmp_path: Path) -> None:
     for step in (1, 2):
         with MetricsWriter(tmp_path) as writer:
             writer.write(step, {"loss": 0.5, "entropy": math.nan})
-    first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    first, second = records(tmp_path)
     assert (first["step"], first["loss"], first["entropy"], second["step"]) == (1, 0.5, None, 2)
-    assert first["time"] > 1e9
+    assert first["time"] is not None and first["time"] > 1e9
 
 
-def test_tensorboard_events_are_written_when_asked(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+def test_a_resumed_run_replaces_later_steps_and_a_torn_line(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for step in (1, 2, 3):
+            writer.write(step, {"loss": 1.0})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    with MetricsWriter(tmp_path, last_step=2) as writer:
+        writer.write(3, {"loss": 2.0})
+    assert [(one["step"], one["loss"]) for one in records(tmp_path)] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+
+@contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """Let no file grow beyond ``size`` bytes, as on a disk that is nearly full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_takes_half_a_line_ends_the_run(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
         writer.write(1, {"loss": 0.5})
-    assert list((tmp_path / "tensorboard").glob("events.*"))
+        room = (tmp_path / "metrics.jsonl").stat().st_size + 10
+        with (
+            files_end_at(room),
+            pytest.raises(StorageError, match=r"metrics\.jsonl cannot be written") as caught,
+        ):
+            writer.write(2, {"loss": 0.5})
+    assert caught.value.exit_code == 74
 
 
-def test_a_missing_tensorboard_is_named_with_its_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"areal-lite\[tensorboard\]"):
-        MetricsWriter(tmp_path, tensorboard=True)
+def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(StorageError, match="cannot be written"):
+        MetricsWriter(tmp_path / "run")

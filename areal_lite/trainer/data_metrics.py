@@ -1,0 +1,118 @@
+"""What a batch was and how fast it went, as numbers: pure functions over rows and seconds.
+
+Knows nothing of models and losses. The names are those of docs/metrics.md, without their prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_lite.data.training_sample import TrainingSample
+
+Floats = NDArray[np.float32] | NDArray[np.float64]
+
+
+def batch_metrics(
+    samples: Sequence[TrainingSample],
+    advantages: Floats,
+    *,
+    version: int,
+    penalised_rewards: Floats | None = None,
+    returns: Floats | None = None,
+    values: Floats | None = None,
+    max_new_tokens: int | None = None,
+) -> dict[str, float]:
+    """Return the metrics of one training batch; mean, max and min of most.
+
+    A response begins at a row's first trained token and ends with the row, so what the world answered
+    between counts; rows without a trained token have no lengths. ``response_length_clip_ratio`` is the
+    share of rows in which the policy wrote ``max_new_tokens`` tokens in one go.
+
+    Args:
+        samples: ``B`` rows, at least one.
+        advantages: ``[T]``, one per trained token, row by row.
+        version: The trainer's policy version, for staleness.
+        penalised_rewards: ``[B]`` rewards less their KL penalty, where there is one.
+        returns: ``[T]``, where there is a critic.
+        values: ``[T]``, likewise.
+        max_new_tokens: Most tokens of one model call; None leaves the clip ratio out.
+
+    Raises:
+        ValueError: If there are no samples, or an array has another length.
+    """
+    if not samples:
+        raise ValueError("there are no samples to describe: give at least one")
+    counts = [sample.num_trained_tokens for sample in samples]
+    per_token = {"advantage": advantages, "return": returns, "value": values}
+    for name, array in per_token.items():
+        _check_length(f"{name}s", array, sum(counts), "one per trained token, as np.repeat(per_row, counts)")
+    _check_length("penalised_rewards", penalised_rewards, len(samples), "one per sample")
+    rewards = np.array([sample.reward for sample in samples])
+    ages = [age for sample in samples if (age := sample.staleness(version)) is not None] or [0]
+    rows = np.repeat(np.arange(len(samples)), counts)
+    teaching = np.unique(rows[np.asarray(advantages) != 0])
+    trained = [sample.loss_mask for sample, count in zip(samples, counts, strict=True) if count]
+    prompts = np.array([mask.argmax() for mask in trained])
+    metrics = {
+        "samples": float(len(samples)),
+        "groups": float(len({sample.group_id for sample in samples})),
+        **_spread("reward", rewards),
+        "reward_std": float(rewards.std()),
+        **_spread("penalised_reward", penalised_rewards),
+        **{key: number for name, array in per_token.items() for key, number in _spread(name, array).items()},
+        "advantage_std": float(np.std(advantages, dtype=np.float64)) if len(advantages) else 0.0,
+        "advantage_zero_fraction": 1 - len(teaching) / len(samples),
+        "staleness_mean": float(np.mean(ages)),
+        "staleness_max": float(max(ages)),
+        **_spread("prompt_length", prompts),
+        **_spread("response_length", np.array([len(mask) for mask in trained]) - prompts),
+    }
+    if returns is not None and values is not None and (spread := np.var(returns, dtype=np.float64)) > 0:
+        unexplained = np.var(np.subtract(returns, values, dtype=np.float64))
+        metrics["value_explained_variance"] = float(1 - unexplained / spread)
+    if max_new_tokens is not None:
+        clipped = sum(_longest_run(mask) >= max_new_tokens for mask in trained)
+        metrics["response_length_clip_ratio"] = clipped / len(samples)
+    return metrics
+
+
+def timing_metrics(phases: Mapping[str, float], total: float, *, num_tokens: int) -> dict[str, float]:
+    """Return seconds and milliseconds per token by phase, and tokens per second of the whole.
+
+    Args:
+        phases: Seconds by name.
+        total: Seconds of the whole, at least the sum of the phases; above 0.
+        num_tokens: Tokens that went through, prompts included; at least 1.
+    """
+    return {
+        **{f"seconds_{phase}": seconds for phase, seconds in phases.items()},
+        "seconds_step": total,
+        **{f"ms_per_token_{phase}": 1000 * seconds / num_tokens for phase, seconds in phases.items()},
+        "tokens_per_second": num_tokens / total,
+    }
+
+
+def _spread(name: str, array: Floats | NDArray[np.int64] | None) -> dict[str, float]:
+    """Return mean, max and min; nothing where there are no numbers."""
+    if array is None or not len(array):
+        return {}
+    exact = np.asarray(array, np.float64)
+    return {
+        f"{name}_mean": exact.mean().item(),
+        f"{name}_max": exact.max().item(),
+        f"{name}_min": exact.min().item(),
+    }
+
+
+def _longest_run(mask: NDArray[np.bool_]) -> int:
+    """Return the length of the longest run of True."""
+    borders = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False]))))
+    return int((borders[1::2] - borders[::2]).max(initial=0))
+
+
+def _check_length(name: str, array: Floats | None, length: int, mend: str) -> None:
+    if array is not None and np.shape(array) != (length,):
+        raise ValueError(f"{name} is of shape {np.shape(array)}, it must be [{length}]: give {mend}")

@@ -1,0 +1,36 @@
+"""The advantage estimators by the names a YAML gives them; each is a pure function of :class:`EstimatorInputs`."""
+
+from __future__ import annotations
+
+from areal_lite.trainer.estimators.group_estimators import (
+    dr_grpo,
+    gpg,
+    grpo,
+    grpo_passk,
+    opo,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
+from areal_lite.trainer.estimators.inputs import Estimate, Estimator, EstimatorInputs
+from areal_lite.trainer.estimators.optimal_token_baseline import optimal_token_baseline
+from areal_lite.trainer.estimators.return_estimators import gae, reinforce, reinforce_plus_plus, remax
+from areal_lite.trainer.registry import Registry
+
+__all__ = ["ESTIMATORS", "Estimate", "Estimator", "EstimatorInputs"]
+
+ESTIMATORS: Registry[Estimator] = Registry("advantage estimator")
+for _estimator in (
+    gae,
+    grpo,
+    dr_grpo,
+    grpo_passk,
+    rloo,
+    reinforce,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    opo,
+    gpg,
+    optimal_token_baseline,
+):
+    ESTIMATORS.register(_estimator.__name__)(_estimator)

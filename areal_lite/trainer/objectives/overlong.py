@@ -1,0 +1,32 @@
+"""DAPO's soft penalty on answers that come near the length limit."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from areal_lite.errors import ConfigError
+
+
+def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor:
+    """Return what to add to each answer's score: 0 up to the buffer, then falling evenly to -1 at the limit.
+
+    With ``max_length=10, buffer=4`` lengths ``[6, 8, 10, 12]`` give ``[0, -0.5, -1, -1]``.
+
+    Args:
+        lengths: ``[N]`` sampled tokens of each answer.
+        max_length: Limit in tokens.
+        buffer: Last tokens below the limit in which the penalty grows.
+
+    Returns:
+        ``[N]`` float32 in ``[-1, 0]``.
+
+    Raises:
+        ConfigError: If the buffer is not between 1 and the limit.
+
+    Source: DAPO (arXiv:2503.14476), overlong reward shaping.
+    """
+    if not 1 <= buffer <= max_length:
+        raise ConfigError(
+            f"overlong buffer is {buffer} with a max_length of {max_length}: choose 1 to {max_length} tokens"
+        )
+    return ((max_length - buffer - lengths).float() / buffer).clamp(-1.0, 0.0)

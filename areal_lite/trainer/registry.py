@@ -1,0 +1,81 @@
+"""Functions chosen in the YAML: by name among those registered here, or by the dotted path of the user's own."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from areal_lite.api.dotted_path import load_object
+from areal_lite.errors import ConfigError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Registry(Generic[F]):
+    """Functions of one kind by name.
+
+    Args:
+        kind: What they are, for errors: "advantage estimator".
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._functions: dict[str, F] = {}
+
+    def register(self, name: str) -> Callable[[F], F]:
+        """Return a decorator that makes a function known as ``name``.
+
+        Raises:
+            ConfigError: If another function has that name.
+        """
+
+        def decorate(function: F) -> F:
+            if self._functions.setdefault(name, function) is not function:
+                raise ConfigError(f"there is a {self.kind} {name!r} already: choose another name")
+            return function
+
+        return decorate
+
+    def names(self) -> list[str]:
+        """Return the registered names in alphabetical order."""
+        return sorted(self._functions)
+
+    def get(self, name: str, *, where: str) -> F:
+        """Return the function called ``name``, or found at that dotted path.
+
+        Raises:
+            ConfigError: If there is none, or it is no function. ``where`` is the config key that named it.
+        """
+        if name in self._functions:
+            return self._functions[name]
+        if "." in name or ":" in name:
+            function: F = load_object(name, where=where)
+            if not callable(function):
+                raise ConfigError(f"{where} is {name!r}, which is {function!r}: it must be a function")
+            return function
+        close = difflib.get_close_matches(name, self._functions, 1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(
+            f"{where} is {name!r}: there is no such {self.kind}; {hint}There are {', '.join(self.names())}, and the "
+            "dotted path of a function of yours"
+        )
+
+    def bound(self, name: str, kwargs: Mapping[str, Any], *, where: str) -> Callable[..., Any]:
+        """Return :meth:`get` with its keyword arguments filled in from the config key ``{where}_kwargs``.
+
+        Raises:
+            ConfigError: If it does not take one of them.
+        """
+        function = self.get(name, where=where)
+        parameters = inspect.signature(function).parameters.values()
+        known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        for key in kwargs:
+            if key not in known and not takes_all:
+                raise ConfigError(
+                    f"{where}_kwargs: {self.kind} {name!r} has no argument {key!r}; it has {', '.join(known) or 'none'}"
+                )
+        return partial(function, **kwargs)

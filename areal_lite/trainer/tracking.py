@@ -1,0 +1,182 @@
+"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, trackio.
+
+Guarantees that a tracker which cannot start is an error before the run does anything expensive, and that
+one which breaks later never ends the run. Knows nothing of what the metrics mean.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import yaml
+
+from areal_lite.api.config import RunConfig
+from areal_lite.api.config_loader import dump_config
+from areal_lite.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+UPLOAD_TIMEOUT_S = 60
+"""How long the end of a run waits for an upload, in seconds; what is left stays on disk."""
+
+
+class Tracker(Protocol):
+    """One place that metrics go to."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Tracking:
+    """Trackers by name. What they raise is warned about once each, and counted in ``failures``."""
+
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+        self.failures: Counter[str] = Counter()
+        """Calls that raised, by tracker."""
+        self._trackers = trackers
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, tracker in self._trackers.items():
+            self._attempt(name, tracker.log, step, metrics)
+
+    def close(self) -> None:
+        for name, tracker in self._trackers.items():
+            self._attempt(name, tracker.close)
+        for name, count in self.failures.items():
+            logger.warning("%s failed %d times in this run; metrics.jsonl has every record", name, count)
+
+    def _attempt(self, name: str, call: Callable[..., None], *arguments: object) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:  # an observer's fault must not reach the run
+            self.failures[name] += 1
+            if self.failures[name] == 1:
+                logger.warning(
+                    "%s failed, and the run goes on: %s: %s; further failures are only counted",
+                    name,
+                    type(error).__name__,
+                    error,
+                )
+
+    def __enter__(self) -> Tracking:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def start_tracking(config: RunConfig, run_dir: Path, *, last_step: int = 0) -> Tracking:
+    """Start what ``config.tracking`` names, as run ``trial_name`` of project ``experiment_name``, with the config.
+
+    What looks like a key or token in the config is masked.
+
+    Args:
+        config: The whole config of the run.
+        run_dir: Folder of the run; what a tracker keeps on disk or must remember for a resume is in it.
+        last_step: The step that the run goes on from; 0 starts afresh.
+
+    Raises:
+        ConfigError: If a package is not installed, or a tracker cannot start.
+    """
+    trackers: dict[str, Tracker] = {}
+    for name in dict.fromkeys(config.tracking):
+        try:
+            trackers[name] = _TRACKERS[name](config, run_dir, last_step)
+        except Exception as error:
+            Tracking(trackers).close()
+            if isinstance(error, ImportError):
+                mend = f"it is not installed: pip install 'areal-lite[{name}]'"
+            else:
+                mend = f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                f"tracking: {name} cannot start: {mend}, or remove {name} from tracking"
+            ) from error
+    return Tracking(trackers)
+
+
+class _TensorBoard:
+    def __init__(self, config: RunConfig, run_dir: Path, last_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Events of later steps, from before a resume, are hidden.
+        self._events: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=last_step + 1)
+        self._events.add_text("config", f"```yaml\n{dump_config(config)}```")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._events.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._events.close()
+
+
+class _WeightsAndBiases:
+    def __init__(self, config: RunConfig, run_dir: Path, last_step: int) -> None:
+        import wandb
+
+        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+            raise PermissionError(
+                "there is no API key: run `wandb login`, or set WANDB_MODE=offline and send the run later with "
+                "`wandb sync`"
+            )
+        run_id = run_dir / "wandb_run_id"
+        if not run_id.exists():
+            run_id.write_text(secrets.token_hex(4))
+        self._run = wandb.init(
+            project=config.experiment_name,
+            name=config.trial_name,
+            config=_values(config),
+            dir=run_dir,
+            id=run_id.read_text(),
+            resume="allow",
+            settings=wandb.Settings(console="off", finish_timeout=UPLOAD_TIMEOUT_S),
+        )
+        # W&B drops what comes with a step of its own that is not above the last one, as after a resume.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Trackio:
+    def __init__(self, config: RunConfig, run_dir: Path, last_step: int) -> None:
+        import trackio
+
+        self._run = trackio.init(
+            project=config.experiment_name,
+            name=config.trial_name,
+            config=_values(config),
+            resume="allow" if last_step else "never",
+            embed=False,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _values(config: RunConfig) -> dict[str, Any]:
+    """Return the config as plain values, what looks like a key or token masked."""
+    values: dict[str, Any] = yaml.safe_load(dump_config(config))
+    return values
+
+
+_TRACKERS: dict[str, Callable[[RunConfig, Path, int], Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _WeightsAndBiases,
+    "trackio": _Trackio,
+}

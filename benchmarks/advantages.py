@@ -1,0 +1,106 @@
+"""Time of the advantage estimators on one core, and of GAE against a loop over its tokens.
+
+    python benchmarks/advantages.py [--repeats 15]
+
+Group estimators: 1,024 groups of 8 rows, 64 tokens each. Estimators of returns: 32 rows of 8,192 tokens. The loop
+is the textbook recursion backwards over the columns of ``[32, 8192]``, without whitening. Float32; every figure is
+the median over repeats, in milliseconds of the core; `inputs` is the check of the fields a step begins with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from areal_lite.trainer.estimators.estimator import ESTIMATORS, EstimatorInputs
+from areal_lite.trainer.estimators.normalize import normalize_advantages
+
+GROUPS = ["grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"]
+GAMMA, LAM = 1.0, 0.95
+
+
+def make_step(num_rows: int, length: int, group_size: int) -> EstimatorInputs:
+    """Return a step of equally long rows with random rewards."""
+    torch.manual_seed(0)
+    tokens = num_rows * length
+    rewards = torch.zeros(num_rows, length)
+    rewards[:, -1] = scores = torch.randn(num_rows)
+    logprobs = -torch.rand(tokens)
+    return EstimatorInputs(
+        scores=scores,
+        group_ids=[f"group-{row // group_size}" for row in range(num_rows)],
+        rows=torch.arange(num_rows).repeat_interleave(length),
+        token_rewards=rewards.flatten(),
+        values=torch.randn(tokens),
+        baselines=torch.randn(num_rows),
+        proximal_logprobs=logprobs,
+        sum_squared_probs=logprobs.exp().square(),
+    )
+
+
+def loop_gae(rewards: Tensor, values: Tensor) -> Tensor:
+    """Return ``[B, L]`` advantages, token after token."""
+    advantages = torch.empty_like(rewards)
+    running, following = torch.zeros(len(rewards)), torch.zeros(len(rewards))
+    for place in reversed(range(rewards.shape[1])):
+        running = rewards[:, place] + GAMMA * following - values[:, place] + GAMMA * LAM * running
+        following = values[:, place]
+        advantages[:, place] = running
+    return advantages
+
+
+def milliseconds(call: Callable[[], object], repeats: int) -> float:
+    """Return the median time of a call on one thread, after one that does not count."""
+    call()
+    times = []
+    for _ in range(repeats):
+        start = time.thread_time()
+        call()
+        times.append((time.thread_time() - start) * 1000)
+    return median(times)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=15)
+    repeats = parser.parse_args().repeats
+    torch.set_num_threads(1)
+
+    grouped, long = make_step(8192, 64, group_size=8), make_step(32, 8192, group_size=8)
+    for title, step, names in (
+        ("1,024 groups of 8 rows of 64 tokens", grouped, GROUPS),
+        ("32 rows of 8,192 tokens", long, [name for name in ESTIMATORS.names() if name not in GROUPS]),
+    ):
+        print(title)
+        fields = {name: getattr(step, name) for name in EstimatorInputs.__dataclass_fields__}
+        print(f"  {'inputs':<30}{milliseconds(partial(EstimatorInputs, **fields), repeats):>8.2f}")
+        for name in names:
+            options = {"gamma": GAMMA, "lam": LAM} if name == "gae" else {}
+            call = partial(ESTIMATORS.bound(name, options, where="advantage"), step)
+            print(f"  {name:<30}{milliseconds(call, repeats):>8.2f}")
+        for level in ("group", "batch"):
+            call = partial(
+                normalize_advantages, step.token_rewards, step.rows, step.group_ids, mean=level, std=level
+            )
+            print(f"  {'normalised over the ' + level:<30}{milliseconds(call, repeats):>8.2f}")
+
+    assert long.values is not None
+    flat = milliseconds(partial(ESTIMATORS.bound("gae", {"lam": LAM}, where="advantage"), long), repeats)
+    columns = (long.token_rewards.view(32, -1), long.values.view(32, -1))
+    loop = milliseconds(partial(loop_gae, *columns), max(3, repeats // 3))
+    print(
+        f"GAE with whitening {flat:.1f}, a loop over tokens {loop:.1f} without: {loop / flat:.0f} times as long"
+    )
+
+
+if __name__ == "__main__":
+    main()

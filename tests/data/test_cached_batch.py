@@ -1,0 +1,53 @@
+"""V31: a step is rolled out once and read from its file after that, unless what it depends on has changed."""
+
+import numpy as np
+import pytest
+import torch
+
+from areal_lite.data.cached_batch import cached_batch
+from areal_lite.data.data_proto import DataProto
+from areal_lite.errors import ConfigError
+
+
+class Rollout:
+    """Makes other batches every time, and counts them."""
+
+    made = 0
+
+    def __call__(self):
+        self.made += 1
+        return DataProto.from_dict(
+            {"rewards": torch.tensor([float(self.made), 0.5])},
+            {"group_ids": ["a", "a"]},
+            {"version": self.made},
+        )
+
+
+def test_a_second_run_reads_what_the_first_made_step_by_step(tmp_path):
+    make = Rollout()
+    first = [cached_batch(tmp_path / "cache", step, make, fingerprint="f") for step in (1, 2)]
+    again = [cached_batch(tmp_path / "cache", step, make, fingerprint="f") for step in (1, 2)]
+    assert make.made == 2
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [
+        "step_1.safetensors",
+        "step_2.safetensors",
+    ]
+    for made, read in zip(first, again, strict=True):
+        torch.testing.assert_close(read.batch["rewards"], made.batch["rewards"], rtol=0, atol=0)
+        np.testing.assert_array_equal(read.non_tensor_batch["group_ids"], made.non_tensor_batch["group_ids"])
+        assert read.meta_info == made.meta_info
+    assert first[0].meta_info != first[1].meta_info
+
+
+def test_a_batch_of_another_config_is_refused(tmp_path):
+    make = Rollout()
+    cached_batch(tmp_path, 1, make, fingerprint="temperature 1.0")
+    with pytest.raises(ConfigError, match="made under 'temperature 1.0', and this run is 'temperature 0.5'"):
+        cached_batch(tmp_path, 1, make, fingerprint="temperature 0.5")
+    assert make.made == 1
+
+
+def test_a_rollout_that_fails_leaves_no_file(tmp_path):
+    with pytest.raises(RuntimeError, match="server"):
+        cached_batch(tmp_path, 1, lambda: (_ for _ in ()).throw(RuntimeError("server")), fingerprint="f")
+    assert not list(tmp_path.iterdir())

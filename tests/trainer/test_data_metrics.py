@@ -1,0 +1,109 @@
+"""V60: the figures of a batch and of a step's time, against numbers worked by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from areal_lite.trainer.data_metrics import batch_metrics, timing_metrics
+from tests.trainer.training_data import sample
+
+SAMPLES = [
+    sample(
+        [1, 2, 3, 4, 5], [2, 3, 4], reward=1.0, group="a", versions=[-1, -1, 3, 4, 4]
+    ),  # prompt 2, response 3
+    sample([1, 2, 3, 4, 5, 6], [1, 4, 5], reward=0.0, group="a"),  # prompt 1; 2, 3 are a tool's
+    sample([1, 2, 3], [], reward=0.5, group="b"),  # nothing trained
+]
+ADVANTAGES = np.array([1.0, 1.0, 4.0, 0.0, 0.0, 0.0])
+
+
+def test_v60_rewards_advantages_and_lengths() -> None:
+    assert batch_metrics(SAMPLES, ADVANTAGES, version=5) == pytest.approx(
+        {
+            "samples": 3,
+            "groups": 2,
+            "reward_mean": 0.5,
+            "reward_max": 1,
+            "reward_min": 0,
+            "reward_std": (1 / 6) ** 0.5,
+            "advantage_mean": 1,
+            "advantage_max": 4,
+            "advantage_min": 0,
+            "advantage_std": 2**0.5,
+            "advantage_zero_fraction": 2 / 3,
+            "staleness_mean": 2,
+            "staleness_max": 2,
+            "prompt_length_mean": 1.5,
+            "prompt_length_max": 2,
+            "prompt_length_min": 1,
+            "response_length_mean": 4,
+            "response_length_max": 5,
+            "response_length_min": 3,
+        }
+    )
+
+
+def test_v60_penalised_rewards_returns_and_values_where_there_are_any() -> None:
+    metrics = batch_metrics(
+        SAMPLES,
+        ADVANTAGES,
+        version=5,
+        penalised_rewards=np.array([0.9, -0.3, 0.3]),
+        returns=np.array([0.0, 0.0, 0.0, 2.0, 2.0, 2.0]),
+        values=np.array([1.0, 0.0, 0.0, 2.0, 2.0, 1.0]),
+    )
+    more = {
+        name: metrics[name] for name in metrics.keys() - batch_metrics(SAMPLES, ADVANTAGES, version=5).keys()
+    }
+    assert more == pytest.approx(
+        {
+            "penalised_reward_mean": 0.3,
+            "penalised_reward_max": 0.9,
+            "penalised_reward_min": -0.3,
+            "return_mean": 1,
+            "return_max": 2,
+            "return_min": 0,
+            "value_mean": 1,
+            "value_max": 2,
+            "value_min": 0,
+            "value_explained_variance": 2
+            / 3,  # the differences -1, 0, 0, 0, 0, 1 vary by 1/3, the returns by 1
+        }
+    )
+
+
+@pytest.mark.parametrize(("max_new_tokens", "ratio"), [(2, 2 / 3), (3, 1 / 3), (4, 0.0)])
+def test_v60_a_row_is_clipped_where_one_answer_is_as_long_as_a_model_call_may_be(
+    max_new_tokens: int, ratio: float
+) -> None:
+    metrics = batch_metrics(SAMPLES, ADVANTAGES, version=5, max_new_tokens=max_new_tokens)
+    assert metrics["response_length_clip_ratio"] == pytest.approx(ratio)
+
+
+def test_a_batch_without_a_trained_token_has_neither_lengths_nor_advantages() -> None:
+    metrics = batch_metrics(SAMPLES[2:], np.zeros(0), version=5, max_new_tokens=4)
+    assert metrics["advantage_zero_fraction"] == 1
+    assert not [name for name in metrics if name.endswith("_length_mean") or name == "advantage_mean"]
+
+
+def test_values_of_another_length_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"advantages is of shape \(3,\), it must be \[6\].*np.repeat"):
+        batch_metrics(SAMPLES, np.zeros(3), version=5)
+    with pytest.raises(ValueError, match="penalised_rewards"):
+        batch_metrics(SAMPLES, ADVANTAGES, version=5, penalised_rewards=np.zeros(2))
+    with pytest.raises(ValueError, match="no samples"):
+        batch_metrics([], np.zeros(0), version=5)
+
+
+def test_v60_seconds_and_milliseconds_per_token_by_phase_and_tokens_per_second() -> None:
+    assert timing_metrics({"forward": 1.5, "backward": 2.0}, 4.0, num_tokens=1000) == pytest.approx(
+        {
+            "seconds_forward": 1.5,
+            "seconds_backward": 2.0,
+            "seconds_step": 4.0,
+            "ms_per_token_forward": 1.5,
+            "ms_per_token_backward": 2.0,
+            "tokens_per_second": 250.0,
+        }
+    )

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from areal_lite.errors import ConfigError
+from areal_lite.trainer.estimators.kl_controller import AdaptiveKL, FixedKL, kl_in_reward, mean_kl
+from tests.trainer.oracle_cases import assert_matches, case, inputs
+
+
+def test_an_adaptive_coefficient_follows_upstreams_trace() -> None:
+    """A12."""
+    controller = AdaptiveKL(0.2, target=6.0, horizon=10000)
+    trace = []
+    for kl, rows in ((3, 256), (9, 256), (6, 512), (100, 64), (0, 64)):
+        controller.update(kl, rows)
+        trace.append(controller.coef)
+    assert trace == pytest.approx(case("ctrl.adaptive_kl", "trace"), abs=1e-12)
+
+
+def test_a_fixed_coefficient_stays() -> None:
+    """A12."""
+    controller = FixedKL(0.05)
+    controller.update(100.0, 64)
+    controller.load_state(controller.state() | {"coef": 1.0})
+    assert controller.coef == 0.05
+
+
+def test_a_step_is_penalised_with_the_coefficient_it_began_with() -> None:
+    """V51: the mean is over rows of the mean over their tokens."""
+    chosen = inputs("mask").bool()
+    rows = chosen.nonzero()[:, 0]
+    kl = (inputs("old_log_prob") - inputs("ref_log_prob"))[chosen]
+    controller = AdaptiveKL(0.05, target=0.1, horizon=1000)
+
+    rewards = kl_in_reward(inputs("rewards_outcome")[chosen], kl, controller.coef)
+    controller.update(mean_kl(kl, rows), len(chosen))
+
+    assert_matches(rewards, case("kl.in_reward", "token_level_rewards")[chosen])
+    metrics = case("kl.in_reward", "metrics")
+    assert mean_kl(kl, rows) == pytest.approx(metrics["actor/reward_kl_penalty"], abs=1e-8)
+    assert controller.coef == pytest.approx(case("kl.in_reward", "next_coef"), abs=1e-12)
+
+
+def test_a_row_without_tokens_has_no_kl() -> None:
+    assert mean_kl(torch.tensor([1.0, 3.0, 4.0]), torch.tensor([0, 0, 2])) == 3.0
+    assert mean_kl(torch.zeros(0), torch.zeros(0, dtype=torch.int64)) == 0.0
+
+
+def test_a_resumed_controller_goes_on_from_its_coefficient() -> None:
+    first, resumed = (AdaptiveKL(0.2, target=6.0, horizon=1000) for _ in range(2))
+    first.update(9.0, 256)
+    resumed.load_state(json.loads(json.dumps(first.state())))
+    for controller in (first, resumed):
+        controller.update(1.0, 64)
+    assert first.coef == resumed.coef != 0.2
+
+
+def test_a_kl_that_is_not_finite_leaves_the_coefficient() -> None:
+    controller = AdaptiveKL(0.2, target=6.0, horizon=1000)
+    with pytest.raises(ValueError, match="the step's KL is nan"):
+        controller.update(float("nan"), 8)
+    assert controller.coef == 0.2
+
+
+@pytest.mark.parametrize("setting", [{"target": 0.0, "horizon": 1.0}, {"target": 1.0, "horizon": -1.0}])
+def test_target_and_horizon_are_above_0(setting: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=r"trainer.kl.\w+ is .*: it must be above 0"):
+        AdaptiveKL(0.2, **setting)

@@ -1,0 +1,206 @@
+"""Estimators against verl's outputs; where verl is wrong (spec 3.6), the right value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from areal_lite.trainer.estimators.estimator import ESTIMATORS, Estimate, EstimatorInputs
+from areal_lite.trainer.estimators.normalize import whiten
+from tests.trainer.oracle_cases import DTYPES, assert_matches, case, inputs, keys
+
+SINGLETON_ROW = 0  # group 3 has no other
+
+
+def step(mask: str, rewards: str, dtype: torch.dtype, *, groups: str = "group") -> EstimatorInputs:
+    """Return the oracle's padded arrays as one flat step."""
+    chosen = inputs(mask, dtype).bool()
+
+    def flat(name: str) -> Tensor:
+        return inputs(name, dtype)[chosen]
+
+    return EstimatorInputs(
+        scores=inputs(rewards, dtype).sum(1),
+        group_ids=[str(group) for group in inputs(groups, dtype).tolist()],
+        rows=chosen.nonzero()[:, 0],
+        token_rewards=flat(rewards),
+        values=flat("values"),
+        baselines=inputs("reward_baselines", dtype),
+        proximal_logprobs=flat("old_log_prob"),
+        sum_squared_probs=flat("sum_pi_squared"),
+    )
+
+
+def upstream(key: str, field: str, dtype: torch.dtype) -> Tensor:
+    """Return ``[T]`` verl's output at the trained tokens of the mask that ``key`` ends with."""
+    flat: Tensor = case(key, field, dtype)[inputs(key.split(".")[-1]).bool()]
+    return flat
+
+
+def advantages(name: str, given: EstimatorInputs, **options: float | bool) -> Tensor:
+    estimate: Estimate = ESTIMATORS.bound(name, options, where="trainer.advantage")(given)
+    assert estimate.advantages.dtype == given.token_rewards.dtype
+    return estimate.advantages
+
+
+def split(key: str) -> tuple[str, str]:
+    """Return the rewards and the mask that a key ends with."""
+    rewards, mask = key.split(".")[-2:]
+    return rewards, mask
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("key", keys("adv.gae."))
+def test_gae_skips_tool_tokens_and_whitens_over_trained_tokens_only(key: str, dtype: torch.dtype) -> None:
+    """A1."""
+    rewards, mask = split(key)
+    gamma, lam = (float(part[1:]) for part in key.removeprefix("adv.gae.").split(".rewards")[0].split("_"))
+    given = step(mask, rewards, dtype)
+    estimate = ESTIMATORS.bound("gae", {"gamma": gamma, "lam": lam}, where="trainer.advantage")(given)
+    assert_matches(estimate.advantages, upstream(key, "advantages", dtype))
+    assert_matches(estimate.returns, upstream(key, "returns", dtype))
+
+
+GROUP_CASES: dict[str, tuple[str, dict[str, bool]]] = {
+    "adv.grpo.std1": ("grpo", {}),
+    "adv.grpo.std0": ("dr_grpo", {}),
+    "adv.rloo": ("rloo", {}),
+    "adv.rloo_vectorized": ("rloo", {}),
+    "adv.opo": ("opo", {}),
+    "adv.gpg": ("gpg", {}),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", ["mask", "mask_mt"])
+@pytest.mark.parametrize("rewards", ["rewards_outcome", "rewards_binary"])
+@pytest.mark.parametrize("case_name", GROUP_CASES)
+def test_group_estimators_agree_but_for_the_group_of_one_which_is_0(
+    case_name: str, rewards: str, mask: str, dtype: torch.dtype
+) -> None:
+    """A2, A8, A9, A10; Dr. GRPO."""
+    name, options = GROUP_CASES[case_name]
+    given = step(mask, rewards, dtype)
+    expected = upstream(f"{case_name}.{rewards}.{mask}", "advantages", dtype)
+    expected[given.rows == SINGLETON_ROW] = 0
+    assert_matches(advantages(name, given, **options), expected)
+
+
+@pytest.mark.parametrize("key", keys("adv.grpo_vectorized."))
+def test_grpo_has_one_way_to_take_a_deviation(key: str) -> None:
+    """A3: upstream's vectorized form works in float32 and adds its 1e-6 elsewhere."""
+    rewards, mask = split(key)
+    given = step(mask, rewards, torch.float64)
+    expected = upstream(key, "advantages", torch.float64)
+    expected[given.rows == SINGLETON_ROW] = 0
+    ours = advantages("grpo", given, divide_by_std=".std1." in key)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("key", keys("adv.grpo_passk."))
+def test_only_the_best_row_of_a_group_has_an_advantage_at_pass_at_k(key: str, dtype: torch.dtype) -> None:
+    """A4."""
+    rewards, mask = split(key)
+    given = step(mask, rewards, dtype, groups="group_pairs")
+    ours = advantages("grpo_passk", given, divide_by_std=".std1." in key)
+    assert_matches(ours, upstream(key, "advantages", dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("key", keys("adv.remax."))
+def test_remax_takes_the_greedy_reward_from_what_is_still_earned(key: str, dtype: torch.dtype) -> None:
+    """A7."""
+    rewards, mask = split(key)
+    given = step(mask, rewards, dtype)
+    estimate = ESTIMATORS.bound("remax", {}, where="trainer.advantage")(given)
+    assert_matches(estimate.advantages, upstream(key, "advantages", dtype))
+    assert_matches(estimate.returns, upstream(key, "returns", dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("key", [key for key in keys("adv.rpp.") if key.endswith(".mask")])
+def test_reinforce_plus_plus_agrees_on_single_turns(key: str, dtype: torch.dtype) -> None:
+    """A5."""
+    rewards, mask = split(key)
+    gamma = float(key.removeprefix("adv.rpp.g").split(".rewards")[0])
+    given = step(mask, rewards, dtype)
+    whitened = advantages("reinforce_plus_plus", given, gamma=gamma)
+    assert_matches(whitened, upstream(key, "advantages", dtype))
+    assert_matches(advantages("reinforce", given, gamma=gamma), upstream(key, "returns", dtype))
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.95])
+@pytest.mark.parametrize("rewards", ["rewards_outcome", "rewards_binary"])
+def test_reinforce_plus_plus_carries_credit_over_tool_tokens_undiscounted(rewards: str, gamma: float) -> None:
+    """A5: upstream gives the tokens before a tool's answer a return of 0."""
+    mask = inputs("mask_mt")
+    right = torch.zeros_like(mask)
+    running = torch.zeros(len(mask), dtype=mask.dtype)
+    for place in range(mask.shape[1] - 1, -1, -1):
+        trained = mask[:, place] == 1
+        running = torch.where(trained, inputs(rewards)[:, place] + gamma * running, running)
+        right[:, place] = running
+    right = right[mask.bool()]
+    right = (right - right.mean()) / (right.var() + 1e-8).sqrt()
+    ours = advantages("reinforce_plus_plus", step("mask_mt", rewards, torch.float64), gamma=gamma)
+    assert_matches(ours, right)
+    cut = upstream(f"adv.rpp.g{gamma}.{rewards}.mask_mt", "advantages", torch.float64)
+    assert (ours - cut).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("mask", ["mask", "mask_mt"])
+@pytest.mark.parametrize("rewards", ["rewards_outcome", "rewards_binary"])
+def test_reinforce_plus_plus_baseline_whitens_what_groups_say(rewards: str, mask: str) -> None:
+    """A6: as upstream, once its group of one is centred like the others."""
+    given = step(mask, rewards, torch.float64)
+    centred = advantages("dr_grpo", given)
+    alone = given.rows == SINGLETON_ROW
+
+    raw = whiten(torch.where(alone, given.scores[SINGLETON_ROW], centred))
+    assert_matches(raw, upstream(f"adv.rpp_baseline.{rewards}.{mask}", "advantages", torch.float64))
+
+    right = torch.where(alone, 0.0, whiten(centred))
+    assert_matches(advantages("reinforce_plus_plus_baseline", given), right)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("key", keys("adv.tir_otb."))
+def test_places_of_the_optimal_token_baseline_count_trained_tokens(key: str, dtype: torch.dtype) -> None:
+    """A11: equal rewards at a place, the lone tail and the group of one are exactly 0, or the return where asked."""
+    (weighted, tail), mask = (part[-1] for part in key.split(".")[2].split("_")), key.split(".")[-1]
+    given = step(mask, "rewards_outcome", dtype)
+    if weighted == "1":
+        given = replace(given, importance_weights=inputs("is_weights", dtype)[inputs(mask).bool()])
+    ours = advantages("optimal_token_baseline", given, credit_lone_tail=tail == "1")
+
+    expected = upstream(key, "advantages", dtype)
+    expected[given.rows == SINGLETON_ROW] = 0
+    residue = expected.abs() < 1e-6  # of a lone tail's return, for upstream adds 1e-8 to the weights
+    assert_matches(ours, torch.where(residue, 0.0, expected))
+    assert residue.sum() == (given.rows == SINGLETON_ROW).sum() + (0 if tail == "1" else 3)
+
+
+def test_single_turns_need_no_second_optimal_token_baseline() -> None:
+    """Upstream's two names agree on them, so the flat layout leaves one."""
+    for key in keys("adv.otb."):
+        if key.endswith(".mask"):
+            other = key.replace("adv.otb", "adv.tir_otb")
+            assert torch.equal(case(key, "advantages"), case(other, "advantages"))
+
+
+@pytest.mark.parametrize("name", ESTIMATORS.names())
+def test_a_row_without_trained_tokens_changes_its_groups_baseline_and_nothing_else(name: str) -> None:
+    """mask_dead: row 2 of group 1 has no token, but its answer was judged."""
+    given = step("mask_dead", "rewards_outcome", torch.float64)
+    assert 2 not in given.rows
+    ours = advantages(name, given)
+    assert ours.shape == given.rows.shape
+    assert ours.isfinite().all()
+    if name == "dr_grpo":
+        members = torch.tensor([group == "1" for group in given.group_ids])
+        mean = given.scores[members].mean()
+        assert_matches(ours[given.rows == 4], (given.scores[4] - mean).expand(3))

@@ -1,0 +1,300 @@
+"""What estimators hold for any step, worked by hand or as a law; numbers of rules are those of the spec."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from areal_lite.errors import ConfigError
+from areal_lite.trainer.estimators.discounting import discounted_sums
+from areal_lite.trainer.estimators.estimator import ESTIMATORS, EstimatorInputs
+
+GROUP_NAMES = ["grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"]
+
+
+def make_step(
+    scores: list[float], groups: str, lengths: list[int] | None = None, dtype: torch.dtype = torch.float64
+) -> EstimatorInputs:
+    """Return a step whose rows have ``lengths`` tokens (1 each) and earn their score on the last."""
+    counts = torch.tensor(lengths or [1] * len(scores))
+    rows = torch.arange(len(scores)).repeat_interleave(counts)
+    rewards = torch.zeros(len(rows), dtype=dtype)
+    has_token = counts > 0
+    rewards[(counts.cumsum(0) - 1)[has_token]] = torch.tensor(scores, dtype=dtype)[has_token]
+    return EstimatorInputs(
+        scores=torch.tensor(scores, dtype=dtype), group_ids=list(groups), rows=rows, token_rewards=rewards
+    )
+
+
+def run(name: str, step: EstimatorInputs, **options: Any) -> Tensor:
+    result: Tensor = ESTIMATORS.bound(name, options, where="trainer.advantage")(step).advantages
+    return result
+
+
+def with_probabilities(step: EstimatorInputs) -> EstimatorInputs:
+    torch.manual_seed(0)
+    logprobs = -torch.rand_like(step.token_rewards)
+    return replace(step, proximal_logprobs=logprobs, sum_squared_probs=logprobs.exp() / 2)
+
+
+def recursion(values: Tensor, rows: Tensor, discount: float) -> Tensor:
+    result = values.clone()
+    for place in reversed(range(len(values) - 1)):
+        if rows[place] == rows[place + 1]:
+            result[place] += discount * result[place + 1]
+    return result
+
+
+lengths = st.lists(st.integers(0, 40), min_size=1, max_size=8)
+rewards = st.integers(-50, 50).map(lambda value: value / 7)
+rows_of_groups = st.lists(
+    st.tuples(rewards, st.sampled_from("abc"), st.integers(1, 4)), min_size=1, max_size=12
+)
+
+
+@given(lengths, st.sampled_from([0.0, 0.5, 0.95, 1.0]), st.integers(0, 2**31))
+@settings(deadline=None, max_examples=60)
+def test_discounted_sums_are_the_recursion_along_each_row(
+    counts: list[int], discount: float, seed: int
+) -> None:
+    rows = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    values = torch.randn(len(rows), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    torch.testing.assert_close(
+        discounted_sums(values, rows, discount), recursion(values, rows, discount), rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("discount", [0.95, 1.0])
+def test_long_rows_sum_as_precisely_in_float32_as_the_recursion_does_in_float64(discount: float) -> None:
+    torch.manual_seed(0)
+    rows, values = torch.zeros(8192, dtype=torch.int64), torch.randn(8192)
+    torch.testing.assert_close(
+        discounted_sums(values, rows, discount).double(),
+        recursion(values.double(), rows, discount),
+        rtol=1e-5,
+        atol=1e-4,
+    )
+
+
+def test_a_number_that_is_not_finite_stays_in_its_row() -> None:
+    sums = discounted_sums(torch.tensor([1.0, 1.0, torch.nan, 1.0]), torch.tensor([0, 0, 1, 1]), 1.0)
+    torch.testing.assert_close(sums, torch.tensor([2.0, 1.0, torch.nan, 1.0]), equal_nan=True)
+
+
+def test_gae_trusts_the_critic_at_lambda_0_and_the_rewards_at_lambda_1() -> None:
+    """A1: returns are taken before whitening."""
+    step = replace(
+        make_step([1.0, 5.0], "ab", [3, 1]), values=torch.tensor([0.5, 0.25, 0.5, 4.0], dtype=torch.float64)
+    )
+    trusting = ESTIMATORS.bound("gae", {"gamma": 1.0, "lam": 0.0}, where="a")(step)
+    torch.testing.assert_close(trusting.returns, torch.tensor([0.25, 0.5, 1.0, 5.0], dtype=torch.float64))
+    rewarded = ESTIMATORS.bound("gae", {"gamma": 0.5, "lam": 1.0}, where="a")(step)
+    torch.testing.assert_close(rewarded.returns, torch.tensor([0.25, 0.5, 1.0, 5.0], dtype=torch.float64))
+    for estimate in (trusting, rewarded):
+        assert abs(estimate.advantages.mean()) < 1e-12
+        assert abs(estimate.advantages.var() - 1) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
+def test_one_token_cannot_be_whitened_and_gets_0(name: str) -> None:
+    """A1."""
+    step = replace(make_step([3.0], "a"), values=torch.tensor([1.0], dtype=torch.float64))
+    assert run(name, step).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS.names())
+def test_a_step_without_trained_tokens_has_no_advantages(name: str) -> None:
+    empty = torch.zeros(0, dtype=torch.float64)
+    step = with_probabilities(make_step([1.0, 0.0], "aa", [0, 0]))
+    assert run(name, replace(step, values=empty, baselines=torch.zeros(2))).shape == (0,)
+
+
+@pytest.mark.parametrize("name", [*GROUP_NAMES, "optimal_token_baseline"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_group_of_one_and_a_group_of_equal_rewards_get_exactly_0(name: str, dtype: torch.dtype) -> None:
+    """A2, A4, A6, A8, A9, A10, A11: singletons. The mean of equal floats need not equal them."""
+    step = with_probabilities(make_step([7.0, 0.1, 0.1, 0.1, 2.0, 1.0], "asssvv", [3, 2, 1, 4, 2, 1], dtype))
+    ours = run(name, step)
+    assert ours.dtype == dtype
+    assert (ours[step.rows < 4] == 0).all()
+    assert (ours[step.rows == 4] != 0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_large_close_rewards_keep_their_difference(dtype: torch.dtype) -> None:
+    """A3: a sum of squares in float32 would give -150 to 149."""
+    ours = run("grpo", make_step([10000.0, 10000.1, 10000.2, 10000.3], "aaaa", dtype=dtype))
+    torch.testing.assert_close(
+        ours, torch.tensor([-1.1619, -0.3873, 0.3873, 1.1619], dtype=dtype), atol=5e-3, rtol=0
+    )
+
+
+BY_HAND: list[tuple[str, list[float]]] = [
+    # a: rewards 1, 0, 0, 1 of 1, 2, 3, 2 tokens; b: 4, 2 of 1 token each
+    ("grpo", [0.8660, -0.8660, -0.8660, 0.8660, 0.7071, -0.7071]),  # deviations 0.5774 and 1.4142
+    ("dr_grpo", [0.5, -0.5, -0.5, 0.5, 1.0, -1.0]),
+    ("grpo_passk", [0.0, 0.0, 0.0, 0.0, 1.4142, 0.0]),  # two are best in a; 2 / 1.4142 in b
+    ("rloo", [0.6667, -0.6667, -0.6667, 0.6667, 2.0, -2.0]),
+    ("opo", [0.625, -0.375, -0.375, 0.625, 1.0, -1.0]),  # the mean of a is 3 / 8
+    ("gpg", [0.75, -0.75, -0.75, 0.75, 1.5, -1.5]),  # 6 rows, 4 of them with a reward
+]
+
+
+@pytest.mark.parametrize(("name", "expected"), BY_HAND)
+def test_group_estimators_by_hand(name: str, expected: list[float]) -> None:
+    """A2, A4, A8, A9, A10."""
+    step = make_step([1, 0, 0, 1, 4, 2], "aaaabb", [1, 2, 3, 2, 1, 1])
+    torch.testing.assert_close(
+        run(name, step), torch.tensor(expected, dtype=torch.float64)[step.rows], atol=1e-4, rtol=0
+    )
+
+
+@given(rows_of_groups, st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=40)
+def test_the_order_of_rows_does_not_matter(drawn: list[tuple[float, str, int]], random: Any) -> None:
+    order = list(range(len(drawn)))
+    random.shuffle(order)
+    step, shuffled = (
+        make_step(
+            [score for score, _, _ in rows], "".join(group for _, group, _ in rows), [n for _, _, n in rows]
+        )
+        for rows in (drawn, [drawn[place] for place in order])
+    )
+    for name in [*GROUP_NAMES, "reinforce_plus_plus"]:
+        before, after = run(name, step), run(name, shuffled)
+        expected = torch.cat([before[step.rows == row] for row in order])
+        torch.testing.assert_close(after, expected, rtol=1e-9, atol=1e-9)
+
+
+@given(rows_of_groups, st.integers(-1000, 1000))
+@settings(deadline=None, max_examples=40)
+def test_advantages_of_a_group_sum_to_0_and_ignore_a_bonus_for_all(
+    drawn: list[tuple[float, str, int]], bonus: int
+) -> None:
+    scores, groups = [score for score, _, _ in drawn], "".join(group for _, group, _ in drawn)
+    for name in ("grpo", "dr_grpo", "rloo"):
+        ours = run(name, make_step(scores, groups))
+        for group in set(groups):
+            assert abs(ours[[member == group for member in groups]].sum()) < 1e-9
+        raised = run(name, make_step([score + bonus for score in scores], groups))
+        torch.testing.assert_close(raised, ours, rtol=1e-6, atol=1e-8)
+
+
+def test_a_kl_penalty_within_the_row_lowers_its_reward() -> None:
+    step = make_step([1.0, 1.0], "aa", [2, 1])
+    penalised = replace(step, token_rewards=step.token_rewards - torch.tensor([0.25, 0.25, 0.0]))
+    assert run("dr_grpo", penalised).tolist() == [-0.25, -0.25, 0.25]
+    assert run("reinforce", penalised, gamma=1.0).tolist() == [0.5, 0.75, 1.0]
+
+
+def test_remax_takes_the_greedy_reward_off() -> None:
+    """A7."""
+    step = replace(
+        make_step([1.0, 0.0], "aa", [2, 1]), baselines=torch.tensor([0.25, 0.5], dtype=torch.float64)
+    )
+    assert run("remax", step).tolist() == [0.75, 0.75, -0.5]
+
+
+def test_an_optimal_baseline_weighs_rows_by_the_gradient_up_to_a_place() -> None:
+    """A11: norms 0.5 and 1, then 1 alone; an importance weight counts squared."""
+    half = torch.tensor([0.5, 1.0, 1.0], dtype=torch.float64)
+    step = replace(
+        make_step([3.0, 0.0], "aa", [1, 2]),
+        proximal_logprobs=torch.full_like(half, 0.5).log(),
+        sum_squared_probs=half,
+    )
+    torch.testing.assert_close(
+        run("optimal_token_baseline", step),
+        torch.tensor([2.0, -1.0, 0.0], dtype=torch.float64),
+        rtol=1e-6,
+        atol=1e-6,
+    )
+    weighted = replace(step, importance_weights=torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64))
+    torch.testing.assert_close(  # 2 against 1
+        run("optimal_token_baseline", weighted),
+        torch.tensor([1.0, -2.0, 0.0], dtype=torch.float64),
+        rtol=1e-6,
+        atol=1e-6,
+    )
+
+
+def test_tokens_that_were_sure_do_not_divide_by_a_rounding_error() -> None:
+    """A11: float32 may put ``1 - 2 p + sum p^2`` just below 0."""
+    sure = torch.zeros(2)
+    step = replace(
+        make_step([1.0, 0.0], "aa", dtype=torch.float32),
+        proximal_logprobs=sure,
+        sum_squared_probs=torch.tensor([1 - 6e-8, 1 + 1.2e-7]),
+    )
+    assert run("optimal_token_baseline", step).tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "mend"),
+    [
+        ("gae", "the value of each token: configure trainer.critic"),
+        ("remax", "the reward of a greedy answer for each row: have one generated"),
+        ("optimal_token_baseline", "proximal log-probs: have the trainer compute them"),
+    ],
+)
+def test_an_estimator_says_what_to_configure(name: str, mend: str) -> None:
+    with pytest.raises(ConfigError, match=mend):
+        run(name, make_step([1.0, 0.0], "aa"))
+
+
+def test_options_are_those_of_the_estimator() -> None:
+    assert run("grpo", make_step([1.0, 0.0], "aa"), divide_by_std=False).tolist() == [0.5, -0.5]
+    with pytest.raises(ConfigError, match="'dr_grpo' has no argument 'gamma'"):
+        ESTIMATORS.bound("dr_grpo", {"gamma": 1.0}, where="trainer.advantage")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": torch.tensor([1.0, torch.inf])}, "scores holds inf in row 1"),
+        ({"token_rewards": torch.tensor([0.0, torch.nan, 1.0])}, "token_rewards holds nan in row 1"),
+        ({"scores": torch.ones(3)}, r"scores is \[3\]: give \[2\], one for each row"),
+        ({"values": torch.ones(2)}, r"values is \[2\]: give \[3\], one for each token"),
+        ({"rows": torch.tensor([0, 1, 0])}, "sort the tokens by row"),
+        ({"rows": torch.tensor([0, 1, 2])}, "less than 2, the number of group ids"),
+    ],
+)
+def test_bad_inputs_are_refused_with_their_row(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(make_step([1.0, 0.0], "aa", [1, 2]), **change)
+
+
+def test_group_advantages_of_8192_rows_take_less_than_20_ms_of_one_core() -> None:
+    torch.manual_seed(0)
+    step = make_step(torch.randn(8192).tolist(), "a" * 8192, [64] * 8192, torch.float32)
+    step = replace(step, group_ids=[f"group-{row % 1024}" for row in range(8192)])
+    assert least_cpu_seconds(partial(run, "grpo", step)) < 0.020
+
+
+def test_gae_of_32_rows_of_8192_tokens_takes_less_than_20_ms_of_one_core() -> None:
+    torch.manual_seed(0)
+    step = make_step(torch.randn(32).tolist(), "a" * 32, [8192] * 32, torch.float32)
+    step = replace(step, values=torch.randn(32 * 8192))
+    assert least_cpu_seconds(partial(run, "gae", step, lam=0.95)) < 0.020
+
+
+def least_cpu_seconds(call: Callable[[], object]) -> float:
+    """Return the best of 7 on one thread; other processes do not count."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    times = []
+    for _ in range(7):
+        began = time.thread_time()
+        call()
+        times.append(time.thread_time() - began)
+    torch.set_num_threads(threads)
+    return min(times)

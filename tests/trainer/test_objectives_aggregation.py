@@ -1,0 +1,164 @@
+"""L10: one weight per token; the loss of an update does not depend on how it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from areal_lite.trainer.objectives.aggregation import AggregationMode, aggregate, token_weights
+from areal_lite.trainer.objectives.token_rows import row_max, row_mean, row_sum
+from tests.trainer.oracle_cases import DTYPES, assert_matches, case, inputs
+
+NORM = AggregationMode.SEQ_MEAN_TOKEN_SUM_NORM
+
+
+def oracle_loss(
+    mask_name: str, mode: AggregationMode, dtype: torch.dtype, **counts: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the aggregate of the oracle's log-probs, and its gradient as ``[B, T]``."""
+    mask = inputs(mask_name, dtype).bool()
+    losses = inputs("log_prob", dtype)[mask].requires_grad_()
+    loss = aggregate(losses, token_weights(mode, mask.nonzero()[:, 0], **counts))
+    (gradient,) = torch.autograd.grad(loss, losses)
+    return loss.detach(), torch.zeros(mask.shape, dtype=dtype).masked_scatter(mask, gradient)
+
+
+def check(key: str, ours: tuple[Tensor, Tensor], *, factor: float = 1.0) -> None:
+    for value, field in zip(ours, ("loss", "grad"), strict=True):
+        expected = case(key, field, value.dtype)
+        if "seq-mean-token-mean" in key and value.dtype == torch.float64:
+            # The oracle adds 1e-8 to the token count it divides a row by.
+            torch.testing.assert_close(value * factor, expected, rtol=1e-8, atol=1e-8)
+        else:
+            assert_matches(value * factor, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
+@pytest.mark.parametrize("mask_name", ["mask", "mask_mt", "mask_dead"])
+@pytest.mark.parametrize("mode", AggregationMode)
+def test_weights_are_the_oracles(mode: AggregationMode, mask_name: str, dtype: torch.dtype) -> None:
+    """L10; a row without trained tokens counts in no mean. The oracle's constant is its padded width."""
+    counts = {"scale": 17} if mode is NORM else {}
+    check(f"agg.{mode}.{mask_name}", oracle_loss(mask_name, mode, dtype, **counts))
+
+
+@pytest.mark.parametrize("mode", AggregationMode)
+def test_a_given_scale_is_used_by_the_norm_alone(mode: AggregationMode) -> None:
+    check(f"agg.{mode}.scale100", oracle_loss("mask", mode, torch.float64, scale=100))
+
+
+@pytest.mark.parametrize("mode", set(AggregationMode) - {NORM})
+def test_half_of_an_update_is_the_oracles_share_of_one_of_two_ranks(mode: AggregationMode) -> None:
+    """The oracle's ranks are averaged afterwards, hence twice our share, which is summed."""
+    mask = inputs("mask").bool()
+    ours = oracle_loss("mask", mode, torch.float64, num_tokens=2 * int(mask.sum()), num_rows=2 * len(mask))
+    check(f"agg.{mode}.global_dp2", ours, factor=2.0)
+
+
+def test_the_norm_sums_over_ranks_and_needs_no_factor() -> None:
+    """L10: two ranks with the same rows have twice the loss of one; upstream, averaging, gives half of that."""
+    rows, losses = torch.tensor([0, 0, 1]), torch.tensor([1.0, 2.0, 3.0])
+    one = aggregate(losses, token_weights(NORM, rows, num_tokens=3, num_rows=2, scale=4))
+    both = aggregate(losses.repeat(2), token_weights(NORM, torch.cat((rows, rows + 2)), scale=4))
+    assert (one.item(), both.item()) == (1.5, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights"),
+    [
+        (AggregationMode.TOKEN_MEAN, [1 / 4, 1 / 4, 1 / 4, 1 / 4]),
+        (AggregationMode.SEQ_MEAN_TOKEN_SUM, [1 / 2, 1 / 2, 1 / 2, 1 / 2]),
+        (AggregationMode.SEQ_MEAN_TOKEN_MEAN, [1 / 2, 1 / 6, 1 / 6, 1 / 6]),
+        (NORM, [1 / 3, 1 / 3, 1 / 3, 1 / 3]),  # the longest row
+    ],
+)
+def test_weights_by_hand(mode: AggregationMode, weights: list[float]) -> None:
+    rows = torch.tensor([9, 4, 4, 4])
+    torch.testing.assert_close(token_weights(mode, rows), torch.tensor(weights, dtype=torch.float64))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 5), min_size=1, max_size=8),
+    piece=st.lists(st.integers(0, 3), min_size=8, max_size=8),
+    mode=st.sampled_from(AggregationMode),
+)
+def test_loss_and_gradient_do_not_depend_on_the_cut(
+    lengths: list[int], piece: list[int], mode: AggregationMode
+) -> None:
+    """L10, R21: rows spread at random over four micro-batches or ranks, some of them empty."""
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    values = torch.linspace(-1.0, 2.0, len(rows), dtype=torch.float64, requires_grad=True)
+    whole = aggregate(values.square(), token_weights(mode, rows))
+
+    counts: dict[str, Any] = {"num_tokens": len(rows), "num_rows": len(lengths), "scale": max(lengths)}
+    pieces = torch.tensor(piece)[rows]
+    cut = sum(
+        (
+            aggregate(values[pieces == i].square(), token_weights(mode, rows[pieces == i], **counts))
+            for i in range(4)
+        ),
+        start=torch.zeros((), dtype=torch.float64),
+    )
+
+    torch.testing.assert_close(cut, whole)
+    torch.testing.assert_close(torch.autograd.grad(cut, values)[0], torch.autograd.grad(whole, values)[0])
+
+
+def test_a_nan_at_a_token_of_weight_zero_leaks_nowhere() -> None:
+    """L10: neither into the loss nor into the gradients of losses, whatever the mode."""
+    losses = torch.tensor([1.0, float("nan"), 3.0], requires_grad=True)
+    loss = aggregate(losses, torch.tensor([0.5, 0.0, 0.5]))
+    (gradient,) = torch.autograd.grad(loss, losses)
+    assert (loss.item(), gradient.tolist()) == (2.0, [0.5, 0.0, 0.5])
+
+
+@pytest.mark.parametrize("mode", AggregationMode)
+def test_an_update_without_tokens_has_a_loss_of_zero_that_backpropagates(mode: AggregationMode) -> None:
+    """L10: upstream gives NaN."""
+    losses = torch.zeros(0, requires_grad=True)
+    loss = aggregate(losses, token_weights(mode, torch.zeros(0, dtype=torch.int64)))
+    assert loss.item() == 0
+    assert torch.autograd.grad(loss, losses)[0].shape == (0,)
+
+
+@pytest.mark.parametrize("mode", sorted(set(AggregationMode) - {NORM}))
+def test_entropy_is_averaged_as_any_loss(mode: AggregationMode) -> None:
+    mask = inputs("mask").bool()
+    entropy = case("entropy.from_logits", "value")[mask]
+    loss = aggregate(-entropy, token_weights(mode, mask.nonzero()[:, 0]))
+    torch.testing.assert_close(-loss, case(f"entropy.loss.{mode}", "loss"), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [
+        ({"num_tokens": 2}, r"num_tokens is 2 .* rows alone holds 3 tokens of 2 rows: count over all"),
+        ({"num_rows": 1}, r"num_rows 1, but rows alone holds 3 tokens of 2 rows"),
+        ({"scale": 0.0}, r"scale is 0.0: .* must be above 0"),
+    ],
+)
+def test_counts_that_cannot_be_are_errors(counts: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        token_weights(AggregationMode.TOKEN_MEAN, torch.tensor([0, 1, 1]), **counts)
+
+
+def test_a_weight_per_loss() -> None:
+    with pytest.raises(ValueError, match=r"losses are \[2\], weights \[1\]"):
+        aggregate(torch.zeros(2), torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("over_row", "expected"),
+    [(row_sum, [4.0, 5.0, 4.0]), (row_mean, [2.0, 5.0, 2.0]), (row_max, [3.0, 5.0, 3.0])],
+)
+def test_figures_of_rows_are_given_to_each_of_their_tokens(
+    over_row: Callable[[Tensor, Tensor], Tensor], expected: list[float]
+) -> None:
+    """Row numbers are neither dense nor in order."""
+    assert over_row(torch.tensor([1.0, 5.0, 3.0]), torch.tensor([8, 2, 8])).tolist() == expected

@@ -1,0 +1,418 @@
+"""Policy losses against verl, slime and RL2, values and gradients, and rules of our own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from areal_lite.errors import ConfigError
+from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms, aggregate, token_weights
+from areal_lite.trainer.objectives.corrections import (
+    WeightLevel,
+    icepop_weights,
+    importance_weights,
+    off_policy_sequence_mask,
+    rejection_mask,
+)
+from areal_lite.trainer.objectives.kl import kl_penalty
+from areal_lite.trainer.objectives.policy_loss import (
+    POLICY_LOSSES,
+    PolicyInputs,
+    aggregation_of,
+    cispo,
+    clip_cov,
+    gmpo,
+    gspo,
+    m2po,
+    ppo,
+)
+from areal_lite.trainer.objectives.token_rows import row_mean
+from tests.trainer.oracle_cases import DTYPES, assert_matches, case, inputs
+
+TOKEN_MEAN, ROW_MEAN = AggregationMode.TOKEN_MEAN, AggregationMode.SEQ_MEAN_TOKEN_MEAN
+DUAL = {"dual_clip": 3.0}
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
+
+
+def flat(name: str, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return inputs(name, dtype)[mask]
+
+
+def loss_called(name: str) -> Callable[..., LossTerms]:
+    return POLICY_LOSSES.get(name, where="loss")
+
+
+def oracle_inputs(mask: Tensor, dtype: torch.dtype, *, advantages: str = "advantages") -> PolicyInputs:
+    return PolicyInputs(
+        policy=flat("log_prob", mask, dtype).requires_grad_(),
+        proximal=flat("old_log_prob", mask, dtype),
+        behaviour=flat("rollout_log_prob", mask, dtype),
+        advantages=flat(advantages, mask, dtype),
+        rows=mask.nonzero()[:, 0],
+    )
+
+
+def check(key: str, loss: Tensor, policy: Tensor, mask: Tensor, dtype: torch.dtype) -> None:
+    (gradient,) = torch.autograd.grad(loss, policy)
+    padded = torch.zeros(mask.shape, dtype=dtype).masked_scatter(mask, gradient)
+    per_row = any(part in key for part in ("gspo", "sapo", "geo_mean", "seq-mean-token-mean"))
+    for ours, field in ((loss, "loss"), (padded, "grad")):
+        expected = case(key, field, dtype)
+        if per_row and dtype == torch.float64:  # the oracle adds 1e-8 to the token count it divides a row by
+            torch.testing.assert_close(ours, expected, rtol=2e-8, atol=2e-8)
+        else:
+            assert_matches(ours, expected)
+
+
+CASES: list[tuple[str, str, dict[str, Any], str, AggregationMode]] = [
+    *(
+        (f"loss.{theirs}.{mode}", ours, options, "advantages", mode)
+        for theirs, ours, options in (
+            ("vanilla.sym", "ppo", DUAL),
+            ("cispo", "cispo", {}),
+            ("gpg", "gpg", {}),
+        )
+        for mode in (TOKEN_MEAN, AggregationMode.SEQ_MEAN_TOKEN_SUM, ROW_MEAN)
+    ),
+    (
+        "loss.vanilla.cliphigher_c1.5",
+        "ppo",
+        {"clip_eps_high": 0.28, "dual_clip": 1.5},
+        "advantages",
+        TOKEN_MEAN,
+    ),
+    ("loss.gspo.eps3e-2", "gspo", {"clip_eps": 3e-2, "clip_eps_high": 4e-2}, "adv_seq", ROW_MEAN),
+    ("loss.geo_mean", "gmpo", {}, "adv_seq", ROW_MEAN),
+    ("loss.sapo", "sapo", {}, "advantages", ROW_MEAN),
+    ("loss.kl_cov", "kl_cov", {"token_share": 0.1, "kl_coef": 0.7}, "advantages", TOKEN_MEAN),
+]
+
+
+@dtypes
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("mask_name", ["mask", "mask_mt"])
+@pytest.mark.parametrize(("key", "name", "options", "advantages", "mode"), CASES, ids=[c[0] for c in CASES])
+def test_losses_and_gradients_are_the_oracles(
+    key: str,
+    name: str,
+    options: Any,
+    advantages: str,
+    mode: Any,
+    mask_name: str,
+    weighted: bool,
+    dtype: torch.dtype,
+) -> None:
+    """L1 to L5, L7, L8, each with and without correction weights that multiply the losses."""
+    mask = inputs(mask_name, dtype).bool()
+    data = oracle_inputs(mask, dtype, advantages=advantages)
+    weights = token_weights(mode, data.rows)
+    if weighted:
+        correction = flat("is_weights", mask, dtype)
+        # The oracle's GMPO takes the geometric mean of a row's weights, we their mean.
+        weights = weights * (row_mean(correction.log(), data.rows).exp() if name == "gmpo" else correction)
+
+    loss = aggregate(loss_called(name)(data, **options).losses, weights)
+
+    check(f"{key}.{mask_name}.is{int(weighted)}", loss, data.policy, mask, dtype)
+
+
+@dtypes
+def test_ratios_are_held_to_exp_20(dtype: torch.dtype) -> None:
+    """L1: log-probs 30 times as large overflow nothing, and beyond the bound no gradient flows."""
+    mask = inputs("mask", dtype).bool()
+    data = oracle_inputs(mask, dtype)
+    extreme = replace(data, policy=data.policy * 30)
+    loss = aggregate(ppo(extreme, dual_clip=3.0).losses, token_weights(TOKEN_MEAN, data.rows))
+    check("loss.vanilla.extreme_ratio", loss, data.policy, mask, dtype)
+    far = small([50.0], advantages=[-1.0])
+    losses = ppo(far).losses
+    assert losses.item() == pytest.approx(math.exp(20))
+    assert torch.autograd.grad(losses.sum(), far.policy)[0].item() == 0
+
+
+@pytest.mark.parametrize(
+    ("level", "option", "bounds"),
+    [
+        (None, None, ""),
+        ("token", None, ""),
+        ("sequence", None, ""),
+        ("token", "token_k1", f"{1 / 1.6}_{1 / 0.6}"),  # the oracle's bounds act on the inverse ratio
+        ("token", "seq_mean_k3,token_k2", "0.05,0.4"),
+    ],
+)
+@pytest.mark.parametrize("name", ["ppo", "reinforce"])
+def test_bypass_mode_is_the_behaviour_policy_in_the_place_of_the_proximal(
+    name: str, level: str | None, option: str | None, bounds: str
+) -> None:
+    """L9: PPO needs no further weight, REINFORCE takes policy / behaviour; rejected tokens count nowhere."""
+    mask = inputs("mask").bool()
+    sampled = flat("old_log_prob", mask, torch.float64)
+    data = replace(oracle_inputs(mask, torch.float64), proximal=sampled, behaviour=sampled)
+    keep = torch.ones_like(data.rows, dtype=torch.bool)
+    if option is not None:
+        keep = rejection_mask(data.policy, sampled, data.rows, option=option, bounds=bounds)
+    weights = torch.zeros(len(keep), dtype=torch.float64)
+    weights[keep] = token_weights(TOKEN_MEAN, data.rows[keep])
+    if name == "reinforce" and level is not None:
+        weights = weights * importance_weights(
+            data.policy, sampled, data.rows, level=WeightLevel(level), max_weight=2.0
+        )
+    options = {"clip_eps_high": 0.28, **DUAL} if name == "ppo" else {}
+
+    loss = aggregate(loss_called(name)(data, **options).losses, weights)
+
+    theirs = "ppo_clip" if name == "ppo" else "reinforce"
+    check(f"loss.bypass.{theirs}.is_{level}.rs_{option}", loss, data.policy, mask, torch.float64)
+
+
+@pytest.mark.parametrize("dual_clip", [None, 1.5, 3.0])
+def test_ppo_is_slimes(dual_clip: float | None) -> None:
+    mask = inputs("mask").bool()
+    terms = ppo(oracle_inputs(mask, torch.float64), clip_eps_high=0.28, dual_clip=dual_clip)
+    assert_matches(terms.losses, case(f"slime.policy.c{dual_clip}", "loss_mat")[mask])
+    assert_matches(
+        terms.statistics["clip_fraction"], case(f"slime.policy.c{dual_clip}", "clipfrac")[mask].double()
+    )
+
+
+def test_clip_fractions_are_the_oracles() -> None:
+    mask = inputs("mask").bool()
+    terms = ppo(oracle_inputs(mask, torch.float64), clip_eps_high=0.28, dual_clip=1.5)
+    metrics = case("loss.vanilla.cliphigher_c1.5.mask.is0", "metrics")
+    assert terms.statistics["clip_fraction"].mean().item() == pytest.approx(metrics["actor/pg_clipfrac"])
+    assert terms.statistics["clip_fraction_lower"].mean().item() == pytest.approx(
+        metrics["actor/pg_clipfrac_lower"]
+    )
+    assert metrics["actor/pg_clipfrac_lower"] > 0
+
+
+def test_cispo_is_slimes() -> None:
+    mask = inputs("mask").bool()
+    terms = cispo(oracle_inputs(mask, torch.float64))
+    assert_matches(terms.losses, case("slime.cispo", "loss_mat")[mask])
+    assert_matches(terms.statistics["clip_fraction"], case("slime.cispo", "clipfrac")[mask].double())
+
+
+def test_gspos_ratio_is_slimes_mean_over_the_row() -> None:
+    """L2, over rows with tool tokens between."""
+    mask = inputs("mask_mt").bool()
+    data = replace(
+        oracle_inputs(mask, torch.float64), advantages=torch.ones(int(mask.sum()), dtype=torch.float64)
+    )
+    terms = gspo(data, clip_eps=1.0, clip_eps_high=100.0)
+    assert_matches(terms.losses, -torch.exp(-case("slime.gspo_kl", "value")[mask]))
+
+
+def test_off_policy_rows_with_a_bad_score_are_taken_out_as_slime_does() -> None:
+    mask = inputs("mask").bool()
+    data = oracle_inputs(mask, torch.float64, advantages="adv_seq")
+    keep = off_policy_sequence_mask(data.policy, data.proximal, data.advantages, data.rows, max_kl=0.02)
+    assert keep.tolist() == case("slime.opsm", "mask")[mask].bool().tolist()
+    assert 0 < keep.sum() < len(keep)
+
+
+@pytest.mark.parametrize("name", ["tis", "icepop"])
+def test_corrected_losses_are_slimes(name: str) -> None:
+    mask = inputs("mask").bool()
+    data = oracle_inputs(mask, torch.float64)
+    weights = (
+        importance_weights(data.proximal, data.behaviour, data.rows, level=WeightLevel.TOKEN, max_weight=2.0)
+        if name == "tis"
+        else icepop_weights(data.proximal, data.behaviour, lower=0.5, upper=2.0)
+    )
+    assert_matches(weights, case(f"slime.{name}", "pg_loss")[mask] / inputs("advantages")[mask])
+
+
+@pytest.mark.parametrize("max_weight", [0.0, 2.0])
+def test_ppo_with_penalty_and_entropy_is_rl2s(max_weight: float) -> None:
+    mask = inputs("mask").bool()
+    data = oracle_inputs(mask, torch.float64)
+    entropy = flat("sum_pi_squared", mask, torch.float64)  # what the oracle was given as such
+    terms = ppo(data)
+    losses = terms.losses + 0.1 * kl_penalty(data.policy, flat("ref_log_prob", mask, torch.float64), "k2")
+    if max_weight:
+        level = WeightLevel.TOKEN
+        losses = losses * importance_weights(
+            data.policy, data.behaviour, data.rows, level=level, max_weight=max_weight
+        )
+    losses = losses - 0.01 * entropy
+
+    assert_matches(losses, case(f"rl2.actor.tis{max_weight}", "loss_mat")[mask])
+    (gradient,) = torch.autograd.grad(losses.sum(), data.policy)
+    assert_matches(gradient, case(f"rl2.actor.tis{max_weight}", "grad")[mask])
+    clipped = case(f"rl2.actor.tis{max_weight}", "clip")[mask]
+    assert torch.equal(terms.statistics["clip_fraction"].bool(), clipped.bool())
+
+
+def small(policy: list[float], *, rows: list[int] | None = None, **others: list[float]) -> PolicyInputs:
+    values = {"proximal": [0.0] * len(policy), "advantages": [1.0] * len(policy), **others}
+    values.setdefault("behaviour", values["proximal"])
+    tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+    row_numbers = torch.zeros(len(policy), dtype=torch.int64) if rows is None else torch.tensor(rows)
+    return PolicyInputs(
+        policy=torch.tensor(policy, dtype=torch.float64, requires_grad=True), rows=row_numbers, **tensors
+    )
+
+
+def test_clip_cov_drops_a_share_of_unclipped_tokens_of_high_covariance_and_nothing_else() -> None:
+    """L6: which of the candidates is drawn is free, what they are is not; the global RNG stays as it was."""
+    mask = inputs("mask").bool()
+    data = oracle_inputs(mask, torch.float64)
+    bounds = {"token_share": 0.05, "min_covariance": 0.1, "max_covariance": 5.0}
+    before = torch.get_rng_state()
+
+    terms = clip_cov(data, **bounds)
+
+    assert torch.equal(torch.get_rng_state(), before)
+    again = clip_cov(data, **bounds)
+    assert torch.equal(terms.losses, again.losses)
+    plain = ppo(data)
+    dropped = terms.statistics["clip_fraction"].bool()
+    policy, advantages = data.policy.detach(), data.advantages
+    covariance = (advantages - advantages.mean()) * (policy - policy.mean())
+    candidates = (covariance > 0.1) & (covariance < 5.0) & ~plain.statistics["clip_fraction"].bool()
+    assert int(dropped.sum()) == int(0.05 * len(policy)) < int(candidates.sum())
+    assert bool((candidates | ~dropped).all())
+    assert torch.equal(terms.losses, torch.where(dropped, 0.0, plain.losses))
+    # The oracle dropped as many, of the same candidates, and has the same losses elsewhere.
+    theirs = case("loss.clip_cov.mask.is0", "grad")[mask] == 0
+    (gradient,) = torch.autograd.grad(plain.losses.sum() / len(policy), data.policy)
+    theirs &= gradient != 0
+    assert int(theirs.sum()) == int(dropped.sum())
+    assert bool((candidates | ~theirs).all())
+    kept = torch.where(theirs, 0.0, plain.losses.detach()).mean()
+    assert_matches(kept, case("loss.clip_cov.mask.is0", "loss"))
+
+
+def test_clip_cov_leaves_tokens_outside_its_bounds_alone() -> None:
+    """L6: covariances are 1.5, 0, 0 and 1.5."""
+    data = small([0.0, 1.0, 1.0, 2.0], proximal=[0.0, 1.0, 1.0, 2.0], advantages=[-1.5, 0.0, 0.0, 1.5])
+    for bounds, dropped in (((1.0, 2.0), 1), ((1.0, 1.5), 0), ((1.5, 2.0), 0)):
+        terms = clip_cov(data, min_covariance=bounds[0], max_covariance=bounds[1])
+        assert terms.statistics["clip_fraction"].sum() == dropped
+
+
+def test_statistics_by_hand() -> None:
+    """Log-ratios 0.5 and -0.5 under advantages above 0: only the first can be clipped."""
+    data = small([0.5, -0.5])
+    statistics = gmpo(data).statistics
+    assert statistics["ratio"].tolist() == pytest.approx([math.exp(0.5), math.exp(-0.5)])
+    assert statistics["approx_kl"].tolist() == pytest.approx([0.148721, 0.106531], abs=1e-6)
+    assert statistics["clip_fraction"].tolist() == [1, 0]
+    assert ppo(data).statistics["clip_fraction"].tolist() == [1, 0]
+    assert not any(values.requires_grad for values in {**statistics, **ppo(data).statistics}.values())
+
+
+def test_a_rows_ratio_is_held_to_exp_10() -> None:
+    """L2: a bad row the policy has run to has a bounded loss, and no gradient."""
+    data = small([15.0, 15.0], advantages=[-1.0, -1.0])
+    losses = gspo(data).losses
+    assert losses.tolist() == pytest.approx([math.exp(10)] * 2)
+    assert torch.autograd.grad(losses.sum(), data.policy)[0].tolist() == [0, 0]
+
+
+def test_m2po_keeps_the_most_tokens_whose_mean_square_is_within_the_bound() -> None:
+    """Squares 0.01, 0.04, 0.25: their mean is 0.1, without the last 0.025. The second row stays whole."""
+    data = small(
+        [0.5, 0.1, -0.2, 0.1, 0.1],
+        proximal=[0.5, 0.0, 0.0, 0.0, 0.0],
+        behaviour=[0.0] * 5,
+        advantages=[2.0, 1.0, -1.0, 1.0, 3.0],
+        rows=[7, 7, 7, 2, 2],
+    )
+    terms = m2po(data, max_second_moment=0.04)
+    ratios = torch.tensor([0.0, 0.1, -0.2, 0.1, 0.1], dtype=torch.float64).exp()
+    assert_matches(
+        terms.losses, -ratios * torch.tensor([0.0, 1.0, -1.0, 1.0, 3.0], dtype=torch.float64)
+    )  # ratio to the proximal policy, choice by the behaviour policy
+    assert terms.statistics["clip_fraction"].tolist() == [1, 0, 0, 0, 0]
+    (gradient,) = torch.autograd.grad(terms.losses.sum(), data.policy)
+    assert gradient[0] == 0
+
+
+def test_m2po_drops_what_is_not_a_number_and_spares_the_rows_behind_it() -> None:
+    data = small([0.1, 0.1, 0.1], behaviour=[float("nan"), float("-inf"), 0.0], rows=[0, 0, 1])
+    assert m2po(data).statistics["clip_fraction"].tolist() == [1, 1, 0]
+
+
+def test_gmpo_weighs_a_row_with_the_mean_of_its_correction_weights() -> None:
+    """L8: weights multiply token by token as everywhere; verl takes their geometric mean, equal for weights per row."""
+    data = small([0.1, 0.3], advantages=[2.0, 2.0])
+    losses = gmpo(data).losses
+    loss = aggregate(
+        losses, token_weights(ROW_MEAN, data.rows) * torch.tensor([1.0, 3.0], dtype=torch.float64)
+    )
+    assert loss.item() == pytest.approx(-2.0 * torch.tensor(0.2).exp().item() * 2.0)
+
+
+def test_gmpo_leaves_rows_without_tokens_out_of_the_mean() -> None:
+    """L8: they are not there at all, whereas upstream divides by them."""
+    data = small([0.0, 0.0], rows=[0, 5])
+    assert aggregate(gmpo(data).losses, token_weights(ROW_MEAN, data.rows)).item() == -1.0
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+def test_a_policy_that_has_not_moved_gets_the_policy_gradient(name: str) -> None:
+    """Fresh data: every loss has the gradient -A, or -A shared out over the row where the ratio is the row's."""
+    data = small([-1.0, -2.0, -0.5], proximal=[-1.0, -2.0, -0.5], advantages=[2.0, 2.0, -3.0], rows=[0, 0, 1])
+    options: dict[str, Any] = {"kl_coef": 0.0} if name == "kl_cov" else {}
+    options |= {"min_covariance": 100.0, "max_covariance": 101.0} if name == "clip_cov" else {}
+    terms = loss_called(name)(data, **options)
+    (gradient,) = torch.autograd.grad(
+        aggregate(terms.losses, token_weights(ROW_MEAN, data.rows)), data.policy
+    )
+    assert_matches(gradient, torch.tensor([-0.5, -0.5, 1.5], dtype=torch.float64))
+    assert terms.statistics["approx_kl"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+def test_no_tokens_give_a_zero_that_backpropagates(name: str) -> None:
+    data = small([])
+    loss = aggregate(loss_called(name)(data).losses, token_weights(TOKEN_MEAN, data.rows, num_tokens=8))
+    assert loss.item() == 0
+    assert torch.autograd.grad(loss, data.policy)[0].shape == (0,)
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES.names()) - {"clip_cov", "kl_cov"}))
+def test_a_rows_losses_do_not_depend_on_the_rows_beside_it(name: str) -> None:
+    """The two covariance losses say in their docstrings that they do."""
+    mask = inputs("mask").bool()
+    whole = oracle_inputs(mask, torch.float64)
+    all_losses = loss_called(name)(whole).losses
+    for row in set(whole.rows.tolist()):
+        here = whole.rows == row
+        part = PolicyInputs(
+            policy=whole.policy[here],
+            proximal=whole.proximal[here],
+            behaviour=whole.behaviour[here],
+            advantages=whole.advantages[here],
+            rows=whole.rows[here],
+        )
+        torch.testing.assert_close(loss_called(name)(part).losses, all_losses[here])
+
+
+def test_losses_of_rows_average_over_rows() -> None:
+    """L2, L8, and SAPO unless told otherwise."""
+    averages = {name: aggregation_of(name, where="w") for name in POLICY_LOSSES.names()}
+    assert {name for name, mode in averages.items() if mode is ROW_MEAN} == {"gspo", "gmpo", "sapo"}
+    assert set(averages.values()) == {ROW_MEAN, TOKEN_MEAN}
+    assert aggregation_of("sapo", TOKEN_MEAN, where="w") is TOKEN_MEAN
+    assert aggregation_of("gspo", ROW_MEAN, where="w") is ROW_MEAN
+    with pytest.raises(ConfigError, match=r"actor\.aggregation is token-mean: gspo has one ratio per row"):
+        aggregation_of("gspo", TOKEN_MEAN, where="actor.aggregation")
+
+
+def test_a_dual_clip_that_bounds_nothing_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="dual_clip is 1.0: .* must exceed 1"):
+        ppo(small([0.0]), dual_clip=1.0)
+
+
+def test_inputs_of_different_shapes_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"'advantages': \[1\].*give \[T\] to all"):
+        small([0.0, 0.0], advantages=[1.0])

@@ -1,0 +1,156 @@
+"""V28: trackers get project, name, the whole config and every metric; they may fail late, not start badly."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_lite.api.config import DatasetConfig, RunConfig, TrainerConfig
+from areal_lite.errors import ConfigError
+from areal_lite.trainer.metrics import MetricsWriter
+from areal_lite.trainer.tracking import Tracking, start_tracking
+
+
+def config(*tracking: Any) -> RunConfig:
+    return RunConfig(
+        experiment_name="exp",
+        trial_name="one",
+        model_path="models/tiny",
+        workflow="my.Agent",
+        workflow_kwargs={"api_key": "hunter2"},
+        train_dataset=DatasetConfig(path="rows.jsonl"),
+        trainer=TrainerConfig(total_steps=2, learning_rate=1e-5),
+        tracking=list(tracking),
+    )
+
+
+def run(run_dir: Path, tracker: str, *steps: int) -> None:
+    """Log a loss at ``steps``, going on from the step before the first."""
+    with (
+        start_tracking(config(tracker), run_dir, last_step=steps[0] - 1) as tracking,
+        MetricsWriter(run_dir, last_step=steps[0] - 1, tracking=tracking) as writer,
+    ):
+        for step in steps:
+            writer.write(step, {"train/loss": step / 2})
+            writer.write(step, {"eval/reward": 1.0})
+    assert not tracking.failures
+
+
+def test_tensorboard_shows_the_config_and_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(tmp_path, "tensorboard", 1, 2, 3)
+    run(tmp_path, "tensorboard", 2)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.5), (2, 1.0)]
+    (shown,) = {event.tensor_proto.string_val[0] for event in events.Tensors("config/text_summary")}
+    assert b"learning_rate: 1.0e-05" in shown
+    assert b"hunter2" not in shown
+
+
+def test_weights_and_biases_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run(tmp_path, "wandb", 1, 2)
+    run(tmp_path, "wandb", 2)
+    wandb.teardown()  # its process writes the last bytes after a run has ended
+    run_id = (tmp_path / "wandb_run_id").read_text()
+    files = sorted((tmp_path / "wandb").rglob("*.wandb"))
+    assert [file.name for file in files] == [f"run-{run_id}.wandb"] * 2
+    for file in files:
+        content = file.read_bytes()
+        assert b"train/loss" in content and b"learning_rate" in content
+        assert b"hunter2" not in content
+
+
+def test_weights_and_biases_without_a_key_is_told_before_the_run_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    wandb.teardown()
+    with pytest.raises(ConfigError, match="no API key: run `wandb login`, or set WANDB_MODE=offline"):
+        start_tracking(config("wandb"), tmp_path)
+
+
+def test_trackio_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # read at import
+    pytest.importorskip("trackio")
+    run(tmp_path, "trackio", 1)
+    run(tmp_path, "trackio", 2)
+    database = sqlite3.connect(tmp_path / "exp.db")
+    rows = database.execute("select run_id, run_name, step, metrics from metrics").fetchall()
+    database.close()
+    assert len({run_id for run_id, *_ in rows}) == 1
+    assert {(name, step) for _, name, step, _ in rows} == {("one", 1), ("one", 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb"), ("trackio", "trackio")],
+)
+def test_a_missing_package_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(
+        ConfigError, match=rf"pip install 'areal-lite\[{name}\]', or remove {name} from tracking"
+    ):
+        start_tracking(config(name), tmp_path)
+
+
+def test_a_tracker_that_cannot_start_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    (tmp_path / "tensorboard").write_text("a file where the folder goes")
+    with pytest.raises(ConfigError, match=r"tensorboard cannot start: FileExistsError.*remove tensorboard"):
+        start_tracking(config("tensorboard"), tmp_path)
+
+
+class Unreachable:
+    """A tracker whose network is gone."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        raise ConnectionError("no route to host")
+
+    def close(self) -> None:
+        raise ConnectionError("no route to host")
+
+
+def test_a_tracker_that_breaks_is_warned_about_once_and_the_run_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Kept:
+        steps: list[int] = []
+        closed = False
+
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            self.steps.append(step)
+
+        def close(self) -> None:
+            self.closed = True
+
+    kept = Kept()
+    with (
+        caplog.at_level(logging.WARNING),
+        Tracking({"far": Unreachable(), "near": kept}) as tracking,
+        MetricsWriter(tmp_path, tracking=tracking) as writer,
+    ):
+        for step in (1, 2, 3):
+            writer.write(step, {"train/loss": 0.5})
+    assert tracking.failures == {"far": 4}
+    assert kept.steps == [1, 2, 3] and kept.closed
+    assert [message.split(";")[0] for message in caplog.messages] == [
+        "far failed, and the run goes on: ConnectionError: no route to host",
+        "far failed 4 times in this run",
+    ]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
