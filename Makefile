@@ -43,6 +43,9 @@ bench: install
 	$(BIN)/python benchmarks/train_step.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/data_source.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/packing_plans.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/packing.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/logits_memory.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/advantages.py
 
 clean:
 	rm -rf .venv build dist ./*.egg-info

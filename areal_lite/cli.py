@@ -8,32 +8,24 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import socket
 import sys
-import threading
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from areal_lite import __version__
 from areal_lite.errors import ArealLiteError
+from areal_lite.launch.stopping import StopOnSignal
 
 if TYPE_CHECKING:
-    from areal_lite.api.config import RunConfig
-
-STOP_SECONDS = 11.0
-"""After a first signal the process ends by itself within this time, whatever is stuck."""
+    from areal_lite.api.config import ExperimentConfig, RunConfig
+    from areal_lite.api.supervised_config import DPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
+    from areal_lite.launch.supervised import SupervisedSummary
 
 # Threads that spin while they wait starve the other processes of the machine.
 _THREAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}
-
-
-class Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM asked the command to end."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from areal_lite.embedded.__main__ import main as serve
 
         return serve(arguments[1:])
-    stop = _StopOnSignal()
+    stop = StopOnSignal()
     try:
         options = _parser().parse_args(arguments)
         if options.command == "view":
@@ -56,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             from areal_lite.api.config_loader import load_config
 
-            options.run(load_config(options.config, options.overrides))
+            options.run(load_config(options.config, options.overrides, root=_root(options.root)))
         sys.stdout.flush()
         code = 0
     except ArealLiteError as error:
@@ -85,7 +77,7 @@ def _plot(options: argparse.Namespace) -> None:
     print(plot_metrics(*options.run_dirs, out=options.out))
 
 
-def _config(config: RunConfig) -> None:
+def _config(config: ExperimentConfig) -> None:
     from areal_lite.api.config_loader import dump_config
 
     print(dump_config(config), end="")
@@ -119,12 +111,52 @@ def _eval(config: RunConfig) -> None:
     print(f"held-out reward {found.reward:.3f} over {found.episodes} episodes, {found.failed} failed")
 
 
-_RUNS = {
-    "train": (_train, "roll out, train and evaluate"),
-    "rollout": (_rollout, "run episodes on the training rows without learning from them"),
-    "eval": (_eval, "run episodes on the held-out rows"),
-    "config": (_config, "print the config as it will be used, defaults and overrides included"),
+def _sft(config: SFTConfig) -> None:
+    from areal_lite.launch.supervised import run_sft
+
+    _supervised(config, run_sft)
+
+
+def _dpo(config: DPOConfig) -> None:
+    from areal_lite.launch.supervised import run_dpo
+
+    _supervised(config, run_dpo)
+
+
+def _reward_model(config: RewardModelConfig) -> None:
+    from areal_lite.launch.supervised import run_reward_model
+
+    _supervised(config, run_reward_model)
+
+
+def _supervised(config: SupervisedConfig, run: Callable[..., SupervisedSummary]) -> None:
+    from areal_lite.launch.supervised import progress_line
+
+    leads = os.environ.get("RANK", "0") == "0"
+    if leads:
+        _config(config)
+    summary = run(config, on_step=lambda step, metrics: print(progress_line(step, metrics), flush=True))
+    if leads:
+        print(f"{summary.steps} steps in {summary.seconds:.0f} s, written to {summary.run_dir}")
+
+
+_RUNS: dict[str, tuple[Callable[[Any], None], str, str]] = {
+    "train": (_train, "RunConfig", "roll out, train and evaluate"),
+    "rollout": (_rollout, "RunConfig", "run episodes on the training rows without learning from them"),
+    "eval": (_eval, "RunConfig", "run episodes on the held-out rows"),
+    "config": (_config, "RunConfig", "print the config as it will be used, defaults and overrides included"),
+    "sft": (_sft, "SFTConfig", "fine-tune on the answers of conversations"),
+    "dpo": (_dpo, "DPOConfig", "train a policy on pairs of a better and a worse answer"),
+    "reward-model": (_reward_model, "RewardModelConfig", "train a reward model on such pairs"),
 }
+"""What a command does, the record of its YAML, and its help."""
+
+
+def _root(name: str) -> type[Any]:
+    from areal_lite.api import config, supervised_config
+
+    root: type[Any] = getattr(config, name, None) or getattr(supervised_config, name)
+    return root
 
 
 def _report(error: ArealLiteError) -> None:
@@ -132,43 +164,6 @@ def _report(error: ArealLiteError) -> None:
         traceback.print_exception(error)
     for line in str(error).splitlines():
         print(f"error: {line}", file=sys.stderr)
-
-
-class _StopOnSignal:
-    """The first SIGINT or SIGTERM raises :class:`Stopped` in the main thread, the second ends the process.
-
-    A thread watches too, because the main thread sees no signal while it is inside a long call of torch.
-    """
-
-    def __init__(self) -> None:
-        self.signal = 0
-        self._watched, waker = socket.socketpair()
-        waker.setblocking(False)
-        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-        self._waker = waker
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._raise)
-        threading.Thread(target=self._watch, name="signal watch", daemon=True).start()
-
-    def _raise(self, number: int, frame: FrameType | None) -> NoReturn:
-        self.signal = number
-        raise Stopped
-
-    def _watch(self) -> None:
-        first = self._next_signal()
-        print("stopping; once more to stop at once", file=sys.stderr, flush=True)
-        self._watched.settimeout(STOP_SECONDS)
-        try:
-            last = self._next_signal()
-        except TimeoutError:
-            print(f"not stopped after {STOP_SECONDS:g} s: ending here", file=sys.stderr, flush=True)
-            last = first
-        os._exit(128 + last)
-
-    def _next_signal(self) -> int:
-        while (number := self._watched.recv(1)[0]) not in (signal.SIGINT, signal.SIGTERM):
-            pass
-        return number
 
 
 class _Parser(argparse.ArgumentParser):
@@ -183,10 +178,10 @@ class _ConfigHelp(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, help="show this help and every config key")
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
-        from areal_lite.api.config import RunConfig
         from areal_lite.api.config_help import help_text
 
-        print(f"{parser.format_help()}\nConfig keys\n\n{help_text(RunConfig)}", flush=True)
+        root = _root(parser.get_default("root"))
+        print(f"{parser.format_help()}\nConfig keys\n\n{help_text(root)}", flush=True)
         parser.exit()
 
 
@@ -201,14 +196,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="areal-lite", description="Agentic RL rollouts and training from one YAML file.")
     parser.add_argument("--version", action="version", version=f"areal-lite {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
-    for name, (run, summary) in _RUNS.items():
+    for name, (run, root, summary) in _RUNS.items():
         command = commands.add_parser(name, help=summary, description=summary, add_help=False)
         command.add_argument("config", metavar="CONFIG.yaml")
         command.add_argument(
             "overrides", metavar="key=value", nargs="*", help="replaces one value; dotted key, YAML value"
         )
         command.add_argument("-h", "--help", action=_ConfigHelp)
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, root=root)
     commands.add_parser(
         "serve", help="serve a model in SGLang's HTTP dialect, without SGLang", add_help=False
     )

@@ -34,12 +34,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from areal_lite.api.config import TrainerConfig
+from areal_lite.api.trainer_config import TrainerConfig
 from areal_lite.data.data_proto import DataProto
 from areal_lite.data.training_batch import collate_training_samples
 from areal_lite.data.training_sample import TrainingSample
-from areal_lite.trainer.advantages import group_advantages
-from areal_lite.trainer.losses import decoupled_ppo_loss
 from areal_lite.trainer.microbatches import plan_microbatches
 from areal_lite.trainer.policy_trainer import PolicyTrainer
 from areal_lite.trainer.weights import publish_weights
@@ -86,7 +84,9 @@ class PlainTrainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
 
     def train_step(self, samples: Sequence[TrainingSample]) -> float:
-        advantages = group_advantages([s.reward for s in samples], [s.group_id for s in samples])
+        rewards = np.array([s.reward for s in samples]).reshape(8, 8)
+        centred = rewards - rewards.mean(1, keepdims=True)
+        advantages = (centred / (centred.std(1, ddof=1, keepdims=True) + 1e-6)).ravel()
         num_loss_tokens = sum(sample.num_trained_tokens for sample in samples)
         self.optimizer.zero_grad()
         total = 0.0
@@ -104,10 +104,9 @@ class PlainTrainer:
                 logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False).logits
             logprobs = torch.log_softmax(logits[:, :-1].float(), -1).gather(2, ids[:, 1:, None])[..., 0]
             weight = torch.from_numpy(advantages[chosen]).float()[:, None].expand_as(logprobs)
-            fresh = logprobs.detach()
-            loss = decoupled_ppo_loss(
-                logprobs, fresh, fresh, weight, mask[:, 1:], num_loss_tokens=num_loss_tokens
-            )
+            ratio = (logprobs - logprobs.detach()).exp()
+            losses = -torch.minimum(ratio * weight, ratio.clamp(0.8, 1.2) * weight)
+            loss = losses[mask[:, 1:]].sum() / num_loss_tokens
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

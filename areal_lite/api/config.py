@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.schema import STRICT
+from areal_lite.api.trainer_config import TrainerConfig as TrainerConfig
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -146,8 +147,8 @@ class ClassConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class DatasetConfig:
-    """Where rows come from, and how a prompt becomes tokens where the data path tokenizes it."""
+class RowsConfig:
+    """Where rows come from, and in which order."""
 
     path: str | list[str]
     """Files (parquet, json, jsonl, csv, arrow; compressed, globs, SPLIT@PATH, a list of them), a dataset of the
@@ -161,6 +162,14 @@ class DatasetConfig:
 
     shuffle: bool = True
     """Draw each epoch in an order made from (seed, epoch); false keeps the order of the rows."""
+
+    cache_dir: str | None = None
+    """Folder for copies of remote files; null is ~/.cache/areal_lite."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DatasetConfig(RowsConfig):
+    """Where rows come from, and how a prompt becomes tokens where the data path tokenizes it."""
 
     prompt_key: str = "prompt"
     """Column of the prompt: text, or a list of messages."""
@@ -199,87 +208,22 @@ class DatasetConfig:
     return_full_prompt: bool = False
     """Add full_prompts, the rendered text, to each item."""
 
-    cache_dir: str | None = None
-    """Folder for copies of remote files; null is ~/.cache/areal_lite."""
-
     custom_cls: ClassConfig | None = None
     """Your own torch Dataset class, made with data_files, tokenizer, processor and config."""
 
     sampler: ClassConfig | None = None
-    """Your own curriculum for a ResumableLoader: a subclass of areal_lite.data.samplers.AbstractSampler."""
+    """Your own curriculum, which orders the rows: a subclass of areal_lite.data.samplers.AbstractSampler."""
 
     datagen: ClassConfig | None = None
     """Your own data generator: adds training rows after each step."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class TrainerConfig:
-    """How weights are learned from a batch of groups."""
-
-    total_steps: Positive
-    """Training steps. No default: it decides what the learning-rate schedule means."""
-
-    learning_rate: Annotated[float, Field(gt=0)]
-    """Peak learning rate of AdamW. No default: it decides what a run learns."""
-
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after warm-up, down to 0 at total_steps."""
-
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps of linear rise from 0."""
-
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """AdamW's decoupled weight decay; norms and biases have none."""
-
-    adam_betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay rates."""
-
-    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
-    """AdamW's denominator floor."""
-
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Gradients are scaled down to this global norm."""
-
-    minibatches_per_step: Positive = 1
-    """Optimizer updates per batch; each takes an equal share of the groups."""
-
-    max_tokens_per_microbatch: Positive = 4096
-    """Tokens, padding included, in one forward pass."""
-
-    advantage_std: bool = True
-    """GRPO divides the centred rewards of a group by their standard deviation; false is Dr. GRPO."""
-
-    clip_eps: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Half-width of the trust region around the proximal policy."""
-
-    clip_eps_high: Annotated[float, Field(gt=0)] | None = None
-    """Upper half-width where it differs (clip-higher); null is clip_eps."""
-
-    max_behaviour_weight: Annotated[float, Field(gt=0)] = 5.0
-    """Upper bound on proximal / behaviour per token, the correction for stale data."""
-
-    kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL penalty (k3) to the frozen starting model; 0 keeps no such model."""
-
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
-
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Autocast number format; weights and optimizer stay float32."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model trains; auto takes a GPU if there is one."""
-
-    num_threads: Annotated[int, Field(ge=0)] = 0
-    """CPU threads of the trainer; 0 shares the cores with an embedded server."""
-
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, a third more time."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvaluationConfig:
-    """When the held-out rows are run; always at the start and at the end."""
+    """When the held-out rows are run; always at the end."""
+
+    at_start: bool = True
+    """Also before the first training step."""
 
     every_steps: Positive | None = None
     """Also after every so many training steps."""
@@ -298,14 +242,18 @@ class CheckpointConfig:
     keep: Positive = 2
     """Newest checkpoints that stay."""
 
+    expiry_margin_s: Seconds = 120.0
+    """Where the platform says when it takes the machine back: seconds before that, and before the longest step so
+    far, to save once more."""
+
     resume: str = "auto"
     """auto goes on from the newest checkpoint of the run's folder, never starts afresh, and a path is that
     checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class RunConfig:
-    """One experiment: the whole YAML."""
+class ExperimentConfig:
+    """What every run has, whatever it trains."""
 
     experiment_name: PathName
     """Folder of the experiment below fileroot."""
@@ -317,10 +265,24 @@ class RunConfig:
     """Folder that holds everything a run writes."""
 
     model_path: str
-    """Folder of a Hugging Face causal LM with its tokenizer, or a hub name."""
+    """Folder of a Hugging Face model with its tokenizer, or a hub name."""
 
     seed: int = 1
     """Seed of data order, sampling and training."""
+
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What to save for a later start."""
+
+    tracking: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
+    """Where metrics go beside metrics.jsonl; each needs its extra: pip install 'areal-lite[wandb]'."""
+
+    save_model: bool = True
+    """Save the trained model with its tokenizer at the end."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RunConfig(ExperimentConfig):
+    """One experiment of reinforcement learning: the whole YAML."""
 
     workflow: str
     """Dotted path of a workflow or of an agent class with ``async run()``."""
@@ -357,11 +319,14 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """When to evaluate."""
 
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """What to save for a later start."""
+    reward_model: str | None = None
+    """Folder of a sequence classifier of one label that judges whole sequences in place of the workflow's rewards."""
 
-    tracking: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
-    """Where metrics go beside metrics.jsonl; each needs its extra: pip install 'areal-lite[wandb]'."""
+    rollout_cache: str | None = None
+    """Folder of batches: a step's batch is kept there, and generated only where it is missing."""
 
-    save_model: bool = True
-    """Save the trained model with its tokenizer at the end."""
+    dump_scores: bool = False
+    """Write what was asked, answered and scored at each step to scores/STEP.jsonl."""
+
+    profile_steps: list[Positive] = field(default_factory=list)
+    """Steps whose torch profile is written to profile/."""

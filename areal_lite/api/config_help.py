@@ -45,7 +45,7 @@ def describe_fields(root: type[Any], prefix: str = "") -> Iterator[FieldHelp]:
         section = next(
             (k for k in (hints[field.name], *typing.get_args(hints[field.name])) if _is_record(k)), None
         )
-        meaning = " ".join((info.description or "").split())
+        meaning = meaning_of(root, field.name)
         if section is None:
             default = None if info.is_required() else _yaml_word(info.get_default(call_default_factory=True))
             yield FieldHelp(key, _type_words(hints[field.name]), default, meaning)
@@ -53,6 +53,15 @@ def describe_fields(root: type[Any], prefix: str = "") -> Iterator[FieldHelp]:
             default = None if info.is_required() else "null" if info.default is None else "{}"
             yield FieldHelp(key, "section", default, meaning)
             yield from describe_fields(section, f"{key}.")
+
+
+def meaning_of(record: type[Any], name: str) -> str:
+    """Return the docstring under a field of ``record``, in one line; empty where there is no such field.
+
+    An inherited field has its docstring in the record it comes from.
+    """
+    infos = [getattr(base, "__pydantic_fields__", {}).get(name) for base in record.__mro__]
+    return next((" ".join(info.description.split()) for info in infos if info and info.description), "")
 
 
 def help_text(root: type[Any], width: int = 80) -> str:

@@ -1,4 +1,4 @@
-"""A YAML file and ``key=value`` overrides become one checked :class:`RunConfig`, and back.
+"""A YAML file and ``key=value`` overrides become one checked config, and back.
 
 Everything that is wrong is reported at once, each line with file, key, value, rule and mend. A config
 names code by dotted path, so it is trusted; it is still parsed as plain data (``SafeLoader``).
@@ -12,15 +12,17 @@ import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from areal_lite.api.config import RunConfig
+from areal_lite.api.config import ExperimentConfig, RunConfig
+from areal_lite.api.config_help import meaning_of
 from areal_lite.errors import ConfigError
 
 MAX_BYTES = 1 << 20
+C = TypeVar("C", bound=ExperimentConfig)
 _SHARED_WITH_ROLLOUT = ("experiment_name", "trial_name", "fileroot")
 _SECRET_KEY = re.compile(r"(api_?key|password|secret|access_token|auth_token)$", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"(sk-|hf_|al_|Bearer )\S{8,}")
@@ -62,22 +64,23 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
+@overload
+def load_config(path: str | Path, overrides: Sequence[str] = ...) -> RunConfig: ...
+@overload
+def load_config(path: str | Path, overrides: Sequence[str] = ..., *, root: type[C]) -> C: ...
 def load_config(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    root: type[RunConfig] = RunConfig,
-) -> RunConfig:
+    path: str | Path, overrides: Sequence[str] = (), *, root: type[Any] = RunConfig
+) -> ExperimentConfig:
     """Return the checked config of ``path`` with ``overrides`` laid over it.
 
-    Names of experiment, trial and fileroot are copied into ``rollout``; its tokenizer is the model's
-    unless given.
+    Names of experiment, trial and fileroot are copied into a RunConfig's ``rollout``; its tokenizer is the
+    model's unless given.
 
     Args:
         path: A YAML file of at most 1 MiB.
         overrides: ``section.key=value`` each; the value is YAML (``null``, ``[a, b]``, ``0.5``). The
             last one of a key counts.
-        root: ``RunConfig``, or a subclass with more fields.
+        root: Record of the whole file.
 
     Raises:
         ConfigError: With every fault found, one per line.
@@ -93,13 +96,15 @@ def load_config(
     for override in overrides:
         sources[_lay_over(values, override, root, where=str(path))] = f"{path}, override {override!r}"
     try:
-        config = TypeAdapter(root).validate_python(values)
+        config: ExperimentConfig = TypeAdapter(root).validate_python(values)
     except ValidationError as error:
         raise ConfigError("\n".join(_complaints(error, root, str(path), sources))) from None
-    return _resolve(config, values.get("rollout") or {}, str(path))
+    if isinstance(config, RunConfig):
+        config = _resolve(config, values.get("rollout") or {}, str(path))
+    return config
 
 
-def dump_config(config: RunConfig) -> str:
+def dump_config(config: ExperimentConfig) -> str:
     """Return ``config`` as YAML that loads back to an equal config; what looks like a key or token is masked."""
     return yaml.dump(_masked(dataclasses.asdict(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
@@ -200,14 +205,11 @@ def _locate(root: type[Any], keys: Sequence[str]) -> tuple[type[Any] | None, str
     meaning = ""
     for name in keys[:-1]:
         field = _field_type(owner, name) if owner else None
-        meaning = _meaning(owner, name) or meaning
+        meaning = (meaning_of(owner, name) if owner else "") or meaning
         owner = _section(field)
-    return owner, (_meaning(owner, keys[-1]) or meaning) if keys else ""
-
-
-def _meaning(owner: type[Any] | None, name: str) -> str:
-    info = owner.__pydantic_fields__.get(name) if owner else None
-    return " ".join((info.description or "").split()) if info else ""
+    if owner and keys:
+        meaning = meaning_of(owner, keys[-1]) or meaning
+    return owner, meaning
 
 
 def _field_type(owner: type[Any], name: str) -> Any:

@@ -41,16 +41,8 @@ def save_data_proto(batch: DataProto, path: Path | str) -> Path:
         ValueError: If a value cannot be kept without pickle; with its key.
         StorageError: If the disk is full or not writable.
     """
-    batch.check_consistency()
+    tensors = to_tensors(batch)
     path = Path(path)
-    tensors = {f"batch/{key}": _dense(tensor) for key, tensor in batch.batch.items()}
-    arrays = {key: list(array) for key, array in batch.non_tensor_batch.items()}
-    rest = {
-        "batch": list(batch.batch),
-        "non_tensor_batch": _json_section("non_tensor_batch", arrays, tensors),
-        "meta_info": _json_section("meta_info", batch.meta_info, tensors),
-    }
-    tensors[_JSON] = torch.frombuffer(bytearray(orjson.dumps(rest)), dtype=torch.uint8)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".tmp-", dir=path.parent) as folder:
@@ -91,16 +83,39 @@ def load_data_proto(path: Path | str) -> DataProto:
                     "wrote it"
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no mapping
-        rest = orjson.loads(tensors[_JSON].numpy().tobytes())
-        return DataProto(
-            {key: tensors[f"batch/{key}"] for key in rest["batch"]},
-            {key: object_array(_from_json(rows, tensors)) for key, rows in rest["non_tensor_batch"].items()},
-            {key: _from_json(value, tensors) for key, value in rest["meta_info"].items()},
-        )
+        return from_tensors(tensors)
     except (OSError, SafetensorError, KeyError, orjson.JSONDecodeError) as error:
         raise ConfigError(
             f"no batch can be read from {path} ({error}): it must be a whole file that save_data_proto wrote"
         ) from error
+
+
+def to_tensors(batch: DataProto) -> dict[str, Tensor]:
+    """Return all that is in ``batch`` as tensors by name, on the CPU and without shared storage.
+
+    Raises:
+        ValueError: If a value cannot be kept without pickle; with its key.
+    """
+    batch.check_consistency()
+    tensors = {f"batch/{key}": _dense(tensor) for key, tensor in batch.batch.items()}
+    arrays = {key: list(array) for key, array in batch.non_tensor_batch.items()}
+    rest = {
+        "batch": list(batch.batch),
+        "non_tensor_batch": _json_section("non_tensor_batch", arrays, tensors),
+        "meta_info": _json_section("meta_info", batch.meta_info, tensors),
+    }
+    tensors[_JSON] = torch.frombuffer(bytearray(orjson.dumps(rest)), dtype=torch.uint8)
+    return tensors
+
+
+def from_tensors(tensors: Mapping[str, Tensor]) -> DataProto:
+    """Return the batch that :func:`to_tensors` was given, on the CPU."""
+    rest = orjson.loads(tensors[_JSON].numpy().tobytes())
+    return DataProto(
+        {key: tensors[f"batch/{key}"] for key in rest["batch"]},
+        {key: object_array(_from_json(rows, tensors)) for key, rows in rest["non_tensor_batch"].items()},
+        {key: _from_json(value, tensors) for key, value in rest["meta_info"].items()},
+    )
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -19,6 +19,20 @@ def state_path(directory: Path | str, rollout_id: int) -> Path:
     return Path(directory) / "rollout" / f"global_dataset_state_dict_{rollout_id}.json"
 
 
+def state_bytes(state: Mapping[str, Any]) -> bytes:
+    """Return what :func:`write_state` writes.
+
+    Raises:
+        ConfigError: If ``state`` holds what JSON cannot.
+    """
+    try:
+        return orjson.dumps(state, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:
+        raise ConfigError(
+            f"the data state is not JSON ({error}): keep plain values in metadata and rewards"
+        ) from error
+
+
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """Put ``state`` into ``path``, on disk and whole, or leave what was there.
 
@@ -26,12 +40,7 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
         ConfigError: If it holds what JSON cannot.
         StorageError: If it cannot be written.
     """
-    try:
-        content = orjson.dumps(state, option=orjson.OPT_SERIALIZE_NUMPY)
-    except TypeError as error:
-        raise ConfigError(
-            f"the data state is not JSON ({error}): keep plain values in metadata and rewards"
-        ) from error
+    content = state_bytes(state)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_atomically(path, content)

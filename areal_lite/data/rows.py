@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from areal_lite.api.config import DatasetConfig
+from areal_lite.api.config import RowsConfig
 from areal_lite.data.generated_rows import GYM, generated_rows
 from areal_lite.data.row_files import load_dataset, looks_like_files
 from areal_lite.data.text_rows import Row
@@ -17,7 +17,7 @@ from areal_lite.errors import ConfigError
 __all__ = ["Row", "load_rows"]
 
 
-def load_rows(config: DatasetConfig, *, seed: int = 1) -> Sequence[Row]:
+def load_rows(config: RowsConfig, *, seed: int = 1) -> Sequence[Row]:
     """Return the rows ``config`` names, at most ``max_samples``.
 
     Files give a ``datasets.Dataset``, which reads row ``i`` from disk at ``rows[i]``; tasks and functions a list.

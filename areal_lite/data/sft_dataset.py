@@ -133,7 +133,7 @@ class SFTDataset(BaseDataset):
             tools_key=tools_key,
             apply_chat_template=apply_chat_template,
             template_kwargs=template_kwargs,
-            padded_columns=_padded_columns(self.rows),
+            padded_columns=padded_columns(self.rows),
         )
         for sequences in _map(tokenize, enumerate(self.rows), num_workers):
             for sequence in sequences:
@@ -182,13 +182,13 @@ class _RowTokenizer:
         number, row = numbered_row
         try:
             row = {
-                key: _without_none(value) if key in self.padded_columns else value
+                key: without_none(value) if key in self.padded_columns else value
                 for key, value in row.items()
             }
             return conversation_sequences(
                 self.tokenizer,
                 self._messages(row),
-                _from_json(row, self.tools_key),
+                from_json(row, self.tools_key),
                 apply_chat_template=self.apply_chat_template,
                 template_kwargs=self.template_kwargs,
             )
@@ -197,7 +197,7 @@ class _RowTokenizer:
 
     def _messages(self, row: Row) -> Sequence[Message]:
         if row.get(self.messages_key) is not None:
-            return _from_json(row, self.messages_key)  # type: ignore[no-any-return]
+            return from_json(row, self.messages_key)  # type: ignore[no-any-return]
         prompt, response = row.get(self.prompt_key), row.get(self.response_key)
         if not isinstance(prompt, Sequence) or not isinstance(response, str):
             raise ConfigError(
@@ -213,7 +213,8 @@ class _RowTokenizer:
         return [*question, {"role": "assistant", "content": response}]
 
 
-def _from_json(row: Row, key: str) -> Any:
+def from_json(row: Row, key: str) -> Any:
+    """Return a column that holds a list, or JSON text of one; ConfigError where its text is no JSON."""
     value = row.get(key)
     if not isinstance(value, str):
         return value
@@ -225,17 +226,18 @@ def _from_json(row: Row, key: str) -> Any:
         ) from error
 
 
-def _padded_columns(rows: Any) -> frozenset[str]:
+def padded_columns(rows: Any) -> frozenset[str]:
     """Return the columns in which Arrow gave each record the keys of all others, with None for a value."""
     if not hasattr(rows, "features"):
         return frozenset()
     return frozenset(column.name for column in rows.features.arrow_schema if "struct<" in str(column.type))
 
 
-def _without_none(value: Any) -> Any:
+def without_none(value: Any) -> Any:
+    """Return the value without the keys whose value is None, at any depth."""
     if isinstance(value, Mapping):
-        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
-    return [_without_none(entry) for entry in value] if isinstance(value, list) else value
+        return {key: without_none(entry) for key, entry in value.items() if entry is not None}
+    return [without_none(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _map(

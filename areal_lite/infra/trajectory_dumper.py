@@ -77,16 +77,25 @@ class TrajectoryDumper:
     def _write(self, result: EpisodeResult) -> None:
         path = self.path_of(result)
         lines = b"".join(orjson.dumps(line, option=_JSON) for line in dump_lines(result, self._tokenizer))
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
         try:
             descriptor = os.open(path, flags, 0o644)
         except FileNotFoundError:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, flags, 0o644)
         try:
+            if size := os.lseek(descriptor, 0, os.SEEK_END):
+                _cut_torn_line(descriptor, size)
             os.write(descriptor, lines)
         finally:
             os.close(descriptor)
+
+
+def _cut_torn_line(descriptor: int, size: int) -> None:
+    """Remove what a killed run left of its last line, or the next one would be glued to it."""
+    end = os.pread(descriptor, size, 0).rfind(b"\n") + 1
+    if end < size:
+        os.ftruncate(descriptor, end)
 
 
 def dump_lines(result: EpisodeResult, tokenizer: Any = None) -> Iterator[dict[str, Any]]:

@@ -25,7 +25,10 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 except orjson.JSONDecodeError as error:
                     if not line.endswith(b"\n"):
                         return
-                    raise ConfigError(f"{path}, line {number}: not JSON: {error}") from None
+                    begin = file.tell() - len(line)
+                    raise ConfigError(
+                        f"{path}, line {number}: not JSON: {error}; the line begins at byte {begin}"
+                    ) from None
                 if not isinstance(record, dict):
                     raise ConfigError(
                         f"{path}, line {number}: it is a {type(record).__name__}, not an object"

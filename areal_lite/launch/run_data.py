@@ -8,8 +8,10 @@ from typing import Any
 from areal_lite.api.config import DatasetConfig, RunConfig
 from areal_lite.api.engine_api import Row
 from areal_lite.data.buffered_data_source import RolloutDataSourceWithBuffer
+from areal_lite.data.curriculum_data_source import CurriculumDataSource
 from areal_lite.data.data_packer import DataPacker, make_data_packer
 from areal_lite.data.rollout_batch import rollout_inputs
+from areal_lite.data.samplers import AbstractSampler, create_rl_sampler
 from areal_lite.data.tokenizer import load_processor, load_tokenizer, model_type
 
 
@@ -30,18 +32,20 @@ def training_data(config: RunConfig) -> TrainingData:
     """
     rows = config.train_dataset
     packer, dataset = _packer(config, rows), _dataset(config, rows, is_train=True)
-    source = RolloutDataSourceWithBuffer(
-        dataset,
-        buffer_filter=config.buffer_filter,
-        n_samples_per_prompt=config.rollout.group_size,
-        seed=config.seed,
-        shuffle=rows.shuffle,
-        prompt_key=rows.prompt_key,
-        label_key=rows.label_key,
-        packer=packer,
-        name=str(rows.path),
-    )
-    return TrainingData(dataset, packer, source)
+    settings: dict[str, Any] = {
+        "buffer_filter": config.buffer_filter,
+        "n_samples_per_prompt": config.rollout.group_size,
+        "seed": config.seed,
+        "shuffle": rows.shuffle,
+        "prompt_key": rows.prompt_key,
+        "label_key": rows.label_key,
+        "packer": packer,
+        "name": str(rows.path),
+    }
+    sampler = create_rl_sampler(rows, getattr(dataset, "rows", dataset), seed=config.seed)
+    if isinstance(sampler, AbstractSampler):
+        return TrainingData(dataset, packer, CurriculumDataSource(dataset, sampler=sampler, **settings))
+    return TrainingData(dataset, packer, RolloutDataSourceWithBuffer(dataset, **settings))
 
 
 def workflow_rows(config: RunConfig, rows: DatasetConfig, *, is_train: bool) -> list[Row]:

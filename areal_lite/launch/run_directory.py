@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from areal_lite.api.config import RunConfig
+from areal_lite.api.config import ExperimentConfig
 from areal_lite.api.config_loader import dump_config
 from areal_lite.errors import ConfigError, RunDirBusyError, StorageError
 
 
-def run_directory_path(config: RunConfig) -> Path:
+def run_directory_path(config: ExperimentConfig) -> Path:
     """Return ``fileroot/experiment_name/trial_name``."""
     return Path(config.fileroot) / config.experiment_name / config.trial_name
 
 
 @contextmanager
-def run_directory(config: RunConfig, *, fresh: bool) -> Iterator[Path]:
+def run_directory(config: ExperimentConfig, *, fresh: bool) -> Iterator[Path]:
     """Make the run's folder, hold it for as long as the context lasts, and save the config in it.
 
     Args:

@@ -1,79 +1,54 @@
-"""What a training run goes on from: one folder per step, whole or not there, read back before an older one goes.
+"""What a training run goes on from: one folder per step, whole or not there, and never passed over in silence.
 
-A folder ``step_00000010`` holds ``model/`` (a Hugging Face folder in float32), ``optimizer.safetensors``,
-``trainer.json``, whatever else the run puts there, and ``manifest.json`` with the hash of each file.
+A folder ``step_00000010`` holds what :mod:`areal_lite.trainer.snapshot` writes, whatever else the run puts there
+(its config, where its data stands), and ``manifest.json`` with the hash of each file.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
+import yaml
 
-from areal_lite.errors import CheckpointError
-from areal_lite.trainer.policy_model import load_policy
-from areal_lite.trainer.policy_trainer import PolicyTrainer
-from areal_lite.trainer.weights import check_folder, write_folder, write_model
+from areal_lite.errors import CheckpointError, ConfigError
+from areal_lite.trainer.snapshot import Trainer, restore
+from areal_lite.trainer.whole_folder import check_folder
+
+CONFIG_FILE = "config.yaml"
+"""The run's resolved config inside a checkpoint."""
 
 _FOLDER = re.compile(r"step_(\d{8,})")
-
-
-def save_checkpoint(
-    trainer: PolicyTrainer, root: Path, step: int, *, write_rest: Callable[[Path], None], keep: int
-) -> Path:
-    """Write ``root/step_{step:08d}`` and return it; the newest ``keep`` checkpoints stay.
-
-    Args:
-        trainer: Its weights, optimizer and counters are saved.
-        root: Folder of the run's checkpoints.
-        step: Training steps done, which is the policy version as well.
-        write_rest: Writes what else belongs to the checkpoint into the folder it is given.
-        keep: Older ones are removed once the new one has been read back.
-
-    Raises:
-        StorageError: If the disk is full or not writable; older checkpoints stay.
-    """
-
-    def write(aside: Path) -> None:
-        write_model(trainer.model, aside / "model", torch.float32)
-        state = trainer.optimizer.state_dict()["state"]
-        tensors = {
-            f"{index}.{name}": value for index, values in state.items() for name, value in values.items()
-        }
-        save_file(tensors, aside / "optimizer.safetensors")
-        counters = {
-            "step": step,
-            "steps_done": trainer.steps_done,
-            "skipped_in_a_row": trainer.skipped_in_a_row,
-        }
-        (aside / "trainer.json").write_text(json.dumps(counters) + "\n")
-        write_rest(aside)
-
-    folder = root / f"step_{step:08d}"
-    write_folder(folder, write, version=step)
-    check_folder(folder)
-    for older in _folders(root)[:-keep]:
-        shutil.rmtree(older, ignore_errors=True)
-    return folder
+_FREE = {
+    "total_steps",
+    "epochs",
+    "max_tokens_per_microbatch",
+    "device",
+    "num_threads",
+    "gradient_checkpointing",
+    "deterministic",
+}
+"""What may change in the trainer's section."""
 
 
 def find_checkpoint(root: Path, resume: str) -> Path | None:
     """Return the checkpoint that ``resume`` (auto, never or a path) means, None for a fresh start.
 
     Raises:
-        CheckpointError: If it is missing or not whole. A broken newest one is never passed over in silence.
+        CheckpointError: If it is missing or not whole, or ``root`` holds later ones, which ``auto`` would go on from
+            the next time. A broken newest one is never passed over.
     """
     if resume == "never":
         return None
+    folders = checkpoints(root)
     if resume != "auto":
-        check_folder(Path(resume))
-        return Path(resume)
-    folders = _folders(root)
+        folder = Path(resume)
+        check_folder(folder)
+        refuse_later(root, checkpoint_step(folder))
+        return folder
     if not folders:
         return None
     try:
@@ -87,39 +62,100 @@ def find_checkpoint(root: Path, resume: str) -> Path | None:
     return folders[-1]
 
 
-def checkpoint_step(folder: Path) -> int:
-    """Return the training steps done when the checkpoint was written."""
-    return int(json.loads((folder / "trainer.json").read_bytes())["step"])
-
-
-def load_checkpoint(trainer: PolicyTrainer, folder: Path) -> None:
-    """Give ``trainer`` the weights, optimizer and counters of a checkpoint; bit for bit what was saved.
+def load_checkpoint(trainer: Trainer, folder: Path) -> None:
+    """Give ``trainer`` the weights, optimizers, counters and random state of a checkpoint, bit for bit.
 
     Raises:
-        CheckpointError: If the checkpoint is of another model.
+        CheckpointError: If the checkpoint is of another model, or of other parts of it.
     """
-    loaded = load_policy(str(folder / "model"), device=torch.device("cpu"))
-    try:
-        trainer.model.load_state_dict(loaded.state_dict())
-        state: dict[int, dict[str, torch.Tensor]] = {}
-        for name, tensor in load_file(folder / "optimizer.safetensors").items():
-            index, _, key = name.partition(".")
-            state.setdefault(int(index), {})[key] = tensor
-        groups = trainer.optimizer.state_dict()["param_groups"]
-        trainer.optimizer.load_state_dict({"state": state, "param_groups": groups})
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder} does not fit the model: {str(error).splitlines()[0]}: use the model_path it was made with"
-        ) from error
-    counters = json.loads((folder / "trainer.json").read_bytes())
-    trainer.steps_done = counters["steps_done"]
-    trainer.skipped_in_a_row = counters["skipped_in_a_row"]
+    restore(trainer, folder)
 
 
-def _folders(root: Path) -> list[Path]:
+def check_config(folder: Path, config: str) -> None:
+    """Refuse to go on with a config under which other weights would come out.
+
+    How far the run goes, where it computes, what it saves and which servers it asks may change; what is trained, how
+    and on how much may not.
+
+    Args:
+        folder: A checkpoint; one without a config is of a run that had none.
+        config: The resolved YAML of the run that wants to go on.
+
+    Raises:
+        ConfigError: With every difference.
+    """
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        return
+    then, now = (_decisive(yaml.safe_load(text)) for text in (path.read_text(), config))
+    # A field that one of them lacks was added or removed since, and the default is what happened without it.
+    differences = [
+        f"{name} was {then[name]!r} and is {now[name]!r}"
+        for name in sorted(then.keys() & now.keys())
+        if then[name] != now[name]
+    ]
+    if differences:
+        raise ConfigError(
+            f"{folder} was made with another config: {'; '.join(differences)}. Put these back to go on, or start "
+            "another trial_name"
+        )
+
+
+def checkpoints(root: Path) -> list[Path]:
     """Return the checkpoints below ``root``, oldest first."""
     if not root.is_dir():
         return []
-    return sorted(
-        (path for path in root.iterdir() if _FOLDER.fullmatch(path.name)), key=lambda path: int(path.name[5:])
-    )
+    return sorted((path for path in root.iterdir() if _FOLDER.fullmatch(path.name)), key=_number)
+
+
+def checkpoint_folder(root: Path, step: int) -> Path:
+    """Return the folder of the checkpoint after ``step`` steps."""
+    return root / f"step_{step:08d}"
+
+
+def checkpoint_step(folder: Path) -> int:
+    """Return the training steps done when the checkpoint was written, which is the policy version as well.
+
+    Raises:
+        CheckpointError: If the folder is something else.
+    """
+    try:
+        return int(json.loads((folder / "trainer.json").read_bytes())["step"])
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} holds weights without trainer.json: to go on, name a checkpoint; to train these weights in "
+            "another run, set model_path"
+        ) from None
+
+
+def refuse_later(root: Path, step: int) -> None:
+    """Refuse to have two histories in one folder.
+
+    Raises:
+        CheckpointError: If ``root`` holds checkpoints of steps after ``step``.
+    """
+    later = [path.name for path in checkpoints(root) if _number(path) > step]
+    if later:
+        raise CheckpointError(
+            f"{root} holds {', '.join(later)}, later than step {step}: a run that goes on from there would leave two "
+            "histories, and the next start would take the wrong one. Remove or move the later ones, or set another "
+            "trial_name"
+        )
+
+
+def _decisive(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that may not change, by dotted name."""
+    trainer, rollout = config.get("trainer", {}), config.get("rollout", {})
+    return {
+        **{name: config[name] for name in ("model_path", "seed") if name in config},
+        **{f"trainer.{name}": value for name, value in trainer.items() if name not in _FREE},
+        **{
+            f"rollout.{name}": rollout[name]
+            for name in ("group_size", "consumer_batch_size")
+            if name in rollout
+        },
+    }
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))

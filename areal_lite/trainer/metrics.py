@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from areal_lite.errors import StorageError
+from areal_lite.trainer.crash_points import crash_point
 from areal_lite.trainer.tracking import Tracking
 
 
@@ -26,7 +27,7 @@ class MetricsWriter:
         tracking: Where each record goes as well; its owner closes it.
 
     Raises:
-        StorageError: If the file cannot be opened.
+        StorageError: If the file cannot be opened, or a whole line up to ``last_step`` is no record.
     """
 
     def __init__(
@@ -49,9 +50,11 @@ class MetricsWriter:
         record: dict[str, float | None] = {"step": step, "time": round(time.time(), 3)}
         record |= {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         rest = memoryview(json.dumps(record).encode() + b"\n")
+        crash_point("metrics:before_write")
         with self._disk_errors():
             while rest:  # a disk that fills up takes a part of the line, then refuses the rest
                 rest = rest[self._file.write(rest) :]
+        crash_point("metrics:after_write")
         if self._tracking is not None:
             self._tracking.log(step, metrics)
 
@@ -78,15 +81,19 @@ class MetricsWriter:
 
 
 def _cut_off(path: Path, last_step: int) -> None:
-    """Keep the whole records up to ``last_step``."""
-    kept = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-        except ValueError:  # the end of a run that was killed
-            continue
-        if record["step"] <= last_step and line.endswith(b"\n"):
-            kept.append(line)
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_bytes(b"".join(kept))
-    aside.replace(path)
+    """Remove the records after ``last_step``, and what a killed run left of one."""
+    end = 0
+    with path.open("r+b") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                step = int(json.loads(line)["step"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise StorageError(
+                    f"{path} is damaged: the line at byte {end} is no record ({error!r}): remove the line to go on"
+                ) from None
+            if step > last_step:
+                break
+            end += len(line)
+        file.truncate(end)

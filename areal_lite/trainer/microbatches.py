@@ -89,16 +89,24 @@ def _cost(length: int, balance_length: int) -> float:
     return length * (1 + length / balance_length)
 
 
-def plan_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+def plan_microbatches(
+    lengths: Sequence[int], *, max_tokens: int, num_rows: Sequence[int] | None = None
+) -> list[list[int]]:
     """Return index lists of like lengths, longest first, each at most ``max_tokens`` with its padding.
 
     An item longer than ``max_tokens`` gets a micro-batch of its own. Lengths ``[3, 9, 4, 8]`` under
     18 tokens give ``[[1, 3], [2, 0]]``.
+
+    Args:
+        lengths: Tokens of each item's longest row.
+        max_tokens: Most tokens of a micro-batch.
+        num_rows: Rows of each item; None: one.
     """
+    heights = [1] * len(lengths) if num_rows is None else num_rows
     microbatches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         last = microbatches[-1] if microbatches else []
-        if last and lengths[last[0]] * (len(last) + 1) <= max_tokens:
+        if last and lengths[last[0]] * sum(heights[i] for i in (*last, index)) <= max_tokens:
             last.append(index)
         else:
             microbatches.append([index])

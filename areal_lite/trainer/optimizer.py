@@ -7,10 +7,10 @@ import math
 import torch
 from torch import nn
 
-from areal_lite.api.config import TrainerConfig
+from areal_lite.api.trainer_config import OptimizerConfig
 
 
-def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """Return AdamW over the trainable parameters; norms and biases (one-dimensional) do not decay."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -26,7 +26,7 @@ def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW
     )
 
 
-def learning_rate(config: TrainerConfig, step: int) -> float:
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of the ``step``-th training step, counted from 0.
 
     It rises linearly over ``warmup_steps`` (the first step already learns), then stays, or falls to 0
@@ -37,5 +37,5 @@ def learning_rate(config: TrainerConfig, step: int) -> float:
         return peak * (step + 1) / warmup
     if config.lr_schedule == "constant":
         return peak
-    done = min(1.0, (step - warmup) / max(1, config.total_steps - warmup))
+    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     return peak * (1 - done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)

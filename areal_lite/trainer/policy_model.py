@@ -1,4 +1,4 @@
-"""Loading a Hugging Face causal LM to be trained."""
+"""Loading Hugging Face models to be trained: in float32, without dropout, with every weight from the folder."""
 
 from __future__ import annotations
 
@@ -12,11 +12,56 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from areal_lite.api.trainer_config import LoRAConfig
 from areal_lite.errors import ConfigError
+from areal_lite.trainer.lora import add_adapters
 
 
-def load_policy(model_path: str, *, device: torch.device, gradient_checkpointing: bool = False) -> Any:
-    """Return the model in float32 on ``device``, without dropout, ready for backward passes.
+def load_policy(
+    model_path: str,
+    *,
+    device: torch.device,
+    gradient_checkpointing: bool = False,
+    lora: LoRAConfig | None = None,
+) -> Any:
+    """Return the causal LM on ``device``, ready for backward passes; with ``lora`` only its adapters train.
+
+    Raises:
+        ConfigError: If ``model_path`` is no model folder and no model the hub or its cache gives, lacks weights, or
+            adapters cannot be added.
+    """
+    model, missing = load_pretrained(AutoModelForCausalLM, model_path, what="causal LM")
+    if missing:
+        raise ConfigError(
+            f"model_path {model_path!r} has no weights for {missing}: give the folder of a whole causal LM, "
+            "not of a critic or reward model made from one"
+        )
+    if lora is not None:
+        add_adapters(model, lora)
+    return prepare(model, device=device, gradient_checkpointing=gradient_checkpointing)
+
+
+def load_scalar_model(auto_class: Any, model_path: str, *, what: str) -> tuple[Any, bool]:
+    """Return the model with a head of one number, and whether the folder had that head; a new one is all 0.
+
+    Raises:
+        ConfigError: As :func:`load_policy`.
+    """
+    model, missing = load_pretrained(auto_class, model_path, what=what, num_labels=1)
+    body = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
+    if body:
+        raise ConfigError(
+            f"model_path {model_path!r} has no weights for {body[:4]}: give the folder of a whole model, such as "
+            "the policy's"
+        )
+    with torch.no_grad():
+        for name in missing:
+            model.get_parameter(name).zero_()
+    return model, not any(name.endswith("weight") for name in missing)
+
+
+def load_pretrained(auto_class: Any, model_path: str, *, what: str, **options: Any) -> tuple[Any, list[str]]:
+    """Return the model in float32 and the names of weights that the folder lacks.
 
     Raises:
         ConfigError: If ``model_path`` is no model folder and no model the hub or its cache gives.
@@ -28,17 +73,24 @@ def load_policy(model_path: str, *, device: torch.device, gradient_checkpointing
             f"(config.json, model.safetensors, tokenizer files); it holds {sorted(p.name for p in path.iterdir())[:8]}"
         )
     try:
-        with without_progress_bars():
-            model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    except (OSError, ValueError) as error:
+        with without_progress_bars(), _without_load_report():
+            model, report = auto_class.from_pretrained(
+                model_path, dtype=torch.float32, output_loading_info=True, **options
+            )
+    except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"model_path {model_path!r} cannot be loaded as a causal LM ({_first_line(error)}): "
+            f"model_path {model_path!r} cannot be loaded as a {what} ({_first_line(error)}): "
             "give a folder with config.json and model.safetensors, or a hub name"
         ) from error
+    return model, sorted(report["missing_keys"])
+
+
+def prepare(model: Any, *, device: torch.device, gradient_checkpointing: bool) -> Any:
+    """Switch dropout off, and recomputing of activations on where it is wanted; return the model on ``device``."""
     _switch_off_dropout(model)
     model.train(gradient_checkpointing)  # transformers recomputes activations in training mode only
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     return model.to(device)
 
 
@@ -52,6 +104,17 @@ def without_progress_bars() -> Iterator[None]:
     finally:
         if enabled:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Missing weights are judged here; unused ones, such as a critic's output embedding, are nobody's concern."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def resolve_device(device: str) -> torch.device:

@@ -1,83 +1,110 @@
-"""One training step: rewards to advantages, log-probs, loss, a new policy.
+"""One step of reinforcement learning, stage by stage: log-probs, values, rewards, advantages, updates.
 
-Guarantees that loss and gradients do not depend on how the step is cut into micro-batches, that the
-same seed and batch give bit-equal weights on one machine, and that a non-finite update is never
-applied. Knows nothing of episodes, servers or files: a batch comes in, metrics go out.
+Guarantees that loss and gradients do not depend on how the step is cut into micro-batches and over
+ranks, that the same seed and batch give bit-equal weights on one machine, and that a non-finite update
+is never applied. Knows nothing of episodes, servers or files: a batch comes in, metrics go out.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from areal_lite.api.config import TrainerConfig
+from areal_lite.api.trainer_config import TrainerConfig
 from areal_lite.data.data_proto import DataProto
-from areal_lite.data.training_batch import check_training_batch, training_rows
-from areal_lite.data.training_sample import TrainingSample
-from areal_lite.errors import TrainingError
-from areal_lite.trainer.advantages import group_advantages
+from areal_lite.errors import ConfigError, TrainingError
+from areal_lite.trainer.algorithm import Algorithm
+from areal_lite.trainer.learner import Learner, Update
 from areal_lite.trainer.logprobs import TokenScorer
-from areal_lite.trainer.losses import decoupled_ppo_loss, entropy_bonus, kl_k3, kl_penalty, ppo_statistics
-from areal_lite.trainer.optimizer import learning_rate, make_optimizer
+from areal_lite.trainer.lora import adapters_off
+from areal_lite.trainer.objectives.aggregation import AggregationMode, aggregate, token_weights
+from areal_lite.trainer.objectives.kl import kl_penalty
+from areal_lite.trainer.objectives.policy_loss import PolicyInputs
+from areal_lite.trainer.objectives.value_loss import value_loss
+from areal_lite.trainer.packed_model import PackedRows
 from areal_lite.trainer.policy_model import load_policy, resolve_device
+from areal_lite.trainer.policy_step import Step
 from areal_lite.trainer.seeding import seed_process
-from areal_lite.trainer.step_tokens import Microbatch, Minibatch, StepTokens, cut_step
+from areal_lite.trainer.sharding import shard
+from areal_lite.trainer.step_tokens import Microbatch, StepCut, split_groups
+from areal_lite.trainer.value_model import ValueScorer, load_critic
 
-MAX_SKIPPED_UPDATES = 3
-"""Non-finite updates in a row that stop the run."""
+OnSkip = Callable[[dict[str, Any]], None]
+"""Called with step, loss, gradient norm and task ids of an update that was not finite."""
 
 
 class PolicyTrainer:
-    """Owns the policy being trained, its optimizer, and the frozen reference where there is a KL penalty.
+    """Owns the policy being trained, and the frozen reference and the critic where the config has them.
+
+    A step is :meth:`begin`, the stages in the order they stand here, :meth:`finish`; :meth:`train_step` is
+    all of them.
 
     Args:
         config: The ``trainer:`` section of the run.
         model_path: Folder of a Hugging Face causal LM, or a hub name.
         seed: Seeds python, numpy and torch, and the order of minibatches.
         temperature: What the inference engine divides logits by; log-probs here are of the same.
+        max_new_tokens: Limit of an answer, for the share of answers cut off and the penalty on overlong ones.
+        on_skip: Told of updates that were not applied.
 
     Raises:
-        ConfigError: If the model cannot be loaded, the device is not there, or the temperature is not above 0.
+        ConfigError: If the model cannot be loaded, the device is not there, the temperature is not above 0, or an
+            algorithm is not known, or lacks what it needs.
     """
 
     def __init__(
-        self, config: TrainerConfig, *, model_path: str, seed: int, temperature: float = 1.0
+        self,
+        config: TrainerConfig,
+        *,
+        model_path: str,
+        seed: int,
+        temperature: float = 1.0,
+        max_new_tokens: int | None = None,
+        on_skip: OnSkip | None = None,
     ) -> None:
-        seed_process(seed, num_threads=config.num_threads)
         self.config = config
         self.seed = seed
+        self.algorithm = Algorithm(config, max_new_tokens=max_new_tokens)
+        self._max_new_tokens = max_new_tokens
+        seed_process(seed, num_threads=config.num_threads)
         self.device = resolve_device(config.device)
+        recompute = config.gradient_checkpointing
         self.model: Any = load_policy(
-            model_path, device=self.device, gradient_checkpointing=config.gradient_checkpointing
+            model_path, device=self.device, gradient_checkpointing=recompute, lora=config.lora
         )
-        self.optimizer = make_optimizer(self.model, config)
-        self.steps_done = 0
-        self.skipped_in_a_row = 0
         self._policy = TokenScorer(self.model, temperature=temperature)
         self._reference: TokenScorer | None = None
-        if config.kl_coef > 0:
-            frozen = copy.deepcopy(self.model).requires_grad_(False)
-            self._reference = TokenScorer(frozen, temperature=temperature)
-        self._ratio_bounds = {
-            "clip_eps": config.clip_eps,
-            "clip_eps_high": config.clip_eps if config.clip_eps_high is None else config.clip_eps_high,
-            "max_behaviour_weight": config.max_behaviour_weight,
-        }
+        if config.kl is not None:
+            # Under adapters the reference is the model without them.
+            self._reference = (
+                self._policy if config.lora else shard(copy.deepcopy(self._policy).requires_grad_(False))
+            )
+        self.learner = Learner(self._policy, config, config, total_steps=config.total_steps)
+        self.critic: Learner | None = None
+        if config.critic is not None:
+            path = config.critic.model_path or model_path
+            critic = ValueScorer(load_critic(path, device=self.device, gradient_checkpointing=recompute))
+            self.critic = Learner(critic, config, config.critic, total_steps=config.total_steps)
+        self._on_skip = on_skip
+
+    @property
+    def steps_done(self) -> int:
+        """Training steps finished."""
+        return self.learner.steps_done
 
     def train_step(self, batch: DataProto, *, version: int) -> dict[str, float]:
         """Train on one batch of groups and return its metrics.
 
-        Rows without a gradient (advantage 0 and neither KL nor entropy term, or no trained token)
-        are left out of the forward pass but stay in every denominator; ``computed_tokens`` against
-        ``trained_tokens`` says how much, and the token statistics are over the computed ones.
+        Samples without a gradient (advantage 0 and neither KL nor entropy term, or no trained token) are left out of
+        the forward pass but stay in every denominator; ``computed_tokens`` against ``trained_tokens`` says how much,
+        and the token statistics are over the computed ones.
 
         Args:
             batch: Whole groups, in any order, with the keys of :mod:`areal_lite.data.training_batch`.
@@ -85,207 +112,286 @@ class PolicyTrainer:
 
         Raises:
             ValueError: If the batch breaks a rule of a training batch.
-            TrainingError: If nothing in the batch is trained, rows have more inputs than tokens, or the third
-                update in a row is not finite.
+            TrainingError: If nothing in the batch is trained, samples have more inputs than tokens, or the third update
+                in a row is not finite.
         """
-        clock = _PhaseClock(self.device)
-        with clock("prepare"):
-            check_training_batch(batch)
-            samples = training_rows(batch)
-            advantages = group_advantages(
-                [sample.reward for sample in samples],
-                [sample.group_id for sample in samples],
-                divide_by_std=self.config.advantage_std,
-            )
-            tokens, minibatches = self._prepare(samples, advantages)
-        with clock("proximal"):
-            self._score_frozen(tokens, minibatches)
-        rate = learning_rate(self.config, self.steps_done)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        updates = [
-            self._update(tokens, minibatch, is_first=number == 0, clock=clock)
-            for number, minibatch in enumerate(minibatches)
-        ]
-        self.steps_done += 1
-        return {
-            **_batch_metrics(samples, advantages, version),
-            **{name: float(np.mean([update[name] for update in updates])) for name in ("loss", "grad_norm")},
-            "skipped_updates": float(sum(update["skipped"] for update in updates)),
-            "learning_rate": rate,
-            **self._token_metrics(tokens),
-            **clock.metrics(num_tokens=sum(len(sample.input_ids) for sample in samples)),
-        }
+        step = self.begin(batch, version=version)
+        self.score_proximal(step)
+        self.score_reference(step)
+        self.score_values(step)
+        self.penalize_kl(step)
+        self.correct(step)
+        self.estimate_advantages(step)
+        self.update_critic(step)
+        self.update_policy(step)
+        return self.finish(step)
 
-    def _prepare(
-        self, samples: Sequence[TrainingSample], advantages: np.ndarray[Any, Any]
-    ) -> tuple[StepTokens, list[Minibatch]]:
-        config = self.config
-        seeing = sum(bool(sample.multi_modal_inputs) for sample in samples)
+    # -- the stages, in order ----------------------------------------------------------------------
+
+    def begin(self, batch: DataProto, *, version: int) -> Step:
+        """Check the batch, lay out its tokens and choose the minibatches; see :meth:`train_step`."""
+        step = Step.of(batch, version=version, device=self.device)
+        seeing = sum(bool(sample.multi_modal_inputs) for sample in step.samples)
         if seeing:
             raise TrainingError(
-                f"step {self.steps_done}: {seeing} of {len(samples)} rows have multi_modal_inputs, but this trainer's "
-                "forward pass reads tokens alone, so their log-probs would be wrong: train on rows of text"
+                f"step {self.steps_done}: {seeing} of {len(step.samples)} rows have multi_modal_inputs, but this "
+                "trainer's forward pass reads tokens alone, so log-probs would be wrong: train on rows of text"
             )
-        regularised = config.kl_coef > 0 or config.entropy_coef != 0
-        minibatches = cut_step(
-            samples,
-            [
-                sample.num_trained_tokens > 0 and (regularised or advantage != 0)
-                for sample, advantage in zip(samples, advantages, strict=True)
-            ],
-            num_minibatches=config.minibatches_per_step,
-            max_tokens=config.max_tokens_per_microbatch,
-            balance_length=self._policy.balance_length,
-            share_prefixes=self._policy.shares_prefixes,
+        step.minibatches = split_groups(
+            step.samples,
+            self.config.minibatches_per_step,
             rng=np.random.default_rng([self.seed, self.steps_done]),
-            device=self.device,
         )
-        if not minibatches:
+        if not step.minibatches:
             raise TrainingError(
-                f"step {self.steps_done}: none of the {len(samples)} samples has a trained token: "
+                f"step {self.steps_done}: none of the {len(step.samples)} samples has a trained token: "
                 "loss_mask must be True where the policy sampled"
             )
-        return StepTokens.of(samples, advantages, device=self.device), minibatches
+        self.algorithm.shape(step.scores, step.tokens)
+        return step
+
+    def score_proximal(self, step: Step) -> None:
+        """Fill in the log-probs the step begins with, where something before the update needs them.
+
+        The first update's own forward pass runs on the same weights, so most steps need no pass of their own.
+        """
+        if self.config.proximal == "behaviour":
+            if bool(step.tokens.behaviour.isnan().any()):
+                raise ConfigError(
+                    "trainer.proximal is 'behaviour', but the batch has tokens whose log-probs nobody recorded: "
+                    "return 'logprobs' from the workflow, or set trainer.proximal: trainer"
+                )
+            step.tokens.proximal.copy_(step.tokens.behaviour)
+            step.tokens.known.fill_(True)
+        elif self.algorithm.needs_proximal_early:
+            self._score_proximal(step, step.everyone)
+
+    def score_reference(self, step: Step) -> None:
+        """Fill in the frozen model's log-probs."""
+        if (reference := self._reference) is None:
+            return
+        off: AbstractContextManager[Any] = adapters_off(self.model) if self.config.lora else nullcontext()
+        with step.clock("reference"), off:
+            self._fill(
+                step,
+                step.everyone,
+                self.learner,
+                reference,
+                lambda rows: {"reference": reference(rows).logprobs},
+            )
+
+    def score_values(self, step: Step) -> None:
+        """Fill in the critic's values."""
+        if (critic := self.critic) is None:
+            return
+        with step.clock("values"):
+            self._fill(
+                step, step.everyone, critic, critic.module, lambda rows: {"values": critic.module(rows)}
+            )
+
+    def penalize_kl(self, step: Step) -> None:
+        """Take the KL penalty from the reward of each token, where it belongs there."""
+        if self.algorithm.penalizes_reward:
+            step.metrics |= self.algorithm.penalize(step.tokens, len(step.samples))
+
+    def correct(self, step: Step) -> None:
+        """Weigh tokens that the proximal policy did not sample; later, where it is known only then."""
+        if self.algorithm.needs_proximal_early:
+            tokens = step.tokens
+            tokens.correction = self.algorithm.correction(
+                tokens.proximal, tokens.behaviour_or_proximal(), tokens.rows
+            )
+
+    def estimate_advantages(self, step: Step) -> None:
+        """Turn rewards, and values where there is a critic, into the advantage of each token."""
+        with step.clock("advantages"):
+            self.algorithm.advantages(step.tokens, step.scores, step.baselines, step.group_ids)
+
+    def update_critic(self, step: Step) -> None:
+        """Move the critic's values towards the returns."""
+        critic, config, tokens = self.critic, self.config.critic, step.tokens
+        if critic is None or config is None:
+            return
+
+        def loss(microbatch: Microbatch, weights: Tensor) -> Tensor:
+            here = microbatch.tokens
+            with step.clock("forward"), critic.autocast():
+                values = critic.module(microbatch.packed)
+            if not microbatch.counts:
+                return idle(values)
+            terms = value_loss(values, tokens.values[here], tokens.returns[here], clip=config.clip_eps)
+            step.tell(here, terms.statistics)
+            return aggregate(terms.losses, weights[here])
+
+        rate = critic.learning_rate
+        updates = [
+            self._update(step, critic, chosen, chosen, AggregationMode.TOKEN_MEAN, loss)
+            for chosen in step.minibatches
+        ]
+        critic.steps_done += 1
+        step.metrics |= {f"critic_{name}": value for name, value in _mean_update(updates, rate).items()}
+
+    def update_policy(self, step: Step) -> None:
+        """Move the policy, one update per minibatch."""
+        config, tokens = self.config, step.tokens
+        rate, updates = self.learner.learning_rate, []
+        if config.critic is None or self.steps_done >= config.critic.updates_before_policy:
+            trains = self._with_gradient(step)
+            later = [index for chosen in step.minibatches[1:] for index in chosen if trains[index]]
+            if later and not bool(tokens.known.any()):
+                self._score_proximal(step, later)  # those of the first come from its own forward pass
+            updates = [
+                self._update(
+                    step,
+                    self.learner,
+                    chosen,
+                    [index for index in chosen if trains[index]],
+                    self.algorithm.aggregation,
+                    partial(self._policy_update_loss, step),
+                )
+                for chosen in step.minibatches
+            ]
+        self.learner.steps_done += 1
+        step.metrics |= _mean_update(updates, rate)
+
+    def finish(self, step: Step) -> dict[str, float]:
+        """Return the metrics of the step."""
+        return step.all_metrics(
+            ranks=self.learner.ranks,
+            has_critic=self.critic is not None,
+            penalized=self.algorithm.penalizes_reward,
+            max_new_tokens=self._max_new_tokens,
+        )
+
+    # -- what a checkpoint holds beside the learners ------------------------------------------------
+
+    @property
+    def learners(self) -> dict[str, Learner]:
+        """The models being trained, by role."""
+        return {"policy": self.learner} | ({"critic": self.critic} if self.critic is not None else {})
+
+    def counters(self) -> dict[str, Any]:
+        """Return what else a resumed run goes on with, as JSON values."""
+        return {"kl_controller": self.algorithm.kl_controller.state()}
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        """Go on from :meth:`counters`."""
+        self.algorithm.kl_controller.load_state(counters["kl_controller"])
+
+    # -- forward passes and losses -----------------------------------------------------------------
+
+    def _score_proximal(self, step: Step, chosen: Sequence[int]) -> None:
+        def score(rows: PackedRows) -> dict[str, Tensor]:
+            found = self._policy(rows)
+            return {"proximal": found.logprobs, "sum_squared_probs": found.sum_squared_probs}
+
+        with step.clock("proximal"):
+            self._fill(step, chosen, self.learner, self._policy, score)
+        step.tokens.known |= step.tokens.chosen(chosen)
 
     @torch.no_grad()
-    def _score_frozen(self, tokens: StepTokens, minibatches: Sequence[Minibatch]) -> None:
-        """Fill proximal and reference log-probs.
+    def _fill(
+        self,
+        step: Step,
+        chosen: Sequence[int],
+        learner: Learner,
+        model: Any,
+        score: Callable[[PackedRows], dict[str, Tensor]],
+    ) -> None:
+        """Fill in what ``score`` gives for the samples' tokens, over all ranks."""
 
-        The first minibatch needs no proximal pass: its own forward runs on the step's first weights.
-        """
-        for number, minibatch in enumerate(minibatches):
-            for microbatch in minibatch.microbatches:
-                if number > 0:
-                    tokens.proximal[microbatch.tokens] = self._score(self._policy, microbatch)[0]
-                if self._reference is not None:
-                    tokens.reference[microbatch.tokens] = self._score(self._reference, microbatch)[0]
+        def run(max_tokens: int) -> dict[str, Tensor]:
+            found: dict[str, Tensor] = {}
+            for microbatch in self._cut(step, model, chosen)(max_tokens):
+                with learner.autocast():
+                    scores = score(microbatch.packed)
+                for name, values in scores.items():
+                    whole = found.setdefault(name, torch.zeros_like(step.tokens.proximal))
+                    if microbatch.counts:
+                        whole[microbatch.tokens] = values.float()
+            return found
 
-    def _score(self, scorer: TokenScorer, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
-            return scorer(microbatch.packed, entropy_grad=self.config.entropy_coef != 0)
+        here = step.tokens.chosen(chosen)
+        for name, values in learner.within_memory(run).items():
+            getattr(step.tokens, name)[here] = learner.ranks.sum_(values)[here]
 
     def _update(
-        self, tokens: StepTokens, minibatch: Minibatch, *, is_first: bool, clock: _PhaseClock
-    ) -> dict[str, float]:
-        """Accumulate the minibatch's gradient and apply it unless it is not finite."""
-        self.optimizer.zero_grad()
-        total = torch.zeros((), device=self.device)
-        for microbatch in minibatch.microbatches:
-            with clock("forward"):
-                logprobs, entropy = self._score(self._policy, microbatch)
-                here = microbatch.tokens
-                tokens.policy[here], tokens.entropy[here] = logprobs.detach(), entropy.detach()
-                tokens.computed[here] = True
-                if is_first:
-                    tokens.proximal[here] = logprobs.detach()
-                loss = self._loss(tokens, here, logprobs, entropy, minibatch.num_loss_tokens)
-            with clock("backward"):
-                loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        with clock("optimizer"):
-            return self._apply(total.item())
+        self,
+        step: Step,
+        learner: Learner,
+        counted: Sequence[int],
+        computed: Sequence[int],
+        mode: AggregationMode,
+        loss: Callable[[Microbatch, Tensor], Tensor],
+    ) -> Update:
+        """Make one update: ``computed`` samples go through the model, ``counted`` ones are what is averaged over."""
+        here = step.tokens.chosen(counted)
+        weights = torch.zeros_like(step.tokens.proximal)
+        weights[here] = token_weights(mode, step.tokens.rows[here], scale=self.config.loss_scale).float()
+        cut = self._cut(step, learner.module, computed)
+        update = learner.update(cut, lambda microbatch: loss(microbatch, weights), clock=step.clock)
+        if not update.applied and self._on_skip is not None:
+            task_ids = [step.samples[index].task_id for index in counted]
+            self._on_skip({"step": self.steps_done, **update._asdict(), "task_ids": task_ids})
+        learner.check(update)
+        return update
 
-    def _loss(
-        self, tokens: StepTokens, here: Tensor, logprobs: Tensor, entropy: Tensor, num_loss_tokens: int
-    ) -> Tensor:
-        everywhere = torch.ones_like(here, dtype=torch.bool)  # only trained tokens were computed
-        loss = decoupled_ppo_loss(
-            logprobs,
-            tokens.proximal[here],
-            tokens.behaviour_or_proximal()[here],
-            tokens.advantages[here],
-            everywhere,
-            num_loss_tokens=num_loss_tokens,
-            **self._ratio_bounds,
+    def _cut(self, step: Step, model: Any, chosen: Sequence[int]) -> Callable[[int], Iterator[Microbatch]]:
+        return partial(StepCut(step.samples, model, ranks=self.learner.ranks, device=self.device), chosen)
+
+    def _with_gradient(self, step: Step) -> list[bool]:
+        """Return which samples must be computed: every term of the others is 0."""
+        if self.algorithm.needs_every_sample:
+            return [True] * len(step.samples)
+        trains = torch.zeros(len(step.samples), dtype=torch.bool, device=self.device)
+        trains[step.tokens.rows[step.tokens.advantages != 0]] = True
+        return [bool(value) for value in trains.tolist()]
+
+    def _policy_update_loss(self, step: Step, microbatch: Microbatch, weights: Tensor) -> Tensor:
+        tokens, config, here = step.tokens, self.config, microbatch.tokens
+        with step.clock("forward"), self.learner.autocast():
+            scores = self._policy(microbatch.packed, entropy_grad=config.entropy_coef != 0)
+        if not microbatch.counts:
+            return idle(scores.logprobs)
+        tokens.policy[here], tokens.entropy[here] = scores.logprobs.detach(), scores.entropy.detach()
+        tokens.computed[here] = True
+        if not bool(tokens.known[here].all()):  # the step's first update
+            tokens.proximal[here] = tokens.policy[here]
+        terms = self.algorithm.policy_loss(
+            PolicyInputs(
+                policy=scores.logprobs,
+                proximal=tokens.proximal[here],
+                behaviour=tokens.behaviour_or_proximal()[here],
+                advantages=tokens.advantages[here],
+                rows=tokens.rows[here],
+            )
         )
-        if self.config.kl_coef > 0:
-            penalty = kl_penalty(
-                logprobs, tokens.reference[here], everywhere, num_loss_tokens=num_loss_tokens
+        if not self.algorithm.needs_proximal_early:
+            tokens.correction[here] = self.algorithm.correction(
+                tokens.proximal[here], tokens.behaviour_or_proximal()[here], tokens.rows[here]
             )
-            loss = loss + self.config.kl_coef * penalty
-        if self.config.entropy_coef != 0:
-            bonus = entropy_bonus(entropy, everywhere, num_loss_tokens=num_loss_tokens)
-            loss = loss - self.config.entropy_coef * bonus
-        return loss
-
-    def _apply(self, loss: float) -> dict[str, float]:
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        if all(parameter.grad is None for parameter in parameters):  # every advantage was 0
-            for parameter in parameters:
-                parameter.grad = torch.zeros_like(parameter)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm).item()
-        if math.isfinite(loss) and math.isfinite(norm):
-            self.optimizer.step()
-            self.skipped_in_a_row = 0
-            return {"loss": loss, "grad_norm": norm, "skipped": 0.0}
-        self.skipped_in_a_row += 1
-        if self.skipped_in_a_row >= MAX_SKIPPED_UPDATES:
-            raise TrainingError(
-                f"step {self.steps_done}: loss {loss} and gradient norm {norm}, the {self.skipped_in_a_row}rd update "
-                "in a row that is not finite; none of them was applied. Lower trainer.learning_rate or "
-                "trainer.max_grad_norm, or look at the batch's rewards and log-probs"
-            )
-        return {"loss": loss, "grad_norm": norm, "skipped": 1.0}
-
-    def _token_metrics(self, tokens: StepTokens) -> dict[str, float]:
-        chosen = tokens.computed
-        count = int(chosen.sum())
-        metrics = {
-            "trained_tokens": float(len(chosen)),
-            "computed_tokens": float(count),
-            "entropy": tokens.entropy[chosen].sum().item() / max(1, count),
-            **ppo_statistics(
-                tokens.policy,
-                tokens.proximal,
-                tokens.behaviour_or_proximal(),
-                tokens.advantages,
-                chosen,
-                **self._ratio_bounds,
-            ),
-        }
-        if self._reference is not None:
-            metrics["kl"] = kl_k3(tokens.policy, tokens.reference)[chosen].sum().item() / max(1, count)
-        return metrics
+        step.tell(here, terms.statistics)
+        losses = tokens.correction[here] * terms.losses
+        if config.kl is not None:
+            penalty = kl_penalty(scores.logprobs, tokens.reference[here], config.kl.estimator)
+            step.tell(here, {"kl": penalty})
+            if not self.algorithm.penalizes_reward:
+                losses = losses + config.kl.coef * penalty
+        if config.entropy_coef != 0:
+            losses = losses - config.entropy_coef * scores.entropy
+        return aggregate(losses, weights[here])
 
 
-class _PhaseClock:
-    """Seconds by phase of one step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._began = time.perf_counter()
-        self._seconds = dict.fromkeys(("prepare", "proximal", "forward", "backward", "optimizer"), 0.0)
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            self._seconds[phase] += time.perf_counter() - began
-
-    def metrics(self, *, num_tokens: int) -> dict[str, float]:
-        total = time.perf_counter() - self._began
-        phases = {f"seconds_{phase}": seconds for phase, seconds in self._seconds.items()}
-        return {**phases, "seconds_step": total, "tokens_per_second": num_tokens / total}
+def idle(outputs: Tensor) -> Tensor:
+    """Return a loss of 0 that takes part in the ranks' backward pass."""
+    return (outputs * 0.0).sum()
 
 
-def _batch_metrics(
-    samples: Sequence[TrainingSample], advantages: np.ndarray[Any, Any], version: int
-) -> dict[str, float]:
-    rewards = np.array([sample.reward for sample in samples])
-    ages = [age for sample in samples if (age := sample.staleness(version)) is not None] or [0]
+def _mean_update(updates: Sequence[Update], rate: float) -> dict[str, float]:
+    """Return loss and gradient norm averaged over a step's updates; 0 where none was due."""
     return {
-        "samples": float(len(samples)),
-        "groups": float(len({sample.group_id for sample in samples})),
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "advantage_std": float(advantages.std()),
-        "advantage_max": float(np.abs(advantages).max()),
-        "advantage_zero_fraction": float((advantages == 0).mean()),
-        "staleness_mean": float(np.mean(ages)),
-        "staleness_max": float(max(ages)),
+        "loss": float(np.mean([update.loss for update in updates])) if updates else 0.0,
+        "grad_norm": float(np.mean([update.grad_norm for update in updates])) if updates else 0.0,
+        "skipped_updates": float(sum(not update.applied for update in updates)),
+        "learning_rate": rate,
     }

@@ -6,58 +6,89 @@ their place in it, so every cut reads and writes the same tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from areal_lite.data.partition import get_seqlen_balanced_partitions
 from areal_lite.data.training_sample import TrainingSample
-from areal_lite.trainer.logprobs import PackedRows, pack
-from areal_lite.trainer.microbatches import plan_microbatches, plan_rows
+from areal_lite.trainer.microbatches import num_inputs, plan_microbatches, plan_rows
+from areal_lite.trainer.packed_model import PackedModel, PackedRows, pack
+from areal_lite.trainer.ranks import Ranks
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class StepTokens:
-    """Per-token values of a step, each ``[T]`` float32; log-probs start at 0 and are filled by the forward passes."""
+    """Per-token values of a step, ``[T]`` float32 unless said; what forward passes fill in starts at 0."""
 
-    advantages: Tensor
+    rows: Tensor
+    """``[T]`` int64, the sample each token is of."""
+    ends: Tensor
+    """``[T]`` bool, True at the last trained token of a sample."""
+    versions: Tensor
+    """``[T]`` int64, the policy version that sampled it, -1 where unknown."""
     behaviour: Tensor
     """NaN where the engine's log-probs were not recorded."""
     proximal: Tensor
     policy: Tensor
     reference: Tensor
     entropy: Tensor
+    sum_squared_probs: Tensor
+    values: Tensor
+    correction: Tensor
+    """What its loss is multiplied by for not being sampled from the proximal policy."""
+    rewards: Tensor
+    """What each token earned: its sample's reward at the last trained one, less a KL penalty."""
+    advantages: Tensor
+    returns: Tensor
+    known: Tensor
+    """``[T]`` bool, True once the proximal log-prob is there."""
     computed: Tensor
-    """Bool, True once the policy's log-prob is there."""
+    """``[T]`` bool, True once the policy's log-prob is there."""
 
     @classmethod
-    def of(
-        cls, samples: Sequence[TrainingSample], advantages: NDArray[np.float64], *, device: torch.device
-    ) -> StepTokens:
-        counts = [sample.num_trained_tokens for sample in samples]
-        behaviour = [
-            np.full(count, np.nan, np.float32)
-            if sample.behaviour_logprobs is None
-            else sample.behaviour_logprobs[sample.loss_mask].astype(np.float32)
-            for sample, count in zip(samples, counts, strict=True)
-        ]
-        zeros = torch.zeros(sum(counts), device=device)
-        return cls(
-            advantages=torch.from_numpy(np.repeat(advantages, counts).astype(np.float32)).to(device),
-            behaviour=torch.from_numpy(np.concatenate(behaviour)).to(device),
-            proximal=zeros,
-            policy=zeros.clone(),
-            reference=zeros.clone(),
-            entropy=zeros.clone(),
-            computed=zeros.bool(),
-        )
+    def of(cls, samples: Sequence[TrainingSample], *, device: torch.device) -> StepTokens:
+        counts = torch.tensor([sample.num_trained_tokens for sample in samples])
+        tokens = cls.zeros(torch.repeat_interleave(torch.arange(len(samples)), counts).to(device))
+        tokens.versions = _trained(samples, "versions", -1, np.int64).to(device)
+        tokens.behaviour = _trained(samples, "behaviour_logprobs", np.nan, np.float32).to(device)
+        return tokens
+
+    @classmethod
+    def zeros(cls, rows: Tensor) -> StepTokens:
+        """Return tokens of the given ``rows [T]`` of which nothing is known."""
+        ends = torch.ones_like(rows, dtype=torch.bool)
+        ends[:-1] = rows[1:] != rows[:-1]
+        given = {"rows": rows, "ends": ends, "versions": torch.full_like(rows, -1)}
+        flags = {name: torch.zeros_like(ends) for name in ("known", "computed")}
+        names = [field.name for field in fields(cls) if field.name not in {*given, *flags}]
+        return cls(**given, **flags, **{name: torch.zeros(len(rows), device=rows.device) for name in names})
 
     def behaviour_or_proximal(self) -> Tensor:
-        """Return behaviour log-probs, the proximal ones where none were recorded (weight 1)."""
+        """Return behaviour log-probs, the proximal ones where none were recorded (ratio 1)."""
         return torch.where(self.behaviour.isnan(), self.proximal, self.behaviour)
+
+    def chosen(self, samples: Sequence[int]) -> Tensor:
+        """Return ``[T]`` bool, True at the tokens of the samples."""
+        wanted = torch.zeros(int(self.rows.max()) + 1, dtype=torch.bool, device=self.rows.device)
+        wanted[torch.tensor([s for s in samples if s < len(wanted)], dtype=torch.int64)] = True
+        return wanted[self.rows]
+
+
+def _trained(samples: Sequence[TrainingSample], name: str, missing: float, dtype: type) -> Tensor:
+    columns = [
+        np.full(sample.num_trained_tokens, missing, dtype)
+        if (values := getattr(sample, name)) is None
+        else values[sample.loss_mask].astype(dtype)
+        for sample in samples
+    ]
+    return torch.from_numpy(np.concatenate(columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,58 +97,101 @@ class Microbatch:
 
     packed: PackedRows
     tokens: Tensor
-    """``[N]`` where its trained tokens stand in :class:`StepTokens`."""
+    """``[N]`` places in the step of what ``packed`` predicts."""
+    counts: bool = True
+    """False for one that only keeps this rank in step with the others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Minibatch:
-    """One optimizer update."""
-
-    microbatches: tuple[Microbatch, ...]
-    num_loss_tokens: int
-    """Trained tokens of its groups, those left out of the forward pass included."""
-
-
-def cut_step(
-    samples: Sequence[TrainingSample],
-    has_gradient: Sequence[bool],
-    *,
-    num_minibatches: int,
-    max_tokens: int,
-    balance_length: int,
-    share_prefixes: bool,
-    rng: np.random.Generator,
-    device: torch.device,
-) -> list[Minibatch]:
-    """Return the step's minibatches: whole groups in random order, an equal share each, none without tokens."""
+def split_groups(
+    samples: Sequence[TrainingSample], count: int, *, rng: np.random.Generator
+) -> list[list[int]]:
+    """Return ``count`` shares of whole groups in random order, fewer where some have no trained token."""
     groups: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
         groups.setdefault(sample.group_id, []).append(index)
     members = list(groups.values())
-    offsets = np.cumsum([0, *(sample.num_trained_tokens for sample in samples)])
-    minibatches: list[Minibatch] = []
-    for share in np.array_split(rng.permutation(len(members)), num_minibatches):
-        indices = [index for group in sorted(share) for index in members[group]]
-        num_loss_tokens = int(sum(samples[index].num_trained_tokens for index in indices))
-        if not num_loss_tokens:
-            continue
+    shares = (
+        [index for group in sorted(share) for index in members[group]]
+        for share in np.array_split(rng.permutation(len(members)), count)
+    )
+    return [share for share in shares if any(samples[index].num_trained_tokens for index in share)]
+
+
+class StepCut:
+    """Cuts samples of one step into this rank's micro-batches for one model.
+
+    Args:
+        samples: All of the step, on every rank.
+        model: Says which rows it can read.
+        ranks: The samples are divided among them, with nearly equally many tokens for each.
+        device: Where the micro-batches go.
+        together: Keep the samples of a group on one rank and in one micro-batch, as a loss over pairs needs.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[TrainingSample],
+        model: PackedModel,
+        *,
+        ranks: Ranks,
+        device: torch.device,
+        together: bool = False,
+    ) -> None:
+        self._samples = samples
+        self._model = model
+        self._ranks = ranks
+        self._device = device
+        self._together = together
+        self._offsets = np.cumsum([0, *(sample.num_trained_tokens for sample in samples)])
+
+    def __call__(self, chosen: Sequence[int], max_tokens: int) -> Iterator[Microbatch]:
+        """Yield micro-batches of this rank's share of the ``chosen`` samples, as many as on every other rank."""
+        chosen = [index for index in chosen if self._samples[index].num_trained_tokens]
+        own = self._share(chosen)
         rows = plan_rows(
-            samples,
-            [index for index in indices if has_gradient[index]],
+            self._samples,
+            own,
             max_tokens=max_tokens,
-            balance_length=balance_length,
-            share=share_prefixes,
+            balance_length=self._model.balance_length,
+            share=self._model.shares_prefixes,
         )
-        plan = plan_microbatches([row.length for row in rows], max_tokens=max_tokens)
-        microbatches = []
-        for chosen in plan:
-            batch = [rows[number] for number in chosen]
-            places = [np.arange(offsets[i], offsets[i + 1]) for row in batch for i in row.samples]
-            microbatches.append(
-                Microbatch(
-                    packed=pack(samples, batch, device=device),
-                    tokens=torch.from_numpy(np.concatenate(places)).to(device),
-                )
+        blocks = self._by_group(rows, lambda row: row.samples[0])
+        plan = plan_microbatches(
+            [max(row.length for row in block) for block in blocks],
+            max_tokens=max_tokens,
+            num_rows=[len(block) for block in blocks],
+        )
+        num_idle = self._ranks.most(len(plan), self._device) - len(plan)
+        for numbers in plan:
+            batch = [row for number in numbers for row in blocks[number]]
+            places = [np.arange(*self._offsets[[i, i + 1]]) for row in batch for i in row.samples]
+            yield Microbatch(
+                packed=pack(self._samples, batch, device=self._device),
+                tokens=torch.from_numpy(np.concatenate(places)).to(self._device),
             )
-        minibatches.append(Minibatch(tuple(microbatches), num_loss_tokens))
-    return minibatches
+        for _ in range(num_idle):
+            yield self._idle(chosen)
+
+    def _share(self, chosen: list[int]) -> list[int]:
+        if self._ranks.size == 1:
+            return chosen
+        units = self._by_group(chosen, lambda index: index)
+        lengths = [sum(num_inputs(self._samples[index]) for index in unit) for unit in units]
+        lengths += [0] * (self._ranks.size - len(units))  # some ranks have nothing
+        parts = get_seqlen_balanced_partitions(lengths, self._ranks.size)
+        return [index for place in parts[self._ranks.rank] if place < len(units) for index in units[place]]
+
+    def _by_group(self, items: Sequence[T], sample_of: Callable[[T], int]) -> list[list[T]]:
+        """Return the items of each group where groups stay together, else each alone."""
+        if not self._together:
+            return [[item] for item in items]
+        groups: dict[str, list[T]] = {}
+        for item in items:
+            groups.setdefault(self._samples[sample_of(item)].group_id, []).append(item)
+        return list(groups.values())
+
+    def _idle(self, chosen: Sequence[int]) -> Microbatch:
+        shortest = min(chosen, key=lambda index: num_inputs(self._samples[index]))
+        (row,) = plan_rows(self._samples, [shortest], max_tokens=1, balance_length=1, share=False)
+        place = torch.arange(*self._offsets[[shortest, shortest + 1]].tolist(), device=self._device)
+        return Microbatch(pack(self._samples, [row], device=self._device), place, counts=False)

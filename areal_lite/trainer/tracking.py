@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import yaml
 
-from areal_lite.api.config import RunConfig
+from areal_lite.api.config import ExperimentConfig
 from areal_lite.api.config_loader import dump_config
 from areal_lite.errors import ConfigError
 
@@ -74,7 +74,7 @@ class Tracking:
         self.close()
 
 
-def start_tracking(config: RunConfig, run_dir: Path, *, last_step: int = 0) -> Tracking:
+def start_tracking(config: ExperimentConfig, run_dir: Path, *, last_step: int = 0) -> Tracking:
     """Start what ``config.tracking`` names, as run ``trial_name`` of project ``experiment_name``, with the config.
 
     What looks like a key or token in the config is masked.
@@ -104,7 +104,7 @@ def start_tracking(config: RunConfig, run_dir: Path, *, last_step: int = 0) -> T
 
 
 class _TensorBoard:
-    def __init__(self, config: RunConfig, run_dir: Path, last_step: int) -> None:
+    def __init__(self, config: ExperimentConfig, run_dir: Path, last_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # Events of later steps, from before a resume, are hidden.
@@ -120,7 +120,7 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    def __init__(self, config: RunConfig, run_dir: Path, last_step: int) -> None:
+    def __init__(self, config: ExperimentConfig, run_dir: Path, last_step: int) -> None:
         import wandb
 
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
@@ -151,7 +151,7 @@ class _WeightsAndBiases:
 
 
 class _Trackio:
-    def __init__(self, config: RunConfig, run_dir: Path, last_step: int) -> None:
+    def __init__(self, config: ExperimentConfig, run_dir: Path, last_step: int) -> None:
         import trackio
 
         self._run = trackio.init(
@@ -169,13 +169,13 @@ class _Trackio:
         self._run.finish()
 
 
-def _values(config: RunConfig) -> dict[str, Any]:
+def _values(config: ExperimentConfig) -> dict[str, Any]:
     """Return the config as plain values, what looks like a key or token masked."""
     values: dict[str, Any] = yaml.safe_load(dump_config(config))
     return values
 
 
-_TRACKERS: dict[str, Callable[[RunConfig, Path, int], Tracker]] = {
+_TRACKERS: dict[str, Callable[[ExperimentConfig, Path, int], Tracker]] = {
     "tensorboard": _TensorBoard,
     "wandb": _WeightsAndBiases,
     "trackio": _Trackio,

@@ -1,31 +1,34 @@
-"""Published weights: ordinary Hugging Face folders that appear whole or not at all.
-
-A folder is written aside, flushed to disk, described by a ``manifest.json`` written last, and renamed
-into place; an inference server told to load ``v00000007`` can never meet half of it.
-"""
+"""Published weights: ordinary Hugging Face folders; a server told to load ``v00000007`` never meets half of it."""
 
 from __future__ import annotations
 
-import hashlib
+import copy
 import json
-import os
+import math
 import re
-import shutil
-import tempfile
-from collections.abc import Callable
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import safe_open
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
 
-from areal_lite.errors import CheckpointError, StorageError
+from areal_lite.trainer.crash_points import crash_point
+from areal_lite.trainer.lora import has_adapters, plain_weights, write_adapters
 from areal_lite.trainer.policy_model import without_progress_bars
+from areal_lite.trainer.ranks import Ranks
+from areal_lite.trainer.sharding import full_tensors
+from areal_lite.trainer.whole_folder import remove_folder, write_folder
 
+MAX_SHARD_BYTES = 4 << 30
+"""Weights in one file; also what writing them takes in memory."""
+
+_FILE = "model.safetensors"
 _VERSION_FOLDER = re.compile(r"v(\d{8,})")
 _KEPT = 2
-_ASIDE = ".tmp-weights-"
-_MANIFEST = "manifest.json"
 
 
 def publish_weights(
@@ -34,22 +37,26 @@ def publish_weights(
     """Write ``directory_root/v{version:08d}`` and return it; the newest two versions stay.
 
     The folder holds config.json, generation_config.json, model.safetensors (Hugging Face names, tied
-    weights once) in ``dtype``, and ``manifest.json``:
-    ``{"schema": 1, "version": n, "files": {name: {"size": bytes, "sha256": hex}}}``.
+    weights once; several files and their index where the model is large) in ``dtype``, and the ``manifest.json`` of
+    :mod:`areal_lite.trainer.whole_folder`. Every rank must call it; the folder is there when the first returns.
 
     Raises:
         StorageError: If the disk is full or not writable.
     """
     root = Path(directory_root)
     folder = root / f"v{version:08d}"
-    write_folder(folder, lambda aside: write_model(model, aside, dtype), version=version)
+    if Ranks.current().rank:
+        write_model(model, folder, dtype)
+        return folder
+    write_folder(folder, lambda aside: write_model(model, aside, dtype), kind="weights", version=version)
     older = [
         path
         for path in root.iterdir()
         if (match := _VERSION_FOLDER.fullmatch(path.name)) and int(match[1]) < version
     ]
     for path in sorted(older)[: -(_KEPT - 1)]:
-        shutil.rmtree(path, ignore_errors=True)
+        remove_folder(path, kind="weights")
+    crash_point("weights:after_delete")
     return folder
 
 
@@ -58,107 +65,79 @@ def save_model(
 ) -> Path:
     """Write model and tokenizer to ``directory``, whole or not at all, in place of weights saved there before.
 
+    Adapters are merged in, and lie alone in ``directory/adapters``, in peft's format. Every rank must call it; the
+    folder is there when the first returns.
+
     Raises:
         StorageError: If the disk is full or not writable, or ``directory`` holds other files.
     """
 
     def write(aside: Path) -> None:
         write_model(model, aside, dtype)
+        if has_adapters(model):
+            write_adapters(model, aside / "adapters")
+
+    def write_all(aside: Path) -> None:
+        write(aside)
         tokenizer.save_pretrained(aside)
 
-    write_folder(Path(directory), write, version=None)
-    return Path(directory)
+    folder = Path(directory)
+    if Ranks.current().rank:
+        write(folder)
+    else:
+        write_folder(folder, write_all, kind="model", version=None)
+    return folder
 
 
-def write_model(model: Any, folder: Path, dtype: torch.dtype) -> None:
-    """Write the weights in ``dtype`` and the config as a Hugging Face folder."""
-    by_storage: dict[int, torch.Tensor] = {}  # tied weights stay one tensor, which is then written once
-    state = {}
-    for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point():
-            tensor = by_storage.setdefault(tensor.data_ptr(), tensor.to(dtype))
-        state[name] = tensor
-    with without_progress_bars():
-        model.save_pretrained(folder, state_dict=state)
+def write_model(
+    model: Any, folder: Path, dtype: torch.dtype, *, max_shard_bytes: float = MAX_SHARD_BYTES
+) -> None:
+    """Write the weights in ``dtype``, adapters merged in, and the config as a Hugging Face folder.
+
+    Every rank must call it, and the first writes. Beyond the model it needs memory for one file of weights.
+    """
+    if getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False):
+        max_shard_bytes = math.inf  # names in the folder differ, and may need several weights to be made
+    plain = copy.copy(model)  # the same weights; attributes of its own
+    plain._hf_peft_config_loaded = False  # or transformers would write the adapters alone
+    parts: list[Path] = []
+    for weights in _shards(full_tensors(plain_weights(model, dtype)), max_shard_bytes):
+        with without_progress_bars():
+            plain.save_pretrained(folder, state_dict=weights, max_shard_size=sys.maxsize)
+        parts.append((folder / _FILE).rename(folder / f"{len(parts)}.part"))
+    if not parts:
+        return
+    _name_parts(folder, parts)
     config = json.loads((folder / "config.json").read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def write_folder(folder: Path, write: Callable[[Path], None], *, version: int | None) -> None:
-    """Have ``write`` fill a folder aside, describe it by a manifest, and put it in the place of ``folder``.
-
-    Raises:
-        StorageError: If the disk is full or not writable, or ``folder`` holds files without a manifest.
-    """
-    if folder.exists() and any(folder.iterdir()) and not (folder / _MANIFEST).is_file():
-        raise StorageError(
-            f"{folder} holds files that are no published weights ({_MANIFEST} is missing): name another folder"
-        )
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(folder.parent)
-        aside = Path(tempfile.mkdtemp(prefix=_ASIDE, dir=folder.parent))
-        aside.chmod(0o755)
-        write(aside)
-        for path in aside.rglob("*"):
-            path.chmod(0o755 if path.is_dir() else 0o644)
-        files = {
-            str(path.relative_to(aside)): _flush_and_hash(path)
-            for path in sorted(aside.rglob("*"))
-            if path.is_file()
-        }
-        manifest = {"schema": 1, "version": version, "files": files}
-        (aside / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        _flush(aside / _MANIFEST)
-        _flush(aside)
-        if folder.exists():
-            folder.rename(Path(tempfile.mkdtemp(prefix=_ASIDE, dir=folder.parent)) / folder.name)
-        aside.rename(folder)
-        _flush(folder.parent)
-    except (OSError, SafetensorError) as error:
-        raise StorageError(
-            f"weights could not be written to {folder}: {error}: free disk space or mend its permissions"
-        ) from error
-    finally:
-        _sweep(folder.parent)
+def _shards(weights: Iterable[tuple[str, Tensor | None]], max_bytes: float) -> Iterator[dict[str, Tensor]]:
+    """Yield weights that fill a file, copied to the CPU; nothing on ranks that have none."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        if tensor is None:
+            continue
+        if shard and size + tensor.nbytes > max_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.cpu()
+        size += tensor.nbytes
+    if shard:
+        yield shard
 
 
-def check_folder(folder: Path) -> None:
-    """Read a folder of :func:`write_folder` back and compare it with its manifest.
-
-    Raises:
-        CheckpointError: If the manifest is missing or a file is not what it says.
-    """
-    try:
-        manifest = json.loads((folder / _MANIFEST).read_bytes())
-        for name, told in manifest["files"].items():
-            if _flush_and_hash(folder / name) != told:
-                raise CheckpointError(
-                    f"{folder / name} is not what {_MANIFEST} says: it was changed or cut off"
-                )
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder} is not whole: {error}") from error
-
-
-def _sweep(root: Path) -> None:
-    """Remove what a failed or killed writer left; there is one writer, so nobody is at work on it."""
-    for leftover in root.glob(_ASIDE + "*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _flush_and_hash(path: Path) -> dict[str, int | str]:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _name_parts(folder: Path, parts: list[Path]) -> None:
+    """Give the files of weights the names that Hugging Face's loaders look for."""
+    if len(parts) == 1:
+        parts[0].rename(folder / _FILE)
+        return
+    places: dict[str, str] = {}
+    for number, part in enumerate(parts, start=1):
+        name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        with safe_open(part.rename(folder / name), framework="pt") as file:
+            places |= dict.fromkeys(file.keys(), name)
+    index = {"metadata": {}, "weight_map": places}
+    (folder / f"{_FILE}.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -22,6 +22,11 @@ import contextlib, os, signal, sys, threading, types
 from areal_lite import errors
 progress, run = types.ModuleType("areal_lite.launch.progress"), types.ModuleType("areal_lite.launch.run")
 
+from areal_lite.cli import main
+from areal_lite.launch import stopping
+
+stopping.STOP_SECONDS = 1.0
+
 @contextlib.contextmanager
 def no_progress(total_steps):
     yield types.SimpleNamespace(on_step=None, console=types.SimpleNamespace(print=print))
@@ -36,9 +41,6 @@ run.run_training = run_training
 package = types.ModuleType("areal_lite.launch")
 package.__path__ = []
 sys.modules |= {{"areal_lite.launch": package, run.__name__: run, progress.__name__: progress}}
-from areal_lite.cli import main
-import areal_lite.cli
-areal_lite.cli.STOP_SECONDS = 1.0
 sys.exit(main(["train", "run.yaml"]))
 """
 # In these, a main thread that is told to stop does so, does not, or cannot hear.

@@ -117,11 +117,37 @@ def test_a_killed_command_goes_on_by_itself(run_yaml: Path) -> None:
     assert "has trained 6 steps and trainer.total_steps is 6" in again.stderr
 
 
+def test_a_run_that_is_told_to_stop_saves_its_last_step(run_yaml: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "areal_lite",
+        "train",
+        str(run_yaml),
+        *EVERY_STEP,
+        "checkpoint.every_steps=1000",
+        "trainer.total_steps=2000",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as stopped:
+        assert stopped.stdout is not None
+        for line in stopped.stdout:
+            if line.startswith("step    2 "):
+                break
+        stopped.send_signal(signal.SIGTERM)
+        assert stopped.wait(timeout=60) == 143
+    run_dir = run_yaml.parent / "runs" / "e2e" / "t"
+    (checkpoint,) = (run_dir / "checkpoints").iterdir()
+    step = int(checkpoint.name.removeprefix("step_"))
+    assert steps_of(run_dir) == list(range(1, step + 1))
+    more = [*EVERY_STEP, f"trainer.total_steps={step + 1}"]
+    assert run_training(load_config(run_yaml, more)).steps == 1
+
+
 def test_resuming_with_other_data_or_from_nothing_is_refused(run_yaml: Path) -> None:
     one_step = [*EVERY_STEP, "trainer.total_steps=1"]
     summary = run_training(load_config(run_yaml, one_step))
     more = [*EVERY_STEP, "trainer.total_steps=2"]
-    with pytest.raises(ConfigError, match="made with other data: seed was 1 and is 2"):
+    with pytest.raises(ConfigError, match="made with another config: seed was 1 and is 2"):
         run_training(load_config(run_yaml, [*more, "seed=2"]))
     with pytest.raises(ConfigError, match="already holds a training run"):
         run_training(load_config(run_yaml, [*more, "checkpoint.resume=never"]))
@@ -130,7 +156,7 @@ def test_resuming_with_other_data_or_from_nothing_is_refused(run_yaml: Path) -> 
     checkpoint = summary.run_dir / "checkpoints" / "step_00000001"
     other = run_training(load_config(run_yaml, [*more, "trial_name=u", f"checkpoint.resume={checkpoint}"]))
     assert steps_of(other.run_dir) == [2]
-    (checkpoint / "optimizer.safetensors").write_bytes(b"cut off")
+    (checkpoint / "policy" / "optimizer.safetensors").write_bytes(b"cut off")
     with pytest.raises(CheckpointError, match="newest checkpoint cannot be used.*step_00000001"):
         run_training(load_config(run_yaml, more))
 

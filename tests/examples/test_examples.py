@@ -115,3 +115,12 @@ def test_06_trains_step_by_step(tiny_model, tmp_path):
     lines = run_example("06_own_training_loop.py", tiny_model, 2, cwd=tmp_path).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["step 1", "step 2"]
     assert all(re.search(r"reward \d\.\d+, loss [+-]\d", line) for line in lines)
+
+
+def test_07_learns_answers_and_asks_for_them(tiny_model, tmp_path):
+    shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
+    printed = run_example(
+        "07_sft.py", tiny_model, "train_dataset.kwargs.size=8", "trainer.epochs=1", cwd=tmp_path
+    )
+    assert "step     1  loss " in printed
+    assert re.search(r"0 of 8 answers known by heart and ended; written to runs/sft/\d+-\d+", printed)

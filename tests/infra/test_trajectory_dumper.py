@@ -167,3 +167,18 @@ def test_a_tokenizer_path_without_a_tokenizer_is_told_at_the_start(
 ) -> None:
     with pytest.raises(ConfigError, match="no tokenizer can be loaded from"):
         start_engine(start_stub(), dump_to_file=True, tokenizer_path=str(tmp_path))
+
+
+def test_a_line_that_a_killed_run_did_not_finish_is_never_glued_to_the_next(
+    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    """F48"""
+    path = tmp_path / "experiment" / "trial" / "rollout" / "0" / "0.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b'{"whole": 1}\n{"tor')
+    engine = start_engine(start_stub(), dump_to_file=True)
+    engine.rollout_batch([{}], OneTurn)
+    engine.destroy()
+    whole, added = lines(tmp_path, "rollout", "0", "0.jsonl")
+    assert whole == {"whole": 1}
+    assert added["task_id"] == 0

@@ -1,81 +1,156 @@
-"""Checkpoints are whole or not there, and what is loaded is bit for bit what was saved."""
+"""Checkpoints: what is loaded is bit for bit what was saved, and a run never goes on from the wrong one."""
 
 from __future__ import annotations
 
+import json
+import random
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from areal_lite.api.config import TrainerConfig
-from areal_lite.errors import CheckpointError
-from areal_lite.trainer.checkpoint import checkpoint_step, find_checkpoint, load_checkpoint, save_checkpoint
-from areal_lite.trainer.policy_trainer import PolicyTrainer
-from tests.trainer.training_data import drawn_batch, training_batch
+from areal_lite.errors import CheckpointError, ConfigError
+from areal_lite.trainer.checkpoint import (
+    check_config,
+    checkpoint_step,
+    checkpoints,
+    find_checkpoint,
+    load_checkpoint,
+)
+from areal_lite.trainer.checkpoint_writer import CheckpointWriter
+from areal_lite.trainer.lora import has_adapters
+from areal_lite.trainer.rng_state import restore_rng_state, rng_state
+from areal_lite.trainer.seeding import seed_process
+from areal_lite.trainer.snapshot import snapshot
+from areal_lite.trainer.weights import publish_weights
+from tests.trainer.resume_loop import LoopTrainer
+
+BATCHES = [[[5, 6, 7, 8 + step], [9, 4, 3]] for step in range(4)]
 
 
-def make_trainer(model: Path) -> PolicyTrainer:
-    config = TrainerConfig(
-        total_steps=10, learning_rate=1e-2, lr_schedule="cosine", dtype="float32", device="cpu"
-    )
-    return PolicyTrainer(config, model_path=str(model), seed=3)
+def save(trainer: LoopTrainer, root: Path, step: int, files: dict[str, bytes] | None = None) -> Path:
+    with CheckpointWriter(root, keep=2) as writer:
+        writer.save(step, snapshot(trainer), files or {})
+    return root / f"step_{step:08d}"
 
 
-def save(trainer: PolicyTrainer, root: Path, step: int, keep: int = 2) -> Path:
-    def write_rest(folder: Path) -> None:
-        (folder / "data").mkdir()
-        (folder / "data" / "state.json").write_text("{}")
-
-    return save_checkpoint(trainer, root, step, write_rest=write_rest, keep=keep)
-
-
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all weights", "adapters"])
 @pytest.mark.parametrize("kind", ["tiny", "untied"])
-def test_training_goes_on_bit_for_bit(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_training_goes_on_bit_for_bit(
+    kind: str, lora: dict[str, Any] | None, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """F49: weights, optimizer, learning rate, counters and random states, all from one checkpoint."""
     model = request.getfixturevalue(kind)
-    batches = [training_batch(drawn_batch(seed)) for seed in range(4)]
-    whole = make_trainer(model)
-    for step, batch in enumerate(batches):
-        whole.train_step(batch, version=step)
-        if step == 1:
-            folder = save(whole, tmp_path, 2)
-    resumed = make_trainer(model)
+    whole = LoopTrainer(model, lora=lora)
+    lines = []
+    for step, batch in enumerate(BATCHES, start=1):
+        lines.append(whole.train_step(batch))
+        if step == 2:
+            folder = save(whole, tmp_path, step)
+    resumed = LoopTrainer(model, lora=lora)
     load_checkpoint(resumed, folder)
-    for step, batch in enumerate(batches[2:], start=2):
-        resumed.train_step(batch, version=step)
+    assert [resumed.train_step(batch) for batch in BATCHES[2:]] == lines[2:]
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
 
 
-def test_a_checkpoint_holds_an_ordinary_model(tiny: Path, tmp_path: Path) -> None:
-    trainer = make_trainer(tiny)
-    folder = save(trainer, tmp_path, 1)
-    again = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto")
+def test_training_on_leaves_a_snapshot_as_it_was(tiny: Path) -> None:
+    trainer = LoopTrainer(tiny)
+    trainer.train_step(BATCHES[0])
+    taken = snapshot(trainer)
+    tensors = {**taken.learners["policy"].weights, **taken.learners["policy"].optimizer}
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    trainer.train_step(BATCHES[1])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
+    own = dict(trainer.model.named_parameters())
+    assert not all(torch.equal(own[name], taken.learners["policy"].weights[name]) for name in own)
+
+
+def test_a_checkpoint_holds_an_ordinary_model_and_an_optimizer_by_name(tiny: Path, tmp_path: Path) -> None:
+    trainer = LoopTrainer(tiny)
+    trainer.train_step(BATCHES[0])
+    folder = save(trainer, tmp_path, 1, {"data/state.json": b"{}"})
+    again = AutoModelForCausalLM.from_pretrained(folder / "policy" / "model", dtype="auto")
     assert again.dtype == torch.float32
+    assert "lm_head.weight" not in load_file(folder / "policy" / "model" / "model.safetensors")  # tied: once
+    kinds = ("step", "exp_avg", "exp_avg_sq")
+    assert load_file(folder / "policy" / "optimizer.safetensors").keys() == {
+        f"{name}.{kind}" for name, _ in trainer.model.named_parameters() for kind in kinds
+    }
     assert checkpoint_step(folder) == 1
-    assert (folder / "data" / "state.json").read_text() == "{}"
+    assert (folder / "data" / "state.json").read_bytes() == b"{}"
 
 
-def test_the_newest_are_kept_and_found(tiny: Path, tmp_path: Path) -> None:
-    trainer = make_trainer(tiny)
+def test_under_adapters_only_they_are_saved(tiny: Path, tmp_path: Path) -> None:
+    trainer = LoopTrainer(tiny, lora={"rank": 2})
+    assert has_adapters(trainer.model)
+    folder = save(trainer, tmp_path, 1) / "policy" / "model"
+    assert (folder / "adapter_config.json").is_file()
+    assert all(".lora_" in name for name in load_file(folder / "adapter_model.safetensors"))
+
+
+def test_a_trainer_that_never_updated_can_be_saved(tiny: Path, tmp_path: Path) -> None:
+    folder = save(LoopTrainer(tiny), tmp_path, 1)
+    resumed = LoopTrainer(tiny)
+    load_checkpoint(resumed, folder)
+    assert resumed.train_step(BATCHES[0]) == LoopTrainer(tiny).train_step(BATCHES[0])
+
+
+def test_every_generator_goes_on_drawing() -> None:
+    def draw() -> list[float]:
+        return [random.gauss(0, 1), np.random.normal(), torch.randn(()).item()]
+
+    draw()  # leaves a spare number behind in two of them
+    state = json.loads(json.dumps(rng_state()))
+    drawn = [draw() for _ in range(3)]
+    seed_process(8)
+    restore_rng_state(state)
+    assert [draw() for _ in range(3)] == drawn
+
+
+# -- which one a run goes on from -------------------------------------------------------------------
+
+
+def test_f56_the_newest_are_kept_and_found(tiny: Path, tmp_path: Path) -> None:
+    trainer = LoopTrainer(tiny)
     assert find_checkpoint(tmp_path, "auto") is None
     for step in (1, 2, 11):
         save(trainer, tmp_path, step)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000002", "step_00000011"]
     assert find_checkpoint(tmp_path, "auto") == tmp_path / "step_00000011"
     assert find_checkpoint(tmp_path, "never") is None
-    assert find_checkpoint(tmp_path, str(tmp_path / "step_00000002")) == tmp_path / "step_00000002"
+    assert find_checkpoint(tmp_path, str(tmp_path / "step_00000011")) == tmp_path / "step_00000011"
+
+
+def test_going_back_in_a_runs_folder_never_leaves_two_histories(tiny: Path, tmp_path: Path) -> None:
+    trainer = LoopTrainer(tiny)
+    for step in (2, 5):
+        save(trainer, tmp_path, step)
+    early = tmp_path / "step_00000002"
+    with pytest.raises(CheckpointError, match="step_00000005, later than step 2.*Remove or move the later"):
+        find_checkpoint(tmp_path, str(early))
+    assert find_checkpoint(tmp_path / "another", str(early)) == early
+    (tmp_path / "step_00000005").rename(tmp_path / "abandoned_5")
+    assert find_checkpoint(tmp_path, str(early)) == early
+    with pytest.raises(CheckpointError, match="step_00000002, later than step 1"):
+        save(trainer, tmp_path, 2)  # no step is saved twice either
 
 
 @pytest.mark.parametrize(
-    "file", ["trainer.json", "optimizer.safetensors", "model/model.safetensors", "data/state.json"]
+    "file",
+    ["trainer.json", "rng.json", "policy/optimizer.safetensors", "policy/model/model.safetensors", "data"],
 )
-def test_a_changed_or_missing_file_is_found_and_never_passed_over(
+def test_f50_a_changed_or_missing_file_is_found_and_never_passed_over(
     file: str, tiny: Path, tmp_path: Path
 ) -> None:
-    trainer = make_trainer(tiny)
+    trainer = LoopTrainer(tiny)
     for step in (1, 2):
-        save(trainer, tmp_path, step)
+        save(trainer, tmp_path, step, {"data": b"{}"})
     path = tmp_path / "step_00000002" / file
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -86,23 +161,99 @@ def test_a_changed_or_missing_file_is_found_and_never_passed_over(
     path.unlink()
     with pytest.raises(CheckpointError, match="is not whole"):
         find_checkpoint(tmp_path, "auto")
+    with pytest.raises(CheckpointError, match="is not whole"):
+        find_checkpoint(tmp_path, str(path.parents[file.count("/")]))
 
 
-def test_a_failed_write_leaves_the_older_checkpoint(tiny: Path, tmp_path: Path) -> None:
-    trainer = make_trainer(tiny)
-    save(trainer, tmp_path, 1)
+def test_weights_alone_are_no_checkpoint(tiny: Path, tmp_path: Path) -> None:
+    folder = publish_weights(LoopTrainer(tiny).model, tmp_path / "weights", 3)
+    with pytest.raises(CheckpointError, match="v00000003 holds weights without trainer.json.*set model_path"):
+        find_checkpoint(tmp_path / "checkpoints", str(folder))
 
-    def write_rest(folder: Path) -> None:
-        raise KeyError("the data source is broken")
 
-    with pytest.raises(KeyError):
-        save_checkpoint(trainer, tmp_path, 2, write_rest=write_rest, keep=1)
-    assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
+@pytest.mark.parametrize("manifest", ["", "[]", '{"files": []}', '{"files": {"a": 1, "\\ud800": 2}}', "nul"])
+def test_f50_a_damaged_manifest_is_no_reason_to_start_afresh(
+    manifest: str, tiny: Path, tmp_path: Path
+) -> None:
+    folder = save(LoopTrainer(tiny), tmp_path, 1)
+    (folder / "manifest.json").write_text(manifest)
+    with pytest.raises(CheckpointError, match="newest checkpoint cannot be used"):
+        find_checkpoint(tmp_path, "auto")
 
 
 def test_a_checkpoint_of_another_model_is_refused(tiny: Path, untied: Path, tmp_path: Path) -> None:
-    folder = save(make_trainer(tiny), tmp_path, 1)
-    other = make_trainer(untied)
-    other.model.resize_token_embeddings(300)
-    with pytest.raises(CheckpointError, match="does not fit the model"):
-        load_checkpoint(other, folder)
+    tied, apart = LoopTrainer(tiny), LoopTrainer(untied)
+    folder = save(tied, tmp_path, 1)
+    apart.model.resize_token_embeddings(300)
+    with pytest.raises(CheckpointError, match=r"'model.embed_tokens.weight' was .*259.* and is .*300"):
+        load_checkpoint(apart, folder)
+
+
+def test_a_checkpoint_of_another_part_of_the_model_is_refused(tiny: Path, tmp_path: Path) -> None:
+    trainer = LoopTrainer(tiny)
+    trainer.train_step(BATCHES[0])
+    folder = save(trainer, tmp_path, 1)
+    head = LoopTrainer(tiny)
+    head.model.model.norm.weight.requires_grad_(False)
+    head.learners["policy"].optimizer.param_groups[1]["params"].pop()
+    with pytest.raises(CheckpointError, match="'model.norm.weight' was trained and is absent"):
+        load_checkpoint(head, folder)
+    two = LoopTrainer(tiny)
+    two.learners["critic"] = two.learners["policy"]
+    with pytest.raises(
+        CheckpointError, match=r"has trained \['policy'\] and this run trains \['critic', 'policy'\]"
+    ):
+        load_checkpoint(two, folder)
+
+
+# -- under which config -----------------------------------------------------------------------------
+
+CONFIG: dict[str, Any] = {
+    "model_path": "models/small",
+    "seed": 1,
+    "fileroot": "runs",
+    "trainer": {"total_steps": 10, "learning_rate": 0.1, "num_threads": 1, "lora": None, "advantage": "grpo"},
+    "rollout": {"group_size": 4, "consumer_batch_size": 8, "addresses": []},
+    "checkpoint": {"every_steps": 1},
+}
+
+
+def with_change(change: dict[str, Any]) -> str:
+    config = json.loads(json.dumps(CONFIG))
+    for name, value in change.items():
+        *sections, key = name.split(".")
+        section = config
+        for one in sections:
+            section = section[one]
+        section[key] = value
+    return yaml.safe_dump(config)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"trainer.total_steps": 20, "trainer.num_threads": 2, "trainer.a_new_field": 3},
+        {"rollout.addresses": ["a:1"], "checkpoint.every_steps": 5, "fileroot": "elsewhere"},
+    ],
+)
+def test_what_changes_no_weight_may_change(change: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    check_config(tmp_path, with_change(change))
+
+
+def test_every_change_of_what_is_trained_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    change = {"model_path": "b", "seed": 2, "trainer.lora": {"rank": 4}, "rollout.group_size": 8}
+    with pytest.raises(ConfigError) as refused:
+        check_config(tmp_path, with_change(change | {"trainer.total_steps": 20}))
+    assert str(refused.value) == (
+        f"{tmp_path} was made with another config: model_path was 'models/small' and is 'b'; rollout.group_size was 4 "
+        "and is 8; seed was 1 and is 2; trainer.lora was None and is {'rank': 4}. Put these back to go on, or start "
+        "another trial_name"
+    )
+
+
+def test_a_run_without_a_config_is_no_obstacle(tmp_path: Path) -> None:
+    check_config(tmp_path, yaml.safe_dump(CONFIG))
+    assert checkpoints(tmp_path / "nowhere") == []

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -271,30 +268,3 @@ def test_options_are_those_of_the_estimator() -> None:
 def test_bad_inputs_are_refused_with_their_row(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(make_step([1.0, 0.0], "aa", [1, 2]), **change)
-
-
-def test_group_advantages_of_8192_rows_take_less_than_20_ms_of_one_core() -> None:
-    torch.manual_seed(0)
-    step = make_step(torch.randn(8192).tolist(), "a" * 8192, [64] * 8192, torch.float32)
-    step = replace(step, group_ids=[f"group-{row % 1024}" for row in range(8192)])
-    assert least_cpu_seconds(partial(run, "grpo", step)) < 0.020
-
-
-def test_gae_of_32_rows_of_8192_tokens_takes_less_than_20_ms_of_one_core() -> None:
-    torch.manual_seed(0)
-    step = make_step(torch.randn(32).tolist(), "a" * 32, [8192] * 32, torch.float32)
-    step = replace(step, values=torch.randn(32 * 8192))
-    assert least_cpu_seconds(partial(run, "gae", step, lam=0.95)) < 0.020
-
-
-def least_cpu_seconds(call: Callable[[], object]) -> float:
-    """Return the best of 7 on one thread; other processes do not count."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    times = []
-    for _ in range(7):
-        began = time.thread_time()
-        call()
-        times.append(time.thread_time() - began)
-    torch.set_num_threads(threads)
-    return min(times)

@@ -9,35 +9,19 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_lite.data.training_sample import TrainingSample
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.logprobs import LOGIT_POSITIONS, ChunkedScores, TokenScorer, pack
+from areal_lite.trainer import logprobs
+from areal_lite.trainer.logprobs import ChunkedScores, TokenScorer, TokenScores
 from areal_lite.trainer.microbatches import plan_rows
+from areal_lite.trainer.packed_model import pack
 from areal_lite.trainer.policy_model import load_policy
 from tests.trainer.oracle import oracle
 from tests.trainer.training_data import VOCABULARY, drawn_batch, sample
 
 CPU = torch.device("cpu")
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "head_dim": 8,
-}  # fmt: skip
-
-
-def alone(model: Any, one: TrainingSample, temperature: float = 1.0) -> Tensor:
-    """Log-probs of a sample's trained tokens from full logits of that sequence."""
-    ids = torch.from_numpy(one.input_ids)
-    logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0].float() / temperature, -1)
-    return torch.stack([logprobs[t - 1, ids[t]] for t in one.loss_mask.nonzero()[0]])
-
-
-def packed_scores(scorer: TokenScorer, batch: list[TrainingSample], **how: Any) -> tuple[Tensor, Tensor]:
-    rows = plan_rows(
-        batch, range(len(batch)), max_tokens=10_000, balance_length=10_000, share=scorer.shares_prefixes
-    )
-    assert [index for row in rows for index in row.samples] == list(range(len(batch)))
-    return scorer(pack(batch, rows, device=CPU), **how)
 
 
 @pytest.fixture(scope="module")
@@ -45,52 +29,94 @@ def model(tiny: Path) -> Any:
     return load_policy(str(tiny), device=CPU)
 
 
-@settings(max_examples=20, deadline=None)
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "LOGIT_BYTES", 3 * 4 * 7)  # three positions over seven tokens
+
+
+def packed_scores(scorer: TokenScorer, batch: list[TrainingSample], **how: Any) -> TokenScores:
+    rows = plan_rows(
+        batch, range(len(batch)), max_tokens=10_000, balance_length=10_000, share=scorer.shares_prefixes
+    )
+    return scorer(pack(batch, rows, device=CPU), **how)
+
+
+def scores_alone(model: Any, one: TrainingSample, temperature: float) -> list[Tensor]:
+    """The scores of a sample's trained tokens from full logits of that sequence."""
+    ids, trained = torch.from_numpy(one.input_ids), torch.from_numpy(one.loss_mask.nonzero()[0])
+    logits = model(input_ids=ids[None]).logits[0, trained - 1].double() / temperature
+    return full_scores(logits, ids[trained])
+
+
+def full_scores(logits: Tensor, targets: Tensor) -> list[Tensor]:
+    every = torch.log_softmax(logits, -1)
+    probs = every.exp()
+    return [every.gather(1, targets[:, None])[:, 0], -(probs * every).sum(1), probs.square().sum(1)]
+
+
+def assert_scores_are_those_alone(model: Any, batch: list[TrainingSample], temperature: float) -> None:
+    scorer = TokenScorer(model, temperature=temperature)
+    with torch.no_grad():
+        ours = packed_scores(scorer, batch)
+        expected = [
+            torch.cat(parts)
+            for parts in zip(*(scores_alone(model, one, temperature) for one in batch), strict=True)
+        ]
+    assert [scores.dtype for scores in ours] == [torch.float32] * 3
+    torch.testing.assert_close([scores.double() for scores in ours], expected, atol=5e-5, rtol=5e-5)
+
+
+@settings(max_examples=20)
 @given(seed=st.integers(0, 1000), temperature=st.sampled_from([0.7, 1.0, 1.5]))
-def test_packed_log_probs_are_those_of_each_sequence_alone(model: Any, seed: int, temperature: float) -> None:
-    batch = drawn_batch(seed)
-    with torch.no_grad():
-        ours, _ = packed_scores(TokenScorer(model, temperature=temperature), batch)
-        expected = torch.cat([alone(model, one, temperature) for one in batch])
-    assert len(ours) == sum(one.num_trained_tokens for one in batch)
-    torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-5)
+def test_packed_scores_are_those_of_each_sequence_alone(model: Any, seed: int, temperature: float) -> None:
+    assert_scores_are_those_alone(model, drawn_batch(seed), temperature)
 
 
-ARCHITECTURES = {
-    "qwen2": (transformers.Qwen2Config, {}, True, True),
-    "qwen3": (transformers.Qwen3Config, {}, True, True),
-    "gpt2": (
-        transformers.GPT2Config,
-        {"n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2},
-        True,
-        True,
-    ),
-    "mistral with a window": (transformers.MistralConfig, {"sliding_window": 4}, False, True),
-    "gemma2 with soft caps": (transformers.Gemma2Config, {}, False, False),
-    "mamba": (transformers.MambaConfig, {"hidden_size": 32, "num_hidden_layers": 2}, False, True),
-}
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_other_architectures_agree_too(name: str) -> None:
-    config_class, settings, shares, plain_head = ARCHITECTURES[name]
+def built(config: Any) -> Any:
     torch.manual_seed(0)
-    small = {"vocab_size": VOCABULARY} if name in ("gpt2", "mamba") else SMALL
-    model = transformers.AutoModelForCausalLM.from_config(config_class(**small, **settings)).eval()
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.parametrize(("spread", "cap"), [(0.2, 2.0), (0.02, 30.0)])
+def test_a_model_that_caps_its_logits_gets_full_ones(entropy_grad: bool, spread: float, cap: float) -> None:
+    model = built(
+        transformers.Gemma2Config(**SMALL, head_dim=8, initializer_range=spread, final_logit_softcapping=cap)
+    )
+    assert_scores_are_those_alone(model, drawn_batch(3), 0.9)
     scorer = TokenScorer(model, temperature=0.9)
-    assert (scorer.shares_prefixes, scorer._head is not None) == (shares, plain_head)
-    batch = drawn_batch(3)
-    with torch.no_grad():
-        ours, _ = packed_scores(scorer, batch)
-        torch.testing.assert_close(
-            ours, torch.cat([alone(model, one, 0.9) for one in batch]), atol=1e-4, rtol=1e-4
-        )
+    assert scorer._head == (None,)
+    scores = packed_scores(scorer, drawn_batch(3), entropy_grad=entropy_grad)
+    assert [one.requires_grad for one in scores] == [True, entropy_grad, False]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.LlamaConfig(**SMALL),
+        transformers.Qwen3Config(**SMALL, tie_word_embeddings=True),
+        transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2),
+        transformers.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_other_models_need_no_full_logits(config: Any) -> None:
+    model = built(config)
+    assert TokenScorer(model, temperature=1.0)._head == (model.lm_head,)
 
 
 def test_verl_computes_the_same_log_probs_and_entropies_from_logits() -> None:
     logits, labels = oracle("in/logits").flatten(0, 1).float(), oracle("in/labels").flatten()
     identity = torch.eye(logits.shape[1])
-    logprobs, entropies = ChunkedScores.apply(logits, identity, None, labels, 1.0, False)
+    logprobs, entropies, _ = ChunkedScores.apply(logits, identity, None, labels, 1.0, False)
     torch.testing.assert_close(
         logprobs.double(), oracle("out/logp.naive/value").flatten(), atol=1e-5, rtol=1e-5
     )
@@ -99,37 +125,68 @@ def test_verl_computes_the_same_log_probs_and_entropies_from_logits() -> None:
     )
 
 
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("entropy_grad", [False, True])
-def test_chunked_gradients_are_those_of_the_full_softmax(entropy_grad: bool) -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_chunked_gradients_are_those_of_the_full_softmax(entropy_grad: bool, bias: bool) -> None:
     torch.manual_seed(0)
-    tokens = 2 * LOGIT_POSITIONS + 3
-    inputs = [torch.randn(tokens, 5), torch.randn(7, 5), torch.randn(7)]
+    tokens = 8  # chunks of 3, 3 and 2
+    inputs = [torch.randn(tokens, 5), torch.randn(7, 5), *([torch.randn(7)] if bias else [])]
     targets, weights = torch.randint(7, (tokens,)), torch.randn(tokens)
 
-    def full(states: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs = torch.log_softmax((states @ weight.T + bias) / 0.8, -1)
-        entropies = -(logprobs.exp() * logprobs).sum(-1)
-        return logprobs.gather(1, targets[:, None])[:, 0], entropies
+    def full(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Tensor]:
+        return full_scores(torch.nn.functional.linear(states, weight, bias) / 0.8, targets)
 
-    def chunked(states: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    def chunked(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
         return ChunkedScores.apply(states, weight, bias, targets, 0.8, entropy_grad)
 
-    gradients = []
+    results = []
     for scores in (full, chunked):
         leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-        logprobs, entropies = scores(*leaves)
+        logprobs, entropies, squares = scores(*leaves)
         loss = (weights * logprobs).sum() + (entropies.square().sum() if entropy_grad else 0.0)
         loss.backward()
-        gradients.append([loss.detach(), *(leaf.grad for leaf in leaves)])
-    torch.testing.assert_close(gradients[0], gradients[1], atol=2e-3, rtol=1e-4)
+        results.append([logprobs, entropies, squares.detach(), *(leaf.grad for leaf in leaves)])
+    assert results[1][1].requires_grad == entropy_grad
+    torch.testing.assert_close(
+        *([tensor.detach() for tensor in result] for result in results), atol=1e-5, rtol=1e-5
+    )
+
+
+class Shapes(TorchDispatchMode):
+    """Notes the shape of every tensor that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.seen |= {
+            tuple(one.shape) for one in torch.utils._pytree.tree_leaves(made) if isinstance(one, Tensor)
+        }
+        return made
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_frozen_output_embedding_gets_no_gradient_and_no_room_for_one(frozen: bool) -> None:
+    states, weight = torch.randn(8, 5, requires_grad=True), torch.randn(7, 5, requires_grad=not frozen)
+    scores = ChunkedScores.apply(states, weight, None, torch.zeros(8, dtype=torch.long), 1.0, False)
+    with Shapes() as shapes:
+        scores[0].sum().backward()
+    assert states.grad is not None
+    assert (weight.grad is None, (7, 5) not in shapes.seen) == (frozen, frozen)
+    assert (8, 7) not in shapes.seen  # logits of all positions
+    assert (3, 7) in shapes.seen
 
 
 def test_nothing_after_the_last_trained_token_is_read(model: Any) -> None:
     scorer = TokenScorer(model, temperature=1.0)
     with torch.no_grad():
-        short, _ = packed_scores(scorer, [sample([5, 6, 7], [2])])
-        long, _ = packed_scores(scorer, [sample([5, 6, 7, 8, 9], [2])])
-    assert short.item() == long.item()
+        short = packed_scores(scorer, [sample([5, 6, 7], [2])])
+        long = packed_scores(scorer, [sample([5, 6, 7, 8, 9], [2])])
+    assert short.logprobs.item() == long.logprobs.item()
 
 
 def test_a_temperature_of_zero_is_refused(model: Any) -> None:

@@ -14,7 +14,7 @@ def config(**changes: Any) -> TrainerConfig:
 
 
 def rates(**changes: Any) -> list[float]:
-    return [learning_rate(config(**changes), step) for step in range(6)]
+    return [learning_rate(config(**changes), step, 6) for step in range(6)]
 
 
 def test_the_rate_rises_over_the_warm_up_and_then_has_its_shape() -> None:
@@ -24,7 +24,7 @@ def test_the_rate_rises_over_the_warm_up_and_then_has_its_shape() -> None:
 
 
 def test_the_rate_stays_at_zero_after_the_last_step() -> None:
-    assert learning_rate(config(lr_schedule="linear"), 9) == 0.0
+    assert learning_rate(config(lr_schedule="linear"), 9, 6) == 0.0
 
 
 def test_norms_and_biases_do_not_decay() -> None:

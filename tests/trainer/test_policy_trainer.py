@@ -5,13 +5,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.api.config import TrainerConfig
+from areal_lite.api.trainer_config import CriticConfig, KLConfig, TrainerConfig
 from areal_lite.data.data_proto import DataProto
 from areal_lite.errors import ConfigError, TrainingError
 from areal_lite.trainer.policy_trainer import PolicyTrainer
@@ -43,7 +42,7 @@ def weights(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def whole(tiny: Path) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Metrics and gradients of one batch in one micro-batch."""
-    trainer = make_trainer(tiny, kl_coef=0.1, entropy_coef=0.01, max_grad_norm=1e9)
+    trainer = make_trainer(tiny, kl=KLConfig(coef=0.1), entropy_coef=0.01, max_grad_norm=1e9)
     return trainer.train_step(training_batch(drawn_batch(0)), version=5), gradients(trainer)
 
 
@@ -57,13 +56,14 @@ def test_loss_and_gradients_do_not_depend_on_how_the_step_is_cut(
     share: bool,
 ) -> None:
     trainer = make_trainer(
-        tiny, kl_coef=0.1, entropy_coef=0.01, max_grad_norm=1e9, max_tokens_per_microbatch=cap
+        tiny, kl=KLConfig(coef=0.1), entropy_coef=0.01, max_grad_norm=1e9, max_tokens_per_microbatch=cap
     )
     trainer._policy.shares_prefixes = share
     batch = training_batch(drawn_batch(0))
     batch.reorder(order)
     metrics = trainer.train_step(batch, version=5)
-    for name in ("loss", "entropy", "kl", "grad_norm", "mismatch_mean", "trained_tokens", "reward_mean"):
+    drift = "staleness_drift/log_prob_diff_mean"
+    for name in ("loss", "entropy", "kl", "grad_norm", drift, "trained_tokens", "reward_mean"):
         assert metrics[name] == pytest.approx(whole[0][name], rel=1e-3, abs=1e-6), name
     torch.testing.assert_close(gradients(trainer), whole[1], atol=1e-5, rtol=1e-3)
 
@@ -75,7 +75,7 @@ def test_padding_in_the_same_micro_batch_changes_nothing(tiny: Path) -> None:
     results = []
     for batch in (group, group + stranger):
         # Without a KL term the stranger would be left out of the forward pass; this one weighs nothing.
-        trainer = make_trainer(tiny, max_grad_norm=1e9, kl_coef=1e-12)
+        trainer = make_trainer(tiny, max_grad_norm=1e9, kl=KLConfig(coef=1e-12))
         loss = trainer.train_step(training_batch(batch), version=0)["loss"]
         results.append(
             (loss * len(batch), {name: grad * len(batch) for name, grad in gradients(trainer).items()})
@@ -88,18 +88,13 @@ def test_groups_without_advantage_are_left_out_and_nothing_changes(tiny: Path) -
     silent = [dataclasses.replace(one, reward=2.0, group_id="silent") for one in drawn_batch(2, groups=1)]
     skipping, forced = make_trainer(tiny), make_trainer(tiny)
     step = training_batch(batch + silent)
-    forced._prepare = _without_skipping(forced)  # type: ignore[method-assign]
+    forced._with_gradient = lambda step: [True] * len(step.samples)  # type: ignore[method-assign]
     metrics = skipping.train_step(step, version=0)
     expected = forced.train_step(step, version=0)
     assert metrics["trained_tokens"] == expected["trained_tokens"] == expected["computed_tokens"]
     assert metrics["computed_tokens"] == sum(one.num_trained_tokens for one in batch)
     assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-6)
     torch.testing.assert_close(gradients(skipping), gradients(forced), atol=1e-6, rtol=1e-4)
-
-
-def _without_skipping(trainer: PolicyTrainer) -> Any:
-    prepare = trainer._prepare
-    return lambda samples, advantages: prepare(samples, np.where(advantages == 0, 1e-30, advantages))
 
 
 def test_a_batch_without_any_advantage_still_takes_its_step(tiny: Path) -> None:
@@ -115,7 +110,7 @@ def test_a_batch_without_any_advantage_still_takes_its_step(tiny: Path) -> None:
 def test_the_same_seed_gives_bit_equal_weights(tiny: Path) -> None:
     runs = []
     for _ in range(2):
-        trainer = make_trainer(tiny, minibatches_per_step=2, dtype="bfloat16", kl_coef=0.01)
+        trainer = make_trainer(tiny, minibatches_per_step=2, dtype="bfloat16", kl=KLConfig(coef=0.01))
         for step in range(3):
             trainer.train_step(training_batch(drawn_batch(step, groups=4)), version=step)
         runs.append(weights(trainer))
@@ -150,8 +145,8 @@ def test_fresh_data_has_no_mismatch_ratio_one_and_no_staleness(tiny: Path) -> No
         for t in (7, 8)
     ]
     metrics = trainer.train_step(training_batch(batch), version=3)
-    assert metrics["mismatch_max"] < 1e-5
-    assert metrics["ratio_mean"] == pytest.approx(1.0)
+    assert metrics["engine_mismatch/log_prob_diff_max"] < 1e-5
+    assert metrics["ratio"] == pytest.approx(1.0)
     assert (metrics["staleness_max"], metrics["clip_fraction"], metrics["approx_kl"]) == (0, 0, 0)
 
 
@@ -160,11 +155,11 @@ def test_later_minibatches_are_held_to_the_weights_the_step_began_with(tiny: Pat
     metrics = trainer.train_step(training_batch(drawn_batch(4)), version=0)
     assert metrics["seconds_proximal"] > 0
     assert metrics["approx_kl"] > 0
-    assert trainer.optimizer.state[next(trainer.model.parameters())]["step"] == 3
+    assert trainer.learner.optimizer.state[next(trainer.model.parameters())]["step"] == 3
 
 
 def test_the_reference_stays_where_the_policy_began(tiny: Path) -> None:
-    trainer = make_trainer(tiny, kl_coef=0.1, learning_rate=1e-2)
+    trainer = make_trainer(tiny, kl=KLConfig(coef=0.1), learning_rate=1e-2)
     first, second = (
         trainer.train_step(training_batch(drawn_batch(step)), version=step)["kl"] for step in range(2)
     )
@@ -195,6 +190,62 @@ def test_a_finite_update_forgives_the_ones_before(tiny: Path) -> None:
         poison(trainer, value)
         skipped.append(trainer.train_step(batch, version=0)["skipped_updates"])
     assert skipped == [1, 1, 0, 1, 1, 0]
+
+
+def run_out_of_memory(trainer: PolicyTrainer, module: torch.nn.Module, times: int) -> list[int]:
+    """Have forward passes of ``module`` fail so often, and return the list that fills with the tokens of each pass."""
+    passes: list[int] = []
+
+    def refuse(_: Any, arguments: tuple[Any, ...]) -> None:
+        passes.append(arguments[0].input_ids.numel())
+        if len([size for size in passes if size > 64]) <= times and passes[-1] > 64:
+            raise MemoryError
+
+    module.register_forward_pre_hook(refuse)
+    return passes
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_f68_memory_that_runs_out_once_halves_the_micro_batch_and_changes_nothing_else(
+    tiny: Path, role: str
+) -> None:
+    settings: dict[str, Any] = {
+        "advantage": "gae",
+        "critic": CriticConfig(learning_rate=1e-3),
+        "kl": KLConfig(coef=0.1, place="reward"),
+        "max_tokens_per_microbatch": 128,
+        "minibatches_per_step": 2,
+    }
+    calm, pressed = make_trainer(tiny, **settings), make_trainer(tiny, **settings)
+    passes = run_out_of_memory(pressed, pressed.learners[role].module, times=1)
+    metrics = [trainer.train_step(training_batch(drawn_batch(0)), version=5) for trainer in (calm, pressed)]
+    assert pressed.learners[role].max_tokens == 64
+    assert max(passes[1:]) <= 64
+    for name, value in metrics[0].items():
+        if not name.startswith(("seconds", "ms_per", "tokens_per")):
+            assert metrics[1][name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    torch.testing.assert_close(weights(pressed), weights(calm), atol=1e-4, rtol=1e-3)
+
+
+def test_f68_memory_that_runs_out_again_ends_the_run(tiny: Path) -> None:
+    trainer = make_trainer(tiny, max_tokens_per_microbatch=256)
+    run_out_of_memory(trainer, trainer.learner.module, times=2)
+    with pytest.raises(
+        TrainingError, match="no memory for micro-batches of 128 tokens: lower trainer.max_tokens"
+    ):
+        trainer.train_step(training_batch(drawn_batch(0)), version=5)
+
+
+def test_f67_an_update_that_is_left_out_is_told_with_its_tasks(tiny: Path) -> None:
+    told: list[dict[str, Any]] = []
+    config = TrainerConfig(total_steps=1, learning_rate=1e-3, dtype="float32", device="cpu")
+    trainer = PolicyTrainer(config, model_path=str(tiny), seed=1, on_skip=told.append)
+    poison(trainer, math.nan)
+    batch = [dataclasses.replace(one, task_id=f"t{place}") for place, one in enumerate(drawn_batch(0))]
+    trainer.train_step(training_batch(batch), version=0)
+    (skipped,) = told
+    assert sorted(skipped["task_ids"]) == sorted(one.task_id for one in batch)
+    assert skipped["step"] == 0 and not skipped["applied"]
 
 
 def test_a_batch_without_trained_tokens_is_an_error(tiny: Path) -> None:

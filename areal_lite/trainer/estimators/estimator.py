@@ -16,7 +16,7 @@ from areal_lite.trainer.estimators.optimal_token_baseline import optimal_token_b
 from areal_lite.trainer.estimators.return_estimators import gae, reinforce, reinforce_plus_plus, remax
 from areal_lite.trainer.registry import Registry
 
-__all__ = ["ESTIMATORS", "Estimate", "Estimator", "EstimatorInputs"]
+__all__ = ["COMPARES_GROUP", "ESTIMATORS", "Estimate", "Estimator", "EstimatorInputs"]
 
 ESTIMATORS: Registry[Estimator] = Registry("advantage estimator")
 for _estimator in (
@@ -34,3 +34,18 @@ for _estimator in (
     optimal_token_baseline,
 ):
     ESTIMATORS.register(_estimator.__name__)(_estimator)
+
+COMPARES_GROUP = frozenset(
+    estimator.__name__
+    for estimator in (
+        grpo,
+        dr_grpo,
+        grpo_passk,
+        rloo,
+        reinforce_plus_plus_baseline,
+        opo,
+        gpg,
+        optimal_token_baseline,
+    )
+)
+"""Those that find nothing to learn from a group of one."""

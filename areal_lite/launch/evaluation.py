@@ -1,0 +1,66 @@
+"""The held-out rows under one policy version."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from areal_lite.api.config import RunConfig
+from areal_lite.api.engine_api import Row
+from areal_lite.api.episode import EpisodeStatus
+from areal_lite.errors import EpisodeError
+from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from areal_lite.launch.workflow_choice import workflow_kwargs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Rewards on the held-out rows."""
+
+    reward: float
+    """Mean over all episodes that gave one."""
+    episodes: int
+    failed: int
+    """Episodes' groups without a reward."""
+    seconds: float
+
+    def metrics(self) -> dict[str, float]:
+        """Return the fields as they stand in metrics.jsonl."""
+        return {
+            "eval/reward": self.reward,
+            "eval/episodes": float(self.episodes),
+            "eval/failed": float(self.failed),
+            "eval/seconds": self.seconds,
+        }
+
+
+def evaluate(engine: RemoteInfEngine, config: RunConfig, rows: Sequence[Row]) -> Evaluation:
+    """Run the workflow on each of the rows, ``evaluation.group_size`` times.
+
+    Raises:
+        EpisodeError: If no episode gave a reward.
+    """
+    clock = time.monotonic()
+    results = engine.rollout_batch(
+        rows,
+        config.workflow,
+        workflow_kwargs(config, is_eval=True),
+        group_size=config.evaluation.group_size,
+        is_eval=True,
+    )
+    rewards = [reward for result in results for reward in result.rewards]
+    failed = [result for result in results if result.status is not EpisodeStatus.ACCEPTED]
+    if not rewards:
+        causes = Counter((r.error or "").strip().rsplit("\n", 1)[-1][:300] for r in failed)
+        raise EpisodeError(
+            f"none of {len(results)} evaluation episodes gave a reward: "
+            + "; ".join(f"{count} x {cause}" for cause, count in causes.most_common(3))
+        )
+    return Evaluation(
+        reward=sum(rewards) / len(rewards),
+        episodes=len(rewards),
+        failed=len(failed),
+        seconds=time.monotonic() - clock,
+    )

@@ -1,0 +1,169 @@
+"""Where a training run's batches come from: data source, engine, rewards; and where its new weights go."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import orjson
+import torch
+
+from areal_lite.api.config import RunConfig
+from areal_lite.api.engine_api import Row
+from areal_lite.api.episode import EpisodeResult
+from areal_lite.data.cached_batch import cached_batch
+from areal_lite.data.curriculum_data_source import CurriculumDataSource
+from areal_lite.data.data_proto import DataProto
+from areal_lite.data.rollout_batch import result_samples, training_batch
+from areal_lite.data.rollout_dump import dump_rollouts
+from areal_lite.data.tokenizer import load_tokenizer
+from areal_lite.data.training_batch import training_rows
+from areal_lite.errors import EpisodeError
+from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from areal_lite.launch.evaluation import Evaluation, evaluate
+from areal_lite.launch.run_data import TrainingData, tokenizer_path
+from areal_lite.launch.workflow_choice import workflow_kwargs
+from areal_lite.trainer.reward_model import RewardModel
+
+
+class GeneratingSide:
+    """What the leading rank has besides its trainer.
+
+    Args:
+        config: The run.
+        run_dir: Its folder.
+        engine: Ready to generate.
+        data: Training rows.
+        held_out: Rows to evaluate on; none skips it.
+        reward_model: Judges whole sequences in place of the workflow's rewards.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        *,
+        engine: RemoteInfEngine,
+        data: TrainingData,
+        held_out: Sequence[Row],
+        reward_model: RewardModel | None = None,
+    ) -> None:
+        self.engine = engine
+        self.data = data
+        self._config = config
+        self._run_dir = run_dir
+        self._held_out = held_out
+        self._reward_model = reward_model
+        self._results: list[EpisodeResult] = []
+
+    def batch(self, step: int) -> DataProto:
+        """Return the batch of a step: whole groups with rewards, and baselines where the estimator needs them.
+
+        With ``rollout_cache`` it comes from there, and is generated only where it is missing.
+        """
+        self._results = []
+        if self._config.rollout_cache is None:
+            return self._generate(step)
+        return cached_batch(
+            self._config.rollout_cache,
+            step,
+            lambda: self._generate(step),
+            fingerprint=_fingerprint(self._config),
+        )
+
+    def trained(self, step: int, batch: DataProto) -> None:
+        """Take note that a step's batch was trained: its groups are owed no longer, dataset and dumps hear of it."""
+        self.data.source.mark_trained(result.samples for result in self._results)
+        if isinstance(self.data.source, CurriculumDataSource):
+            self.data.source.update(batch)
+        if self._config.dump_scores and self._results:
+            self._dump(step)
+        if step < self._config.trainer.total_steps and hasattr(self.data.dataset, "on_batch_end"):
+            self.data.dataset.on_batch_end(batch)
+
+    def evaluate(self) -> Evaluation | None:
+        """Return how the held-out rows go, None where there are none."""
+        return evaluate(self.engine, self._config, self._held_out) if self._held_out else None
+
+    def metrics(self) -> dict[str, float]:
+        """Return how episodes ended so far, and where the data stands."""
+        source = self.data.source
+        return {
+            **{f"episodes/{status}": float(count) for status, count in self.engine.export_stats().items()},
+            "data/epoch": float(source.epoch_id),
+            "data/owed_groups": float(source.num_owed),
+            "data/buffered_groups": float(source.get_buffer_length()),
+            "data/dropped_groups": float(source.dropped.total()),
+        }
+
+    def _generate(self, step: int) -> DataProto:
+        config = self._config
+        kwargs = workflow_kwargs(config, is_eval=False)
+        results = self.engine.prepare_batch(
+            self.data.source, config.workflow, kwargs, config.should_accept_fn
+        )
+        if step == config.trainer.total_steps:
+            self.engine.close_source(self.data.source)
+        self._results = results
+        batch = training_batch(self.data.packer, results)
+        if self._reward_model is not None:
+            rewards = self._reward_model.score(
+                training_rows(batch), max_tokens=config.trainer.max_tokens_per_microbatch
+            )
+            batch.batch["rewards"] = rewards.cpu()
+        if config.trainer.advantage == "remax":
+            baselines = self._greedy_rewards(results)
+            batch.batch["baselines"] = torch.tensor(
+                [baselines[name] for name in batch.non_tensor_batch["group_ids"]]
+            )
+        return batch
+
+    def _greedy_rewards(self, results: Sequence[EpisodeResult]) -> dict[str, float]:
+        """Return the reward of one greedy episode for each group."""
+        gconfig = self._config.rollout.gconfig.new(greedy=True)
+        rollout = dataclasses.replace(self._config.rollout, gconfig=gconfig)
+        kwargs = workflow_kwargs(dataclasses.replace(self._config, rollout=rollout), is_eval=False)
+        greedy = self.engine.rollout_batch(
+            [dict(result.data) for result in results],
+            self._config.workflow,
+            kwargs,
+            group_size=1,
+            is_eval=True,
+        )
+        baselines = {}
+        for result, answer in zip(results, greedy, strict=True):
+            if not answer.rewards:
+                raise EpisodeError(
+                    f"task {result.task_id}: its greedy episode gave no reward ({answer.error}), and remax compares "
+                    "with it: mend the workflow, or choose rloo, which needs none"
+                )
+            baselines[result.group_id] = float(np.mean(answer.rewards))
+        return baselines
+
+    def _dump(self, step: int) -> None:
+        tokenizer = load_tokenizer(tokenizer_path(self._config))
+        judged = [(result, sample) for result in self._results for sample in result_samples(result)]
+        starts = [sample.spans[0].start if sample.spans else len(sample.tokens) for _, sample in judged]
+        dump_rollouts(
+            self._run_dir / "scores",
+            step,
+            inputs=[tokenizer.decode(s.tokens[:start]) for (_, s), start in zip(judged, starts, strict=True)],
+            outputs=[
+                tokenizer.decode(s.tokens[start:]) for (_, s), start in zip(judged, starts, strict=True)
+            ],
+            gts=[result.samples[0].label for result, _ in judged],
+            scores=[sample.get_reward_value() for _, sample in judged],
+            extra={"task_id": [str(result.task_id) for result, _ in judged]},
+        )
+
+
+def _fingerprint(config: RunConfig) -> str:
+    """Return a hash of what has a part in a step's batch."""
+    rollout = dataclasses.asdict(config.rollout)
+    told = {name: rollout[name] for name in ("group_size", "consumer_batch_size", "gconfig")}
+    told |= {"rows": dataclasses.asdict(config.train_dataset), "workflow_kwargs": config.workflow_kwargs}
+    told |= {name: getattr(config, name) for name in ("model_path", "seed", "workflow", "reward_model")}
+    return hashlib.sha256(orjson.dumps(told, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]

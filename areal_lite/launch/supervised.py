@@ -1,0 +1,290 @@
+"""The supervised runs: fine-tuning on answers, preference pairs, reward models. One loop, which reads as it is."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal_lite.api.config_loader import dump_config
+from areal_lite.api.supervised_config import (
+    DPOConfig,
+    PreferenceDatasetConfig,
+    RewardModelConfig,
+    SFTConfig,
+    SFTDatasetConfig,
+    SupervisedConfig,
+)
+from areal_lite.data.loader import ResumableLoader
+from areal_lite.data.preference_dataset import PreferenceDataset
+from areal_lite.data.rows import load_rows
+from areal_lite.data.sft_dataset import BaseDataset, Item, SFTDataset
+from areal_lite.data.tokenizer import load_tokenizer
+from areal_lite.embedded.settings import check_model_path
+from areal_lite.errors import ConfigError
+from areal_lite.launch.run import CHECKPOINTS, OnStep
+from areal_lite.launch.run_directory import run_directory, run_directory_path
+from areal_lite.launch.stopping import Stopped, finishing
+from areal_lite.trainer.checkpoint import (
+    CONFIG_FILE,
+    check_config,
+    checkpoint_step,
+    find_checkpoint,
+    load_checkpoint,
+)
+from areal_lite.trainer.checkpoint_writer import CheckpointWriter
+from areal_lite.trainer.metrics import MetricsWriter
+from areal_lite.trainer.policy_model import resolve_device
+from areal_lite.trainer.preference_trainer import DPOTrainer, RewardModelTrainer
+from areal_lite.trainer.ranks import join_ranks
+from areal_lite.trainer.sft_trainer import SFTTrainer
+from areal_lite.trainer.snapshot import snapshot
+from areal_lite.trainer.supervised_trainer import SupervisedTrainer
+from areal_lite.trainer.tracking import start_tracking
+from areal_lite.trainer.weights import save_model
+
+_LOADER_FILE = "loader.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedSummary:
+    """What a run came to."""
+
+    run_dir: Path
+    steps: int
+    seconds: float
+    before: dict[str, float] | None
+    """Metrics on the held-out rows, the first there are; of a resumed run they are not those of step 0."""
+    after: dict[str, float] | None
+    model_dir: Path | None
+
+
+def run_sft(config: SFTConfig, *, on_step: OnStep | None = None) -> SupervisedSummary:
+    """Fine-tune on the answers of conversations; ``on_step`` sees every record of metrics.jsonl.
+
+    Raises:
+        ConfigError: Before a model is loaded, for whatever in the config or the rows cannot work.
+        ArealLiteError: With its exit code, for whatever goes wrong later.
+        Stopped: On SIGINT or SIGTERM, after the update under way and its checkpoint where the run makes any.
+    """
+
+    def dataset(rows: SFTDatasetConfig) -> SFTDataset:
+        return SFTDataset(
+            load_rows(rows, seed=config.seed),
+            load_tokenizer(config.model_path),
+            rows.max_length,
+            messages_key=rows.messages_key,
+            prompt_key=rows.prompt_key,
+            response_key=rows.response_key,
+            tools_key=rows.tools_key,
+            apply_chat_template=rows.apply_chat_template,
+            template_kwargs=rows.apply_chat_template_kwargs,
+            num_workers=rows.num_workers,
+        )
+
+    return _run(config, dataset, SFTTrainer, on_step)
+
+
+def run_dpo(config: DPOConfig, *, on_step: OnStep | None = None) -> SupervisedSummary:
+    """Train a policy on preference pairs; arguments and errors as of :func:`run_sft`."""
+    return _run(config, _pairs(config), DPOTrainer, on_step)
+
+
+def run_reward_model(config: RewardModelConfig, *, on_step: OnStep | None = None) -> SupervisedSummary:
+    """Train a reward model on preference pairs; arguments and errors as of :func:`run_sft`."""
+    return _run(config, _pairs(config), RewardModelTrainer, on_step)
+
+
+def _pairs(
+    config: DPOConfig | RewardModelConfig,
+) -> Callable[[PreferenceDatasetConfig], PreferenceDataset]:
+    def dataset(rows: PreferenceDatasetConfig) -> PreferenceDataset:
+        return PreferenceDataset(
+            load_rows(rows, seed=config.seed),
+            load_tokenizer(config.model_path),
+            rows.max_length,
+            prompt_key=rows.prompt_key,
+            chosen_key=rows.chosen_key,
+            rejected_key=rows.rejected_key,
+            tools_key=rows.tools_key,
+            template_kwargs=rows.apply_chat_template_kwargs,
+        )
+
+    return dataset
+
+
+@dataclass(kw_only=True)
+class SupervisedFit:
+    """A run; :meth:`fit` is the algorithm. Every rank has one, and the first of them writes."""
+
+    config: SupervisedConfig
+    trainer: SupervisedTrainer
+    loader: ResumableLoader
+    held_out: list[Item]
+    checkpoints: CheckpointWriter
+    record: Callable[[int, dict[str, float]], None]
+    total_steps: int
+    step: int
+    """Updates done."""
+    saved_step: int
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+
+    def fit(self) -> None:
+        """Train up to ``total_steps``.
+
+        Raises:
+            Stopped: On SIGINT or SIGTERM, with a checkpoint of the last whole update where the run makes any.
+        """
+        batches = _endless(self.loader)
+        saves, evaluates = self.config.checkpoint.every_steps, self.config.evaluation.every_steps
+        try:
+            if self.step == 0:
+                self.evaluate()
+            while self.step < self.total_steps:
+                with finishing():
+                    metrics = self.trainer.train_step(next(batches))
+                    self.step += 1
+                    self.record(self.step, _named("train", metrics))
+                    if self.is_due(saves):
+                        self.save()
+                if self.is_due(evaluates or self.total_steps):
+                    self.evaluate()
+        except Stopped:
+            if saves is not None and self.trainer.learner.ranks.size == 1:
+                self.save()
+            raise
+
+    def evaluate(self) -> None:
+        """Record the metrics of the held-out rows, where there are any."""
+        if self.held_out:
+            self.evaluations.append(self.trainer.evaluate(self.held_out))
+            self.record(self.step, _named("eval", self.evaluations[-1]))
+
+    def save(self) -> None:
+        """Begin to write a checkpoint of the moment, unless there is one."""
+        if self.saved_step < self.step:
+            files = {
+                _LOADER_FILE: json.dumps(self.loader.state_dict()).encode(),
+                CONFIG_FILE: dump_config(self.config).encode(),
+            }
+            self.checkpoints.save(self.step, snapshot(self.trainer), files)
+            self.saved_step = self.step
+
+    def is_due(self, every_steps: int | None) -> bool:
+        """Return whether something is done after this update: every so many, and after the last."""
+        last = self.step == self.total_steps
+        return every_steps is not None and (last or self.step % every_steps == 0)
+
+
+def _run(
+    config: SFTConfig | DPOConfig | RewardModelConfig,
+    dataset: Callable[[Any], BaseDataset],
+    make_trainer: Callable[..., SupervisedTrainer],
+    on_step: OnStep | None,
+) -> SupervisedSummary:
+    began = time.monotonic()
+    check_model_path(config.model_path)
+    train = dataset(config.train_dataset)
+    held_out: BaseDataset | list[Item] = dataset(config.eval_dataset) if config.eval_dataset else []
+    loader = ResumableLoader(
+        train,
+        batch_size=config.trainer.batch_size,
+        shuffle=config.train_dataset.shuffle,
+        seed=config.seed,
+        collate_fn=train.collate_fn,
+    )
+    total_steps = loader.total_training_steps(config.trainer.epochs, override=config.trainer.total_steps)
+    checkpoint, first_step = _checkpoint_to_resume(config, total_steps)
+    with ExitStack() as stack:
+        ranks = stack.enter_context(join_ranks(resolve_device(config.trainer.device)))
+        run_dir, writer = run_directory_path(config), None
+        if ranks.rank == 0:
+            stack.enter_context(run_directory(config, fresh=checkpoint is None))
+            tracking = stack.enter_context(start_tracking(config, run_dir, last_step=first_step))
+            writer = stack.enter_context(MetricsWriter(run_dir, last_step=first_step, tracking=tracking))
+
+        def record(step: int, metrics: dict[str, float]) -> None:
+            if writer is not None:
+                writer.write(step, metrics)
+                if on_step is not None:
+                    on_step(step, metrics)
+
+        run = SupervisedFit(
+            config=config,
+            trainer=make_trainer(
+                config.trainer, model_path=config.model_path, seed=config.seed, total_steps=total_steps
+            ),
+            loader=loader,
+            held_out=[held_out[number] for number in range(len(held_out))],
+            checkpoints=stack.enter_context(
+                CheckpointWriter(run_dir / CHECKPOINTS, keep=config.checkpoint.keep)
+            ),
+            record=record,
+            total_steps=total_steps,
+            step=first_step,
+            saved_step=first_step,
+        )
+        if checkpoint is not None:
+            load_checkpoint(run.trainer, checkpoint)
+            loader.load_state_dict(json.loads((checkpoint / _LOADER_FILE).read_bytes()))
+        run.fit()
+        model_dir = None
+        if config.save_model:
+            tokenizer, dtype = load_tokenizer(config.model_path), getattr(torch, config.trainer.dtype)
+            model_dir = save_model(run.trainer.model, tokenizer, run_dir / "model", dtype=dtype)
+    return SupervisedSummary(
+        run_dir=run_dir,
+        steps=total_steps - first_step,
+        seconds=time.monotonic() - began,
+        before=run.evaluations[0] if run.evaluations else None,
+        after=run.evaluations[-1] if run.evaluations else None,
+        model_dir=model_dir,
+    )
+
+
+def _checkpoint_to_resume(config: SupervisedConfig, total_steps: int) -> tuple[Path | None, int]:
+    """Return the checkpoint the run goes on from, None for a fresh start, and the step it stands at.
+
+    Raises:
+        CheckpointError: If it is missing or broken.
+        ConfigError: If it is of another config, or there is nothing left to train.
+    """
+    checkpoint = find_checkpoint(run_directory_path(config) / CHECKPOINTS, config.checkpoint.resume)
+    if checkpoint is None:
+        return None, 0
+    check_config(checkpoint, dump_config(config))
+    step = checkpoint_step(checkpoint)
+    if step >= total_steps:
+        raise ConfigError(
+            f"{checkpoint} has trained {step} steps of {total_steps}: raise trainer.total_steps to go on, or choose "
+            "another trial_name"
+        )
+    return checkpoint, step
+
+
+def progress_line(step: int, metrics: Mapping[str, float]) -> str:
+    """Return one record of metrics.jsonl as a line for people."""
+    scope = "eval" if "eval/loss" in metrics else "train"
+    shown = {"loss": ".4f", "accuracy": ".3f", "margin": "+.3f", "learning_rate": ".2e", "grad_norm": ".2f"}
+    shown["tokens_per_second"] = ".0f"
+    values = [
+        f"{name.replace('_', ' ')} {metrics[f'{scope}/{name}']:{form}}"
+        for name, form in shown.items()
+        if f"{scope}/{name}" in metrics
+    ]
+    return f"step {step:>5}  {'held-out ' * (scope == 'eval')}{'  '.join(values)}"
+
+
+def _named(scope: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{scope}/{name}": value for name, value in metrics.items()}
+
+
+def _endless(loader: ResumableLoader) -> Iterator[list[Item]]:
+    while True:
+        yield from loader

@@ -1,0 +1,145 @@
+"""Writes checkpoints while training goes on.
+
+Guarantees that a checkpoint is there whole or not at all, that an older one is deleted only after a newer one was
+read back, and that whatever goes wrong is raised: at the latest by :meth:`CheckpointWriter.close`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from areal_lite.errors import CheckpointError, StorageError
+from areal_lite.trainer.checkpoint import checkpoint_folder, checkpoints, refuse_later
+from areal_lite.trainer.crash_points import crash_point
+from areal_lite.trainer.ranks import Ranks
+from areal_lite.trainer.snapshot import Snapshot, write_snapshot
+from areal_lite.trainer.whole_folder import check_folder, remove_folder, sweep, write_folder
+
+SPARE = 1.2
+"""A checkpoint is not begun with less free space than so many times its size."""
+
+
+class CheckpointWriter:
+    """One write at a time, in a thread; only the first rank writes.
+
+    Args:
+        root: Folder of the run's checkpoints; what a killed writer left there is removed.
+        keep: Newest checkpoints that stay.
+    """
+
+    def __init__(self, root: Path | str, *, keep: int) -> None:
+        self._root = Path(root)
+        self._keep = keep
+        self._writes = Ranks.current().rank == 0
+        self._thread: threading.Thread | None = None
+        self._step = 0
+        self._error: Exception | None = None
+        if self._writes:
+            sweep(self._root)
+
+    def save(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:
+        """Begin to write the checkpoint after ``step`` steps; waits for the one before.
+
+        Args:
+            step: Training steps done, which is the policy version as well.
+            snapshot: The trainer; its memory is freed once it is written, unless the caller keeps it.
+            files: What else belongs to the same moment, by path inside the checkpoint.
+
+        Raises:
+            StorageError: If the disk has too little space, or the write before failed; older checkpoints stay.
+            CheckpointError: If there is a checkpoint of this or a later step.
+        """
+        self.wait()
+        if not self._writes:
+            return
+        refuse_later(self._root, step - 1)
+        self._check_space(step, snapshot.num_bytes + sum(map(len, files.values())))
+        self._step = step
+        self._thread = threading.Thread(
+            target=self._main, args=(step, snapshot, files), name="areal-lite-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing is being written.
+
+        Raises:
+            StorageError: If the write failed, or takes longer than ``timeout_s`` seconds.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise StorageError(
+                    f"the checkpoint of step {self._step} was not written within {timeout_s} s: older ones stay, and "
+                    "what is there of it goes at the next start"
+                )
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Finish the write in progress; one that takes too long is left behind when the process ends.
+
+        Raises:
+            StorageError: As :meth:`wait`.
+        """
+        self.wait(timeout_s)
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"besides, the last checkpoint was not written: {failure}")
+
+    def _check_space(self, step: int, num_bytes: int) -> None:
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self._root).free
+        except OSError as error:
+            raise StorageError(f"checkpoints cannot be written to {self._root}: {error}") from error
+        if free < SPARE * num_bytes:
+            raise StorageError(
+                f"the checkpoint of step {step} takes {num_bytes} bytes and {self._root} has {free} free: "
+                f"{SPARE} times its size is needed. Free disk space, or keep fewer with checkpoint.keep"
+            )
+
+    def _main(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:
+        try:
+            self._write(step, snapshot, files)
+        except Exception as error:  # the training thread raises it
+            self._error = error
+
+    def _write(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:
+        def write(aside: Path) -> None:
+            write_snapshot(snapshot, aside, step)
+            for name, content in files.items():
+                path = aside / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            crash_point("checkpoint:after_files")
+
+        folder = checkpoint_folder(self._root, step)
+        write_folder(folder, write, kind="checkpoint", version=step)
+        try:
+            check_folder(folder)
+        except CheckpointError as error:
+            remove_folder(folder, kind="checkpoint")
+            raise StorageError(
+                f"what was just written cannot be read back: {error}: the disk is at fault"
+            ) from error
+        crash_point("checkpoint:before_delete")
+        for older in checkpoints(self._root)[: -self._keep]:
+            remove_folder(older, kind="checkpoint")
+        crash_point("checkpoint:after_delete")

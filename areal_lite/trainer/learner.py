@@ -1,0 +1,155 @@
+"""A model being trained, with its optimizer: losses of micro-batches in, one update out.
+
+Guarantees that an update that is not finite is never applied, and that memory running out once costs
+time and not the run. Knows nothing of what is learned.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from areal_lite.api.trainer_config import LearnerConfig, OptimizerConfig
+from areal_lite.errors import TrainingError
+from areal_lite.trainer.optimizer import learning_rate, make_optimizer
+from areal_lite.trainer.ranks import Ranks
+from areal_lite.trainer.sharding import shard
+
+MAX_SKIPPED_UPDATES = 3
+"""Non-finite updates in a row that stop the run."""
+
+T = TypeVar("T")
+
+
+class Update(NamedTuple):
+    """What became of one update."""
+
+    loss: float
+    grad_norm: float
+    """Before clipping."""
+    applied: bool
+
+
+def _untimed(phase: str) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+class Learner:
+    """Owns the optimizer of ``module``.
+
+    Args:
+        module: What is trained, on its device.
+        config: Number format and memory.
+        optimizer: Learning rate and so on; ``config`` itself where one model is trained.
+        total_steps: Steps of the learning-rate schedule.
+    """
+
+    def __init__(
+        self, module: nn.Module, config: LearnerConfig, optimizer: OptimizerConfig, *, total_steps: int
+    ) -> None:
+        self.module = shard(module)
+        self.optimizer = make_optimizer(self.module, optimizer)
+        self.steps_done = 0
+        self.skipped_in_a_row = 0
+        self.max_tokens = config.max_tokens_per_microbatch
+        """Tokens of one forward pass."""
+        self.ranks = Ranks.current()
+        self._config = config
+        self._rates = optimizer
+        self._total_steps = total_steps
+        self._device = next(module.parameters()).device
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the step that comes."""
+        return learning_rate(self._rates, self.steps_done, self._total_steps)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context forward passes run in."""
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.dtype == "bfloat16")
+
+    def within_memory(self, compute: Callable[[int], T]) -> T:
+        """Return ``compute(max_tokens)``, tried again with half the tokens once in the run if memory runs out.
+
+        Raises:
+            TrainingError: If it runs out again, or where ranks wait for each other.
+        """
+        while True:
+            try:
+                return compute(self.max_tokens)
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                tokens = self.max_tokens
+                if tokens < self._config.max_tokens_per_microbatch or tokens == 1 or self.ranks.size > 1:
+                    raise TrainingError(
+                        f"step {self.steps_done}: no memory for micro-batches of {tokens} tokens: lower "
+                        "trainer.max_tokens_per_microbatch, or set trainer.gradient_checkpointing: true"
+                    ) from error
+            self.max_tokens //= 2
+            gc.collect()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def update(
+        self,
+        cut: Callable[[int], Iterable[T]],
+        loss_of: Callable[[T], Tensor],
+        *,
+        clock: Callable[[str], AbstractContextManager[Any]] = _untimed,
+    ) -> Update:
+        """Add up the gradients of the micro-batches and apply them, unless they are not finite.
+
+        Args:
+            cut: Micro-batches of at most so many tokens, the same number on every rank.
+            loss_of: A micro-batch's part of the loss of all ranks.
+            clock: Times the phases ``backward`` and ``optimizer``.
+        """
+
+        def accumulate(max_tokens: int) -> Tensor:
+            self.optimizer.zero_grad()
+            total = torch.zeros((), device=self._device)
+            for microbatch in cut(max_tokens):
+                loss = loss_of(microbatch)
+                with clock("backward"):
+                    # Sharded gradients are averaged over the ranks; the loss is a sum.
+                    (loss * self.ranks.size).backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
+            return total
+
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate
+        loss = self.ranks.sum_(self.within_memory(accumulate)).item()
+        with clock("optimizer"):
+            return self._apply(loss)
+
+    def _apply(self, loss: float) -> Update:
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        for parameter in parameters:
+            if parameter.grad is None:  # it had no part in the loss; AdamW would pass it over
+                parameter.grad = torch.zeros_like(parameter)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self._rates.max_grad_norm)
+        grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self.optimizer.step()
+            self.skipped_in_a_row = 0
+            return Update(loss, grad_norm, True)
+        self.skipped_in_a_row += 1
+        return Update(loss, grad_norm, False)
+
+    def check(self, update: Update) -> None:
+        """Stop where too many updates in a row were not finite.
+
+        Raises:
+            TrainingError: With the third.
+        """
+        if self.skipped_in_a_row >= MAX_SKIPPED_UPDATES:
+            raise TrainingError(
+                f"step {self.steps_done}: loss {update.loss} and gradient norm {update.grad_norm}, the "
+                f"{self.skipped_in_a_row}rd update in a row that is not finite; none of them was applied. Lower "
+                "trainer.learning_rate or trainer.max_grad_norm, or look at what is in the batch"
+            )

@@ -1,0 +1,140 @@
+"""Low-rank adapters beside frozen weights, by peft (LoRA, arXiv:2106.09685).
+
+Guarantees that the weights the run began with are never changed: without adapters the model is the
+reference, bit for bit, and merged weights are made beside it. The model keeps its class.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from areal_lite.api.trainer_config import LoRAConfig
+from areal_lite.errors import CheckpointError, ConfigError
+from areal_lite.trainer.sharding import divided_like, full_tensors
+
+_ADAPTER = "default"
+_PREFIX = "base_model.model."  # how peft's files begin each name
+
+
+def add_adapters(model: Any, config: LoRAConfig) -> None:
+    """Give the model's linear layers adapters that begin as 0, in float32; nothing else is trained from here on.
+
+    Raises:
+        ConfigError: If peft is not installed, or a name of ``config.target_modules`` is that of no linear layer.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ConfigError(
+            "trainer.lora is set, but peft is not installed: pip install 'areal-lite[lora]', or set trainer.lora: null"
+        ) from error
+    model.add_adapter(
+        LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,  # type: ignore[arg-type]
+            target_modules=_layer_names(model, config.target_modules),
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+            task_type="CAUSAL_LM",
+        ),
+        _ADAPTER,
+    )
+
+
+@contextmanager
+def adapters_off(model: Any) -> Iterator[None]:
+    """Make the model the one it was before :func:`add_adapters`; not for backward passes."""
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
+def has_adapters(model: Any) -> bool:
+    """Return whether :func:`add_adapters` was here."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def plain_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights in ``dtype`` as the model without adapters names them, adapters merged in, tied ones once.
+
+    The sum is made in float32, one layer at a time, beside the model.
+    """
+    layers = {
+        f"{name}.base_layer.weight": module
+        for name, module in model.named_modules()
+        if hasattr(module, "base_layer")
+    }
+    seen: set[int] = set()
+    for name, parameter in model.state_dict(keep_vars=True).items():
+        if ".lora_" in name or id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        tensor = parameter.detach()
+        if name in layers:
+            tensor = tensor + layers[name].get_delta_weight(_ADAPTER).detach()
+        if tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        yield name.replace(".base_layer.", "."), tensor
+
+
+def write_adapters(model: Any, folder: Path) -> None:
+    """Write the adapters alone, in peft's format, which names the model they belong to.
+
+    Every rank must call it, and the first writes.
+    """
+    trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
+    weights = {name: whole for name, whole in full_tensors(trained) if whole is not None}
+    if weights:
+        model.save_pretrained(folder, state_dict=weights)
+
+
+def load_adapters(model: Any, folder: Path) -> None:
+    """Give the model's adapters the values that :func:`write_adapters` wrote, bit for bit.
+
+    Raises:
+        CheckpointError: If they are of other layers, rank or alpha.
+    """
+    from peft import get_peft_model_state_dict
+
+    own = {f"{_PREFIX}{name}": value for name, value in get_peft_model_state_dict(model).items()}
+    saved = load_file(folder / "adapter_model.safetensors")
+    alpha = json.loads((folder / "adapter_config.json").read_bytes())["lora_alpha"]
+    shapes = {name: value.shape for name, value in own.items()}
+    if alpha != model.peft_config[_ADAPTER].lora_alpha or shapes != {n: v.shape for n, v in saved.items()}:
+        raise CheckpointError(
+            f"the adapters in {folder} are of other layers, rank or alpha than the model's: use the trainer.lora "
+            "they were made with"
+        )
+    with torch.no_grad():
+        for name, value in own.items():
+            value.copy_(divided_like(value, saved[name]))
+
+
+def _layer_names(model: Any, wanted: str | list[str]) -> list[str]:
+    head = model.get_output_embeddings()
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
+    ]
+    last = sorted({name.rpartition(".")[2] for name in linear})
+    if wanted == "all-linear":
+        return last
+    names = [wanted] if isinstance(wanted, str) else wanted
+    unknown = [name for name in names if not any(f".{layer}".endswith(f".{name}") for layer in linear)]
+    if unknown or not names:
+        raise ConfigError(
+            f"trainer.lora.target_modules names {unknown}, which are no linear layers below the output embedding: use "
+            f"all-linear or some of {last}"
+        )
+    return names

@@ -1,0 +1,123 @@
+"""What the stages of one step of reinforcement learning hand on, and what they came to as metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from areal_lite.data.data_proto import DataProto
+from areal_lite.data.training_batch import check_training_batch, training_rows
+from areal_lite.data.training_sample import TrainingSample
+from areal_lite.trainer.data_metrics import batch_metrics
+from areal_lite.trainer.hand_over import gather_json
+from areal_lite.trainer.objectives.mismatch import mismatch_statistics
+from areal_lite.trainer.phase_clock import PhaseClock
+from areal_lite.trainer.ranks import Ranks
+from areal_lite.trainer.step_tokens import StepTokens
+
+
+@dataclass(slots=True)
+class Step:
+    """A batch on its way through the stages."""
+
+    samples: list[TrainingSample]
+    version: int
+    tokens: StepTokens
+    scores: Tensor
+    """``[N]`` reward of each sample."""
+    baselines: Tensor | None
+    """``[N]`` reward of the greedy answer to its prompt."""
+    clock: PhaseClock
+    minibatches: list[list[int]] = field(default_factory=list)
+    """Samples of each update."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+    """``[T]`` what the losses tell of each token."""
+
+    @classmethod
+    def of(cls, batch: DataProto, *, version: int, device: torch.device) -> Step:
+        """Return the step of a batch with the keys of :mod:`areal_lite.data.training_batch`.
+
+        Raises:
+            ValueError: If the batch breaks one of their rules.
+        """
+        clock = PhaseClock(device)
+        check_training_batch(batch)
+        samples = training_rows(batch)
+        return cls(
+            samples=samples,
+            version=version,
+            tokens=StepTokens.of(samples, device=device),
+            scores=torch.tensor([sample.reward for sample in samples], device=device),
+            baselines=batch.batch["baselines"].to(device) if "baselines" in batch.batch else None,
+            clock=clock,
+        )
+
+    @property
+    def group_ids(self) -> list[str]:
+        """The group of each sample."""
+        return [sample.group_id for sample in self.samples]
+
+    @property
+    def everyone(self) -> range:
+        """All samples."""
+        return range(len(self.samples))
+
+    def tell(self, here: Tensor, statistics: Mapping[str, Tensor]) -> None:
+        """Keep what a loss told of the tokens ``here``."""
+        for name, values in statistics.items():
+            whole = self.statistics.setdefault(name, torch.zeros_like(self.tokens.proximal))
+            whole[here] = values.detach().float()
+
+    def all_metrics(
+        self, *, ranks: Ranks, has_critic: bool, penalized: bool, max_new_tokens: int | None
+    ) -> dict[str, float]:
+        """Return data, loss, token and timing metrics of the whole step."""
+        tokens = self.tokens
+        earned = torch.zeros_like(self.scores).index_add_(0, tokens.rows, tokens.rewards)
+        return {
+            **batch_metrics(
+                self.samples,
+                tokens.advantages.cpu().numpy(),
+                version=self.version,
+                penalised_rewards=earned.cpu().numpy() if penalized else None,
+                returns=tokens.returns.cpu().numpy() if has_critic else None,
+                values=tokens.values.cpu().numpy() if has_critic else None,
+                max_new_tokens=max_new_tokens,
+            ),
+            **self.metrics,
+            **self._token_metrics(ranks),
+            **self.clock.metrics(num_tokens=sum(len(sample.input_ids) for sample in self.samples)),
+        }
+
+    def _token_metrics(self, ranks: Ranks) -> dict[str, float]:
+        """Return means over the tokens that were computed, on all ranks."""
+        tokens, own = self.tokens, self.tokens.computed
+        found = {"entropy": tokens.entropy, "correction_weight": tokens.correction, **self.statistics}
+        computed = ranks.sum_(own.float()) > 0
+        count = max(1, int(computed.sum()))
+        # A rank that computed nothing has no statistics of its own.
+        names = dict.fromkeys(name for names in gather_json(list(found)) for name in names)
+        none = torch.zeros_like(tokens.proximal)
+        metrics = {
+            name: ranks.sum_(torch.where(own, found.get(name, none), 0.0))[computed].sum().item() / count
+            for name in names
+        }
+        proximal = ranks.sum_(torch.where(own, tokens.proximal, 0.0))
+        recorded = computed & ~tokens.behaviour.isnan()
+        return {
+            **metrics,
+            "trained_tokens": float(len(computed)),
+            "computed_tokens": float(computed.sum()),
+            "rejected_tokens": ranks.sum_((own & (tokens.correction == 0)).float()).sum().item(),
+            **mismatch_statistics(
+                proximal[recorded],
+                tokens.behaviour[recorded],
+                tokens.versions[recorded],
+                tokens.rows[recorded],
+                self.version,
+            ),
+        }

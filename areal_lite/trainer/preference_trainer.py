@@ -1,0 +1,155 @@
+"""Training on pairs of a better and a worse answer: a policy by DPO, or a reward model.
+
+The two of a pair are computed in one micro-batch, since the loss is of their difference.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from areal_lite.api.supervised_config import DPOTrainerConfig, SupervisedTrainerConfig
+from areal_lite.data.training_sample import TrainingSample
+from areal_lite.errors import ConfigError
+from areal_lite.trainer.logprobs import TokenScorer
+from areal_lite.trainer.lora import adapters_off
+from areal_lite.trainer.objectives.aggregation import LossTerms
+from areal_lite.trainer.objectives.preference import dpo_loss, reward_model_loss
+from areal_lite.trainer.packed_model import PackedRows
+from areal_lite.trainer.policy_model import resolve_device
+from areal_lite.trainer.reward_model import RewardScorer, ending, load_reward_model
+from areal_lite.trainer.seeding import seed_process
+from areal_lite.trainer.sharding import shard
+from areal_lite.trainer.step_tokens import Microbatch
+from areal_lite.trainer.supervised_trainer import (
+    Item,
+    SupervisedStep,
+    SupervisedTrainer,
+    load_scorer,
+    training_sample,
+)
+
+
+class PreferenceTrainer(SupervisedTrainer):
+    """Trains on items of a ``PreferenceDataset``; each pair counts the same."""
+
+    statistics = ("accuracy", "margin", "chosen_reward", "rejected_reward")
+    together = True
+
+    def _samples(self, items: Sequence[Item]) -> list[TrainingSample]:
+        """Return the samples of pair i at 2i, the chosen one, and 2i + 1."""
+        return [
+            training_sample(item[f"{name}_ids"], item[f"{name}_mask"], number)
+            for number, item in enumerate(items)
+            for name in ("chosen", "rejected")
+        ]
+
+    def _weights(self, rows: Tensor) -> Tensor:
+        pairs = len(torch.unique(rows)) // 2
+        return rows.new_full((pairs,), 1 / pairs, dtype=torch.float64)
+
+
+class DPOTrainer(PreferenceTrainer):
+    """Direct preference optimisation (arXiv:2305.18290) against the frozen model the run began with.
+
+    Under adapters the reference is the model without them, else a copy.
+
+    Args:
+        config: The ``trainer:`` section of the run.
+        model_path: Folder of a Hugging Face causal LM, or a hub name.
+        seed: Seeds python, numpy and torch.
+        total_steps: Updates of the whole run.
+
+    Raises:
+        ConfigError: If the model cannot be loaded, or the config contradicts itself.
+    """
+
+    def __init__(self, config: DPOTrainerConfig, *, model_path: str, seed: int, total_steps: int) -> None:
+        self._config = config
+        scorer = load_scorer(config, model_path=model_path, seed=seed)
+        self._reference: TokenScorer | None = None
+        if config.lora is None:
+            self._reference = shard(copy.deepcopy(scorer).requires_grad_(False))
+        super().__init__(scorer, config, total_steps=total_steps)
+
+    def _scores(self, packed: PackedRows) -> Tensor:
+        # Every rank runs both models, also on what does not count; the loss needs no more than their difference.
+        reference = self._reference_logprobs(packed)
+        logprobs: Tensor = self.scorer(packed).logprobs
+        return logprobs - reference
+
+    def _terms(
+        self, scores: Tensor, step: SupervisedStep, microbatch: Microbatch
+    ) -> tuple[LossTerms, Tensor]:
+        chosen, rejected = _pair_sums(scores, step.rows[microbatch.tokens])
+        terms = dpo_loss(
+            chosen,
+            rejected,
+            torch.zeros_like(chosen),
+            torch.zeros_like(rejected),
+            beta=self._config.beta,
+            label_smoothing=self._config.label_smoothing,
+        )
+        return terms, step.weights[: len(terms.losses)]
+
+    @torch.no_grad()
+    def _reference_logprobs(self, packed: PackedRows) -> Tensor:
+        if self._reference is not None:
+            logprobs: Tensor = self._reference(packed).logprobs
+        else:
+            with adapters_off(self.model):
+                logprobs = self.scorer(packed).logprobs
+        return logprobs
+
+
+class RewardModelTrainer(PreferenceTrainer):
+    """Trains a reward model so that the chosen answer's reward is above the rejected one's (Bradley-Terry).
+
+    Args:
+        config: The ``trainer:`` section of the run.
+        model_path: Folder of a Hugging Face causal LM, which gets a head of one number, or of a reward model.
+        seed: Seeds python, numpy and torch.
+        total_steps: Updates of the whole run.
+
+    Raises:
+        ConfigError: If the model cannot be loaded, or the config contradicts itself.
+    """
+
+    def __init__(
+        self, config: SupervisedTrainerConfig, *, model_path: str, seed: int, total_steps: int
+    ) -> None:
+        if config.lora is not None:
+            raise ConfigError(
+                "trainer.lora is set, and a reward model is saved without adapters: set trainer.lora to null"
+            )
+        seed_process(seed, num_threads=config.num_threads, deterministic=config.deterministic)
+        model = load_reward_model(
+            model_path,
+            device=resolve_device(config.device),
+            gradient_checkpointing=config.gradient_checkpointing,
+            new_head=True,
+        )
+        super().__init__(RewardScorer(model), config, total_steps=total_steps)
+
+    def _samples(self, items: Sequence[Item]) -> list[TrainingSample]:
+        return [ending(sample) for sample in super()._samples(items)]
+
+    def _scores(self, packed: PackedRows) -> Tensor:
+        rewards: Tensor = self.scorer(packed)
+        return rewards
+
+    def _terms(
+        self, scores: Tensor, step: SupervisedStep, microbatch: Microbatch
+    ) -> tuple[LossTerms, Tensor]:
+        terms = reward_model_loss(*_pair_sums(scores, step.rows[microbatch.tokens]))
+        return terms, step.weights[: len(terms.losses)]
+
+
+def _pair_sums(values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``[P]`` the sum over chosen, and over rejected, samples of the pairs in a micro-batch."""
+    samples, index = torch.unique(rows, return_inverse=True)
+    sums = values.new_zeros(len(samples)).index_add(0, index, values).view(-1, 2)
+    return sums[:, 0], sums[:, 1]

@@ -1,0 +1,105 @@
+"""A reward model: a language model with a head of one number, read at the last token of a whole sequence.
+
+What stands at the last token is the value before the token that would come next. So a sequence is turned
+into a sample whose one trained token is that next one (:func:`ending`), and rows, micro-batches and
+shared prompts are those of every other model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from areal_lite.data.training_sample import TrainingSample
+from areal_lite.errors import ConfigError
+from areal_lite.trainer.microbatches import plan_microbatches, plan_rows
+from areal_lite.trainer.packed_model import pack
+from areal_lite.trainer.policy_model import load_scalar_model, prepare
+from areal_lite.trainer.value_model import ValueScorer
+
+
+def load_reward_model(
+    model_path: str, *, device: torch.device, gradient_checkpointing: bool = False, new_head: bool = False
+) -> Any:
+    """Return a reward model in float32 on ``device``, without dropout.
+
+    Args:
+        model_path: Folder of a Hugging Face sequence classifier of one label, or a hub name.
+        device: Where it runs.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        new_head: Take a causal LM that is still to be trained; its head begins at 0.
+
+    Raises:
+        ConfigError: If the model cannot be loaded, or has no head and ``new_head`` is False.
+    """
+    model, trained = load_scalar_model(AutoModelForSequenceClassification, model_path, what="reward model")
+    if not trained and not new_head:
+        raise ConfigError(
+            f"model_path {model_path!r} has no reward head, so it would reward everything alike: give the folder of a "
+            "trained reward model"
+        )
+    return prepare(model, device=device, gradient_checkpointing=gradient_checkpointing)
+
+
+def ending(sample: TrainingSample) -> TrainingSample:
+    """Return the sample whose one trained token is the one after the last of ``sample``; its id means nothing."""
+    length = len(sample.input_ids)
+    return dataclasses.replace(
+        sample,
+        input_ids=np.append(sample.input_ids, 0),
+        loss_mask=np.arange(length + 1) == length,
+        behaviour_logprobs=None,
+        versions=None,
+    )
+
+
+class RewardScorer(ValueScorer):
+    """A reward model seen as a function from packed :func:`ending` samples to ``[N]`` float32 rewards, with gradient.
+
+    Transformers' own forward pass reads the last token that is not the padding token instead; the two differ where a
+    sequence ends with that token.
+    """
+
+
+class RewardModel:
+    """Rewards whole sequences.
+
+    Args:
+        model: As :func:`load_reward_model` returns it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.scorer = RewardScorer(model)
+
+    @torch.no_grad()
+    def score(self, samples: Sequence[TrainingSample], *, max_tokens: int) -> Tensor:
+        """Return ``[N]`` float32, the reward of each sample's whole sequence, on the model's device.
+
+        Args:
+            samples: In any order; those of one group share the computation of what they begin with.
+            max_tokens: Most tokens of a forward pass, padding included.
+
+        Raises:
+            ValueError: If a sample has no token.
+        """
+        scorer, device = self.scorer, self.scorer.model.device
+        endings = [ending(sample) for sample in samples]
+        rows = plan_rows(
+            endings,
+            range(len(endings)),
+            max_tokens=max_tokens,
+            balance_length=scorer.balance_length,
+            share=scorer.shares_prefixes,
+        )
+        rewards = torch.zeros(len(endings), device=device)
+        for numbers in plan_microbatches([row.length for row in rows], max_tokens=max_tokens):
+            batch = [rows[number] for number in numbers]
+            places = [index for row in batch for index in row.samples]
+            rewards[places] = scorer(pack(endings, batch, device=device))
+        return rewards

@@ -1,0 +1,212 @@
+"""A trainer at one moment, copied into this machine's memory, so that training can go on while it is written.
+
+Guarantees that what :func:`restore` gives a trainer is bit for bit what :func:`snapshot` took from it. Parameters
+are known by name, so neither their order nor the number of ranks is part of it. Knows nothing of folders that
+appear whole: see :mod:`areal_lite.trainer.checkpoint_writer`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from areal_lite.errors import CheckpointError
+from areal_lite.trainer.crash_points import crash_point
+from areal_lite.trainer.hand_over import gather_json
+from areal_lite.trainer.learner import Learner
+from areal_lite.trainer.lora import has_adapters, load_adapters
+from areal_lite.trainer.policy_model import load_pretrained, without_progress_bars
+from areal_lite.trainer.ranks import Ranks
+from areal_lite.trainer.rng_state import restore_rng_state, rng_state
+from areal_lite.trainer.sharding import divided_like
+
+
+class Trainer(Protocol):
+    """What a checkpoint is made of."""
+
+    @property
+    def learners(self) -> Mapping[str, Learner]:
+        """Whatever is trained, by name; ``learner.module.model`` is a Hugging Face model."""
+
+    def counters(self) -> dict[str, Any]:
+        """Return what else decides the next step, as JSON values; learners' own counts are not part of it."""
+
+    def load_counters(self, counters: dict[str, Any]) -> None:
+        """Take over what :meth:`counters` returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerSnapshot:
+    """One learner."""
+
+    model: Any
+    """The living model: what is written of it is its config."""
+    weights: dict[str, Tensor]
+    """What is trained of it, float32 on the CPU: all weights under the model's names (tied ones are one tensor), or
+    adapters alone."""
+    optimizer: dict[str, Tensor]
+    """``parameter.kind``: the optimizer's state."""
+    steps_done: int
+    skipped_in_a_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Tensors are there on the first rank only."""
+
+    learners: dict[str, LearnerSnapshot]
+    counters: dict[str, Any]
+    rng: list[dict[str, Any]]
+    """One for each rank."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What its tensors take, in memory and on disk."""
+        tensors = (
+            t for one in self.learners.values() for t in (*one.weights.values(), *one.optimizer.values())
+        )
+        return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+
+
+def snapshot(trainer: Trainer) -> Snapshot:
+    """Copy all that decides how training goes on; every rank must call it."""
+    return Snapshot(
+        learners={name: _learner_snapshot(learner) for name, learner in trainer.learners.items()},
+        counters=trainer.counters(),
+        rng=gather_json(rng_state()),
+    )
+
+
+def write_snapshot(taken: Snapshot, folder: Path, step: int) -> None:
+    """Write ``NAME/model/`` (a Hugging Face folder, or peft's under adapters), ``NAME/optimizer.safetensors`` for each
+    learner, ``trainer.json`` and ``rng.json``."""
+    counts = {}
+    for name, learner in taken.learners.items():
+        crash_point("checkpoint:before_model")
+        with without_progress_bars():
+            learner.model.save_pretrained(folder / name / "model", state_dict=dict(learner.weights))
+        crash_point("checkpoint:after_model")
+        save_file(learner.optimizer, folder / name / "optimizer.safetensors")
+        crash_point("checkpoint:after_optimizer")
+        counts[name] = {"steps_done": learner.steps_done, "skipped_in_a_row": learner.skipped_in_a_row}
+    state = {"step": step, "learners": counts, "counters": taken.counters}
+    (folder / "trainer.json").write_text(json.dumps(state) + "\n")
+    (folder / "rng.json").write_text(json.dumps(taken.rng) + "\n")
+    crash_point("checkpoint:after_state")
+
+
+def restore(trainer: Trainer, folder: Path) -> None:
+    """Put ``trainer`` where it was when ``folder`` was written; every rank must call it.
+
+    Random states are those of the ranks then; further ranks keep their own.
+
+    Raises:
+        CheckpointError: If the trainer trains other models, or other parts of them.
+    """
+    state = json.loads((folder / "trainer.json").read_bytes())
+    saved, own = set(state["learners"]), set(trainer.learners)
+    if saved != own:
+        raise CheckpointError(
+            f"{folder} has trained {sorted(saved)} and this run trains {sorted(own)}: use the config it was made with"
+        )
+    for name, learner in trainer.learners.items():
+        _load_weights(learner.module.model, folder / name / "model")
+        _load_optimizer(learner, folder / name / "optimizer.safetensors")
+        learner.steps_done = state["learners"][name]["steps_done"]
+        learner.skipped_in_a_row = state["learners"][name]["skipped_in_a_row"]
+    trainer.load_counters(state["counters"])
+    rng = json.loads((folder / "rng.json").read_bytes())
+    rank = Ranks.current().rank
+    if rank < len(rng):
+        restore_rng_state(rng[rank])
+
+
+def _learner_snapshot(learner: Learner) -> LearnerSnapshot:
+    model: Any = learner.module.model
+    adapters = has_adapters(model)
+    copies: dict[int, Tensor | None] = {}
+    weights = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if adapters and not tensor.requires_grad:
+            continue
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _copy(tensor)
+        weights[name] = copies[id(tensor)]
+    optimizer = {
+        f"{name}.{kind}": _copy(value)
+        for name, parameter in _trained(learner).items()
+        for kind, value in learner.optimizer.state.get(parameter, {}).items()
+    }
+    return LearnerSnapshot(
+        model=model,
+        weights={name: copy for name, copy in weights.items() if copy is not None},
+        optimizer={name: copy for name, copy in optimizer.items() if copy is not None},
+        steps_done=learner.steps_done,
+        skipped_in_a_row=learner.skipped_in_a_row,
+    )
+
+
+def _copy(tensor: Tensor) -> Tensor | None:
+    """Return a copy on the CPU, whole where ranks have parts; None on all ranks but the first."""
+    whole = tensor.detach()
+    if isinstance(whole, DTensor):
+        whole = whole.full_tensor()
+    return None if Ranks.current().rank else whole.to("cpu", copy=True).contiguous()
+
+
+def _trained(learner: Learner) -> dict[str, torch.nn.Parameter]:
+    """Return the optimizer's parameters under the model's names, in the optimizer's order."""
+    model: Any = learner.module.model
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(p)]: p for group in learner.optimizer.param_groups for p in group["params"]}
+
+
+def _load_weights(model: Any, folder: Path) -> None:
+    if has_adapters(model):
+        load_adapters(model, folder)
+        return
+    own = model.state_dict()
+    loaded = load_pretrained(type(model), str(folder), what="checkpoint")[0].state_dict()
+    shapes = ({name: tuple(tensor.shape) for name, tensor in one.items()} for one in (loaded, own))
+    _refuse_others(folder, *shapes)
+    for name, tensor in own.items():
+        tensor.copy_(divided_like(tensor, loaded[name]))
+
+
+def _load_optimizer(learner: Learner, file: Path) -> None:
+    parameters = _trained(learner)
+    state: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in load_file(file).items():
+        name, _, kind = key.rpartition(".")
+        state.setdefault(name, {})[kind] = tensor
+    if state:  # it is empty before the first update
+        _refuse_others(file, dict.fromkeys(state, "trained"), dict.fromkeys(parameters, "trained"))
+    by_number = {
+        number: {
+            kind: divided_like(parameter, value) if value.shape == parameter.shape else value
+            for kind, value in state.get(name, {}).items()
+        }
+        for number, (name, parameter) in enumerate(parameters.items())
+    }
+    groups = learner.optimizer.state_dict()["param_groups"]
+    learner.optimizer.load_state_dict(
+        {"state": {number: kinds for number, kinds in by_number.items() if kinds}, "param_groups": groups}
+    )
+
+
+def _refuse_others(path: Path, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
+    pairs = {name: (saved.get(name, "absent"), own.get(name, "absent")) for name in {**saved, **own}}
+    other = [f"{name!r} was {then} and is {now}" for name, (then, now) in pairs.items() if then != now]
+    if other:
+        raise CheckpointError(
+            f"{path} does not fit the model: {len(other)} parameters are not the same, {other[0]}: use the "
+            "model_path and config it was made with"
+        )

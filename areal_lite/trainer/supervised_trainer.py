@@ -1,0 +1,198 @@
+"""Supervised updates: items with a known loss in, one optimizer update and its metrics out.
+
+Guarantees that loss and gradients do not depend on how an update is cut into micro-batches and over ranks, and
+that evaluation leaves the model as it is. A subclass says what the samples of an item are and what their loss is.
+
+Packing is what reinforcement learning uses, :class:`StepCut`: samples divided among the ranks with nearly
+equally many tokens for each, then rows of like length in micro-batches under the token cap. A row holds one
+sequence, or several with what they all begin with once; sequences that share nothing are not put side by side,
+since the block mask is slower than the little padding that is left: ``benchmarks/packing.py`` measures both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_lite.api.supervised_config import SupervisedTrainerConfig
+from areal_lite.data.training_sample import TrainingSample
+from areal_lite.trainer.learner import Learner
+from areal_lite.trainer.logprobs import TokenScorer
+from areal_lite.trainer.objectives.aggregation import LossTerms, aggregate
+from areal_lite.trainer.packed_model import PackedModel, PackedRows
+from areal_lite.trainer.policy_model import load_policy, resolve_device
+from areal_lite.trainer.seeding import seed_process
+from areal_lite.trainer.step_tokens import Microbatch, StepCut
+
+Item = dict[str, Tensor]
+
+
+@dataclasses.dataclass(slots=True)
+class SupervisedStep:
+    """The samples of one update, or of one evaluation."""
+
+    samples: list[TrainingSample]
+    rows: Tensor
+    """``[T]`` int64, the sample each trained token is of."""
+    weights: Tensor
+    """What the loss of each token, or of each pair, counts for."""
+    totals: Tensor
+    """Weighted sum of each of the trainer's ``statistics``."""
+
+
+class SupervisedTrainer(ABC):
+    """Owns the model being trained.
+
+    Args:
+        scorer: The model, on its device.
+        config: The ``trainer:`` section of the run.
+        total_steps: Updates of the whole run.
+    """
+
+    statistics: ClassVar[tuple[str, ...]] = ()
+    """Metrics beside the loss."""
+    together: ClassVar[bool] = False
+    """Whether samples of one group share a micro-batch."""
+
+    def __init__(self, scorer: PackedModel, config: SupervisedTrainerConfig, *, total_steps: int) -> None:
+        self.scorer = scorer
+        self.model: Any = scorer.model
+        self.device: torch.device = self.model.device
+        optimizer = with_warmup(config, total_steps)
+        self.learner = Learner(scorer, config, optimizer, total_steps=total_steps)
+
+    @property
+    def learners(self) -> dict[str, Learner]:
+        """What a checkpoint holds."""
+        return {"policy": self.learner}
+
+    def counters(self) -> dict[str, Any]:
+        """Return what else a checkpoint holds: nothing."""
+        return {}
+
+    def load_counters(self, counters: dict[str, Any]) -> None:
+        """Go on from :meth:`counters`."""
+        assert not counters, counters
+
+    def train_step(self, items: Sequence[Item]) -> dict[str, float]:
+        """Apply one update over ``items`` and return its metrics.
+
+        Raises:
+            TrainingError: If several updates in a row were not finite.
+        """
+        began = time.perf_counter()
+        rate = self.learner.learning_rate
+        step = self._lay_out(items)
+        update = self.learner.update(lambda most: self._cut(step, most), lambda part: self._loss(step, part))
+        self.learner.check(update)
+        self.learner.steps_done += 1
+        tokens = sum(len(sample.input_ids) for sample in step.samples)
+        return {
+            "loss": update.loss,
+            **self._averages(step),
+            "grad_norm": update.grad_norm,
+            "skipped_updates": float(not update.applied),
+            "learning_rate": rate,
+            "tokens": float(tokens),
+            "trained_tokens": float(len(step.rows)),
+            "tokens_per_second": tokens / (time.perf_counter() - began),
+        }
+
+    @torch.no_grad()
+    def evaluate(self, items: Sequence[Item]) -> dict[str, float]:
+        """Return loss and statistics over all of ``items``, as if they were one update, and train nothing."""
+        step = self._lay_out(items)
+
+        def total_loss(most: int) -> Tensor:
+            parts = [self._loss(step, microbatch) for microbatch in self._cut(step, most)]
+            return torch.stack(parts).sum()
+
+        loss = self.learner.ranks.sum_(self.learner.within_memory(total_loss)).item()
+        return {"loss": loss, **self._averages(step)}
+
+    @abstractmethod
+    def _samples(self, items: Sequence[Item]) -> list[TrainingSample]:
+        """Return the samples of the items, each with a trained token."""
+
+    @abstractmethod
+    def _weights(self, rows: Tensor) -> Tensor:
+        """Return what each token's or pair's loss counts for, given each token's sample ``[T]``."""
+
+    @abstractmethod
+    def _scores(self, packed: PackedRows) -> Tensor:
+        """Return a number ``[N]`` for each trained token, with gradient."""
+
+    @abstractmethod
+    def _terms(
+        self, scores: Tensor, step: SupervisedStep, microbatch: Microbatch
+    ) -> tuple[LossTerms, Tensor]:
+        """Return the losses of a micro-batch, and the weight of each."""
+
+    def _lay_out(self, items: Sequence[Item]) -> SupervisedStep:
+        samples = self._samples(items)
+        counts = torch.tensor([sample.num_trained_tokens for sample in samples])
+        rows = torch.repeat_interleave(torch.arange(len(samples)), counts).to(self.device)
+        totals = torch.zeros(len(self.statistics), device=self.device)
+        return SupervisedStep(samples, rows, self._weights(rows), totals)
+
+    def _cut(self, step: SupervisedStep, max_tokens: int) -> Iterator[Microbatch]:
+        step.totals.zero_()  # a cut that ran out of memory is begun anew
+        cut = StepCut(
+            step.samples,
+            self.scorer,
+            ranks=self.learner.ranks,
+            device=self.device,
+            together=self.together,
+        )
+        yield from cut(range(len(step.samples)), max_tokens)
+
+    def _loss(self, step: SupervisedStep, microbatch: Microbatch) -> Tensor:
+        with self.learner.autocast():
+            scores = self._scores(microbatch.packed)
+        if not microbatch.counts:
+            return scores.sum() * 0.0
+        terms, weights = self._terms(scores, step, microbatch)
+        for place, name in enumerate(self.statistics):
+            step.totals[place] += aggregate(terms.statistics[name], weights)
+        return aggregate(terms.losses, weights)
+
+    def _averages(self, step: SupervisedStep) -> dict[str, float]:
+        totals = self.learner.ranks.sum_(step.totals)
+        return dict(zip(self.statistics, totals.tolist(), strict=True))
+
+
+def with_warmup(config: SupervisedTrainerConfig, total_steps: int) -> SupervisedTrainerConfig:
+    """Return ``config`` with its share of warm-up as a number of steps, rounded down."""
+    if config.warmup_ratio is None:
+        return config
+    return dataclasses.replace(config, warmup_steps=int(config.warmup_ratio * total_steps), warmup_ratio=None)
+
+
+def load_scorer(config: SupervisedTrainerConfig, *, model_path: str, seed: int) -> TokenScorer:
+    """Seed the process and return the language model of ``model_path`` as a function to log-probs.
+
+    Raises:
+        ConfigError: If the model cannot be loaded, or the device is not there.
+    """
+    seed_process(seed, num_threads=config.num_threads, deterministic=config.deterministic)
+    model = load_policy(
+        model_path,
+        device=resolve_device(config.device),
+        gradient_checkpointing=config.gradient_checkpointing,
+        lora=config.lora,
+    )
+    return TokenScorer(model, temperature=1.0)
+
+
+def training_sample(ids: Tensor, mask: Tensor, group: int) -> TrainingSample:
+    """Return a sequence ``[T]`` with its mask as a sample of the group."""
+    return TrainingSample(
+        input_ids=ids.numpy(), loss_mask=mask.numpy().astype(np.bool_), reward=0.0, group_id=str(group)
+    )

@@ -1,0 +1,89 @@
+"""Peak memory of log-probs and their gradients, against the model's own activations.
+
+python benchmarks/logits_memory.py [--tokens 8192] [--vocabulary 151936]
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from areal_lite.trainer.logprobs import TokenScorer
+from areal_lite.trainer.packed_model import PackedRows
+
+MEBIBYTE = 1 << 20
+WAYS = ("decoder", "scores", "scores, frozen head")
+
+
+def measure(way: str, arguments: argparse.Namespace) -> float:
+    """Return the MiB that a forward and backward pass took above what was there before."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=arguments.vocabulary,
+        hidden_size=arguments.hidden,
+        intermediate_size=4 * arguments.hidden,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.hidden // 64,
+        num_key_value_heads=2,
+        max_position_embeddings=arguments.tokens,
+        tie_word_embeddings=arguments.tied,
+    )
+    model = Qwen2ForCausalLM(config)
+    scorer = TokenScorer(model, temperature=arguments.temperature)
+    length = arguments.tokens // 8
+    ids = torch.randint(arguments.vocabulary, (8, length))
+    packed = PackedRows(
+        input_ids=ids,
+        position_ids=torch.arange(length).expand_as(ids),
+        attention_mask=None,
+        predicted_at=torch.arange(ids.numel()),
+        targets=ids.flatten(),
+    )
+    if "frozen" in way:
+        model.requires_grad_(False)
+        model.model.layers.requires_grad_(True)
+    before = peak()
+    with torch.autocast("cpu", torch.bfloat16, enabled=arguments.bfloat16):
+        result = scorer.states(packed) if way == "decoder" else scorer(packed).logprobs
+    result.sum().backward()
+    return peak() - before
+
+
+def peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--vocabulary", type=int, default=151936)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--bfloat16", action="store_true")
+    parser.add_argument("--way", choices=WAYS)
+    arguments = parser.parse_args()
+    if arguments.way:
+        print(measure(arguments.way, arguments))
+        return
+    took = {}
+    for way in WAYS:  # a process each: a peak never falls
+        command = [sys.executable, __file__, *sys.argv[1:], "--way", way]
+        took[way] = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        print(f"{way:>20}: {took[way]:7.0f} MiB, {took[way] / took['decoder']:.2f} times the decoder's own")
+    logits = arguments.tokens * arguments.vocabulary * 4 / MEBIBYTE
+    print(
+        f"{'full logits':>20}: {3 * logits:7.0f} MiB for three float32 copies (logits, log-softmax, gradient)"
+    )
+
+
+if __name__ == "__main__":
+    main()

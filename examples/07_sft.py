@@ -1,0 +1,49 @@
+"""What `areal-lite sft` does, from Python: learn 32 made-up answers by heart, then ask; each answer ends by itself.
+
+OMP_WAIT_POLICY=PASSIVE python examples/07_sft.py [MODEL_FOLDER] [key=value ...]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from areal_lite.api.config_loader import load_config
+from areal_lite.api.supervised_config import SFTConfig
+from areal_lite.data.rows import load_rows
+from areal_lite.launch.supervised import progress_line, run_sft
+
+
+def main(model_path: str = "runs/models/SmolLM2-135M-Instruct", *overrides: str) -> None:
+    config = load_config(
+        "configs/sft.yaml",
+        [f"model_path={model_path}", f"trial_name={time.strftime('%Y%m%d-%H%M%S')}", *overrides],
+        root=SFTConfig,
+    )
+    summary = run_sft(config, on_step=lambda step, metrics: print(progress_line(step, metrics)))
+    assert summary.model_dir is not None
+    model = AutoModelForCausalLM.from_pretrained(summary.model_dir)
+    tokenizer = AutoTokenizer.from_pretrained(summary.model_dir)
+    rows = load_rows(config.train_dataset)
+    right = 0
+    for row in rows:
+        question, answer = row["messages"]
+        ids = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_tensors="pt")[
+            "input_ids"
+        ]
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=48)
+        said = made[0, ids.shape[1] :].tolist()
+        ended = said[-1] == tokenizer.eos_token_id
+        text = tokenizer.decode(said, skip_special_tokens=True)
+        right += ended and text == answer["content"]
+        print(f"{question['content']} {text!r}{'' if ended else ' ...'}")
+    print(f"{right} of {len(rows)} answers known by heart and ended; written to {summary.run_dir}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path.cwd()))  # for examples.made_up of the YAML; `areal-lite` does the same
+    main(*sys.argv[1:])

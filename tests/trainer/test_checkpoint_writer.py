@@ -1,0 +1,173 @@
+"""The writer beside training: one write at a time, errors raised, older checkpoints safe, memory given back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_lite.errors import StorageError, TrainingError
+from areal_lite.trainer import checkpoint_writer
+from areal_lite.trainer.checkpoint import find_checkpoint
+from areal_lite.trainer.checkpoint_writer import CheckpointWriter
+from areal_lite.trainer.snapshot import Snapshot, snapshot
+from tests.trainer.resume_loop import LoopTrainer
+
+
+@pytest.fixture(scope="module")
+def taken(tiny: Path) -> Snapshot:
+    return snapshot(LoopTrainer(tiny))
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Writes wait until it is set."""
+    opened = threading.Event()
+    real = checkpoint_writer.write_snapshot
+
+    def waits(*args: Any) -> None:
+        assert opened.wait(30)
+        real(*args)
+
+    monkeypatch.setattr(checkpoint_writer, "write_snapshot", waits)
+    yield opened
+    opened.set()
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if not path.name.startswith(".tmp-"))
+
+
+def test_saving_returns_at_once_and_closing_waits(
+    taken: Snapshot, gate: threading.Event, tmp_path: Path
+) -> None:
+    writer = CheckpointWriter(tmp_path, keep=1)
+    writer.save(1, taken, {})
+    assert names(tmp_path) == []
+    with pytest.raises(StorageError, match="of step 1 was not written within 0.01 s: older ones stay"):
+        writer.close(timeout_s=0.01)
+    gate.set()
+    writer.close()
+    assert names(tmp_path) == ["step_00000001"]
+
+
+def test_a_second_save_waits_for_the_first(taken: Snapshot, gate: threading.Event, tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path, keep=3) as writer:
+        writer.save(1, taken, {})
+        second = threading.Thread(target=writer.save, args=(2, taken, {}))
+        second.start()
+        second.join(0.05)
+        assert second.is_alive()
+        gate.set()
+        second.join()
+        assert "step_00000001" in names(tmp_path)
+    assert names(tmp_path) == ["step_00000001", "step_00000002"]
+
+
+def test_a_snapshot_is_freed_once_it_is_written(tiny: Path, tmp_path: Path) -> None:
+    taken = snapshot(LoopTrainer(tiny))
+    tensors = [weakref.ref(tensor) for tensor in taken.learners["policy"].weights.values()]
+    writer = CheckpointWriter(tmp_path, keep=1)
+    writer.save(1, taken, {})
+    del taken
+    writer.wait()
+    gc.collect()
+    assert [tensor() for tensor in tensors if tensor() is not None] == []
+
+
+def test_what_fails_in_the_thread_is_raised_by_the_next_call_and_only_once(
+    taken: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> None:
+        raise KeyError("no such weight")
+
+    writer = CheckpointWriter(tmp_path, keep=1)
+    writer.save(1, taken, {})
+    writer.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_writer, "write_snapshot", broken)
+        writer.save(2, taken, {})
+        with pytest.raises(KeyError, match="no such weight"):
+            writer.save(3, taken, {})
+    assert names(tmp_path) == ["step_00000001"]
+    writer.save(4, taken, {})
+    writer.close()
+    assert names(tmp_path) == ["step_00000004"]
+    assert list(tmp_path.glob(".tmp-*")) == []
+
+
+def test_a_failed_write_does_not_hide_why_the_run_ended(
+    taken: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> None:
+        raise OSError("gone")
+
+    monkeypatch.setattr(checkpoint_writer, "write_snapshot", broken)
+    with (
+        pytest.raises(TrainingError, match="diverged") as ended,
+        CheckpointWriter(tmp_path, keep=1) as writer,
+    ):
+        writer.save(1, taken, {})
+        raise TrainingError("diverged")
+    assert "the last checkpoint was not written" in ended.value.__notes__[0]
+
+
+def test_f51_a_checkpoint_that_may_not_fit_is_not_begun(
+    taken: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    size = taken.num_bytes + 1000
+    writer = CheckpointWriter(tmp_path, keep=1)
+    writer.save(1, taken, {})
+    writer.wait()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=int(1.2 * size) - 1))
+    with pytest.raises(StorageError, match=f"takes {size} bytes.*1.2 times its size"):
+        writer.save(2, taken, {"data": bytes(1000)})
+    assert names(tmp_path) == ["step_00000001"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=int(1.2 * size) + 1))
+    writer.save(2, taken, {"data": bytes(1000)})
+    writer.close()
+    assert names(tmp_path) == ["step_00000002"]
+
+
+def test_f56_nothing_is_deleted_before_the_new_one_was_read_back(
+    taken: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = CheckpointWriter(tmp_path, keep=1)
+    writer.save(1, taken, {})
+    writer.wait()
+    real = os.rename
+
+    def spoils(source: Any, target: Any) -> None:
+        (Path(source) / "trainer.json").write_bytes(b"{}")
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", spoils)
+        writer.save(2, taken, {})
+        with pytest.raises(StorageError, match="cannot be read back.*the disk is at fault"):
+            writer.wait()
+    assert names(tmp_path) == ["step_00000001"]
+    assert find_checkpoint(tmp_path, "auto") == tmp_path / "step_00000001"
+
+
+def test_what_a_killed_writer_left_goes_when_the_next_one_starts(tmp_path: Path) -> None:
+    for name in (".tmp-abc", ".tmp-step_00000001"):
+        (tmp_path / name / "policy").mkdir(parents=True)
+        (tmp_path / name / "policy" / "optimizer.safetensors").write_bytes(b"half")
+    CheckpointWriter(tmp_path, keep=1)
+    assert list(tmp_path.iterdir()) == []
+    CheckpointWriter(tmp_path / "not there yet", keep=1).close()
+
+
+def test_a_folder_that_cannot_be_written_is_a_storage_error(taken: Snapshot, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="checkpoints cannot be written"):
+        CheckpointWriter(tmp_path / "file", keep=1).save(1, taken, {})

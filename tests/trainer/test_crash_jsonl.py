@@ -1,0 +1,87 @@
+"""F48, T5: of JSONL files that a crash tore or a disk damaged, whole lines are kept and nothing is invented."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import orjson
+import pytest
+
+from areal_lite.errors import ConfigError, StorageError
+from areal_lite.inspect.jsonl import read_records
+from areal_lite.trainer.metrics import MetricsWriter
+
+STEPS = 12
+ALL = 10**9
+
+
+@pytest.fixture
+def metrics(tmp_path: Path) -> bytes:
+    """What a run of some steps has written."""
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, STEPS + 1):
+            writer.write(step, {"train/loss": 1 / step, "train/entropy": float("nan"), "timing/step_s": 0.25})
+    return (tmp_path / "metrics.jsonl").read_bytes()
+
+
+def whole_lines(content: bytes) -> list[bytes]:
+    return content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
+
+
+def test_t5_metrics_cut_at_any_byte_keep_their_whole_lines_and_take_new_ones(
+    metrics: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for end in range(len(metrics) + 1):
+        path.write_bytes(metrics[:end])
+        with MetricsWriter(tmp_path, last_step=ALL) as writer:
+            writer.write(99, {"train/loss": 0.5})
+        *kept, new = path.read_bytes().splitlines(keepends=True)
+        assert kept == whole_lines(metrics[:end])
+        assert json.loads(new)["step"] == 99
+
+
+def test_t5_a_byte_flipped_in_metrics_is_reported_with_its_place(metrics: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for place in range(len(metrics) - 1):  # without the last newline the last line is a torn one
+        path.write_bytes(metrics[:place] + bytes([metrics[place] ^ 0x80]) + metrics[place + 1 :])
+        start = metrics[:place].rfind(b"\n") + 1
+        with pytest.raises(StorageError, match=f"the line at byte {start} is no record"):
+            MetricsWriter(tmp_path, last_step=ALL)
+
+
+def test_metrics_after_a_damaged_line_are_no_concern_of_an_earlier_step(
+    metrics: bytes, tmp_path: Path
+) -> None:
+    lines = metrics.splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines[:5]) + b"damaged\n" + lines[6])
+    with MetricsWriter(tmp_path, last_step=4):
+        assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(lines[:4])
+
+
+DUMP = [
+    {"sample_idx": number, "completion": 'é"\n' * number, "turns": [{"ids": [1, 2]}]} for number in range(12)
+]
+
+
+def test_t5_a_dump_cut_at_any_byte_reads_as_its_whole_records(tmp_path: Path) -> None:
+    content = b"".join(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE) for record in DUMP)
+    ends = [place + 1 for place, byte in enumerate(content) if byte == ord("\n")]
+    path = tmp_path / "dump.jsonl"
+    for end in range(len(content) + 1):
+        path.write_bytes(content[:end])
+        whole = sum(line_end - 1 <= end for line_end in ends)  # a record is whole before its newline
+        assert list(read_records(path)) == DUMP[:whole]
+
+
+def test_t5_a_byte_flipped_in_a_dump_is_reported_with_its_place(tmp_path: Path) -> None:
+    content = b"".join(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE) for record in DUMP)
+    path = tmp_path / "dump.jsonl"
+    for place in range(len(content) - 1):
+        if content[place] >= 0x80:
+            continue  # another character of another language is a character too
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0x80]) + content[place + 1 :])
+        number, start = content[:place].count(b"\n") + 1, content[:place].rfind(b"\n") + 1
+        with pytest.raises(ConfigError, match=f"line {number}: not JSON.*begins at byte {start}"):
+            list(read_records(path))

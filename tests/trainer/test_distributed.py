@@ -1,0 +1,225 @@
+"""Several ranks train as one process does, hand batches to one another, and end together."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from areal_lite.data.data_proto import DataProto
+from areal_lite.data.data_proto_file import load_data_proto
+from areal_lite.data.training_batch import training_rows
+from areal_lite.trainer.hand_over import broadcast_batch, broadcast_json, gather_batches, gather_json
+from areal_lite.trainer.ranks import Ranks, join_ranks
+from areal_lite.trainer.snapshot import restore
+from areal_lite.trainer.weights import write_model
+from tests.trainer.rank_programs.training_cases import (
+    PUBLISHED,
+    RESUMED,
+    SHARD_BYTES,
+    SIZES,
+    make_trainer,
+    own_rows,
+    run_case,
+    weights,
+)
+
+Alone = Callable[[str], dict[str, Tensor]]
+PROGRAMS = Path(__file__).parent / "rank_programs"
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def by_ranks(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What 2 and 4 ranks made of all cases, in folders ``2`` and ``4``."""
+    out = tmp_path_factory.mktemp("by_ranks")
+    ended = run([str(PROGRAMS / "training_cases.py"), str(out), str(tiny)])
+    assert ended.returncode == 0, ended.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """What one process makes of a case; its published weights are among it."""
+    folder = tmp_path_factory.mktemp("alone")
+
+    @functools.cache
+    def compute(case: str) -> dict[str, Tensor]:
+        trainer, found = run_case(case, tiny)
+        if case in PUBLISHED:
+            (folder / case).mkdir()
+            write_model(trainer.model, folder / case, torch.float32)
+            found |= {
+                f"published/{name}": tensor
+                for name, tensor in load_file(folder / case / "model.safetensors").items()
+            }
+        return found
+
+    return compute
+
+
+@pytest.mark.parametrize(("size", "case"), [(size, case) for size, cases in SIZES.items() for case in cases])
+def test_any_number_of_ranks_computes_what_one_process_does(
+    size: int, case: str, by_ranks: Path, alone: Alone
+) -> None:
+    """L10, R21: scores, metrics, gradients and weights after two steps, also where ranks have no samples at all."""
+    expected = {name: tensor for name, tensor in alone(case).items() if not name.startswith("published/")}
+    found = load_file(by_ranks / str(size) / f"{case}.safetensors")
+
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        # bfloat16 has three digits, and rounds differently in a micro-batch of another shape.
+        tolerance = 0.1 if case == "bfloat16" else 1e-4
+        near = tolerance * max(1e-3, tensor.abs().nan_to_num().max().item())
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=near, equal_nan=True, msg=name)
+    assert any(tensor.any() for name, tensor in expected.items() if name.startswith("gradient/"))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_holds_its_part_of_weights_and_optimizer_state_alone(size: int, by_ranks: Path) -> None:
+    held = [json.loads((by_ranks / str(size) / f"held_{rank}.json").read_bytes()) for rank in range(size)]
+    (num_weights,) = {total for _, _, total in held}
+
+    assert sum(weights for weights, _, _ in held) == num_weights
+    assert sum(state for _, state, _ in held) == 2 * num_weights
+    assert max(weights for weights, _, _ in held) < 1.05 * num_weights / size
+
+
+@pytest.mark.parametrize(("size", "case"), [(2, "one_microbatch"), (2, "adapters"), (4, "one_microbatch")])
+def test_ranks_write_one_folder_in_files_of_bounded_size(
+    size: int, case: str, by_ranks: Path, alone: Alone
+) -> None:
+    folder = by_ranks / str(size) / f"{case}_weights"
+    files = sorted(folder.glob("*.safetensors"))
+    written = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    expected = {
+        name[len("published/") :]: t for name, t in alone(case).items() if name.startswith("published/")
+    }
+
+    assert len(files) > 1
+    assert all(sum(tensor.nbytes for tensor in load_file(file).values()) <= SHARD_BYTES for file in files)
+    assert written.keys() == expected.keys()  # a tied head is not there, adapters are merged
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            written[name], tensor, rtol=0, atol=1e-4 * tensor.abs().max().item(), msg=name
+        )
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in written.items())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_written_weights_are_those_in_training_bit_for_bit(size: int, by_ranks: Path) -> None:
+    trained = load_file(by_ranks / str(size) / "one_microbatch.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        by_ranks / str(size) / "one_microbatch_weights", dtype="auto"
+    )
+
+    for name, tensor in loaded.named_parameters():
+        assert torch.equal(tensor, trained[f"weight/policy/model.{name}"]), name
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_what_ranks_saved_is_resumed_bit_for_bit_by_as_many_or_fewer(
+    case: str, tiny: Path, by_ranks: Path
+) -> None:
+    out = by_ranks / "2"
+    trained = load_file(out / f"{case}.safetensors")
+    fewer = make_trainer(case, tiny)
+    restore(fewer, out / f"{case}_snapshot")
+
+    for resumed in (
+        weights(fewer),
+        *(load_file(out / f"{case}_resumed_{rank}.safetensors") for rank in range(2)),
+    ):
+        for name, tensor in resumed.items():
+            assert torch.equal(tensor, trained[name]), name
+
+
+def assert_same(found: DataProto, expected: DataProto) -> None:
+    assert found.batch.keys() == expected.batch.keys()
+    for key, column in expected.batch.items():
+        torch.testing.assert_close(found.batch[key], column, rtol=0, atol=0, equal_nan=True)
+    for key, array in expected.non_tensor_batch.items():
+        assert found.non_tensor_batch[key].tolist() == array.tolist()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_batch_of_rank_0_reaches_every_rank_as_it_is(size: int, by_ranks: Path) -> None:
+    expected = own_rows(3)
+    assert expected is not None
+    for rank in range(size):
+        assert_same(load_data_proto(by_ranks / str(size) / f"broadcast_{rank}"), expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_rows_of_all_ranks_are_gathered_in_order_whatever_their_number_and_width(
+    size: int, by_ranks: Path
+) -> None:
+    """Rank 0 has none, and each of the others a batch of another size."""
+    generated = [rows for rank in range(size) if (rows := own_rows(rank)) is not None]
+    expected = [sample for rows in generated for sample in training_rows(rows)]
+    for rank in range(size):
+        found = training_rows(load_data_proto(by_ranks / str(size) / f"gathered_{rank}"))
+        assert [sample.group_id for sample in found] == [sample.group_id for sample in expected]
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one.input_ids, other.input_ids)
+            np.testing.assert_array_equal(one.behaviour_logprobs, other.behaviour_logprobs)
+            np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_rank_hears_the_same_decision(size: int, by_ranks: Path) -> None:
+    for rank in range(size):
+        decision, everyone = json.loads((by_ranks / str(size) / f"told_{rank}.json").read_bytes())
+        assert decision == {"stop": True}  # rank 0's, while the others said False
+        assert everyone == [[other, "é"] for other in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("how", "shown"), [("raises", "RuntimeError: the engine is gone"), ("killed", "SIGKILL")]
+)
+def test_a_dead_rank_ends_the_run_and_is_shown(how: str, shown: str) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = run([*launcher, str(PROGRAMS / "failing.py"), how])
+
+    assert ended.returncode != 0
+    report = ended.stderr[ended.stderr.index("Root Cause") :]
+    assert "rank      : 1" in report
+    assert shown in report
+    if how == "raises":
+        assert ", in generate" in report  # the place
+
+
+def test_one_process_is_alone_and_hands_over_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    batch = own_rows(1)
+    assert batch is not None
+    with join_ranks(torch.device("cpu")) as ranks:
+        assert ranks == Ranks(rank=0, size=1)
+        assert (broadcast_json({"stop": False}), gather_json(1)) == ({"stop": False}, [1])
+        assert_same(broadcast_batch(batch), batch)
+        assert_same(gather_batches(batch), batch)
+
+
+def test_batches_that_nobody_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="rank 0 gives None"):
+        broadcast_batch(None)
+    with pytest.raises(ValueError, match="no batches"):
+        gather_batches(None)

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from areal_lite.api.trainer_config import LearnerConfig
+from areal_lite.data.training_sample import TrainingSample
+from areal_lite.errors import ConfigError
+from areal_lite.trainer.learner import Learner
+from areal_lite.trainer.logprobs import TokenScorer
+from areal_lite.trainer.microbatches import plan_rows
+from areal_lite.trainer.packed_model import PackedModel, PackedRows, pack
+from areal_lite.trainer.policy_model import load_policy
+from tests.trainer.training_data import VOCABULARY, drawn_batch, sample
+
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "head_dim": 8,
+}  # fmt: skip
+ARCHITECTURES = {  # config, settings, whether rows may hold several samples
+    "llama": (transformers.LlamaConfig, SMALL, True),
+    "qwen2": (transformers.Qwen2Config, SMALL, True),
+    "qwen3": (transformers.Qwen3Config, SMALL, True),
+    "gpt2": (
+        transformers.GPT2Config,
+        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2},
+        True,
+    ),
+    "mistral with a window": (transformers.MistralConfig, SMALL | {"sliding_window": 4}, False),
+    "gemma2 with windows": (transformers.Gemma2Config, SMALL, False),
+    "mamba": (
+        transformers.MambaConfig,
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2},
+        False,
+    ),
+}
+
+
+def packed_rows(model: PackedModel, batch: Sequence[TrainingSample]) -> PackedRows:
+    rows = plan_rows(
+        batch, range(len(batch)), max_tokens=10_000, balance_length=10_000, share=model.shares_prefixes
+    )
+    assert (len(rows) < len(batch)) == model.shares_prefixes
+    return pack(batch, rows, device=CPU)
+
+
+def states_alone(model: PackedModel, one: TrainingSample) -> Tensor:
+    states = model._decoder[0](input_ids=torch.from_numpy(one.input_ids)[None])[0][0]
+    return states[torch.from_numpy(one.loss_mask.nonzero()[0] - 1)]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_token_sees_what_it_sees_in_its_sequence_alone(name: str) -> None:
+    config_class, settings, shares = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    model = PackedModel(transformers.AutoModelForCausalLM.from_config(config_class(**settings)).eval())
+    assert model.shares_prefixes == shares
+    batch = drawn_batch(3)
+    with torch.no_grad():
+        states = model.states(packed_rows(model, batch))
+        torch.testing.assert_close(
+            states, torch.cat([states_alone(model, one) for one in batch]), atol=1e-4, rtol=1e-4
+        )
+
+
+def test_the_decoder_is_registered_once(tiny: Path) -> None:
+    model = load_policy(str(tiny), device=CPU)
+    packed = PackedModel(model)
+    assert [name for name, _ in packed.named_parameters()] == [
+        f"model.{name}" for name, _ in model.named_parameters()
+    ]
+
+
+def test_a_deep_copy_reads_its_own_weights(untied: Path) -> None:
+    scorer = TokenScorer(load_policy(str(untied), device=CPU), temperature=1.0)
+    reference = copy.deepcopy(scorer)
+    packed = packed_rows(scorer, drawn_batch(0))
+    with torch.no_grad():
+        before = reference(packed).logprobs
+        for weight in scorer.parameters():
+            weight.mul_(1.1)
+        assert torch.equal(reference(packed).logprobs, before)
+        assert not torch.equal(scorer(packed).logprobs, before)
+
+
+def test_targets_and_the_positions_that_predict_them_stand_row_by_row_sample_by_sample(tiny: Path) -> None:
+    batch = [sample([5, 6, 7, 8], [2, 3]), sample([5, 6, 9], [2]), sample([1, 2], [1], group="other")]
+    packed = packed_rows(PackedModel(load_policy(str(tiny), device=CPU)), batch)
+    assert packed.input_ids.tolist() == [[5, 6, 7], [1, 0, 0]]  # the last token of a sample is never read
+    assert packed.targets.tolist() == [7, 8, 9, 2]
+    assert packed.predicted_at.tolist() == [1, 2, 1, 3]
+
+
+def test_a_folder_that_lacks_weights_of_a_causal_lm_is_refused(tiny: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForTokenClassification.from_pretrained(tiny, num_labels=1)
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"no weights for \['lm_head.weight'\].*whole causal LM"):
+        load_policy(str(tmp_path), device=CPU)
+
+
+def test_an_update_smaller_than_the_resolution_of_bfloat16_is_kept(tiny: Path) -> None:
+    scorer = TokenScorer(load_policy(str(tiny), device=CPU), temperature=1.0)
+    learner = Learner(scorer, *[LearnerConfig(learning_rate=1e-7, device="cpu")] * 2, total_steps=1)
+    weight = scorer.model.model.layers[0].mlp.up_proj.weight
+    before = weight.detach().clone()
+    packed = packed_rows(scorer, drawn_batch(0))
+
+    def loss_of(packed: PackedRows) -> Tensor:
+        with learner.autocast():
+            return -scorer(packed).logprobs.mean()
+
+    assert learner.update(lambda max_tokens: [packed], loss_of).applied
+    after = weight.detach()
+    large = before.abs() > 1e-3  # bfloat16 steps are 4e-6 or more there
+    assert weight.dtype == torch.float32
+    assert (after != before)[before.abs() < 0.5].float().mean() > 0.9
+    assert (after.bfloat16() == before.bfloat16())[large].float().mean() > 0.9

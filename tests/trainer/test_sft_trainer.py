@@ -1,0 +1,128 @@
+"""The loss of an update is that of its tokens, however it is cut; evaluation changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from areal_lite.api.supervised_config import SFTTrainerConfig
+from areal_lite.trainer.microbatches import plan_microbatches
+from areal_lite.trainer.supervised_trainer import with_warmup
+from tests.trainer.supervised_data import COMMON, gradients, sequences, sft_trainer
+
+
+def plain_loss(
+    model: Path, items: list[dict[str, torch.Tensor]], averaging: str
+) -> tuple[torch.Tensor, object]:
+    """Return the loss from full logits of one sequence at a time, and the model with its gradients."""
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    losses = []
+    for item in items:
+        logprobs = plain(input_ids=item["input_ids"][None]).logits[0, :-1].log_softmax(-1)
+        chosen = logprobs.gather(1, item["input_ids"][1:, None])[:, 0]
+        losses.append(-chosen[item["loss_mask"][1:].bool()])
+    loss = torch.cat(losses).mean()
+    if averaging == "sequence":
+        loss = torch.stack([one.mean() for one in losses]).mean()
+    loss.backward()
+    return loss, plain
+
+
+@pytest.mark.parametrize("averaging", ["token", "sequence"])
+@pytest.mark.parametrize("common", [0, 20])
+def test_loss_and_gradients_are_those_of_each_sequence_alone(tiny: Path, averaging: str, common: int) -> None:
+    # R21
+    items = sequences(0, 7, common=common)
+    expected, plain = plain_loss(tiny, items, averaging)
+    trainer = sft_trainer(tiny, averaging=averaging, max_grad_norm=1e9)
+    metrics = trainer.train_step(items)
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert metrics["trained_tokens"] == sum(int(item["loss_mask"].sum()) for item in items)
+    assert metrics["tokens"] == sum(len(item["input_ids"]) for item in items)
+    for name, gradient in gradients(trainer).items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+
+
+@settings(max_examples=10)
+@given(
+    common=st.sampled_from([0, 20]),
+    max_tokens=st.integers(1, 300),
+    order=st.permutations(range(6)),
+    averaging=st.sampled_from(["token", "sequence"]),
+)
+def test_micro_batch_size_and_order_leave_loss_and_gradients_as_they_are(
+    tiny: Path, common: int, max_tokens: int, order: list[int], averaging: str
+) -> None:
+    # R21
+    items = sequences(1, 6, common=common)
+    whole = sft_trainer(tiny, averaging=averaging, max_tokens_per_microbatch=10_000)
+    cut = sft_trainer(tiny, averaging=averaging, max_tokens_per_microbatch=max_tokens)
+    expected = whole.train_step(items)
+    metrics = cut.train_step([items[place] for place in order])
+    for name in ("loss", "grad_norm"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-4)
+    ours = gradients(cut)
+    for name, gradient in gradients(whole).items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_what_all_sequences_begin_with_is_computed_once_where_it_is_long(tiny: Path) -> None:
+    trainer = sft_trainer(tiny)
+    for common, rows in ((1, 6), (60, 1)):
+        step = trainer._lay_out(sequences(1, 6, common=common))
+        [microbatch] = trainer._cut(step, 10_000)
+        assert len(microbatch.packed.input_ids) == rows
+
+
+def test_evaluation_gives_the_loss_of_the_next_update_and_changes_no_weight(tiny: Path) -> None:
+    items = sequences(2, 5)
+    trainer = sft_trainer(tiny)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    evaluated = trainer.evaluate(items)
+    for name, value in trainer.model.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+    assert trainer.learner.steps_done == 0
+    assert trainer.train_step(items)["loss"] == pytest.approx(evaluated["loss"], rel=1e-6)
+    assert trainer.evaluate(items)["loss"] < evaluated["loss"]
+
+
+def test_the_learning_rate_warms_up_over_a_share_of_the_steps_and_falls_along_a_cosine(tiny: Path) -> None:
+    # R20: int(0.25 * 9) = 2 steps of warm-up.
+    trainer = sft_trainer(tiny, total_steps=9, warmup_ratio=0.25, lr_schedule="cosine", learning_rate=1.0)
+    items = sequences(3, 2)
+    rates = []
+    for _ in range(9):
+        rates.append(trainer.learner.learning_rate)
+        trainer.learner.steps_done += 1
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
+    assert 0 < rates[-1] < 0.1
+    assert trainer.train_step(items)["learning_rate"] == pytest.approx(0.0)
+
+
+def test_warm_up_steps_are_rounded_down() -> None:
+    # R20
+    config = SFTTrainerConfig(**COMMON | {"warmup_ratio": 0.1})
+    assert [with_warmup(config, total).warmup_steps for total in (9, 10, 19, 20)] == [0, 1, 1, 2]
+
+
+def test_an_update_that_is_not_finite_is_counted_and_not_applied(tiny: Path) -> None:
+    trainer = sft_trainer(tiny)
+    weights = trainer.model.get_input_embeddings().weight
+    with torch.no_grad():
+        weights[5, 0] = float("nan")
+    before = weights.clone()
+    items = sequences(4, 2)
+    items[0]["input_ids"][0] = 5
+    assert trainer.train_step(items)["skipped_updates"] == 1.0
+    torch.testing.assert_close(weights, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_of_a_block_stay_in_one_micro_batch() -> None:
+    # Two rows of 6 tokens take 12 of the 20; two of 5 do not fit beside them.
+    assert plan_microbatches([5, 6, 3], max_tokens=20, num_rows=[2, 2, 1]) == [[1], [0, 2]]
