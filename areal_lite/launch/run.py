@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.api.config import RunConfig
-from areal_lite.api.config_loader import dump_config
 from areal_lite.api.episode import EpisodeResult
 from areal_lite.data.generated_rows import check_held_out
 from areal_lite.data.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError
 from areal_lite.launch.engine_stack import check_startable, generating_engine, thread_budget
 from areal_lite.launch.evaluation import Evaluation, evaluate
+from areal_lite.launch.resuming import CHECKPOINTS, checkpoint_to_resume
 from areal_lite.launch.run_data import tokenizer_path, training_data, workflow_rows
 from areal_lite.launch.run_directory import run_directory, run_directory_path
 from areal_lite.launch.stopping import Stopped
@@ -26,9 +26,6 @@ from areal_lite.launch.workflow_choice import workflow_kwargs
 if TYPE_CHECKING:
     from areal_lite.trainer.policy_trainer import PolicyTrainer
     from areal_lite.trainer.ranks import Ranks
-
-CHECKPOINTS = "checkpoints"
-"""Folder of a run's checkpoints."""
 
 OnStep = Callable[[int, dict[str, float]], None]
 """Called with the step (0 before training) and its metrics."""
@@ -70,7 +67,7 @@ def _train(config: RunConfig, ranks: Ranks, on_step: OnStep | None) -> TrainingS
     from areal_lite.launch.generating_side import GeneratingSide
     from areal_lite.launch.profiling import StepProfiler
     from areal_lite.trainer.algorithm import Algorithm
-    from areal_lite.trainer.checkpoint import check_config, load_checkpoint
+    from areal_lite.trainer.checkpoint import load_checkpoint
     from areal_lite.trainer.checkpoint_writer import CheckpointWriter
     from areal_lite.trainer.metrics import MetricsWriter
     from areal_lite.trainer.tracking import start_tracking
@@ -82,9 +79,7 @@ def _train(config: RunConfig, ranks: Ranks, on_step: OnStep | None) -> TrainingS
     held_out = (
         workflow_rows(config, config.eval_dataset, is_train=False) if leads and config.eval_dataset else []
     )
-    checkpoint, first_step = _checkpoint_to_resume(config)
-    if checkpoint is not None:
-        check_config(checkpoint, dump_config(config))
+    checkpoint, first_step = checkpoint_to_resume(config, config.trainer.total_steps)
     with ExitStack() as stack:
         run_dir, lead, writer = run_directory_path(config), None, None
         if data is not None:
@@ -140,25 +135,6 @@ def _train(config: RunConfig, ranks: Ranks, on_step: OnStep | None) -> TrainingS
         after=run.evaluations[-1] if run.evaluations else None,
         model_dir=model_dir,
     )
-
-
-def _checkpoint_to_resume(config: RunConfig) -> tuple[Path | None, int]:
-    """Return the checkpoint the run goes on from, None for a fresh start, and the step it stands at.
-
-    Raises:
-        CheckpointError: If it is missing or broken.
-        ConfigError: If there is nothing left to train.
-    """
-    from areal_lite.trainer.checkpoint import checkpoint_step, find_checkpoint
-
-    checkpoint = find_checkpoint(run_directory_path(config) / CHECKPOINTS, config.checkpoint.resume)
-    step = 0 if checkpoint is None else checkpoint_step(checkpoint)
-    if step >= config.trainer.total_steps:
-        raise ConfigError(
-            f"{checkpoint} has trained {step} steps and trainer.total_steps is {config.trainer.total_steps}: raise it "
-            "to go on, or choose another trial_name"
-        )
-    return checkpoint, step
 
 
 def run_rollout(config: RunConfig) -> list[EpisodeResult]:

@@ -27,17 +27,11 @@ from areal_lite.data.rows import load_rows
 from areal_lite.data.sft_dataset import BaseDataset, Item, SFTDataset
 from areal_lite.data.tokenizer import load_tokenizer
 from areal_lite.embedded.settings import check_model_path
-from areal_lite.errors import ConfigError
-from areal_lite.launch.run import CHECKPOINTS, OnStep
+from areal_lite.launch.resuming import CHECKPOINTS, checkpoint_to_resume
+from areal_lite.launch.run import OnStep
 from areal_lite.launch.run_directory import run_directory, run_directory_path
 from areal_lite.launch.stopping import Stopped, finishing
-from areal_lite.trainer.checkpoint import (
-    CONFIG_FILE,
-    check_config,
-    checkpoint_step,
-    find_checkpoint,
-    load_checkpoint,
-)
+from areal_lite.trainer.checkpoint import CONFIG_FILE, load_checkpoint
 from areal_lite.trainer.checkpoint_writer import CheckpointWriter
 from areal_lite.trainer.metrics import MetricsWriter
 from areal_lite.trainer.policy_model import resolve_device
@@ -200,7 +194,7 @@ def _run(
         collate_fn=train.collate_fn,
     )
     total_steps = loader.total_training_steps(config.trainer.epochs, override=config.trainer.total_steps)
-    checkpoint, first_step = _checkpoint_to_resume(config, total_steps)
+    checkpoint, first_step = checkpoint_to_resume(config, total_steps)
     with ExitStack() as stack:
         ranks = stack.enter_context(join_ranks(resolve_device(config.trainer.device)))
         run_dir, writer = run_directory_path(config), None
@@ -246,26 +240,6 @@ def _run(
         after=run.evaluations[-1] if run.evaluations else None,
         model_dir=model_dir,
     )
-
-
-def _checkpoint_to_resume(config: SupervisedConfig, total_steps: int) -> tuple[Path | None, int]:
-    """Return the checkpoint the run goes on from, None for a fresh start, and the step it stands at.
-
-    Raises:
-        CheckpointError: If it is missing or broken.
-        ConfigError: If it is of another config, or there is nothing left to train.
-    """
-    checkpoint = find_checkpoint(run_directory_path(config) / CHECKPOINTS, config.checkpoint.resume)
-    if checkpoint is None:
-        return None, 0
-    check_config(checkpoint, dump_config(config))
-    step = checkpoint_step(checkpoint)
-    if step >= total_steps:
-        raise ConfigError(
-            f"{checkpoint} has trained {step} steps of {total_steps}: raise trainer.total_steps to go on, or choose "
-            "another trial_name"
-        )
-    return checkpoint, step
 
 
 def progress_line(step: int, metrics: Mapping[str, float]) -> str:

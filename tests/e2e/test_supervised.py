@@ -181,7 +181,7 @@ def test_two_ranks_train_as_one_process_does(name: str, tmp_path: Path, tiny_mod
 def test_a_checkpoint_of_another_config_or_without_steps_left_is_refused(sft_yaml: Path) -> None:
     some = ["trainer.total_steps=2", "checkpoint.every_steps=1", "save_model=false"]
     run(sft_yaml, *some)
-    with pytest.raises(ConfigError, match=r"has trained 2 steps of 2: raise trainer.total_steps"):
+    with pytest.raises(ConfigError, match=r"has trained 2 steps and trainer.total_steps is 2: raise it"):
         run(sft_yaml, *some)
     with pytest.raises(ConfigError, match=r"trainer.batch_size was 8 and is 4"):
         run(sft_yaml, *some, "trainer.total_steps=3", "trainer.batch_size=4")
