@@ -89,8 +89,9 @@ def _train(config: RunConfig) -> None:
 
     with TrainingProgress(config.trainer.total_steps) as progress:
         summary = run_training(config, on_step=progress.on_step)
-    progress.console.print(summary_table(summary))
-    print(f"written to {summary.run_dir}")
+    if _leads():
+        progress.console.print(summary_table(summary))
+        print(f"written to {summary.run_dir}")
 
 
 def _rollout(config: RunConfig) -> None:
@@ -132,12 +133,16 @@ def _reward_model(config: RewardModelConfig) -> None:
 def _supervised(config: SupervisedConfig, run: Callable[..., SupervisedSummary]) -> None:
     from areal_lite.launch.supervised import progress_line
 
-    leads = os.environ.get("RANK", "0") == "0"
-    if leads:
+    if _leads():
         _config(config)
     summary = run(config, on_step=lambda step, metrics: print(progress_line(step, metrics), flush=True))
-    if leads:
+    if _leads():
         print(f"{summary.steps} steps in {summary.seconds:.0f} s, written to {summary.run_dir}")
+
+
+def _leads() -> bool:
+    """Return whether this is the only process, or torchrun's first."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 _RUNS: dict[str, tuple[Callable[[Any], None], str, str]] = {

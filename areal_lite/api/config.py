@@ -46,6 +46,10 @@ class InferenceEngineConfig:
     fileroot: str = "runs"
     """Folder that holds everything a run writes."""
 
+    seed: int | None = None
+    """Makes what the embedded server samples a function of weights, row and place in the run, so that a run that was
+    stopped samples the same again; a run's YAML sets it at the top. Null: the server draws."""
+
     tokenizer_path: str | None = None
     """Folder of the tokenizer; agents need it, dumps use it to show text. Null: the run's model."""
 

@@ -96,7 +96,8 @@ def _type_words(annotation: Any) -> str:
     if origin is list:
         return f"list of {_type_words(arguments[0])}"
     if origin is tuple:
-        return f"list of {len(arguments)} {_type_words(arguments[0])}s"
+        word, *bounds = _type_words(arguments[0]).split(" ")
+        return " ".join([f"list of {len(arguments)} {word}s", *bounds])
     if origin is dict:
         return "mapping"
     return _WORDS.get(annotation) or str(getattr(annotation, "__name__", annotation))

@@ -23,7 +23,7 @@ from areal_lite.errors import ConfigError
 
 MAX_BYTES = 1 << 20
 C = TypeVar("C", bound=ExperimentConfig)
-_SHARED_WITH_ROLLOUT = ("experiment_name", "trial_name", "fileroot")
+_SHARED_WITH_ROLLOUT = ("experiment_name", "trial_name", "fileroot", "seed")
 _SECRET_KEY = re.compile(r"(api_?key|password|secret|access_token|auth_token)$", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"(sk-|hf_|al_|Bearer )\S{8,}")
 # YAML 1.1 reads 1e-5 as text; people mean the number.

@@ -38,6 +38,10 @@ class MemberRecord:
     """Rows it has in the group's tensor dict."""
     server: Any = None
     """The engine's note of which server its calls go to."""
+    seed_name: str | None = None
+    """What tells its model calls' seeds from those of other episodes; None leaves seeds to the server."""
+    num_calls: int = 0
+    """Model calls it has begun."""
     recorded: dict[tuple[int, ...], list[ModelResponse]] = field(default_factory=dict)
     """Answers an earlier, stopped run of this episode was given, by prompt; they are given again, not sampled."""
     interrupted: bool = False

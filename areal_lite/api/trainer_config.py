@@ -14,6 +14,7 @@ Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]
 Atleast0 = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 AggregationMode = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
@@ -49,7 +50,7 @@ class OptimizerConfig:
     weight_decay: Atleast0 = 0.0
     """AdamW's decoupled weight decay; norms and biases have none."""
 
-    adam_betas: tuple[float, float] = (0.9, 0.999)
+    adam_betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """AdamW's decay rates."""
 
     adam_eps: Above0 = 1e-8

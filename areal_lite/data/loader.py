@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
+from areal_lite.data.fingerprint import content_hash, spread_positions
 from areal_lite.data.samplers import AbstractSampler, EpochSampler
 from areal_lite.errors import ConfigError
 
@@ -163,7 +164,7 @@ class ResumableLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken; a data set that grew must have its rows back before.
 
-        Another data set is known by its number of rows, not by what is in them.
+        Another data set is known by its number of rows and by what is in a few of them.
 
         Raises:
             ConfigError: If rows, batch size, sampler, shuffle or seed are not what they were then.
@@ -198,6 +199,7 @@ class ResumableLoader:
     def _fingerprint(self) -> dict[str, Any]:
         fingerprint = {
             "rows": len(self._dataset),
+            "content": content_hash(self._dataset[row] for row in spread_positions(len(self._dataset))),
             "batch_size": self._batch_size,
             "drop_last": self._drop_last,
             "sampler": type(self._sampler).__qualname__,

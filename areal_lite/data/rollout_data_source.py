@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from areal_lite.data.data_packer import DataPacker
@@ -28,6 +27,7 @@ from areal_lite.data.data_source_state import (
     state_path,
     write_state,
 )
+from areal_lite.data.fingerprint import FINGERPRINT_ROWS, content_hash, spread_positions
 from areal_lite.data.rollout_batch import rollout_inputs
 from areal_lite.data.sample import Sample, copied, with_own_containers
 from areal_lite.errors import ConfigError
@@ -38,7 +38,6 @@ SCHEMA = 1
 """Version of the state file."""
 _AHEAD = 64
 """Rows read at once where fewer are asked for: a dataset on disk gives many for little more than one."""
-_FINGERPRINT_ROWS = 64
 
 
 class RolloutDataSource:
@@ -221,15 +220,8 @@ class RolloutDataSource:
         rows = getattr(self._rows, "given", self._rows) or ()
         size = len(rows)
         order = self._order if size == len(self._order) else self._epoch_order(size)
-        digest = hashlib.sha256(orjson.dumps(order[:_FINGERPRINT_ROWS].tolist()))
-        for i in sorted({i * (size - 1) // (_FINGERPRINT_ROWS - 1) for i in range(_FINGERPRINT_ROWS)}):
-            if size:
-                # What JSON cannot hold, an image say, counts by its type alone.
-                text = json.dumps(
-                    dict(_checked(rows[i])), default=lambda value: type(value).__name__, skipkeys=True
-                )
-                digest.update(text.encode())
-        return {"rows": size, "content": digest.hexdigest()[:16]}
+        some = [_checked(rows[position]) for position in spread_positions(size)]
+        return {"rows": size, "content": content_hash([order[:FINGERPRINT_ROWS].tolist(), *some])}
 
     # -- how an owed group ends ------------------------------------------------------------------
 

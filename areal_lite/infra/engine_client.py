@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import random
 import time
@@ -160,6 +161,7 @@ class EngineClient:
 
     async def _generate(self, req: ModelRequest, call: _Call) -> ModelResponse:
         gconfig = req.gconfig
+        seed = self._seed(call.member) if gconfig.seed is None else gconfig.seed
         budget = self._budget(req)
         input_ids = list(req.input_ids)  # the caller may extend its list while the answer is sampled
         attempts = fruitless = 0
@@ -184,6 +186,7 @@ class EngineClient:
                 rid=req.rid,
                 max_new_tokens=budget - len(tokens),
                 min_new_tokens=max(0, min(gconfig.min_new_tokens, budget) - len(tokens)),
+                seed=seed,
             )
             chunk, tries = await self._send(orjson.dumps(body), call)
             ttft = ttft or time.monotonic() - clock
@@ -243,6 +246,15 @@ class EngineClient:
         if call.parked is not None:
             call.parked.set()
         await asyncio.Event().wait()  # until the cancellation that follows every interruption
+
+    def _seed(self, member: MemberRecord | None) -> int | None:
+        """Return the seed of the member's next call: the same in every run of the same seed."""
+        config = self._config
+        if member is None or member.seed_name is None or config.seed is None or config.backend != "embedded":
+            return None
+        name = f"{config.seed}/{member.seed_name}/{member.sample_idx}/{member.num_calls}"
+        member.num_calls += 1
+        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1
 
     def _budget(self, req: ModelRequest) -> int:
         """Return how many tokens the answer may have; raises ConfigError for a request no server can serve."""

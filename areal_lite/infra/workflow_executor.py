@@ -146,7 +146,8 @@ class WorkflowExecutor:
                 done.set_result(None)
 
         for index, row in enumerate(rows):
-            self.enqueue(self._make(row, recipe, partial(deliver, index), training=False))
+            name = f"row {index}"
+            self.enqueue(self._make(row, recipe, partial(deliver, index), training=False, seed_name=name))
         if rows:
             await done
         return [result for result in results if result is not None]
@@ -295,6 +296,7 @@ class WorkflowExecutor:
         feed: RowFeed | None = None,
         samples: Group | None = None,
         task_id: TaskId | None = None,
+        seed_name: str | None = None,
     ) -> Submission:
         with self._ids_lock:
             if task_id is None:
@@ -317,7 +319,10 @@ class WorkflowExecutor:
                 training=training,
                 feed=feed,
                 samples=samples or [],
-                members=[MemberRecord(sample_idx=i) for i in range(recipe.group_size)],
+                members=[
+                    MemberRecord(sample_idx=i, seed_name=seed_name or f"task {task_id}")
+                    for i in range(recipe.group_size)
+                ],
                 submitted=time.monotonic(),
             )
         return submission
@@ -341,7 +346,10 @@ class WorkflowExecutor:
         while feed.ahead < ahead and gate.may_start_training() and (group := feed.next_group()) is not None:
             feed.running += 1
             deliver = partial(self._deliver_to_feed, feed)
-            submission = self._make(group[0].row, recipe, deliver, training=True, feed=feed, samples=group)
+            name = f"group {group[0].group_index}, attempt {group[0].attempts}"
+            submission = self._make(
+                group[0].row, recipe, deliver, training=True, feed=feed, samples=group, seed_name=name
+            )
             record_answers(group, submission.members, oldest_version=self._oldest_useful_version())
             self._start(submission)
 

@@ -27,12 +27,13 @@ def thread_budget(config: RunConfig) -> ThreadBudget:
     """Return the threads of server and trainer; both named numbers and 0 (choose) are honoured.
 
     On-policy the two take turns, so each gets all cores; otherwise they run at once and share them.
-    A trainer on servers of others has all cores.
+    A trainer on servers of others has all cores. Under torchrun the trainers of a machine divide theirs.
     """
+    trainers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0))
     together = config.rollout.max_head_offpolicyness > 0 and not config.rollout.addresses
     server = config.server.num_threads or (max(1, cores // 2) if together else cores)
-    trainer = config.trainer.num_threads or (max(1, cores - server) if together else cores)
+    trainer = config.trainer.num_threads or max(1, (cores - server if together else cores) // trainers)
     return ThreadBudget(server=server, trainer=trainer)
 
 

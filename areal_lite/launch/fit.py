@@ -136,10 +136,10 @@ class Fit:
 
     def save_stopped(self) -> None:
         """Save the last whole step of a run that makes checkpoints; several ranks do not stop at the same one."""
-        if self.config.checkpoint.every_steps is not None and self.trainer.learner.ranks.size == 1:
-            with finishing():
+        with finishing():
+            if self.config.checkpoint.every_steps is not None and self.trainer.learner.ranks.size == 1:
                 self.save()
-                self.checkpoints.wait()
+            self.checkpoints.wait()
 
     def save(self) -> None:
         """Begin to write a checkpoint of the moment, unless there is one."""

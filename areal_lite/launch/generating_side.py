@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,12 +22,13 @@ from areal_lite.data.rollout_batch import result_samples, training_batch
 from areal_lite.data.rollout_dump import dump_rollouts
 from areal_lite.data.tokenizer import load_tokenizer
 from areal_lite.data.training_batch import training_rows
-from areal_lite.errors import EpisodeError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.launch.evaluation import Evaluation, evaluate
 from areal_lite.launch.run_data import TrainingData, tokenizer_path
 from areal_lite.launch.workflow_choice import workflow_kwargs
 from areal_lite.trainer.reward_model import RewardModel
+
+logger = logging.getLogger(__name__)
 
 
 class GeneratingSide:
@@ -67,12 +69,17 @@ class GeneratingSide:
         self._results = []
         if self._config.rollout_cache is None:
             return self._generate(step)
-        return cached_batch(
+        batch = cached_batch(
             self._config.rollout_cache,
             step,
             lambda: self._generate(step),
             fingerprint=_fingerprint(self._config),
         )
+        if not self._results:  # rows of steps that are not cached are others
+            self.data.source.mark_trained(
+                self.data.source.get_samples(self._config.rollout.consumer_batch_size)
+            )
+        return batch
 
     def trained(self, step: int, batch: DataProto) -> None:
         """Take note that a step's batch was trained: its groups are owed no longer, dataset and dumps hear of it."""
@@ -80,7 +87,7 @@ class GeneratingSide:
         if isinstance(self.data.source, CurriculumDataSource):
             self.data.source.update(batch)
         if self._config.dump_scores and self._results:
-            self._dump(step)
+            self._dump(step, batch)
         if step < self._config.trainer.total_steps and hasattr(self.data.dataset, "on_batch_end"):
             self.data.dataset.on_batch_end(batch)
 
@@ -109,41 +116,41 @@ class GeneratingSide:
             self.engine.close_source(self.data.source)
         self._results = results
         batch = training_batch(self.data.packer, results)
-        if self._reward_model is not None:
-            rewards = self._reward_model.score(
-                training_rows(batch), max_tokens=config.trainer.max_tokens_per_microbatch
-            )
-            batch.batch["rewards"] = rewards.cpu()
+        self._judge(batch)
         if config.trainer.advantage == "remax":
-            baselines = self._greedy_rewards(results)
-            batch.batch["baselines"] = torch.tensor(
-                [baselines[name] for name in batch.non_tensor_batch["group_ids"]]
-            )
+            batch.batch["baselines"] = self._greedy_rewards(results, batch)
         return batch
 
-    def _greedy_rewards(self, results: Sequence[EpisodeResult]) -> dict[str, float]:
-        """Return the reward of one greedy episode for each group."""
+    def _judge(self, batch: DataProto) -> None:
+        """Put the reward model's rewards in place of the workflow's, where there is one."""
+        if self._reward_model is not None:
+            rewards = self._reward_model.score(
+                training_rows(batch), max_tokens=self._config.trainer.max_tokens_per_microbatch
+            )
+            batch.batch["rewards"] = rewards.cpu()
+
+    def _greedy_rewards(self, results: Sequence[EpisodeResult], batch: DataProto) -> torch.Tensor:
+        """Return for each row ``[B]`` the reward of one greedy episode, the mean of its group where that failed."""
         gconfig = self._config.rollout.gconfig.new(greedy=True)
         rollout = dataclasses.replace(self._config.rollout, gconfig=gconfig)
         kwargs = workflow_kwargs(dataclasses.replace(self._config, rollout=rollout), is_eval=False)
-        greedy = self.engine.rollout_batch(
-            [dict(result.data) for result in results],
-            self._config.workflow,
-            kwargs,
-            group_size=1,
-            is_eval=True,
-        )
-        baselines = {}
-        for result, answer in zip(results, greedy, strict=True):
-            if not answer.rewards:
-                raise EpisodeError(
-                    f"task {result.task_id}: its greedy episode gave no reward ({answer.error}), and remax compares "
-                    "with it: mend the workflow, or choose rloo, which needs none"
-                )
-            baselines[result.group_id] = float(np.mean(answer.rewards))
-        return baselines
+        rows = [dict(result.data) for result in results]
+        greedy = self.engine.rollout_batch(rows, self._config.workflow, kwargs, group_size=1, is_eval=True)
+        rewards = _group_means(batch)
+        answered = {a.group_id: r.group_id for r, a in zip(results, greedy, strict=True) if a.rewards}
+        if len(answered) < len(results):
+            logger.warning(
+                "%d of %d greedy episodes failed: the mean of their groups is their baseline",
+                len(results) - len(answered),
+                len(results),
+            )
+        if answered:
+            answers = training_batch(self.data.packer, [a for a in greedy if a.rewards])
+            self._judge(answers)
+            rewards |= {answered[name]: reward for name, reward in _group_means(answers).items()}
+        return torch.tensor([rewards[name] for name in batch.non_tensor_batch["group_ids"]])
 
-    def _dump(self, step: int) -> None:
+    def _dump(self, step: int, batch: DataProto) -> None:
         tokenizer = load_tokenizer(tokenizer_path(self._config))
         judged = [(result, sample) for result in self._results for sample in result_samples(result)]
         starts = [sample.spans[0].start if sample.spans else len(sample.tokens) for _, sample in judged]
@@ -155,9 +162,19 @@ class GeneratingSide:
                 tokenizer.decode(s.tokens[start:]) for (_, s), start in zip(judged, starts, strict=True)
             ],
             gts=[result.samples[0].label for result, _ in judged],
-            scores=[sample.get_reward_value() for _, sample in judged],
+            scores=batch.batch["rewards"].tolist(),
             extra={"task_id": [str(result.task_id) for result, _ in judged]},
         )
+
+
+def _group_means(batch: DataProto) -> dict[str, float]:
+    """Return the mean reward of each group."""
+    rewards: dict[str, list[float]] = {}
+    for name, reward in zip(
+        batch.non_tensor_batch["group_ids"], batch.batch["rewards"].tolist(), strict=True
+    ):
+        rewards.setdefault(name, []).append(reward)
+    return {name: float(np.mean(values)) for name, values in rewards.items()}
 
 
 def _fingerprint(config: RunConfig) -> str:

@@ -1,7 +1,11 @@
-"""What a person sees while a run trains: a live line on a terminal, one line a step elsewhere."""
+"""What a person sees while a run trains: a live line on a terminal, one line a step elsewhere.
+
+Under torchrun the first rank speaks for all.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
@@ -17,14 +21,17 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from areal_lite.launch.evaluation import Evaluation
 from areal_lite.launch.run import TrainingSummary
+
+_ROWS = ("held-out reward", "held-out episodes", "of them failed")
 
 
 class TrainingProgress:
     """A context manager whose :meth:`on_step` is the callback of ``run_training``."""
 
     def __init__(self, total_steps: int, *, console: Console | None = None) -> None:
-        self.console = console or Console()
+        self.console = console or Console(quiet=os.environ.get("RANK", "0") != "0")
         self._bar = Progress(
             TextColumn("[bold]training"),
             BarColumn(),
@@ -68,8 +75,14 @@ class TrainingProgress:
 def summary_table(summary: TrainingSummary) -> Table:
     """Return the before and after of a training run as a table."""
     table = Table("", "before", "after", title=f"{summary.steps} training steps in {summary.seconds:.0f} s")
-    if summary.before is not None and summary.after is not None:
-        table.add_row("held-out reward", f"{summary.before.reward:.3f}", f"{summary.after.reward:.3f}")
-        table.add_row("held-out episodes", str(summary.before.episodes), str(summary.after.episodes))
-        table.add_row("of them failed", str(summary.before.failed), str(summary.after.failed))
+    if summary.after is not None:
+        before, after = _column(summary.before), _column(summary.after)
+        for name, *values in zip(_ROWS, before, after, strict=True):
+            table.add_row(name, *values)
     return table
+
+
+def _column(found: Evaluation | None) -> list[str]:
+    if found is None:
+        return ["-"] * len(_ROWS)
+    return [f"{found.reward:.3f}", str(found.episodes), str(found.failed)]

@@ -14,10 +14,11 @@ from areal_lite.api.config import RunConfig
 from areal_lite.api.episode import EpisodeResult
 from areal_lite.data.generated_rows import check_held_out
 from areal_lite.data.tokenizer import load_tokenizer
+from areal_lite.embedded.settings import check_model_path
 from areal_lite.errors import ConfigError
 from areal_lite.launch.engine_stack import check_startable, generating_engine, thread_budget
 from areal_lite.launch.evaluation import Evaluation, evaluate
-from areal_lite.launch.resuming import CHECKPOINTS, checkpoint_to_resume
+from areal_lite.launch.resuming import CHECKPOINTS, checkpoint_to_resume, is_evaluated
 from areal_lite.launch.run_data import tokenizer_path, training_data, workflow_rows
 from areal_lite.launch.run_directory import run_directory, run_directory_path
 from areal_lite.launch.stopping import Stopped
@@ -39,6 +40,7 @@ class TrainingSummary:
     steps: int
     seconds: float
     before: Evaluation | None
+    """None where step 0 was not evaluated: a resumed run has no before."""
     after: Evaluation | None
     model_dir: Path | None
 
@@ -107,7 +109,7 @@ def _train(config: RunConfig, ranks: Ranks, on_step: OnStep | None) -> TrainingS
         run = Fit(
             config=config,
             run_dir=run_dir,
-            trainer=_make_trainer(config, run_dir),
+            trainer=_make_trainer(config, run_dir, leads=leads),
             lead=lead,
             record=record,
             checkpoints=stack.enter_context(
@@ -118,7 +120,11 @@ def _train(config: RunConfig, ranks: Ranks, on_step: OnStep | None) -> TrainingS
         if checkpoint is not None:
             load_checkpoint(run.trainer, checkpoint)
             run.go_on_from(checkpoint, first_step)
+        began_with_one = first_step == 0 and config.evaluation.at_start
+        evaluates = config.evaluation.every_steps or config.trainer.total_steps
         try:
+            if checkpoint is not None and run.is_due(evaluates) and not is_evaluated(run_dir, first_step):
+                run.validate()
             run.fit()
         except Stopped:
             run.save_stopped()
@@ -131,7 +137,7 @@ def _train(config: RunConfig, ranks: Ranks, on_step: OnStep | None) -> TrainingS
         run_dir=run_dir,
         steps=config.trainer.total_steps - first_step,
         seconds=time.monotonic() - started,
-        before=run.evaluations[0] if run.evaluations else None,
+        before=run.evaluations[0] if run.evaluations and began_with_one else None,
         after=run.evaluations[-1] if run.evaluations else None,
         model_dir=model_dir,
     )
@@ -170,6 +176,10 @@ def _check_trainable(config: RunConfig) -> None:
     from areal_lite.trainer.estimators.estimator import COMPARES_GROUP
 
     check_startable(config)
+    critic = config.trainer.critic
+    for path in (config.reward_model, None if critic is None else critic.model_path):
+        if path is not None:
+            check_model_path(path)
     rollout = config.rollout
     if rollout.group_size < 2 and config.trainer.advantage in COMPARES_GROUP:
         raise ConfigError(
@@ -185,12 +195,13 @@ def _check_trainable(config: RunConfig) -> None:
         check_held_out(config.train_dataset, config.eval_dataset)
 
 
-def _make_trainer(config: RunConfig, run_dir: Path) -> PolicyTrainer:
+def _make_trainer(config: RunConfig, run_dir: Path, *, leads: bool) -> PolicyTrainer:
     from areal_lite.trainer.policy_trainer import PolicyTrainer
 
     def note_skipped(update: dict[str, Any]) -> None:
-        with (run_dir / "skipped_updates.jsonl").open("a") as file:
-            file.write(json.dumps(update) + "\n")
+        told = {name: str(value) if isinstance(value, float) else value for name, value in update.items()}
+        with (run_dir / "skipped_updates.jsonl").open("a") as file:  # JSON has no word for what is not finite
+            file.write(json.dumps(told) + "\n")
 
     gconfig = config.rollout.gconfig
     return PolicyTrainer(
@@ -199,7 +210,7 @@ def _make_trainer(config: RunConfig, run_dir: Path) -> PolicyTrainer:
         seed=config.seed,
         temperature=gconfig.effective_temperature,
         max_new_tokens=gconfig.max_new_tokens,
-        on_skip=note_skipped,
+        on_skip=note_skipped if leads else None,
     )
 
 

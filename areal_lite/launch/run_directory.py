@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from pathlib import Path
 from areal_lite.api.config import ExperimentConfig
 from areal_lite.api.config_loader import dump_config
 from areal_lite.errors import ConfigError, RunDirBusyError, StorageError
+
+logger = logging.getLogger(__name__)
 
 
 def run_directory_path(config: ExperimentConfig) -> Path:
@@ -23,7 +26,8 @@ def run_directory(config: ExperimentConfig, *, fresh: bool) -> Iterator[Path]:
     """Make the run's folder, hold it for as long as the context lasts, and save the config in it.
 
     Args:
-        fresh: Refuse a folder in which a training run has left metrics.
+        fresh: The run begins at step 0: refuse a folder in which a training run has left metrics, unless it was
+            this one and came to no checkpoint; its metrics are removed then.
 
     Raises:
         RunDirBusyError: If another live process holds it.
@@ -47,13 +51,31 @@ def run_directory(config: ExperimentConfig, *, fresh: bool) -> Iterator[Path]:
                 f"{path} is held by a run that is still alive (pid {holder}): stop it, or choose another trial_name"
             ) from None
         if fresh and (path / "metrics.jsonl").exists():
-            raise ConfigError(
-                f"{path} already holds a training run, which this one would mix with: choose another name "
-                "(trial_name=...), or remove the folder"
-            )
+            _check_came_to_nothing(config, path)
+            logger.warning("%s: the run in it ended before its first checkpoint, and starts again", path)
+            for name in ("metrics.jsonl", "skipped_updates.jsonl"):
+                (path / name).unlink(missing_ok=True)
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
         (path / "config.yaml").write_text(dump_config(config))
         yield path
     finally:
         os.close(lock)
+
+
+def _check_came_to_nothing(config: ExperimentConfig, path: Path) -> None:
+    """Refuse a folder whose run is another one, or has something to lose."""
+    from areal_lite.trainer.checkpoint import CONFIG_FILE, check_config
+
+    trained = b'"train/' in (path / "metrics.jsonl").read_bytes()
+    if (
+        config.checkpoint.resume == "never"
+        or (path / "model").exists()
+        or not (path / CONFIG_FILE).is_file()
+        or (trained and config.checkpoint.every_steps is None)
+    ):
+        raise ConfigError(
+            f"{path} already holds a training run, which this one would mix with: choose another name "
+            "(trial_name=...), or remove the folder"
+        )
+    check_config(path, dump_config(config))

@@ -27,7 +27,7 @@ from areal_lite.data.rows import load_rows
 from areal_lite.data.sft_dataset import BaseDataset, Item, SFTDataset
 from areal_lite.data.tokenizer import load_tokenizer
 from areal_lite.embedded.settings import check_model_path
-from areal_lite.launch.resuming import CHECKPOINTS, checkpoint_to_resume
+from areal_lite.launch.resuming import CHECKPOINTS, checkpoint_to_resume, is_evaluated
 from areal_lite.launch.run import OnStep
 from areal_lite.launch.run_directory import run_directory, run_directory_path
 from areal_lite.launch.stopping import Stopped, finishing
@@ -54,7 +54,7 @@ class SupervisedSummary:
     steps: int
     seconds: float
     before: dict[str, float] | None
-    """Metrics on the held-out rows, the first there are; of a resumed run they are not those of step 0."""
+    """Metrics on the held-out rows at step 0; None for a resumed run."""
     after: dict[str, float] | None
     model_dir: Path | None
 
@@ -127,6 +127,8 @@ class SupervisedFit:
     step: int
     """Updates done."""
     saved_step: int
+    evaluated: bool
+    """Whether the records have the held-out rows' metrics at the step it begins with."""
     evaluations: list[dict[str, float]] = field(default_factory=list)
 
     def fit(self) -> None:
@@ -138,7 +140,7 @@ class SupervisedFit:
         batches = _endless(self.loader)
         saves, evaluates = self.config.checkpoint.every_steps, self.config.evaluation.every_steps
         try:
-            if self.step == 0:
+            if not self.evaluated and self.is_due(evaluates or self.total_steps):
                 self.evaluate()
             while self.step < self.total_steps:
                 with finishing():
@@ -150,8 +152,10 @@ class SupervisedFit:
                 if self.is_due(evaluates or self.total_steps):
                     self.evaluate()
         except Stopped:
-            if saves is not None and self.trainer.learner.ranks.size == 1:
-                self.save()
+            with finishing():
+                if saves is not None and self.trainer.learner.ranks.size == 1:
+                    self.save()
+                self.checkpoints.wait()
             raise
 
     def evaluate(self) -> None:
@@ -195,6 +199,8 @@ def _run(
     )
     total_steps = loader.total_training_steps(config.trainer.epochs, override=config.trainer.total_steps)
     checkpoint, first_step = checkpoint_to_resume(config, total_steps)
+    # Asked before the ranks meet: the first of them writes once they have.
+    evaluated = checkpoint is not None and is_evaluated(run_directory_path(config), first_step)
     with ExitStack() as stack:
         ranks = stack.enter_context(join_ranks(resolve_device(config.trainer.device)))
         run_dir, writer = run_directory_path(config), None
@@ -223,6 +229,7 @@ def _run(
             total_steps=total_steps,
             step=first_step,
             saved_step=first_step,
+            evaluated=evaluated,
         )
         if checkpoint is not None:
             load_checkpoint(run.trainer, checkpoint)
@@ -236,7 +243,7 @@ def _run(
         run_dir=run_dir,
         steps=total_steps - first_step,
         seconds=time.monotonic() - began,
-        before=run.evaluations[0] if run.evaluations else None,
+        before=run.evaluations[0] if run.evaluations and first_step == 0 else None,
         after=run.evaluations[-1] if run.evaluations else None,
         model_dir=model_dir,
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from areal_lite.api.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.estimators.estimator import ESTIMATORS, EstimatorInputs
+from areal_lite.trainer.estimators.estimator import ESTIMATORS, Estimate, EstimatorInputs
 from areal_lite.trainer.estimators.kl_controller import (
     AdaptiveKL,
     FixedKL,
@@ -28,7 +28,12 @@ from areal_lite.trainer.objectives.corrections import (
 )
 from areal_lite.trainer.objectives.kl import kl_penalty
 from areal_lite.trainer.objectives.overlong import overlong_penalty
-from areal_lite.trainer.objectives.policy_loss import POLICY_LOSSES, PolicyInputs, aggregation_of
+from areal_lite.trainer.objectives.policy_loss import (
+    POLICY_LOSSES,
+    VANISHES_WITHOUT_ADVANTAGE,
+    PolicyInputs,
+    aggregation_of,
+)
 from areal_lite.trainer.step_tokens import StepTokens
 
 
@@ -58,6 +63,7 @@ class Algorithm:
             if kl is not None and kl.target is not None
             else FixedKL(0.0 if kl is None else kl.coef)
         )
+        _check(config, max_new_tokens)
         self._try_out()
 
     @property
@@ -77,8 +83,9 @@ class Algorithm:
 
     @property
     def needs_every_sample(self) -> bool:
-        """Whether samples of advantage 0 have a gradient, too."""
-        return (self.config.kl is not None and not self.penalizes_reward) or self.config.entropy_coef != 0
+        """Whether samples of advantage 0 may have a gradient, too."""
+        in_loss = self.config.kl is not None and not self.penalizes_reward
+        return in_loss or self.config.entropy_coef != 0 or self.config.loss not in VANISHES_WITHOUT_ADVANTAGE
 
     def shape(self, scores: Tensor, tokens: StepTokens) -> None:
         """Take the penalty on overlong answers from ``scores [N]``, and give each to its last token."""
@@ -104,7 +111,7 @@ class Algorithm:
     ) -> None:
         """Fill in advantages, and returns where the estimator has them."""
         config, early = self.config, self.needs_proximal_early
-        estimate = self._estimate(
+        estimate: Estimate = self._estimate(
             EstimatorInputs(
                 scores=scores,
                 group_ids=group_ids,
@@ -156,13 +163,13 @@ class Algorithm:
         config, pair, rows = self.config, torch.tensor([-1.0, -2.0]), torch.arange(2)
         tokens = StepTokens.zeros(rows)
         tokens.sum_squared_probs.fill_(0.5)
+        tokens.returns.fill_(torch.nan)
         try:
             self.advantages(tokens, pair.clone(), pair, ["", ""])
             inputs = PolicyInputs(
                 policy=pair, proximal=pair, behaviour=pair, advantages=tokens.advantages, rows=rows
             )
-            self.policy_loss(inputs).losses.sum()
-            self.correction(pair, pair, rows)
+            losses = self.policy_loss(inputs).losses
             if config.overlong_buffer and self._max_new_tokens is not None:
                 self.shape(pair.clone(), tokens)
         except ConfigError:
@@ -172,12 +179,54 @@ class Algorithm:
                 f"trainer.advantage {config.advantage!r} or trainer.loss {config.loss!r} does not work with its "
                 f"options {config.advantage_kwargs} and {config.loss_kwargs}: {type(error).__name__}: {error}"
             ) from error
-        if config.correction.outside == "mask" and config.correction.level != "token":
+        for where, values in (("advantage", tokens.advantages), ("loss", losses)):
+            if not bool(values.isfinite().all()):
+                raise ConfigError(
+                    f"trainer.{where}_kwargs: with these options {getattr(config, where)!r} gives {values.tolist()}: "
+                    "choose others"
+                )
+        if config.critic is not None and bool(tokens.returns.isnan().any()):
             raise ConfigError(
-                f"trainer.correction: outside is mask and level is {config.correction.level}: single tokens are "
-                "masked, so set level: token, or reject sequences with reject"
+                f"trainer.critic has nothing to learn from {config.advantage!r}, which gives no returns: choose gae, "
+                "or remove the critic"
             )
-        if config.overlong_buffer and self._max_new_tokens is None:
-            raise ConfigError(
-                "trainer.overlong_buffer needs the limit it lies before: give the trainer max_new_tokens"
-            )
+
+
+def _check(config: TrainerConfig, max_new_tokens: int | None) -> None:
+    """Refuse settings that contradict each other.
+
+    Raises:
+        ConfigError: With the key.
+    """
+    correction = config.correction
+    pair, rows = torch.tensor([-1.0, -2.0]), torch.arange(2)
+    if correction.reject is not None:
+        try:
+            rejection_mask(pair, pair, rows, option=correction.reject, bounds=correction.reject_bounds or "")
+        except ConfigError as error:
+            raise ConfigError(f"trainer.correction.reject: {error}") from error
+    complaints = {
+        "correction.reject_bounds is without reject: name a statistic for each bound": (
+            correction.reject is None and correction.reject_bounds is not None
+        ),
+        "correction.reject compares proximal and behaviour, which proximal: behaviour makes the same: remove one": (
+            correction.reject is not None and config.proximal == "behaviour"
+        ),
+        f"correction.level is {correction.level} with outside: mask, which masks single tokens: set level: token": (
+            correction.outside == "mask" and correction.level != "token"
+        ),
+        f"correction.min_weight is {correction.min_weight}, not below max_weight {correction.max_weight}: nothing "
+        "would be trained": correction.outside == "mask" and correction.min_weight >= correction.max_weight,
+        "kl.target adapts the penalty in the reward: set place: reward, or remove it": (
+            config.kl is not None and config.kl.target is not None and config.kl.place == "loss"
+        ),
+        "loss_aggregation seq-mean-token-sum-norm divides by loss_scale: give it, in tokens": (
+            config.loss_aggregation == "seq-mean-token-sum-norm" and config.loss_scale is None
+        ),
+        "overlong_buffer needs the limit it lies before: give the trainer max_new_tokens": (
+            config.overlong_buffer > 0 and max_new_tokens is None
+        ),
+    }
+    for complaint, holds in complaints.items():
+        if holds:
+            raise ConfigError(f"trainer.{complaint}")

@@ -32,6 +32,18 @@ _FREE = {
     "deterministic",
 }
 """What may change in the trainer's section."""
+_FREE_OF_ROWS = {"path", "cache_dir", "num_workers", "filter_overlong_prompts_workers"}
+"""What may change of the rows, whose content is compared where they are drawn."""
+_ROLLOUT = ("group_size", "consumer_batch_size", "gconfig")
+_WHOLE_RUN = (
+    "model_path",
+    "seed",
+    "workflow",
+    "workflow_kwargs",
+    "should_accept_fn",
+    "data_packer",
+    "reward_model",
+)
 
 
 def find_checkpoint(root: Path, resume: str) -> Path | None:
@@ -146,14 +158,12 @@ def refuse_later(root: Path, step: int) -> None:
 def _decisive(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that may not change, by dotted name."""
     trainer, rollout = config.get("trainer", {}), config.get("rollout", {})
+    rows = config.get("train_dataset", {})
     return {
-        **{name: config[name] for name in ("model_path", "seed") if name in config},
+        **{name: config[name] for name in _WHOLE_RUN if name in config},
         **{f"trainer.{name}": value for name, value in trainer.items() if name not in _FREE},
-        **{
-            f"rollout.{name}": rollout[name]
-            for name in ("group_size", "consumer_batch_size")
-            if name in rollout
-        },
+        **{f"rollout.{name}": rollout[name] for name in _ROLLOUT if name in rollout},
+        **{f"train_dataset.{name}": value for name, value in rows.items() if name not in _FREE_OF_ROWS},
     }
 
 

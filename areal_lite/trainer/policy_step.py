@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -35,7 +36,7 @@ class Step:
     """Samples of each update."""
     metrics: dict[str, float] = field(default_factory=dict)
     statistics: dict[str, Tensor] = field(default_factory=dict)
-    """``[T]`` what the losses tell of each token."""
+    """``[T]`` what the losses tell of each token, NaN where nothing."""
 
     @classmethod
     def of(cls, batch: DataProto, *, version: int, device: torch.device) -> Step:
@@ -69,15 +70,23 @@ class Step:
     def tell(self, here: Tensor, statistics: Mapping[str, Tensor]) -> None:
         """Keep what a loss told of the tokens ``here``."""
         for name, values in statistics.items():
-            whole = self.statistics.setdefault(name, torch.zeros_like(self.tokens.proximal))
+            whole = self.statistics.setdefault(name, torch.full_like(self.tokens.proximal, math.nan))
             whole[here] = values.detach().float()
 
     def all_metrics(
-        self, *, ranks: Ranks, has_critic: bool, penalized: bool, max_new_tokens: int | None
+        self,
+        *,
+        ranks: Ranks,
+        has_critic: bool,
+        penalized: bool,
+        compares_engine: bool,
+        max_new_tokens: int | None,
     ) -> dict[str, float]:
         """Return data, loss, token and timing metrics of the whole step."""
         tokens = self.tokens
         earned = torch.zeros_like(self.scores).index_add_(0, tokens.rows, tokens.rewards)
+        has_tokens = torch.bincount(tokens.rows, minlength=len(earned)) > 0
+        earned = torch.where(has_tokens, earned, self.scores)
         return {
             **batch_metrics(
                 self.samples,
@@ -90,34 +99,39 @@ class Step:
             ),
             **self.metrics,
             **self._token_metrics(ranks),
+            **(self._engine_metrics(ranks) if compares_engine else {}),
             **self.clock.metrics(num_tokens=sum(len(sample.input_ids) for sample in self.samples)),
         }
 
     def _token_metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Return means over the tokens that were computed, on all ranks."""
+        """Return means over the tokens of all ranks that a loss told something of."""
         tokens, own = self.tokens, self.tokens.computed
-        found = {"entropy": tokens.entropy, "correction_weight": tokens.correction, **self.statistics}
-        computed = ranks.sum_(own.float()) > 0
-        count = max(1, int(computed.sum()))
         # A rank that computed nothing has no statistics of its own.
-        names = dict.fromkeys(name for names in gather_json(list(found)) for name in names)
-        none = torch.zeros_like(tokens.proximal)
-        metrics = {
-            name: ranks.sum_(torch.where(own, found.get(name, none), 0.0))[computed].sum().item() / count
-            for name in names
-        }
-        proximal = ranks.sum_(torch.where(own, tokens.proximal, 0.0))
-        recorded = computed & ~tokens.behaviour.isnan()
+        names = dict.fromkeys(name for names in gather_json(list(self.statistics)) for name in names)
+        nothing = torch.full_like(tokens.proximal, math.nan)
+        metrics = {}
+        for name in names:
+            values = self.statistics.get(name, nothing)
+            told = ~values.isnan()
+            sums = ranks.sum_(torch.stack([values[told].sum(), told.sum().to(values.dtype)]))
+            metrics[name] = (sums[0] / sums[1].clamp(min=1)).item()
+        rejected = ranks.sum_((own & (tokens.correction == 0)).float().sum())
         return {
             **metrics,
-            "trained_tokens": float(len(computed)),
-            "computed_tokens": float(computed.sum()),
-            "rejected_tokens": ranks.sum_((own & (tokens.correction == 0)).float()).sum().item(),
-            **mismatch_statistics(
-                proximal[recorded],
-                tokens.behaviour[recorded],
-                tokens.versions[recorded],
-                tokens.rows[recorded],
-                self.version,
-            ),
+            "trained_tokens": float(len(own)),
+            "computed_tokens": ranks.sum_(own.float().sum()).item(),
+            "rejected_tokens": rejected.item(),
         }
+
+    def _engine_metrics(self, ranks: Ranks) -> dict[str, float]:
+        """Return how far engine and trainer disagree, and how far the policy has moved on."""
+        tokens, own = self.tokens, self.tokens.computed
+        proximal = ranks.sum_(torch.where(own, tokens.proximal, 0.0))
+        recorded = (ranks.sum_(own.float()) > 0) & ~tokens.behaviour.isnan()
+        return mismatch_statistics(
+            proximal[recorded],
+            tokens.behaviour[recorded],
+            tokens.versions[recorded],
+            tokens.rows[recorded],
+            self.version,
+        )

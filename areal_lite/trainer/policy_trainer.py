@@ -37,7 +37,7 @@ from areal_lite.trainer.step_tokens import Microbatch, StepCut, split_groups
 from areal_lite.trainer.value_model import ValueScorer, load_critic
 
 OnSkip = Callable[[dict[str, Any]], None]
-"""Called with step, loss, gradient norm and task ids of an update that was not finite."""
+"""Called with step, role, loss, gradient norm and task ids of an update that was not finite."""
 
 
 class PolicyTrainer:
@@ -73,7 +73,7 @@ class PolicyTrainer:
         self.seed = seed
         self.algorithm = Algorithm(config, max_new_tokens=max_new_tokens)
         self._max_new_tokens = max_new_tokens
-        seed_process(seed, num_threads=config.num_threads)
+        seed_process(seed, num_threads=config.num_threads, deterministic=config.deterministic)
         self.device = resolve_device(config.device)
         recompute = config.gradient_checkpointing
         self.model: Any = load_policy(
@@ -260,6 +260,7 @@ class PolicyTrainer:
             ranks=self.learner.ranks,
             has_critic=self.critic is not None,
             penalized=self.algorithm.penalizes_reward,
+            compares_engine=self.config.proximal == "trainer",
             max_new_tokens=self._max_new_tokens,
         )
 
@@ -332,7 +333,8 @@ class PolicyTrainer:
         update = learner.update(cut, lambda microbatch: loss(microbatch, weights), clock=step.clock)
         if not update.applied and self._on_skip is not None:
             task_ids = [step.samples[index].task_id for index in counted]
-            self._on_skip({"step": self.steps_done, **update._asdict(), "task_ids": task_ids})
+            role = "critic" if learner is self.critic else "policy"
+            self._on_skip({"step": self.steps_done, "role": role, **update._asdict(), "task_ids": task_ids})
         learner.check(update)
         return update
 
@@ -353,10 +355,9 @@ class PolicyTrainer:
             scores = self._policy(microbatch.packed, entropy_grad=config.entropy_coef != 0)
         if not microbatch.counts:
             return idle(scores.logprobs)
-        tokens.policy[here], tokens.entropy[here] = scores.logprobs.detach(), scores.entropy.detach()
         tokens.computed[here] = True
         if not bool(tokens.known[here].all()):  # the step's first update
-            tokens.proximal[here] = tokens.policy[here]
+            tokens.proximal[here] = scores.logprobs.detach()
         terms = self.algorithm.policy_loss(
             PolicyInputs(
                 policy=scores.logprobs,
@@ -370,7 +371,8 @@ class PolicyTrainer:
             tokens.correction[here] = self.algorithm.correction(
                 tokens.proximal[here], tokens.behaviour_or_proximal()[here], tokens.rows[here]
             )
-        step.tell(here, terms.statistics)
+        told = {"entropy": scores.entropy, "correction_weight": tokens.correction[here]}
+        step.tell(here, terms.statistics | told)
         losses = tokens.correction[here] * terms.losses
         if config.kl is not None:
             penalty = kl_penalty(scores.logprobs, tokens.reference[here], config.kl.estimator)

@@ -36,9 +36,7 @@ class StepTokens:
     behaviour: Tensor
     """NaN where the engine's log-probs were not recorded."""
     proximal: Tensor
-    policy: Tensor
     reference: Tensor
-    entropy: Tensor
     sum_squared_probs: Tensor
     values: Tensor
     correction: Tensor
@@ -105,11 +103,14 @@ class Microbatch:
 def split_groups(
     samples: Sequence[TrainingSample], count: int, *, rng: np.random.Generator
 ) -> list[list[int]]:
-    """Return ``count`` shares of whole groups in random order, fewer where some have no trained token."""
+    """Return ``count`` shares of whole groups in random order, fewer where some have no trained token.
+
+    Which groups share an update depends on their ids, and not on the order of the batch.
+    """
     groups: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
         groups.setdefault(sample.group_id, []).append(index)
-    members = list(groups.values())
+    members = [groups[name] for name in sorted(groups)]
     shares = (
         [index for group in sorted(share) for index in members[group]]
         for share in np.array_split(rng.permutation(len(members)), count)

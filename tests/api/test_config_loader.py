@@ -233,6 +233,7 @@ def test_a_dumped_config_loads_back_equal(tmp_path_factory, config):
         config.rollout,
         experiment_name=config.experiment_name,
         trial_name=config.trial_name,
+        seed=config.seed,
         fileroot=config.fileroot,
         tokenizer_path=config.model_path,
     )
@@ -294,7 +295,7 @@ def test_help_tells_type_default_and_meaning_of_every_key():
         "Episodes per dataset row; their rewards are each other's baseline.",
     )
     assert fields["trainer.learning_rate"][1:3] == ("number > 0", None)
-    assert fields["trainer.adam_betas"][1:3] == ("list of 2 numbers", "[0.9, 0.999]")
+    assert fields["trainer.adam_betas"][1:3] == ("list of 2 numbers >= 0 and < 1", "[0.9, 0.999]")
     assert fields["trainer.kl.target"][1:3] == ("number > 0 or null", "null")
     assert fields["rollout.backend"].type == "sglang | vllm | embedded"
     assert fields["rollout.eval_gconfig.greedy"].type == "true or false"

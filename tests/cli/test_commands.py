@@ -99,6 +99,12 @@ def run_training_that(body, **settings):
     return subprocess.run(stand_in(body), capture_output=True, text=True, timeout=60, **settings)
 
 
+def test_of_several_ranks_the_first_alone_says_where_the_run_is():
+    for rank, said in [("0", "namespace(run_dir='runs/exp/trial')\nwritten to runs/exp/trial\n"), ("1", "")]:
+        done = run_training_that("pass", env={**os.environ, "RANK": rank})
+        assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+
+
 def test_config_prints_the_resolved_config():
     done = areal_lite("config", "run.yaml", "rollout.group_size=4", "trial_name=t")
     assert (done.returncode, done.stderr) == (0, "")

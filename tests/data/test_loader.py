@@ -1,14 +1,17 @@
 """The place counts batches handed out, and a restored loader gives exactly those that were left."""
 
+import copy
 import itertools
 import json
 import multiprocessing
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_lite.data.fingerprint import content_hash
 from areal_lite.data.loader import ResumableLoader
 from areal_lite.data.samplers import AbstractSampler, EpochSampler
 from areal_lite.errors import ConfigError
@@ -184,7 +187,7 @@ def test_an_iteration_ends_where_another_takes_over():
 @pytest.mark.parametrize(
     ("settings", "had"),
     [
-        ({"rows": 21}, "{'rows': 20}, this one has {'rows': 21}"),
+        ({"rows": 21}, "{'rows': 20, 'content': .*this one has {'rows': 21, 'content': "),
         ({"batch_size": 4}, "{'batch_size': 3}"),
         ({"seed": 2}, "{'seed': 1}"),
         ({"shuffle": False}, "{'shuffle': True}"),
@@ -195,6 +198,42 @@ def test_an_iteration_ends_where_another_takes_over():
 def test_the_place_of_another_data_set_or_setting_is_refused(settings, had):  # V20
     with pytest.raises(ConfigError, match=f"(?s)loader had.*{had}.*Use the same.*or start another trial"):
         resumed(make().state_dict(), **settings)
+
+
+def items(changed=None):
+    """Return 200 items as of fine-tuning; ``changed`` has another token at its end."""
+    return [
+        {"input_ids": torch.arange(n, n + 4 + n % 3) + (n == changed), "loss_mask": torch.ones(4 + n % 3)}
+        for n in range(200)
+    ]
+
+
+@pytest.mark.parametrize("changed", [0, 199])
+def test_the_place_of_as_many_other_rows_is_refused(changed):  # V20, V51
+    def loader(rows):
+        return ResumableLoader(rows, batch_size=8, shuffle=True, collate_fn=list)
+
+    state = json.loads(json.dumps(loader(items()).state_dict()))
+    loader(items()).load_state_dict(state)
+    with pytest.raises(ConfigError, match="had {'content': .*Use the same data set"):
+        loader(items(changed)).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": np.array([1.0, 2.5])},
+        {"x": np.array([1, 2], np.int32)},
+        {"x": np.array([[1, 2]])},
+        {"x": np.array([1, {"a": 3}], object)},
+        {"x": torch.tensor([1.0, 3.0], dtype=torch.bfloat16)},
+        {"y": np.array([1, 2])},
+    ],
+)
+def test_the_hash_of_arrays_is_of_their_values_format_and_shape(other):
+    row = {"x": np.array([1, 2])}
+    assert content_hash([row]) == content_hash([{"x": torch.tensor([1, 2])}])  # bytes, wherever they are
+    assert content_hash([other]) == content_hash([copy.deepcopy(other)]) != content_hash([row])
 
 
 def test_a_data_set_smaller_than_a_batch_is_refused_at_the_start():  # R-B15, V18

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoModelForSequenceClassification
 
 from areal_lite.api.config_loader import load_config
 from areal_lite.launch.run import run_training
@@ -77,3 +78,22 @@ def test_a_batch_is_dumped_once_and_trained_again_and_again(run_yaml: Path, tmp_
         assert (summary.run_dir / "profile" / "steps_1-2.json").stat().st_size > 1000
         assert (summary.run_dir / "scores" / "1.jsonl").exists() == (trial == "a")  # b asked nobody
     assert runs[0] == runs[1]
+
+
+def test_a_reward_model_judges_answers_greedy_ones_and_what_is_dumped(run_yaml: Path, tmp_path: Path) -> None:
+    """V40, V45"""
+    model = yaml.safe_load(run_yaml.read_text())["model_path"]
+    judge = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
+    judge.save_pretrained(tmp_path / "judge")
+    given = [f"reward_model={tmp_path / 'judge'}", "trainer.advantage=remax", "trainer.total_steps=1"]
+    given += ["eval_dataset=null", "dump_scores=true", "save_model=false"]
+    summary = run_training(load_config(run_yaml, given))
+    (line,) = map(json.loads, (summary.run_dir / "metrics.jsonl").read_text().splitlines())
+    scores = [
+        json.loads(row)["score"] for row in (summary.run_dir / "scores" / "1.jsonl").read_text().splitlines()
+    ]
+    assert sum(scores) / len(scores) == pytest.approx(line["train/reward_mean"], abs=1e-6)
+    # Rewards of the workflow are eighths; the judge's are no such numbers, and advantages are of its size.
+    assert any(score * 8 % 1 > 1e-3 for score in scores)
+    spread = max(scores) - min(scores)
+    assert max(abs(line["train/advantage_max"]), abs(line["train/advantage_min"])) < 3 * spread

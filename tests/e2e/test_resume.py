@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,16 @@ class Crash(Exception):
 
 def steps_of(run_dir: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+
+
+def cut_last_record(run_dir: Path) -> None:
+    path = run_dir / "metrics.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+
+
+def rewards(run_dir: Path) -> list[float]:
+    lines = (run_dir / "metrics.jsonl").read_bytes().splitlines()
+    return [json.loads(line)["train/reward_mean"] for line in lines]
 
 
 def trained_rows(run_dir: Path) -> dict[int, list[str]]:
@@ -63,6 +74,8 @@ def test_a_crashed_run_goes_on_and_draws_what_the_uninterrupted_one_draws(run_ya
     first = summary.run_dir.parent / "whole"
     assert steps_of(summary.run_dir) == steps_of(first) == [1, 2, 3, 4, 5]
     assert state(summary.run_dir, 5) == state(first, 5)
+    # What was sampled after the restart is what would have been sampled without it.
+    assert rewards(summary.run_dir) == pytest.approx(rewards(first), abs=1e-6)
     once, twice = trained_rows(first), trained_rows(summary.run_dir)
     assert {v: sorted(set(p)) for v, p in twice.items()} == once  # step 3 ran twice, on the same rows
 
@@ -141,6 +154,26 @@ def test_a_run_that_is_told_to_stop_saves_its_last_step(run_yaml: Path) -> None:
     assert steps_of(run_dir) == list(range(1, step + 1))
     more = [*EVERY_STEP, f"trainer.total_steps={step + 1}"]
     assert run_training(load_config(run_yaml, more)).steps == 1
+
+
+def test_a_run_stopped_in_an_evaluation_or_before_it_saved_its_model_is_completed(run_yaml: Path) -> None:
+    """The records and the model are taken away, as a stop after the checkpoint of step 1 leaves the folder."""
+    some = ["checkpoint.every_steps=1", "evaluation.every_steps=1", "trainer.total_steps=1"]
+    config = load_config(run_yaml, some)
+    run_dir = run_training(config).run_dir
+    with pytest.raises(ConfigError, match="has trained 1 steps and trainer.total_steps is 1"):
+        run_training(config)
+    cut_last_record(run_dir)
+    shutil.rmtree(run_dir / "model")
+    completed = run_training(config)
+    assert (completed.steps, completed.before, steps_of(run_dir)) == (0, None, [0, 1, 1])
+    assert completed.after is not None and completed.model_dir is not None and completed.model_dir.is_dir()
+    cut_last_record(run_dir)
+    run_training(load_config(run_yaml, [*some, "trainer.total_steps=2", "save_model=false"]))
+    evaluated = ["eval/reward" in line for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert list(zip(steps_of(run_dir), evaluated, strict=True)) == [
+        *((0, True), (1, False), (1, True), (2, False), (2, True))
+    ]
 
 
 def test_resuming_with_other_data_or_from_nothing_is_refused(run_yaml: Path) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -148,6 +149,70 @@ def test_a_stopped_run_saves_its_last_update_and_goes_on_from_there(sft_yaml: Pa
     assert found == expected
 
 
+def test_a_run_stopped_in_an_evaluation_or_before_it_saved_its_model_is_completed(sft_yaml: Path) -> None:
+    def config(steps: int, *overrides: str) -> SFTConfig:
+        some = [f"trainer.total_steps={steps}", "checkpoint.every_steps=1", "evaluation.every_steps=1"]
+        return load_config(sft_yaml, [*some, *overrides], root=SFTConfig)
+
+    run_dir = run_sft(config(1)).run_dir
+    model, metrics = run_dir / "model", run_dir / "metrics.jsonl"
+    with pytest.raises(ConfigError, match=r"has trained 1 steps and trainer.total_steps is 1"):
+        run_sft(config(1))
+    # As a stop leaves the folder that comes after the last checkpoint.
+    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:-1]))
+    shutil.rmtree(model)
+    completed = run_sft(config(1))
+    assert (completed.steps, completed.before, model.is_dir()) == (0, None, True)
+    assert completed.after is not None
+    # As one in the middle does: the evaluation is due before the next step.
+    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:-1]))
+    run_sft(config(2, "save_model=false"))
+    found = [(record["step"], "eval/loss" in record) for record in records(run_dir)]
+    assert found == [(0, True), (1, False), (1, True), (2, False), (2, True)]
+    # The model that is there is of step 1.
+    before = load_file(model / "model.safetensors")["model.norm.weight"]
+    assert run_sft(config(2)).steps == 0
+    assert not torch.equal(load_file(model / "model.safetensors")["model.norm.weight"], before)
+    with pytest.raises(ConfigError, match=r"has trained 2 steps"):
+        run_sft(config(2))
+
+
+SLOW_DISK = """
+import os, signal, sys, time
+from areal_lite.launch import stopping
+from areal_lite.trainer import checkpoint_writer, metrics
+
+stopping.STOP_SECONDS = 1.0
+write = checkpoint_writer.write_snapshot
+checkpoint_writer.write_snapshot = lambda *a: (time.sleep(2.5), write(*a))
+log = metrics.MetricsWriter.write
+
+def log_and_stop(self, step, values):
+    log(self, step, values)
+    if step == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+metrics.MetricsWriter.write = log_and_stop
+from areal_lite.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_told_run_ends_after_its_checkpoint_is_written_however_long_that_takes(sft_yaml: Path) -> None:
+    some = ["trainer.total_steps=500", "checkpoint.every_steps=400", "eval_dataset=null"]
+    stopped = subprocess.run(
+        [sys.executable, "-c", SLOW_DISK, "sft", str(sft_yaml), *some],
+        env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert stopped.returncode == 143, stopped.stderr
+    assert "not stopped after" not in stopped.stderr
+    (folder,) = (sft_yaml.parent / "runs").glob("*/*/checkpoints/*")
+    assert folder.name == "step_00000002"
+
+
 @pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_two_ranks_train_as_one_process_does(name: str, tmp_path: Path, tiny_model: Path) -> None:
     # R21: token-mean over the global batch; pairs whole on one rank; the first rank alone writes.
@@ -189,6 +254,41 @@ def test_a_checkpoint_of_another_config_or_without_steps_left_is_refused(sft_yam
         run(sft_yaml, *some, "checkpoint.resume=never")
     with pytest.raises(CheckpointError):
         run(sft_yaml, *some, "checkpoint.resume=no/such/step_00000001")
+
+
+def test_a_checkpoint_of_other_rows_is_refused(sft_yaml: Path) -> None:
+    rows, kept = sft_yaml.with_name("rows.jsonl"), conversations(16)
+    some = ["checkpoint.every_steps=1", "save_model=false", "eval_dataset=null"]
+    some.append(f"train_dataset={{path: {rows}, max_length: 256}}")
+    rows.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    run(sft_yaml, *some, "trainer.total_steps=1")
+    rows.write_text("".join(json.dumps(row) + "\n" for row in reversed(kept)))
+    with pytest.raises(ConfigError, match=r"loader had {'content': .*Use the same data set"):
+        run(sft_yaml, *some, "trainer.total_steps=2")
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
+    sft_yaml: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(*overrides: str, stop_at: int = 0) -> SupervisedSummary:
+        some = ["trainer.total_steps=2", "checkpoint.every_steps=5", "save_model=false", *overrides]
+
+        def stop(step: int, metrics: dict[str, float]) -> None:
+            if step == stop_at:
+                raise KeyboardInterrupt
+
+        return run_sft(load_config(sft_yaml, some, root=SFTConfig), on_step=stop if stop_at else None)
+
+    with pytest.raises(KeyboardInterrupt):
+        start(stop_at=1)
+    with pytest.raises(ConfigError, match="made with another config: seed was 1 and is 2"):
+        start("seed=2")
+    for other in ("checkpoint.resume=never", "checkpoint.every_steps=null"):
+        with pytest.raises(ConfigError, match="already holds a training run"):
+            start(other)
+    summary = start()
+    assert "ended before its first checkpoint, and starts again" in caplog.text
+    assert (summary.steps, [record["step"] for record in records(summary.run_dir)]) == (2, [0, 1, 2, 2])
 
 
 def test_dpo_widens_the_margin(tmp_path: Path, tiny_model: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_loss_of_ones_own_is_taken(tmp_path, monkeypatch):
     own = yaml.safe_load((REPOSITORY / "configs/on_policy.yaml").read_text())
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(own | shown))
-    Algorithm(load_config(path).trainer, max_new_tokens=16)
+    assert Algorithm(load_config(path).trainer, max_new_tokens=16).needs_every_sample
 
 
 def test_the_page_is_short():

@@ -266,7 +266,7 @@ def test_vllm_replies_and_requests_in_its_own_words() -> None:
         "length",
     )
     body = VLLM().generate_body(
-        [1], GenerationHyperparameters(seed=4), rid="r", max_new_tokens=7, min_new_tokens=0
+        [1], GenerationHyperparameters(), rid="r", max_new_tokens=7, min_new_tokens=0, seed=4
     )
     assert body["sampling_params"]["max_tokens"] == 7
     assert body["sampling_params"]["seed"] == 4

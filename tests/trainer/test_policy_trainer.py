@@ -68,6 +68,35 @@ def test_loss_and_gradients_do_not_depend_on_how_the_step_is_cut(
     torch.testing.assert_close(gradients(trainer), whole[1], atol=1e-5, rtol=1e-3)
 
 
+def test_which_groups_share_an_update_does_not_depend_on_the_order_of_the_batch(tiny: Path) -> None:
+    trainers = [make_trainer(tiny, minibatches_per_step=2) for _ in range(2)]
+    batch = drawn_batch(0, groups=4)
+    for trainer, ordered in zip(trainers, (batch, batch[::-1]), strict=True):
+        trainer.train_step(training_batch(ordered), version=0)
+    torch.testing.assert_close(weights(trainers[0]), weights(trainers[1]), atol=1e-5, rtol=1e-4)
+
+
+def test_a_loss_of_ones_own_reaches_samples_without_an_advantage(tiny: Path) -> None:
+    silent = [
+        dataclasses.replace(one, reward=2.0, group_id=f"s{n}")
+        for n in range(2)
+        for one in drawn_batch(2, groups=1)
+    ]
+    batch = training_batch(drawn_batch(1, groups=1) + silent)
+    trainer = make_trainer(tiny, loss="tests.trainer.training_data.squared_ratio", minibatches_per_step=3)
+    metrics = trainer.train_step(batch, version=0)
+    assert metrics["computed_tokens"] == metrics["trained_tokens"]
+
+
+def test_what_a_critic_tells_is_a_mean_over_its_own_tokens(tiny: Path) -> None:
+    """Also while the policy waits."""
+    critic = CriticConfig(learning_rate=1.0, updates_before_policy=1)
+    trainer = make_trainer(tiny, advantage="gae", critic=critic, minibatches_per_step=3)
+    metrics = trainer.train_step(training_batch(drawn_batch(0)), version=0)
+    assert metrics["computed_tokens"] == 0
+    assert 0 < metrics["value_clip_fraction"] <= 1
+
+
 def test_padding_in_the_same_micro_batch_changes_nothing(tiny: Path) -> None:
     """A long stranger in the batch pads the group's rows; with advantage 0 it adds no gradient of its own."""
     group = [sample([5, 6, 7, 8 + i], [3], reward=float(i), group="a") for i in range(2)]

@@ -9,6 +9,8 @@ import numpy as np
 from areal_lite.data.data_proto import DataProto
 from areal_lite.data.training_batch import collate_training_samples
 from areal_lite.data.training_sample import TrainingSample
+from areal_lite.trainer.objectives.aggregation import LossTerms
+from areal_lite.trainer.objectives.policy_loss import PolicyInputs
 
 VOCABULARY = 259
 
@@ -65,3 +67,9 @@ def drawn_batch(seed: int, *, groups: int = 3, group_size: int = 4) -> list[Trai
                 )
             )
     return batch
+
+
+def squared_ratio(inputs: PolicyInputs, *, strength: float = 1.0) -> LossTerms:
+    """A loss that also pulls samples without an advantage."""
+    ratio = (inputs.policy - inputs.proximal).exp()
+    return LossTerms(-ratio * inputs.advantages + strength * (ratio - 1) ** 2, {"ratio": ratio.detach()})

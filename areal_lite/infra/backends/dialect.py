@@ -53,6 +53,7 @@ class Dialect(Protocol):
         rid: str,
         max_new_tokens: int,
         min_new_tokens: int,
+        seed: int | None,
     ) -> dict[str, Any]:
         """Return the JSON body of one generation."""
 

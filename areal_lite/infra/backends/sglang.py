@@ -30,6 +30,7 @@ class SGLang:
         rid: str,
         max_new_tokens: int,
         min_new_tokens: int,
+        seed: int | None,
     ) -> dict[str, Any]:
         """Return the JSON body of one generation."""
         sampling: dict[str, Any] = {
@@ -51,8 +52,8 @@ class SGLang:
             sampling["ignore_eos"] = True
         if gconfig.frequency_penalty:
             sampling["frequency_penalty"] = gconfig.frequency_penalty
-        if gconfig.seed is not None:
-            sampling["sampling_seed"] = gconfig.seed
+        if seed is not None:
+            sampling["sampling_seed"] = seed
         return {
             "rid": rid,
             "input_ids": input_ids,

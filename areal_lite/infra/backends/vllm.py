@@ -33,6 +33,7 @@ class VLLM:
         rid: str,
         max_new_tokens: int,
         min_new_tokens: int,
+        seed: int | None,
     ) -> dict[str, Any]:
         """Return the JSON body of one generation; vLLM ignores names it does not know, so these are exact."""
         sampling: dict[str, Any] = {
@@ -50,8 +51,8 @@ class VLLM:
             sampling["stop"] = gconfig.stop
         if gconfig.stop_token_ids:
             sampling["stop_token_ids"] = gconfig.stop_token_ids
-        if gconfig.seed is not None:
-            sampling["seed"] = gconfig.seed
+        if seed is not None:
+            sampling["seed"] = seed
         return {"request_id": rid, "token_ids": input_ids, "sampling_params": sampling, "stream": False}
 
     def parse_generate(self, reply: Any) -> Chunk:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from areal_lite.errors import ConfigError
+
 
 def discounted_sums(values: Tensor, rows: Tensor, discount: float) -> Tensor:
     """Return each token's value plus what follows it in its row, ``discount`` less per token.
@@ -20,7 +22,14 @@ def discounted_sums(values: Tensor, rows: Tensor, discount: float) -> Tensor:
 
     Returns:
         ``[T]``, dtype of ``values``.
+
+    Raises:
+        ConfigError: If the discount is none.
     """
+    if not 0 <= discount <= 1:
+        raise ConfigError(
+            f"trainer.advantage_kwargs: gamma and lam discount by {discount} a token: use 0 to 1"
+        )
     sums = values.clone()
     longest = int(torch.bincount(rows).max()) if len(rows) else 0
     reach = 1

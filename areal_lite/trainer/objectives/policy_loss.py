@@ -25,6 +25,9 @@ from areal_lite.trainer.registry import Registry
 
 POLICY_LOSSES: Registry[Callable[..., LossTerms]] = Registry("policy loss")
 
+VANISHES_WITHOUT_ADVANTAGE = frozenset({"ppo", "gspo", "gmpo", "cispo", "sapo", "reinforce", "gpg", "m2po"})
+"""Losses that are 0, gradient included, for a row whose advantages are 0, whatever else is in the batch."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyInputs:
@@ -265,6 +268,10 @@ def m2po(inputs: PolicyInputs, *, max_second_moment: float = 0.04) -> LossTerms:
 
 
 def _held(ratio: Tensor, eps: float, eps_high: float | None) -> Tensor:
+    if eps < 0 or (eps_high is not None and eps_high < 0):
+        raise ConfigError(
+            f"trainer.loss_kwargs: clip_eps is {eps} and clip_eps_high {eps_high}: use 0 or more"
+        )
     return ratio.clamp(1 - eps, 1 + (eps if eps_high is None else eps_high))
 
 

@@ -1,0 +1,39 @@
+"""What a training run prints: once, whatever the number of ranks, and no before that was not one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from areal_lite.launch.evaluation import Evaluation
+from areal_lite.launch.progress import TrainingProgress, summary_table
+from areal_lite.launch.run import TrainingSummary
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(None, 2), ("0", 2), ("1", 0)])
+def test_the_first_rank_alone_prints(
+    rank: str | None, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with TrainingProgress(4) as progress:
+        progress.on_step(0, {"eval/reward": 0.5, "eval/episodes": 4.0, "eval/seconds": 1.0})
+    assert len(capsys.readouterr().out.splitlines()) == lines
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_the_table_of_a_resumed_run_has_no_before(resumed: bool) -> None:
+    after = Evaluation(reward=0.75, episodes=4, failed=1, seconds=1.0)
+    before = None if resumed else Evaluation(reward=0.25, episodes=3, failed=2, seconds=1.0)
+    summary = TrainingSummary(
+        run_dir=Path("runs"), steps=2, seconds=3.0, before=before, after=after, model_dir=None
+    )
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(summary_table(summary))
+    rows = [line.split() for line in shown.get().splitlines() if "held-out" in line or "failed" in line]
+    told = [[word for word in row if word not in "│|"][-2:] for row in rows]
+    first = ["-", "-", "-"] if resumed else ["0.250", "3", "2"]
+    assert told == [list(pair) for pair in zip(first, ["0.750", "4", "1"], strict=True)]
