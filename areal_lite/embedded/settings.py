@@ -75,8 +75,13 @@ class ServerSettings:
         return self.num_threads or max(1, cores // 2)
 
 
-def check_model_path(model_path: str) -> None:
-    """Refuse a directory that cannot be served; a Hub name passes.
+def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer: bool = True) -> None:
+    """Refuse a directory that cannot be loaded; a Hub name passes.
+
+    Args:
+        model_path: The directory or name.
+        key: The config key it came from, for errors.
+        has_tokenizer: Whether a tokenizer must be there, too.
 
     Raises:
         ConfigError: If the path is no directory and no Hub name either, or lacks config.json, tokenizer or weights.
@@ -89,25 +94,25 @@ def check_model_path(model_path: str) -> None:
         if looks_local:
             what = "is a file" if path.is_file() else "does not exist"
             raise ConfigError(
-                f"model_path {model_path!r} {what}: it must be a directory with config.json and weights, or the "
+                f"{key} {model_path!r} {what}: it must be a directory with config.json and weights, or the "
                 "name of a model on the Hugging Face Hub, like 'HuggingFaceTB/SmolLM2-135M-Instruct'."
             )
         return
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"model_path {model_path!r} has no config.json: give the directory that save_pretrained wrote, "
+            f"{key} {model_path!r} has no config.json: give the directory that save_pretrained wrote, "
             "not its parent."
         )
     if not any(path.glob("*.safetensors")):
         raise ConfigError(
-            f"model_path {model_path!r} has no *.safetensors file: save the model with save_pretrained, "
+            f"{key} {model_path!r} has no *.safetensors file: save the model with save_pretrained, "
             "which writes them."
         )
-    if not any(
+    if has_tokenizer and not any(
         (path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     ):
         raise ConfigError(
-            f"model_path {model_path!r} has no tokenizer: save it there too, with tokenizer.save_pretrained."
+            f"{key} {model_path!r} has no tokenizer: save it there too, with tokenizer.save_pretrained."
         )
 
 

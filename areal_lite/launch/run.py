@@ -177,9 +177,10 @@ def _check_trainable(config: RunConfig) -> None:
 
     check_startable(config)
     critic = config.trainer.critic
-    for path in (config.reward_model, None if critic is None else critic.model_path):
-        if path is not None:
-            check_model_path(path)
+    if config.reward_model is not None:
+        check_model_path(config.reward_model, key="reward_model", has_tokenizer=False)
+    if critic is not None and critic.model_path is not None:
+        check_model_path(critic.model_path, key="trainer.critic.model_path", has_tokenizer=False)
     rollout = config.rollout
     if rollout.group_size < 2 and config.trainer.advantage in COMPARES_GROUP:
         raise ConfigError(
