@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from areal_lite.api.config import RunConfig
 from areal_lite.api.engine_api import Row
-from areal_lite.api.episode import EpisodeStatus
+from areal_lite.api.episode import EpisodeResult, EpisodeStatus
 from areal_lite.errors import EpisodeError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.launch.workflow_choice import workflow_kwargs
+from areal_lite.trainer.validation_metrics import validation_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class Evaluation:
     failed: int
     """Episodes' groups without a reward."""
     seconds: float
+    figures: dict[str, float] = field(default_factory=dict)
+    """Of several episodes a row, or several data sources: :func:`validation_metrics`."""
 
     def metrics(self) -> dict[str, float]:
         """Return the fields as they stand in metrics.jsonl."""
@@ -33,6 +36,7 @@ class Evaluation:
             "eval/episodes": float(self.episodes),
             "eval/failed": float(self.failed),
             "eval/seconds": self.seconds,
+            **{f"eval/{name}": value for name, value in self.figures.items()},
         }
 
 
@@ -63,4 +67,18 @@ def evaluate(engine: RemoteInfEngine, config: RunConfig, rows: Sequence[Row]) ->
         episodes=len(rewards),
         failed=len(failed),
         seconds=time.monotonic() - clock,
+        figures=_figures(results, config.evaluation.group_size),
     )
+
+
+def _figures(results: Sequence[EpisodeResult], group_size: int) -> dict[str, float]:
+    """Return mean@N, best@N, worst@N of each data source; nothing that the mean reward does not say already."""
+    judged = [
+        (reward, str(place), str(result.data.get("data_source", "held_out")))
+        for place, result in enumerate(results)
+        for reward in result.rewards
+    ]
+    rewards, places, sources = zip(*judged, strict=True)
+    if group_size == 1 and set(sources) == {"held_out"}:
+        return {}
+    return validation_metrics({"reward": rewards}, prompt_ids=places, data_sources=sources)

@@ -87,8 +87,12 @@ def test_rollout_and_evaluation_run_alone(run_yaml: Path) -> None:
     results = run_rollout(config)
     assert [r.status for r in results] == ["accepted"] * 16
     assert all(len(r.rewards) == 4 for r in results)
-    evaluation = run_evaluation(config)
-    assert (evaluation.episodes, evaluation.failed) == (4, 0)
+    several = load_config(run_yaml, ["evaluation.group_size=2", "rollout.eval_gconfig={max_new_tokens: 8}"])
+    evaluation = run_evaluation(several)
+    assert (evaluation.episodes, evaluation.failed) == (8, 0)
+    figures = evaluation.metrics()
+    assert figures["eval/held_out/reward/mean@2"] == pytest.approx(evaluation.reward)
+    assert figures["eval/held_out/reward/best@2/mean"] >= figures["eval/held_out/reward/worst@2/mean"]
 
 
 @pytest.mark.parametrize(
