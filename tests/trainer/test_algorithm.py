@@ -23,7 +23,8 @@ def algorithm(max_new_tokens: int | None = None, **settings: Any) -> Algorithm:
 @pytest.mark.parametrize("loss", POLICY_LOSSES.names())
 @pytest.mark.parametrize("advantage", ESTIMATORS.names())
 def test_every_estimator_goes_with_every_loss(advantage: str, loss: str) -> None:
-    algorithm(advantage=advantage, loss=loss, critic=CRITIC if advantage == "gae" else None)
+    made = algorithm(advantage=advantage, loss=loss, critic=CRITIC if advantage == "gae" else None)
+    assert made.needs_proximal_early == (advantage == "optimal_token_baseline")
 
 
 @pytest.mark.parametrize(

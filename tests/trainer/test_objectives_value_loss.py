@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areal_lite.trainer.objectives.aggregation import AggregationMode, aggregate, token_weights
-from areal_lite.trainer.objectives.value_loss import explained_variance, value_loss
+from areal_lite.trainer.objectives.value_loss import value_loss
 from tests.trainer.oracle_cases import DTYPES, assert_matches, case, inputs
 
 
@@ -46,12 +46,3 @@ def test_without_a_band_it_is_half_the_squared_error() -> None:
     terms = value_loss(torch.tensor([3.0, 0.0]), torch.zeros(2), torch.tensor([1.0, 1.0]))
     assert terms.losses.tolist() == [2.0, 0.5]
     assert terms.statistics["value_clip_fraction"].tolist() == [0.0, 0.0]
-
-
-def test_explained_variance_by_hand() -> None:
-    returns = torch.tensor([0.0, 2.0, 4.0])
-    assert explained_variance(returns, returns) == 1.0
-    assert explained_variance(torch.tensor([1.0, 1.0, 1.0]), returns) == 0.0
-    assert explained_variance(torch.tensor([0.0, 1.0, 2.0]), returns) == pytest.approx(0.75)
-    assert explained_variance(torch.zeros(2), torch.ones(2)) == 0.0
-    assert explained_variance(torch.zeros(0), torch.zeros(0)) == 0.0

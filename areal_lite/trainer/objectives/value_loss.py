@@ -1,4 +1,4 @@
-"""The critic's loss per token, and how much of the returns it explains."""
+"""The critic's loss per token."""
 
 from __future__ import annotations
 
@@ -34,15 +34,3 @@ def value_loss(
         held_error = (held - returns).square()
     statistics = {"value_clip_fraction": (held_error > error).to(values.dtype)}
     return LossTerms(torch.maximum(error, held_error) / 2, statistics)
-
-
-@torch.no_grad()
-def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """Return the share of the returns' variance (``[T]`` each, one update) that the values explain.
-
-    1 is perfect, 0 no better than a constant, below 0 worse. Equal returns leave nothing to explain: 0.
-    """
-    variance = returns.double().var(correction=0) if len(returns) else returns.new_zeros(())
-    if variance == 0:
-        return 0.0
-    return 1.0 - ((returns - values).double().var(correction=0) / variance).item()
