@@ -11,16 +11,15 @@ take turns. Micro-batches hold at most 4,096 tokens with their padding.
 come, padded to the longest of these. *bucketed*: micro-batches of like lengths (what the trainers do). *packed*:
 sequences side by side in rows that fill a micro-batch, kept apart by a block mask.
 
-One run with --repeats 1 on one core of an AMD EPYC (Zen 4, AVX512-BF16), torch 2.13, seconds of the process:
+One run on one core of an AMD EPYC (Zen 4, AVX512-BF16), torch 2.13, seconds of the process:
 
                     forward passes   with padding   tokens/s   ratio
-    padded          8                68,096         707        1.00
-    padded by 8     8                41,216         1,166      1.65
-    bucketed        6                19,701         2,181      3.08
-    packed          4                15,293         1,234      1.74
+    padded          8                68,096         744        1.00
+    padded by 8     8                41,216         1,266      1.70
+    bucketed        11               16,357         2,719      3.66
+    packed          4                15,293         1,247      1.68
 
-Packing has no padding, but a row of 4,096 tokens with a mask pays attention over all of them. Micro-batches of
-2,048 tokens would have 17,547 tokens with padding, of 1,024 16,166; each costs a pass over the weights.
+Packing has no padding, but a row of 4,096 tokens with a mask pays attention over all of them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import itertools
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +21,21 @@ def test_a_plan_holds_each_row_once_and_stays_within_the_cap(lengths: list[int],
 
 def test_rows_of_like_length_go_together_longest_first() -> None:
     assert plan_microbatches([3, 9, 4, 8], max_tokens=18) == [[1, 3], [2, 0]]
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=7), cap=st.sampled_from([60, 100, 180]))
+def test_no_other_cut_of_the_sorted_lengths_costs_less(lengths: list[int], cap: int) -> None:
+    def cost(plan: list[list[int]]) -> float:
+        return sum(len(batch) * max(batch) + cap / 16 for batch in plan)
+
+    ordered = sorted(lengths, reverse=True)
+    cuts = itertools.chain.from_iterable(
+        itertools.combinations(range(1, len(ordered)), count) for count in range(len(ordered))
+    )
+    plans = [[ordered[i:j] for i, j in itertools.pairwise((0, *cut, len(ordered)))] for cut in cuts]
+    allowed = [plan for plan in plans if all(len(batch) * max(batch) <= cap for batch in plan)]
+    found = [[lengths[index] for index in batch] for batch in plan_microbatches(lengths, max_tokens=cap)]
+    assert cost(found) == pytest.approx(min(map(cost, allowed)))
 
 
 @given(seed=st.integers(0, 50), cap=st.integers(4, 120), balance=st.integers(1, 2000))
