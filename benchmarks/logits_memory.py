@@ -41,6 +41,7 @@ def measure(way: str, arguments: argparse.Namespace) -> float:
         input_ids=ids,
         position_ids=torch.arange(length).expand_as(ids),
         attention_mask=None,
+        segments=None,
         predicted_at=torch.arange(ids.numel()),
         targets=ids.flatten(),
     )

@@ -8,18 +8,19 @@ autocast. All ways compute the same loss through the same code; only the plan of
 take turns. Micro-batches hold at most 4,096 tokens with their padding.
 
 *padded*: all 64 padded on the right to the longest, 8 sequences a pass. *padded by 8*: each 8 in the order they
-come, padded to the longest of these. *bucketed*: micro-batches of like lengths (what the trainers do). *packed*:
-sequences side by side in rows that fill a micro-batch, kept apart by a block mask.
+come, padded to the longest of these. *bucketed*: micro-batches of like lengths (what the trainers do on a CPU).
+*masked*: sequences side by side in a row that fills a micro-batch, kept apart by a mask of all tokens by all.
+*side by side*: such a row without a mask; attention is by a kernel for different lengths on a GPU (what the trainers
+do there), one sequence after another on a CPU.
 
 One run on one core of an AMD EPYC (Zen 4, AVX512-BF16), torch 2.13, seconds of the process:
 
                     forward passes   with padding   tokens/s   ratio
-    padded          8                68,096         744        1.00
-    padded by 8     8                41,216         1,266      1.70
-    bucketed        11               16,357         2,719      3.66
-    packed          4                15,293         1,247      1.68
-
-Packing has no padding, but a row of 4,096 tokens with a mask pays attention over all of them.
+    padded          8                68,096         788        1.00
+    padded by 8     8                41,216         1,352      1.72
+    bucketed        11               16,357         2,798      3.55
+    masked          4                15,293         1,318      1.67
+    side by side    4                15,293         2,357      2.99
 """
 
 from __future__ import annotations
@@ -93,21 +94,27 @@ def bucketed(lengths: list[int]) -> Plan:
     return [[alone(i, lengths) for i in batch] for batch in plan_microbatches(lengths, max_tokens=MAX_TOKENS)]
 
 
-def packed(lengths: list[int]) -> Plan:
+def masked(lengths: list[int]) -> Plan:
     (batches,) = plan_packing(lengths, max_tokens=MAX_TOKENS).ranks
     return [[Row(batch, prefix=0, length=sum(lengths[i] for i in batch))] for batch in batches]
+
+
+def side_by_side(lengths: list[int]) -> Plan:
+    (batches,) = plan_packing(lengths, max_tokens=MAX_TOKENS).ranks
+    return [[alone(i, lengths) for i in batch] for batch in batches]
 
 
 WAYS: dict[str, Callable[[list[int]], Plan]] = {
     "padded": padded,
     "padded by 8": padded_by_8,
     "bucketed": bucketed,
-    "packed": packed,
+    "masked": masked,
+    "side by side": side_by_side,
 }
 
 
 def run(
-    scorer: TokenScorer, samples: list[TrainingSample], plan: Plan, device: torch.device
+    scorer: TokenScorer, samples: list[TrainingSample], plan: Plan, device: torch.device, *, ragged: bool
 ) -> tuple[float, float]:
     """Return the seconds of forward and backward (on a CPU those it computed, whatever else runs), and the loss."""
     scorer.zero_grad()
@@ -117,7 +124,7 @@ def run(
     began = clock()
     for rows in plan:
         with torch.autocast(device.type, torch.bfloat16):
-            logprobs = scorer(pack(samples, rows, device=device)).logprobs
+            logprobs = scorer(pack(samples, rows, device=device, ragged=ragged)).logprobs
         loss = -logprobs.sum() / trained
         loss.backward()
         total += loss.detach()
@@ -138,20 +145,22 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)
     scorer, samples = make_scorer(args.layers, device), make_samples()
+    assert scorer.read_ragged()
     lengths = [num_inputs(sample) for sample in samples]
     plans = {name: make(lengths) for name, make in WAYS.items()}
-    run(scorer, samples, plans["bucketed"][-1:], device)  # warms up
+    run(scorer, samples, plans["bucketed"][-1:], device, ragged=False)  # warms up
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     losses: dict[str, float] = {}
     for _ in range(args.repeats):
         for name, plan in plans.items():
-            took, losses[name] = run(scorer, samples, plan, device)
+            took, losses[name] = run(scorer, samples, plan, device, ragged=name == "side by side")
             seconds[name].append(took)
     print(f"{sum(lengths)} tokens in {len(lengths)} sequences, the longest of {max(lengths)}")
     slowest = min(seconds["padded"])
     print(f"{'':>12}{'forward passes':>16}{'with padding':>14}{'tokens/s':>10}{'ratio':>7}{'loss':>10}")
     for name, plan in plans.items():
         computed = sum(len(rows) * max(row.length for row in rows) for rows in plan)
+        computed = sum(lengths) if name == "side by side" else computed
         best = min(seconds[name])
         print(
             f"{name:>12}{len(plan):>16}{computed:>14}{sum(lengths) / best:>10.0f}{slowest / best:>7.2f}"

@@ -8,6 +8,8 @@ nowhere else.
 from __future__ import annotations
 
 import inspect
+import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,9 @@ from torch import Tensor, nn
 
 from areal_lite.data.training_sample import TrainingSample
 from areal_lite.trainer.microbatches import Row, num_inputs
+from areal_lite.trainer.ragged_attention import RAGGED, Segments
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,49 +34,83 @@ class PackedRows:
     position_ids: Tensor
     """``[R, L]`` place of each token in its own sequence."""
     attention_mask: Tensor | None
-    """``[R, 1, L, L]`` bool, True where the query sees the key; None where it is plain causal."""
+    """``[R, 1, L, L]`` bool, True where the query sees the key; None where it is plain causal, or ``segments`` say."""
+    segments: Segments | None
+    """Which tokens see one another in a single row of all sequences side by side."""
     predicted_at: Tensor
     """``[N]`` flat position of the token before each trained one."""
     targets: Tensor
     """``[N]`` the trained tokens, row by row, sample by sample."""
 
 
-def pack(samples: Sequence[TrainingSample], rows: Sequence[Row], *, device: torch.device) -> PackedRows:
-    """Lay the rows out: the common prefix, then each sample's own tokens, which see only the prefix and themselves."""
-    length = max(row.length for row in rows)
-    ids = np.zeros((len(rows), length), np.int64)
+def pack(
+    samples: Sequence[TrainingSample], rows: Sequence[Row], *, device: torch.device, ragged: bool = False
+) -> PackedRows:
+    """Lay the rows out: the common prefix, then each sample's own tokens, which see only the prefix and themselves.
+
+    Args:
+        samples: The step's samples.
+        rows: Which of them, and how they share prefixes.
+        device: Where the tensors go.
+        ragged: Set the rows side by side in one, without padding, instead of one below the other.
+    """
+    lengths = [row.length for row in rows]
+    starts = np.cumsum([0, *lengths]) if ragged else max(lengths) * np.arange(len(rows) + 1)
+    ids = np.zeros(starts[-1], np.int64)
     positions = np.zeros_like(ids)
     owner = np.full_like(ids, -1)  # 0 the prefix, 1.. the samples, -1 padding
+    spans: list[tuple[int, int, int, int]] = []  # prefix and own tokens of each sample
     predicted_at: list[np.ndarray[Any, Any]] = []
     targets: list[np.ndarray[Any, Any]] = []
-    for r, row in enumerate(rows):
-        ids[r, : row.prefix] = samples[row.samples[0]].input_ids[: row.prefix]
-        positions[r, : row.prefix] = np.arange(row.prefix)
-        owner[r, : row.prefix] = 0
-        end = row.prefix
+    for row, start in zip(rows, starts.tolist(), strict=False):
+        own = end = start + row.prefix
+        ids[start:own] = samples[row.samples[0]].input_ids[: row.prefix]
+        positions[start:own] = np.arange(row.prefix)
+        owner[start:own] = 0
         for number, index in enumerate(row.samples, start=1):
             sample, inputs = samples[index], num_inputs(samples[index])
-            start, end = end, end + inputs - row.prefix
-            ids[r, start:end] = sample.input_ids[row.prefix : inputs]
-            positions[r, start:end] = np.arange(row.prefix, inputs)
-            owner[r, start:end] = number
+            begin, end = end, end + inputs - row.prefix
+            ids[begin:end] = sample.input_ids[row.prefix : inputs]
+            positions[begin:end] = np.arange(row.prefix, inputs)
+            owner[begin:end] = number
+            spans.append((start, own, begin, end))
             trained = np.flatnonzero(sample.loss_mask)
             before = trained - 1
-            predicted_at.append(
-                r * length + np.where(before < row.prefix, before, before - row.prefix + start)
-            )
+            predicted_at.append(np.where(before < row.prefix, start, begin - row.prefix) + before)
             targets.append(sample.input_ids[trained])
-    mask = None
-    if any(len(row.samples) > 1 for row in rows):
-        owners = torch.from_numpy(owner).to(device)
+    mask = segments = None
+    if ragged:
+        segments = _segments(spans, device)
+    elif any(len(row.samples) > 1 for row in rows):
+        owners = torch.from_numpy(owner.reshape(len(rows), -1)).to(device)
         seen = (owners[:, None, :] == 0) | (owners[:, None, :] == owners[:, :, None])
-        mask = (seen & torch.ones(length, length, dtype=torch.bool, device=device).tril())[:, None]
+        mask = (seen & torch.ones(seen.shape[1:], dtype=torch.bool, device=device).tril())[:, None]
+    shape = (1 if ragged else len(rows), -1)
     return PackedRows(
-        input_ids=torch.from_numpy(ids).to(device),
-        position_ids=torch.from_numpy(positions).to(device),
+        input_ids=torch.from_numpy(ids.reshape(shape)).to(device),
+        position_ids=torch.from_numpy(positions.reshape(shape)).to(device),
         attention_mask=mask,
+        segments=segments,
         predicted_at=torch.from_numpy(np.concatenate(predicted_at)).to(device),
         targets=torch.from_numpy(np.concatenate(targets)).to(device),
+    )
+
+
+def _segments(spans: Sequence[tuple[int, int, int, int]], device: torch.device) -> Segments:
+    """Return the segments of samples side by side; the first of a row computes its prefix too."""
+    queries, keys = [0], [np.arange(0)]
+    for start, own, begin, end in spans:
+        first = start if begin == own else begin
+        if first < end:
+            queries.append(end)
+            keys.append(np.concatenate((np.arange(start, own), np.arange(begin, end))))
+    key_ends = np.cumsum([len(places) for places in keys])
+    return Segments(
+        query_ends=torch.tensor(queries, dtype=torch.int32, device=device),
+        key_ends=torch.tensor(key_ends, dtype=torch.int32, device=device),
+        keys=torch.from_numpy(np.concatenate(keys)).to(device),
+        longest_query=int(np.diff(queries).max()),
+        longest_key=int(np.diff(key_ends).max()),
     )
 
 
@@ -94,10 +133,37 @@ class PackedModel(nn.Module):
             self.shares_prefixes = self._packing_is_exact()
             """Whether rows may hold more than one sample: all layers are full attention and tokens are placed by
             ``position_ids``; tried on four tokens."""
+        self.ragged = False
+        """Whether rows are read side by side, without padding and mask."""
+        if model.device.type == "cuda":
+            self.read_ragged()
+
+    def read_ragged(self) -> bool:
+        """Read rows side by side from now on, where that gives the same; return whether it does."""
+        before, model = self._config._attn_implementation, self.model
+        if self.shares_prefixes:
+            model.set_attn_implementation(RAGGED)
+            try:
+                with (
+                    torch.no_grad(),
+                    torch.autocast("cuda", torch.bfloat16, enabled=model.device.type == "cuda"),
+                ):
+                    side_by_side, below = (self.states(_probe(model.device, ragged=r)) for r in (True, False))
+            except (RuntimeError, TypeError, ValueError) as error:
+                logger.warning("%s reads padded rows: %s", type(model).__name__, error)
+            else:
+                self.ragged = bool((side_by_side - below).norm() < 0.05 * below.norm())
+        if self.ragged:
+            self.balance_length = sys.maxsize  # siblings in a row cost each other nothing
+        else:
+            model.set_attn_implementation(before)
+        return self.ragged
 
     def inputs(self, packed: PackedRows) -> dict[str, Any]:
         """Return the arguments of model or decoder."""
         inputs: dict[str, Any] = {"input_ids": packed.input_ids, "use_cache": False}
+        if packed.segments is not None:
+            inputs |= {"segments": packed.segments, "position_ids": packed.position_ids}
         if packed.attention_mask is not None:
             inputs |= {"attention_mask": packed.attention_mask, "position_ids": packed.position_ids}
         return inputs
@@ -116,16 +182,22 @@ class PackedModel(nn.Module):
             return False
         if "position_ids" not in inspect.signature(self._decoder[0].forward).parameters:
             return False
-        probe = [
-            TrainingSample(
-                input_ids=np.array([1, 2, *tail]),
-                loss_mask=np.array([False, False, True, True]),
-                reward=0.0,
-                group_id="",
-            )
-            for tail in ([3, 4], [4, 3])
-        ]
         device = self.model.device
-        together = self.states(pack(probe, [Row((0, 1), prefix=2, length=4)], device=device))
-        apart = self.states(pack(probe, [Row((i,), prefix=2, length=3) for i in (0, 1)], device=device))
+        together, apart = (self.states(_probe(device, shared=shared)) for shared in (True, False))
         return torch.allclose(together, apart, atol=1e-3, rtol=1e-3)
+
+
+def _probe(device: torch.device, *, shared: bool = True, ragged: bool = False) -> PackedRows:
+    """Return two samples of four tokens that begin alike."""
+    samples = [
+        TrainingSample(
+            input_ids=np.array([1, 2, *tail]),
+            loss_mask=np.array([False, False, True, True]),
+            reward=0.0,
+            group_id="",
+        )
+        for tail in ([3, 4], [4, 3])
+    ]
+    apart = [Row((index,), prefix=2, length=3) for index in (0, 1)]
+    rows = [Row((0, 1), prefix=2, length=4)] if shared else apart
+    return pack(samples, rows, device=device, ragged=ragged)

@@ -157,17 +157,19 @@ class StepCut:
             share=self._model.shares_prefixes,
         )
         blocks = self._by_group(rows, lambda row: row.samples[0])
+        ragged = self._model.ragged  # side by side, a block is as wide as its tokens and needs no padding
+        sums, widths = ([f(row.length for row in block) for block in blocks] for f in (sum, max))
         plan = plan_microbatches(
-            [max(row.length for row in block) for block in blocks],
+            [1] * len(blocks) if ragged else widths,
             max_tokens=max_tokens,
-            num_rows=[len(block) for block in blocks],
+            num_rows=sums if ragged else [len(block) for block in blocks],
         )
         num_idle = self._ranks.most(len(plan), self._device) - len(plan)
         for numbers in plan:
             batch = [row for number in numbers for row in blocks[number]]
             places = [np.arange(*self._offsets[[i, i + 1]]) for row in batch for i in row.samples]
             yield Microbatch(
-                packed=pack(self._samples, batch, device=self._device),
+                packed=pack(self._samples, batch, device=self._device, ragged=ragged),
                 tokens=torch.from_numpy(np.concatenate(places)).to(self._device),
             )
         for _ in range(num_idle):
@@ -195,4 +197,5 @@ class StepCut:
         shortest = min(chosen, key=lambda index: num_inputs(self._samples[index]))
         (row,) = plan_rows(self._samples, [shortest], max_tokens=1, balance_length=1, share=False)
         place = torch.arange(*self._offsets[[shortest, shortest + 1]].tolist(), device=self._device)
-        return Microbatch(pack(self._samples, [row], device=self._device), place, counts=False)
+        packed = pack(self._samples, [row], device=self._device, ragged=self._model.ragged)
+        return Microbatch(packed, place, counts=False)

@@ -18,6 +18,7 @@ from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.microbatches import plan_rows
 from areal_lite.trainer.packed_model import PackedModel, PackedRows, pack
 from areal_lite.trainer.policy_model import load_policy
+from areal_lite.trainer.ragged_attention import Segments, _by_kernel
 from tests.trainer.training_data import VOCABULARY, drawn_batch, sample
 
 CPU = torch.device("cpu")
@@ -69,6 +70,52 @@ def test_a_token_sees_what_it_sees_in_its_sequence_alone(name: str) -> None:
         torch.testing.assert_close(
             states, torch.cat([states_alone(model, one) for one in batch]), atol=1e-4, rtol=1e-4
         )
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_side_by_side_without_mask_or_padding_a_token_sees_the_same(name: str) -> None:
+    config_class, settings, shares = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    model = PackedModel(transformers.AutoModelForCausalLM.from_config(config_class(**settings)).eval())
+    assert model.read_ragged() == model.ragged == shares
+    batch = [*drawn_batch(3), sample([5, 6, 7, 8], [2, 3]), sample([5, 6, 9], [2]), sample([5, 6], [1])]
+    rows = plan_rows(
+        batch, range(len(batch)), max_tokens=10_000, balance_length=10_000, share=model.shares_prefixes
+    )
+    below = pack(batch, rows, device=CPU)
+    side_by_side = pack(batch, rows, device=CPU, ragged=shares)
+    if shares:
+        assert side_by_side.attention_mask is None
+        assert side_by_side.input_ids.shape == (1, sum(row.length for row in rows))
+    weights = list(model.parameters())
+    states, gradients = zip(
+        *(states_and_gradients(model, packed, weights) for packed in (below, side_by_side)), strict=True
+    )
+    torch.testing.assert_close(states[0], states[1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-3, rtol=1e-3)
+
+
+def states_and_gradients(model: PackedModel, packed: PackedRows, weights: list[Tensor]) -> tuple[Tensor, Any]:
+    states = model.states(packed)
+    loss = (states * torch.linspace(-1, 1, states.shape[1])).sum()
+    return states.detach(), torch.autograd.grad(loss, weights, allow_unused=True)
+
+
+def test_a_model_that_reads_side_by_side_is_saved_as_any_other(tiny: Path, tmp_path: Path) -> None:
+    model = load_policy(str(tiny), device=CPU)
+    model.save_pretrained(tmp_path / "before")
+    assert PackedModel(model).read_ragged()
+    model.save_pretrained(tmp_path / "after")
+    before, after = ((tmp_path / name / "config.json").read_text() for name in ("before", "after"))
+    assert before == after
+
+
+def test_the_kernel_of_different_lengths_takes_what_it_is_given() -> None:
+    # Its own implementation needs a GPU; shapes and dtypes are checked without one.
+    segments = Segments(*torch.zeros(2, 4, dtype=torch.int32), torch.zeros(12, dtype=torch.int64), 5, 7)
+    query, key = torch.empty(9, 8, 64, dtype=torch.bfloat16), torch.empty(12, 2, 64, dtype=torch.bfloat16)
+    arguments = [tensor.to("meta") for tensor in (query, key, key)]
+    assert _by_kernel(*arguments, segments, 0.125).shape == query.shape
 
 
 def test_the_decoder_is_registered_once(tiny: Path) -> None:

@@ -1,0 +1,96 @@
+"""Attention over sequences side by side in one row: no padding, and no mask of all tokens by all.
+
+Guarantees that a query sees the keys of its own segment up to itself. On a GPU, in half precision, torch's
+kernel for sequences of different lengths does it; elsewhere one segment after another.
+
+Transformers finds it under :data:`RAGGED`. A forward pass without a layout is plain attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+RAGGED = "areal_lite_ragged"
+"""Name of the attention implementation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """``S`` segments of ``T`` tokens side by side: the last queries of a segment are the last of its ``K`` keys."""
+
+    query_ends: Tensor
+    """``[S + 1]`` int32, from 0: where the queries of each segment end."""
+    key_ends: Tensor
+    """``[S + 1]`` int32, from 0: where its keys end."""
+    keys: Tensor
+    """``[K]`` int64, the token of each key; those of a common prefix stand once for every segment."""
+    longest_query: int
+    longest_key: int
+
+
+def ragged_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    segments: Segments | None = None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Return ``[1, T, heads, width]`` for ``[1, heads, T, width]``, in the shapes of transformers."""
+    if segments is None:
+        plain: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
+        return plain
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    query, key, value = (heads[0].transpose(0, 1).to(dtype) for heads in (query, key, value))
+    key, value = key[segments.keys], value[segments.keys]
+    attend = _by_kernel if query.is_cuda and dtype != torch.float32 else _one_by_one
+    return attend(query, key, value, segments, scaling)[None], None
+
+
+def _by_kernel(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
+    out: Tensor = varlen_attn(  # type: ignore[assignment]  # a pair only where more is asked for
+        query,
+        key,
+        value,
+        segments.query_ends,
+        segments.key_ends,
+        segments.longest_query,
+        segments.longest_key,
+        scale=scale,
+        window_size=(-1, 0),  # causal, aligned to the last key
+        enable_gqa=True,
+    )
+    return out
+
+
+def _one_by_one(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
+    parts = []
+    for queries, keys in zip(
+        pairwise(segments.query_ends.tolist()), pairwise(segments.key_ends.tolist()), strict=True
+    ):
+        q = query[slice(*queries)].transpose(0, 1)
+        k, v = (heads[slice(*keys)].transpose(0, 1) for heads in (key, value))
+        bias = causal_lower_right(q.shape[1], k.shape[1])
+        parts.append(
+            F.scaled_dot_product_attention(q[None], k[None], v[None], bias, scale=scale, enable_gqa=True)
+        )
+    return torch.cat(parts, 2)[0].transpose(0, 1)
+
+
+AttentionInterface.register(RAGGED, ragged_attention)
