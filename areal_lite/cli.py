@@ -21,8 +21,7 @@ from areal_lite.launch.stopping import StopOnSignal
 
 if TYPE_CHECKING:
     from areal_lite.api.config import ExperimentConfig, RunConfig
-    from areal_lite.api.supervised_config import DPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
-    from areal_lite.launch.supervised import SupervisedSummary
+    from areal_lite.api.supervised_config import DPOConfig, RewardModelConfig, SFTConfig
 
 # Threads that spin while they wait starve the other processes of the machine.
 _THREAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}
@@ -112,30 +111,14 @@ def _eval(config: RunConfig) -> None:
     print(f"held-out reward {found.reward:.3f} over {found.episodes} episodes, {found.failed} failed")
 
 
-def _sft(config: SFTConfig) -> None:
-    from areal_lite.launch.supervised import run_sft
-
-    _supervised(config, run_sft)
-
-
-def _dpo(config: DPOConfig) -> None:
-    from areal_lite.launch.supervised import run_dpo
-
-    _supervised(config, run_dpo)
-
-
-def _reward_model(config: RewardModelConfig) -> None:
-    from areal_lite.launch.supervised import run_reward_model
-
-    _supervised(config, run_reward_model)
-
-
-def _supervised(config: SupervisedConfig, run: Callable[..., SupervisedSummary]) -> None:
-    from areal_lite.launch.supervised import progress_line
+def _supervised(config: SFTConfig | DPOConfig | RewardModelConfig) -> None:
+    from areal_lite.launch.supervised import progress_line, run_supervised
 
     if _leads():
         _config(config)
-    summary = run(config, on_step=lambda step, metrics: print(progress_line(step, metrics), flush=True))
+    summary = run_supervised(
+        config, on_step=lambda step, metrics: print(progress_line(step, metrics), flush=True)
+    )
     if _leads():
         print(f"{summary.steps} steps in {summary.seconds:.0f} s, written to {summary.run_dir}")
 
@@ -149,10 +132,14 @@ _RUNS: dict[str, tuple[Callable[[Any], None], str, str]] = {
     "train": (_train, "RunConfig", "roll out, train and evaluate"),
     "rollout": (_rollout, "RunConfig", "run episodes on the training rows without learning from them"),
     "eval": (_eval, "RunConfig", "run episodes on the held-out rows"),
-    "config": (_config, "RunConfig", "print the config as it will be used, defaults and overrides included"),
-    "sft": (_sft, "SFTConfig", "fine-tune on the answers of conversations"),
-    "dpo": (_dpo, "DPOConfig", "train a policy on pairs of a better and a worse answer"),
-    "reward-model": (_reward_model, "RewardModelConfig", "train a reward model on such pairs"),
+    "config": (
+        _config,
+        "ExperimentConfig",
+        "print a file of any kind as it will be used (keys of a kind: train, sft, dpo, reward-model --help)",
+    ),
+    "sft": (_supervised, "SFTConfig", "fine-tune on the answers of conversations"),
+    "dpo": (_supervised, "DPOConfig", "train a policy on pairs of a better and a worse answer"),
+    "reward-model": (_supervised, "RewardModelConfig", "train a reward model on such pairs"),
 }
 """What a command does, the record of its YAML, and its help."""
 
@@ -167,7 +154,7 @@ def _root(name: str) -> type[Any]:
 def _report(error: ArealLiteError) -> None:
     if os.environ.get("AREAL_LITE_DEBUG") == "1":
         traceback.print_exception(error)
-    for line in str(error).splitlines():
+    for line in "\n".join([str(error), *getattr(error, "__notes__", ())]).splitlines():
         print(f"error: {line}", file=sys.stderr)
 
 

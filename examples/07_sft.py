@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from areal_lite.api.config_loader import load_config
 from areal_lite.api.supervised_config import SFTConfig
 from areal_lite.data.rows import load_rows
-from areal_lite.launch.supervised import progress_line, run_sft
+from areal_lite.launch.supervised import progress_line, run_supervised
 
 
 def main(model_path: str = "runs/models/SmolLM2-135M-Instruct", *overrides: str) -> None:
@@ -24,7 +24,7 @@ def main(model_path: str = "runs/models/SmolLM2-135M-Instruct", *overrides: str)
         [f"model_path={model_path}", f"trial_name={time.strftime('%Y%m%d-%H%M%S')}", *overrides],
         root=SFTConfig,
     )
-    summary = run_sft(config, on_step=lambda step, metrics: print(progress_line(step, metrics)))
+    summary = run_supervised(config, on_step=lambda step, metrics: print(progress_line(step, metrics)))
     assert summary.model_dir is not None
     model = AutoModelForCausalLM.from_pretrained(summary.model_dir)
     tokenizer = AutoTokenizer.from_pretrained(summary.model_dir)

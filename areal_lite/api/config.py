@@ -23,6 +23,18 @@ def _path_name(value: str) -> str:
 
 
 PathName = Annotated[str, AfterValidator(_path_name)]
+
+
+def _one_answer(gconfig: GenerationHyperparameters) -> GenerationHyperparameters:
+    if gconfig.n_samples != 1:
+        raise ValueError(
+            f"n_samples is {gconfig.n_samples}: a request gives one answer. Remove it; rollout.group_size, or "
+            "evaluation.group_size, says how many episodes a row has"
+        )
+    return gconfig
+
+
+Sampling = Annotated[GenerationHyperparameters, AfterValidator(_one_answer)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -47,8 +59,9 @@ class InferenceEngineConfig:
     """Folder that holds everything a run writes."""
 
     seed: int | None = None
-    """Makes what the embedded server samples a function of weights, row and place in the run, so that a run that was
-    stopped samples the same again; a run's YAML sets it at the top. Null: the server draws."""
+    """Makes what the embedded server draws a function of weights, row and place in the run. How it rounds depends on
+    what else is in its batch, which can change a token, unless trainer.deterministic is set; a run's YAML sets it at
+    the top. Null: the server draws."""
 
     tokenizer_path: str | None = None
     """Folder of the tokenizer; agents need it, dumps use it to show text. Null: the run's model."""
@@ -101,12 +114,10 @@ class InferenceEngineConfig:
     max_connections_per_server: Positive = 512
     """Sockets kept open to one server; more requests wait their turn."""
 
-    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    gconfig: Sampling = field(default_factory=GenerationHyperparameters)
     """Sampling of training episodes where the agent does not say."""
 
-    eval_gconfig: GenerationHyperparameters = field(
-        default_factory=lambda: GenerationHyperparameters(greedy=True)
-    )
+    eval_gconfig: Sampling = field(default_factory=lambda: GenerationHyperparameters(greedy=True))
     """Sampling of evaluation episodes where the agent does not say."""
 
     agent_workflow: str = "areal_lite.agents.agent_workflow.AgentWorkflow"
@@ -251,8 +262,8 @@ class CheckpointConfig:
     far, to save once more."""
 
     resume: str = "auto"
-    """auto goes on from the newest checkpoint of the run's folder, never starts afresh, and a path is that
-    checkpoint."""
+    """auto goes on from the newest checkpoint of the run's folder, never refuses a folder that holds any, and a path is
+    that checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -278,7 +289,7 @@ class ExperimentConfig:
     """What to save for a later start."""
 
     tracking: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
-    """Where metrics go beside metrics.jsonl; each needs its extra: pip install 'areal-lite[wandb]'."""
+    """Where metrics go beside metrics.jsonl; each needs its extra: pip install -e '.[wandb]'."""
 
     save_model: bool = True
     """Save the trained model with its tokenizer at the end."""

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from areal_lite.api.config import ExperimentConfig, RunConfig
 from areal_lite.api.config_help import meaning_of
+from areal_lite.api.supervised_config import KINDS
 from areal_lite.errors import ConfigError
 
 MAX_BYTES = 1 << 20
@@ -80,7 +81,8 @@ def load_config(
         path: A YAML file of at most 1 MiB.
         overrides: ``section.key=value`` each; the value is YAML (``null``, ``[a, b]``, ``0.5``). The
             last one of a key counts.
-        root: Record of the whole file.
+        root: Record of the whole file. ExperimentConfig is any: that of the file's ``kind``, and RunConfig where a
+            file has none.
 
     Raises:
         ConfigError: With every fault found, one per line.
@@ -92,6 +94,7 @@ def load_config(
         raise ConfigError(
             f"{path}: the file holds a {type(values).__name__}: it must be a mapping, 'key: value' lines"
         )
+    root = _root(values, overrides, root, where=str(path))
     sources: dict[str, str] = {}
     for override in overrides:
         sources[_lay_over(values, override, root, where=str(path))] = f"{path}, override {override!r}"
@@ -146,6 +149,29 @@ def _parse(text: str, *, where: str) -> Any:
         raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise ConfigError(f"{where}: nested too deeply to be a config") from None
+
+
+def _root(values: dict[Any, Any], overrides: Sequence[str], root: type[Any], *, where: str) -> type[Any]:
+    """Return the record of a file: that of its ``kind``, which must be one of ``root``."""
+    given = [values["kind"]] if "kind" in values else []
+    given += [override.removeprefix("kind=") for override in overrides if override.startswith("kind=")]
+    if not given:
+        if root is ExperimentConfig and "workflow" not in values:
+            raise ConfigError(
+                f"{where}: neither kind nor workflow: write kind: {' | '.join(KINDS)}, or the workflow that "
+                "reinforcement learning trains"
+            )
+        return RunConfig if root is ExperimentConfig else root
+    kind = given[-1]
+    if kind not in list(KINDS):
+        raise ConfigError(
+            f"{where}: kind: {_short(kind)}: it must be {' | '.join(KINDS)}; reinforcement learning has none"
+        )
+    if not issubclass(KINDS[kind], root):
+        raise ConfigError(
+            f"{where}: kind: {kind!r}: this command wants another kind of file: use areal-lite {kind.replace('_', '-')}"
+        )
+    return KINDS[kind]
 
 
 def _lay_over(values: dict[Any, Any], override: str, root: type[Any], *, where: str) -> str:

@@ -17,7 +17,7 @@ class GenerationHyperparameters:
     """Sampling parameters of one request."""
 
     n_samples: Annotated[int, Field(ge=1)] = 1
-    """Answers per prompt when a workflow asks for several; ``agenerate`` itself gives one."""
+    """1 in a run, where rollout.group_size says how many episodes a row has; more are for a workflow's own records."""
 
     max_new_tokens: Annotated[int, Field(ge=1)] = 16384
     """Most tokens one answer may have."""
@@ -36,7 +36,8 @@ class GenerationHyperparameters:
     """Divides the logits; 0 is greedy. The trainer divides by the same number."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus of this probability mass; 1 is off."""
+    """Nucleus of this probability mass; 1 is off. Leave it and top_k off while training: the server's log-probs, and
+    the trainer's, are of all tokens."""
 
     top_k: Annotated[int, Field(ge=1)] | None = None
     """Only the k likeliest tokens; null is off."""

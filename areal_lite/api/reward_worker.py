@@ -31,18 +31,22 @@ LOADED, REWARD, RAISED = b"l", b"r", b"e"
 MAX_TEXT = 8192
 
 
+LARGEST_REWARD = 3.4028234e38
+"""What float32 holds."""
+
+
 def as_reward(value: Any) -> float:
     """Return ``value`` as a float.
 
     Raises:
-        ValueError: If it is not a finite real number (int, float, bool, numpy scalar, Fraction, ...).
+        ValueError: If it is not a real number that is finite in float32 (int, float, numpy scalar, Fraction, ...).
     """
     if not isinstance(value, str | bytes | bytearray):
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
-        if math.isfinite(number):
+        if abs(number) <= LARGEST_REWARD:
             return number
     raise ValueError(
         f"the reward is {repr(value)[:200]}: it must be a finite number; raise an exception instead"

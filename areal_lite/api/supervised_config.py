@@ -1,4 +1,7 @@
-"""The YAML of supervised training: fine-tuning on answers, preference pairs, reward models."""
+"""The YAML of supervised training: fine-tuning on answers, preference pairs, reward models.
+
+``kind`` at the top of a file says which; a file without it is one of reinforcement learning.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,9 @@ class ConversationsConfig(RowsConfig):
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra variables of the chat template, or another chat_template."""
 
+    num_workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that tokenize; 0 is the run's own."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SFTDatasetConfig(ConversationsConfig):
@@ -42,9 +48,6 @@ class SFTDatasetConfig(ConversationsConfig):
 
     apply_chat_template: bool = True
     """False joins texts as they are."""
-
-    num_workers: Annotated[int, Field(ge=0)] = 0
-    """Processes that tokenize; 0 is the run's own."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -105,6 +108,16 @@ class DPOTrainerConfig(SupervisedTrainerConfig):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class RewardModelTrainerConfig(SupervisedTrainerConfig):
+    """How a reward model learns from pairs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora is not None:
+            raise ValueError("lora is set, and a reward model is saved without adapters: set lora to null")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class HeldOutConfig:
     """When the loss on held-out rows is computed; always at the start and at the end."""
 
@@ -116,6 +129,18 @@ class HeldOutConfig:
 class SupervisedConfig(ExperimentConfig):
     """What all runs of supervised training have."""
 
+    kind: str
+    """What the file trains; areal-lite config knows it by this."""
+
+    train_dataset: ConversationsConfig
+    """Rows to train on."""
+
+    eval_dataset: ConversationsConfig | None = None
+    """Held-out rows; null skips evaluation."""
+
+    trainer: SupervisedTrainerConfig
+    """The learning side."""
+
     evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
     """When to evaluate."""
 
@@ -124,39 +149,35 @@ class SupervisedConfig(ExperimentConfig):
 class SFTConfig(SupervisedConfig):
     """One run of supervised fine-tuning: the whole YAML of ``areal-lite sft``."""
 
+    kind: Literal["sft"] = "sft"
     train_dataset: SFTDatasetConfig
-    """Rows to train on."""
-
     eval_dataset: SFTDatasetConfig | None = None
-    """Held-out rows; null skips evaluation."""
-
     trainer: SFTTrainerConfig
-    """The learning side."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DPOConfig(SupervisedConfig):
     """One run of direct preference optimisation: the whole YAML of ``areal-lite dpo``."""
 
+    kind: Literal["dpo"] = "dpo"
     train_dataset: PreferenceDatasetConfig
-    """Pairs to train on."""
-
     eval_dataset: PreferenceDatasetConfig | None = None
-    """Held-out pairs; null skips evaluation."""
-
     trainer: DPOTrainerConfig
-    """The learning side."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardModelConfig(SupervisedConfig):
     """One run that trains a reward model (Bradley-Terry): the whole YAML of ``areal-lite reward-model``."""
 
+    kind: Literal["reward_model"] = "reward_model"
     train_dataset: PreferenceDatasetConfig
-    """Pairs to train on."""
-
     eval_dataset: PreferenceDatasetConfig | None = None
-    """Held-out pairs; null skips evaluation."""
+    trainer: RewardModelTrainerConfig
 
-    trainer: SupervisedTrainerConfig
-    """The learning side."""
+
+KINDS: dict[str, type[SupervisedConfig]] = {
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "reward_model": RewardModelConfig,
+}
+"""The record of a file by its ``kind``."""

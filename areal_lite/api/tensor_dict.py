@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
+from areal_lite.api.reward_worker import LARGEST_REWARD
 
 TOKEN_KEYS = {
     "input_ids": "iu",
@@ -125,9 +126,9 @@ def check_tensor_dict(tensors: Mapping[str, Any]) -> int:
             )
         if rewards.dtype.kind != "f":
             raise ValueError(f"rewards has dtype {tensors['rewards'].dtype}: it must be a float tensor")
-        if not all(map(math.isfinite, rewards.tolist())):
+        if not all(abs(reward) <= LARGEST_REWARD for reward in rewards.tolist()):
             raise ValueError(
-                f"rewards holds {rewards.tolist()}: every reward must be finite; raise instead of nan"
+                f"rewards holds {rewards.tolist()}: every reward must be finite in float32; raise instead of nan"
             )
     return shape[0]
 

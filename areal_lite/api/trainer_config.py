@@ -20,6 +20,11 @@ AggregationMode = Literal[
 ]
 
 
+def _refuse(complaints: dict[str, bool]) -> None:
+    if told := [complaint for complaint, holds in complaints.items() if holds]:
+        raise ValueError("; ".join(told))
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LoRAConfig:
     """Low-rank adapters: the model's own weights stay as they are."""
@@ -99,11 +104,33 @@ class KLConfig:
     estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
     """Estimator of KL(policy || reference) from one sample; with + its gradient is that of k2."""
 
+    unbiased: bool = False
+    """In the loss: weigh each token by policy / behaviour, so that value and gradient of k1 and k3 are those of the KL
+    whichever policy sampled it (DeepSeek-V3.2)."""
+
     target: Above0 | None = None
     """In the reward: the KL (nats per token) that coef is adapted to; null keeps it fixed."""
 
     horizon: Above0 = 10000.0
-    """Sequences over which coef adapts."""
+    """Sequences over which coef adapts to target."""
+
+    def __post_init__(self) -> None:
+        rewards = self.place == "reward"
+        _refuse(
+            {
+                f"target is {self.target}, and only a penalty in the reward adapts: set place: reward, or remove it": (
+                    self.target is not None and not rewards
+                ),
+                f"horizon is {self.horizon}, and without a target nothing adapts: set target, or remove it": (
+                    self.target is None and self.horizon != KLConfig.horizon
+                ),
+                f"estimator is {self.estimator}, whose + is about the gradient, and a reward has none: remove the +": (
+                    rewards and self.estimator.endswith("+")
+                ),
+                f"unbiased is set with place {self.place} and estimator {self.estimator}: it is for the loss, with k1 "
+                "or k3": self.unbiased and (rewards or self.estimator not in ("k1", "k3")),
+            }
+        )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -124,7 +151,7 @@ class CorrectionConfig:
     """Least ratio that trains where outside is mask."""
 
     normalize: bool = False
-    """Scale the weights of a step to mean 1."""
+    """Scale the weights of a step to mean 1, where outside is truncate."""
 
     reject: str | None = None
     """Statistics that reject, joined by commas: token_k1, seq_sum_k1, seq_mean_k3, seq_max_k2, ...; null rejects
@@ -132,6 +159,35 @@ class CorrectionConfig:
 
     reject_bounds: str | None = None
     """A bound for each, joined by commas; lower_upper on the ratio for k1, an upper one for the others."""
+
+    max_row_kl: Above0 | None = None
+    """Nats per token by which the policy may have left an answer and still be pushed further from it: worse ones with
+    a larger mean of behaviour - policy train nothing (off-policy sequence masking); null sets no bound."""
+
+    def __post_init__(self) -> None:
+        masks = self.outside == "mask"
+        _refuse(
+            {
+                f"outside is mask and level {self.level}: single tokens are masked; set level: token": (
+                    masks and self.level != "token"
+                ),
+                f"normalize is set with {'outside: mask' if masks else 'level: none'} and does nothing: remove one": (
+                    self.normalize and (masks or self.level == "none")
+                ),
+                f"max_weight is {self.max_weight} with level: none, which weighs nothing: remove one": (
+                    self.level == "none" and self.max_weight != CorrectionConfig.max_weight
+                ),
+                f"min_weight is {self.min_weight}, not below max_weight {self.max_weight}: nothing would be trained": (
+                    masks and self.min_weight >= self.max_weight
+                ),
+                f"min_weight is {self.min_weight}, and only outside: mask looks at it: set that, or remove it": (
+                    self.min_weight > 0 and not masks
+                ),
+                f"reject_bounds is {self.reject_bounds!r} without reject: name a statistic for each bound": (
+                    self.reject is None and self.reject_bounds is not None
+                ),
+            }
+        )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -156,7 +212,7 @@ class TrainerConfig(LearnerConfig):
     """Training steps. No default: it decides what the learning-rate schedule means."""
 
     minibatches_per_step: Positive = 1
-    """Optimizer updates per batch; each takes an equal share of the groups."""
+    """Optimizer updates per batch; each takes an equal share of its rollout.consumer_batch_size groups."""
 
     advantage: str = "grpo"
     """Advantage estimator: gae, grpo, dr_grpo, grpo_passk, rloo, reinforce, reinforce_plus_plus,
@@ -182,7 +238,7 @@ class TrainerConfig(LearnerConfig):
     """How token losses become one number; null: what the loss is defined with."""
 
     loss_scale: Positive | None = None
-    """Divisor of seq-mean-token-sum-norm, in tokens; needed there."""
+    """Divisor of seq-mean-token-sum-norm, in tokens; needed there, and only there."""
 
     proximal: Literal["trainer", "behaviour"] = "trainer"
     """Centre of the trust region: the weights a step begins with, as the trainer computes them, or the log-probs the
@@ -201,4 +257,27 @@ class TrainerConfig(LearnerConfig):
     """Weight of the entropy bonus."""
 
     critic: CriticConfig | None = None
-    """A critic; null trains without."""
+    """A critic, for gae or an estimator of your own that asks for values; null trains without."""
+
+    def __post_init__(self) -> None:
+        scaled, of_ratio = self.loss_aggregation == "seq-mean-token-sum-norm", self.correction
+        idle = [
+            name
+            for name in ("level", "max_weight", "outside", "normalize", "reject")
+            if getattr(of_ratio, name) not in (getattr(CorrectionConfig, name), "none")
+        ]
+        ahead = 0 if self.critic is None else self.critic.updates_before_policy
+        _refuse(
+            {
+                f"correction has {', '.join(idle)}, for a ratio that proximal: behaviour makes 1: remove one": (
+                    self.proximal == "behaviour" and bool(idle)
+                ),
+                f"loss_aggregation {self.loss_aggregation} divides by loss_scale: give it, in tokens": (
+                    scaled and self.loss_scale is None
+                ),
+                f"loss_scale is {self.loss_scale}, and only loss_aggregation: seq-mean-token-sum-norm divides by it: "
+                "set that, or remove it": self.loss_scale is not None and not scaled,
+                f"critic.updates_before_policy is {ahead} of {self.total_steps} total_steps: the policy would never be "
+                "trained; set fewer": ahead >= self.total_steps,
+            }
+        )

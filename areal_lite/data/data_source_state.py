@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import orjson
 
 from areal_lite.data.sample import Sample, SampleStatus
+from areal_lite.data.whole_file import write_whole
 from areal_lite.errors import CheckpointError, ConfigError, StorageError
 
 
@@ -42,8 +41,7 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """
     content = state_bytes(state)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write_atomically(path, content)
+        write_whole(path, content)
     except OSError as error:
         raise StorageError(f"the data state {path} cannot be written: {error}: free disk space") from error
 
@@ -96,16 +94,3 @@ def saved_group(group: list[Sample]) -> list[dict[str, Any]]:
                 del values[key]
         saved.append(values)
     return saved
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(aside).replace(path)
-    except BaseException:
-        Path(aside).unlink(missing_ok=True)
-        raise

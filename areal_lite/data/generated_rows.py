@@ -68,7 +68,7 @@ def _reasoning_gym(path: str, kwargs: dict[str, Any]) -> list[Row]:
         from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"dataset {path} needs {error.name}, which is not installed: pip install 'areal-lite[examples]'"
+            f"dataset {path} needs {error.name}, which is not installed: pip install {error.name}"
         ) from None
     task = path.removeprefix(GYM)
     if task not in DATASETS:

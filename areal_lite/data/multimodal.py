@@ -104,7 +104,7 @@ def load_images(values: Sequence[Any]) -> list[Image]:
     try:
         from PIL import Image, ImageOps
     except ModuleNotFoundError as error:
-        raise ConfigError("images need pillow: pip install 'areal-lite[vision]'") from error
+        raise ConfigError("images need pillow: pip install pillow") from error
 
     images = []
     for number, value in enumerate(values):

@@ -48,8 +48,8 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
         """As :meth:`DataPacker.setup`; ConfigError where there is no processor."""
         if processor is None:
             raise ConfigError(
-                f"{type(self).__name__} needs the model's processor, and none was loaded: install "
-                "'areal-lite[vision]' and name a model folder with preprocessor_config.json"
+                f"{type(self).__name__} needs the model's processor, and none was loaded: pip "
+                "install pillow torchvision, and name a model folder with preprocessor_config.json"
             )
         super().setup(tokenizer=tokenizer, processor=processor, config=config)
 

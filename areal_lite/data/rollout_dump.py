@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from areal_lite.data.collate import form_of
+from areal_lite.data.whole_file import write_whole
 from areal_lite.errors import StorageError
 
 _JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
@@ -65,11 +66,8 @@ def dump_rollouts(
     folder = Path(directory)
     names = (f"{step}{f'.{number}' if number else ''}.jsonl" for number in count())
     path = next(folder / name for name in names if not (folder / name).exists())
-    aside = path.with_name(f".{path.name}.tmp")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(content)
-        aside.replace(path)
+        write_whole(path, content)
     except OSError as error:
         raise StorageError(
             f"the rollouts of step {step} cannot be written to {path}: {error}: free disk space or mend its permissions"

@@ -32,10 +32,10 @@ def load_rows(config: RowsConfig, *, seed: int = 1) -> Sequence[Row]:
     path = config.path
     if isinstance(path, str) and (path.startswith(GYM) or not looks_like_files(path)):
         rows: Sequence[Row] = generated_rows(path, config.kwargs)
-    elif config.kwargs:
-        raise ConfigError(f"dataset {path}: kwargs {config.kwargs} mean nothing to a file: remove them")
     else:
         rows = load_dataset(path, cache_dir=config.cache_dir)
+        if config.kwargs:
+            raise ConfigError(f"dataset {path}: kwargs {config.kwargs} mean nothing to a file: remove them")
     if config.max_samples is None or config.max_samples >= len(rows):
         return rows
     chosen: Sequence[int] = range(config.max_samples)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from areal_lite.errors import ConfigError
@@ -37,6 +38,17 @@ def _load(path: str) -> Any:
         ) from error
 
 
+def tokenizer_files(path: str) -> dict[str, bytes]:
+    """Return the files of the tokenizer of ``path``, as they stand beside a model's weights.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    with TemporaryDirectory() as folder:
+        load_tokenizer(path).save_pretrained(folder)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+
+
 def load_processor(path: str) -> Any:
     """Return the multi-modal processor in the folder ``path``, None where the model reads text only.
 
@@ -55,7 +67,7 @@ def load_processor(path: str) -> Any:
         except Exception as error:  # as for tokenizers
             reason = str(error).strip().split("\n", 1)[0]
             raise ConfigError(
-                f"the processor of {path!r} cannot be loaded ({reason}): pip install 'areal-lite[vision]', or remove "
+                f"the processor of {path!r} cannot be loaded ({reason}): pip install pillow torchvision, or remove "
                 "its preprocessor_config.json where only text is wanted"
             ) from error
 

@@ -27,11 +27,15 @@ def argument_parser() -> argparse.ArgumentParser:
         "model_path", metavar="MODEL", help="model directory, or name on the Hugging Face Hub"
     )
     for field in fields(ServerSettings):
+        option = "--" + field.name.replace("_", "-")
         if field.default is MISSING:
+            continue
+        if isinstance(field.default, bool):
+            parser.add_argument(option, action="store_true", help="default: off")
             continue
         kind = str if field.name in _CHOICES or isinstance(field.default, str) else int
         parser.add_argument(
-            "--" + field.name.replace("_", "-"),
+            option,
             type=kind,
             default=field.default,
             choices=_CHOICES.get(field.name),

@@ -118,18 +118,17 @@ class EmbeddedServer:
         return self
 
     def stop(self, *, timeout_s: float = 5.0) -> None:
-        """End the child: SIGTERM, and SIGKILL to its process group if it is still there after ``timeout_s``."""
+        """End the child by closing its pipe; SIGKILL to its process group if it is still there after ``timeout_s``."""
         if self._process is None:
             return
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         if self._process.poll() is None:
-            self._process.terminate()
             try:
                 self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
         if self._log is not None:
             self._log.close()
         self._address = None
@@ -154,8 +153,11 @@ class EmbeddedServer:
         arguments = [self.settings.model_path, "--ready-fd", str(ready_fd), "--die-with-stdin"]
         for field in fields(self.settings):
             value = getattr(self.settings, field.name)
-            if field.name != "model_path" and value is not None:
-                arguments.append(f"--{field.name.replace('_', '-')}={value}")
+            option = f"--{field.name.replace('_', '-')}"
+            if value is True:
+                arguments.append(option)
+            elif field.name != "model_path" and value is not None and value is not False:
+                arguments.append(f"{option}={value}")
         return arguments
 
     def _environment(self) -> dict[str, str]:

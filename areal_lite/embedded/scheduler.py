@@ -62,6 +62,7 @@ class Scheduler:
         max_total_tokens: int,
         max_prefill_tokens: int,
         weight_version: str,
+        keep_prefixes: bool,
     ) -> None:
         """Prepare the loop; ``start`` runs it.
 
@@ -74,6 +75,7 @@ class Scheduler:
                 that is larger on its own runs alone.
             max_prefill_tokens: Padded tokens of one prefill step; a longer prompt goes alone.
             weight_version: Name of the weights the model holds.
+            keep_prefixes: Whether the KV of finished requests may serve later ones.
         """
         self.runner = runner
         self.weight_version = weight_version
@@ -86,6 +88,7 @@ class Scheduler:
         self._eos_ids = eos_ids
         self._decode = decode
         self._max_prefill_tokens = max_prefill_tokens
+        self._keep_prefixes = keep_prefixes
         self._retained: dict[int, npt.NDArray[np.int64]] = {}  # slot -> ids whose KV it holds; oldest first
         self._foreign_kv: set[GenerationRequest] = set()  # running on KV of earlier weights
         self._changed: list[GenerationRequest] = []
@@ -405,7 +408,7 @@ class Scheduler:
         """Take a request out of the batch: its KV goes behind the batch, the last row moves into its slot."""
         slot, last = self.running.index(request), len(self.running) - 1
         columns = len(request.prompt) + max(len(request.output_ids) - 1, 0)
-        if request not in self._foreign_kv and columns >= _MIN_SHARED_PREFIX:
+        if self._keep_prefixes and request not in self._foreign_kv and columns >= _MIN_SHARED_PREFIX:
             self._retain(slot, np.asarray(request.tokens[:columns], dtype=np.int64))
         self._foreign_kv.discard(request)
         if slot != last:

@@ -80,6 +80,9 @@ def build(settings: ServerSettings, directory: Path) -> tuple[SGLangDialect, Sch
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(settings.threads)
+    if settings.deterministic and device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        torch.use_deterministic_algorithms(True)
     model = load_model(directory, dtype=settings.dtype, device=device)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     longest = longest_context(model.config)
@@ -88,11 +91,13 @@ def build(settings: ServerSettings, directory: Path) -> tuple[SGLangDialect, Sch
         raise ConfigError(
             f"context_length is {context_length}: {directory} attends to at most {longest} tokens."
         )
+    # Alone in the batch, a request meets the same shapes in the same slot each time.
+    rows = 1 if settings.deterministic else settings.max_running_requests
     # Some slots beyond the batch keep the KV of finished turns, so that an agent's next turn starts from it.
-    slots = settings.max_running_requests + max(4, settings.max_running_requests // 2)
+    slots = rows + max(4, rows // 2)
     runner = ModelRunner(model, slots=slots, context_length=context_length)
     runner.check_against_plain_forward()
-    max_total_tokens = settings.max_total_tokens or settings.max_running_requests * context_length
+    max_total_tokens = settings.max_total_tokens or rows * context_length
 
     def decode(ids: list[int], skip_special_tokens: bool) -> str:
         return str(
@@ -103,10 +108,11 @@ def build(settings: ServerSettings, directory: Path) -> tuple[SGLangDialect, Sch
         runner,
         eos_ids=eos_token_ids(model, tokenizer),
         decode=decode,
-        max_running_requests=settings.max_running_requests,
+        max_running_requests=rows,
         max_total_tokens=max_total_tokens,
         max_prefill_tokens=settings.max_prefill_tokens or (512 if device == "cpu" else 8192),
         weight_version=settings.weight_version,
+        keep_prefixes=not settings.deterministic,
     )
     dialect = SGLangDialect(
         scheduler,

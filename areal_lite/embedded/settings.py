@@ -56,6 +56,10 @@ class ServerSettings:
     weight_version: str = "0"
     """Name of the weights that are loaded first."""
 
+    deterministic: bool = False
+    """Make the bits of each answer a function of its request, the weights and ``num_threads``: one request after
+    another, and nothing of one is reused for the next. Several times slower with many requests at once."""
+
     def __post_init__(self) -> None:
         for name, known in (("dtype", DTYPES), ("device", DEVICES)):
             if getattr(self, name) not in known:

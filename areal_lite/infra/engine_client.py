@@ -299,6 +299,7 @@ class EngineClient:
                     status, reply, retry_after_s = await self._post(server, self._dialect.generate_path, body)
                     if status == 200:
                         chunk = self._dialect.parse_generate(orjson.loads(reply))
+                        self._check_vocabulary(chunk)
                         self.pool.succeeded(server)
                         return self._labelled(chunk, server, sent_version), attempt
                     last = f"{server.url} said HTTP {status}: {_short(reply)}"
@@ -322,6 +323,11 @@ class EngineClient:
             f"no usable answer in {attempt} tries; the last: {last}. Are the servers up, and does rollout.addresses "
             "name them?"
         )
+
+    def _check_vocabulary(self, chunk: Chunk) -> None:
+        vocab_size = self._limits.vocab_size
+        if vocab_size and max(chunk.tokens, default=0) >= vocab_size:
+            raise BadResponse(f"token {max(chunk.tokens)}, which is not in the vocabulary [0, {vocab_size})")
 
     def _labelled(self, chunk: Chunk, server: Server, sent_version: int) -> Chunk:
         if chunk.versions is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -26,10 +27,11 @@ class LoopThread:
         """Return whether the caller runs on this loop."""
         return threading.get_ident() == self._thread.ident
 
-    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def call(self, coroutine: Coroutine[Any, Any, T], *, unclaimed: Callable[[T], object] | None = None) -> T:
         """Run ``coroutine`` on the loop and return its result; blocks the calling thread.
 
-        An interrupt of the waiting thread (Ctrl-C) cancels the coroutine.
+        An interrupt of the waiting thread (Ctrl-C) cancels the coroutine. Where that comes too late, its result
+        goes to ``unclaimed``, on the loop.
 
         Raises:
             RuntimeError: If called on the loop itself, where it would wait for ever.
@@ -40,18 +42,32 @@ class LoopThread:
                 "a blocking engine method was called inside an episode, where it would wait for itself: "
                 "use its async form (asubmit, await_results, arollout_batch, aprepare_batch)"
             )
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        errand = _Errand(coroutine, unclaimed)
+        future = asyncio.run_coroutine_threadsafe(errand.run(), self._loop)
         try:
             return future.result()
         except BaseException:
             future.cancel()
+            self._leave(errand)
             raise
 
-    async def acall(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run ``coroutine`` on the loop from any loop."""
+    async def acall(
+        self, coroutine: Coroutine[Any, Any, T], *, unclaimed: Callable[[T], object] | None = None
+    ) -> T:
+        """Run ``coroutine`` on the loop from any loop; a cancellation of the caller is as in :meth:`call`."""
         if self.is_current():
             return await coroutine
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        errand = _Errand(coroutine, unclaimed)
+        future = asyncio.run_coroutine_threadsafe(errand.run(), self._loop)
+        try:
+            return await asyncio.wrap_future(future)
+        except BaseException:
+            self._leave(errand)
+            raise
+
+    def _leave(self, errand: _Errand[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            self._loop.call_soon_threadsafe(errand.leave)
 
     def call_soon(self, function: Callable[..., object], *args: object) -> None:
         """Have the loop call ``function(*args)``; returns at once."""
@@ -76,3 +92,26 @@ class LoopThread:
         self._thread.join(timeout=5)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+class _Errand(Generic[T]):
+    """A coroutine for a caller who may leave while its result is on the way; both methods run on the loop."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], unclaimed: Callable[[T], object] | None) -> None:
+        self._coroutine = coroutine
+        self._unclaimed = unclaimed
+        self._left = False
+        self._results: list[T] = []
+
+    async def run(self) -> T:
+        result = await self._coroutine
+        self._results.append(result)
+        if self._left:
+            self.leave()
+        return result
+
+    def leave(self) -> None:
+        """The caller has gone without the result."""
+        self._left = True
+        if self._unclaimed is not None and self._results:
+            self._unclaimed(self._results.pop())

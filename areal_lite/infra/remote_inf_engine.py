@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -172,7 +173,9 @@ class RemoteInfEngine(InferenceEngine):
     ) -> list[EpisodeResult]:
         """Return ``count`` results of :meth:`submit`; see ``InferenceEngine.wait``."""
         try:
-            return self._running_loop.call(self._executor.wait(count, timeout))
+            return self._running_loop.call(
+                self._executor.wait(count, timeout), unclaimed=self._executor.wait_unclaimed
+            )
         except TimeoutError:
             if raise_timeout:
                 raise
@@ -180,7 +183,9 @@ class RemoteInfEngine(InferenceEngine):
 
     async def await_results(self, count: int = 1, timeout: float | None = None) -> list[EpisodeResult]:
         """Async form of :meth:`wait`."""
-        return await self._running_loop.acall(self._executor.wait(count, timeout))
+        return await self._running_loop.acall(
+            self._executor.wait(count, timeout), unclaimed=self._executor.wait_unclaimed
+        )
 
     def rollout_batch(
         self,
@@ -218,7 +223,10 @@ class RemoteInfEngine(InferenceEngine):
     ) -> list[EpisodeResult]:
         """Return ``consumer_batch_size`` accepted results; see ``InferenceEngine.prepare_batch``."""
         recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn, group_size)
-        return self._running_loop.call(self._executor.prepare_batch(source, recipe))
+        return self._running_loop.call(
+            self._executor.prepare_batch(source, recipe),
+            unclaimed=partial(self._executor.batch_unclaimed, source),
+        )
 
     async def aprepare_batch(
         self,
@@ -230,7 +238,10 @@ class RemoteInfEngine(InferenceEngine):
     ) -> list[EpisodeResult]:
         """Async form of :meth:`prepare_batch`."""
         recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn, group_size)
-        return await self._running_loop.acall(self._executor.prepare_batch(source, recipe))
+        return await self._running_loop.acall(
+            self._executor.prepare_batch(source, recipe),
+            unclaimed=partial(self._executor.batch_unclaimed, source),
+        )
 
     def close_source(self, source: Iterable[Any]) -> None:
         """Draw no more of ``source``; what of it is not in a batch yet ends as cancelled and is given back."""

@@ -24,6 +24,11 @@ class ResultBox:
         self.results.append(result)
         self.changed()
 
+    def put_back(self, results: list[EpisodeResult]) -> None:
+        """Put results that were taken back to the front."""
+        self.results[:0] = results
+        self.changed()
+
     def changed(self) -> None:
         """Wake the waiters whose condition holds."""
         for condition, future in self._waiters:

@@ -135,6 +135,11 @@ class RowFeed:
         self.settle()
         self._handed_over = [result.samples for result in results]
 
+    def take_back(self, batch: list[EpisodeResult]) -> None:
+        """Keep the batch handed over last, which nobody got, for the next cut."""
+        self._handed_over = []
+        self.box.put_back(batch)
+
     def settle(self) -> None:
         """The batch handed over last was trained."""
         self.source.mark_trained(self._handed_over)

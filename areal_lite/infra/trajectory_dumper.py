@@ -86,7 +86,8 @@ class TrajectoryDumper:
         try:
             if size := os.lseek(descriptor, 0, os.SEEK_END):
                 _cut_torn_line(descriptor, size)
-            os.write(descriptor, lines)
+            while lines:  # a write may be short
+                lines = lines[os.write(descriptor, lines) :]
         finally:
             os.close(descriptor)
 

@@ -67,7 +67,7 @@ class WorkflowExecutor:
     ) -> None:
         self.config = config
         self.gate = gate
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(dict.fromkeys(EpisodeStatus, 0))
         """Ended groups by status, over the whole life."""
         self.abandoned = 0
         """Episodes that swallowed their cancellation and were left behind."""
@@ -82,6 +82,8 @@ class WorkflowExecutor:
         """Held while a batch is waited for."""
         self._waiting: deque[Submission] = deque()
         self._waiting_free: deque[Submission] = deque()
+        self._unclaimed: set[TaskId] = set()
+        """Results of a batch that nobody got, which were counted and shown when it was cut."""
         self._live: dict[TaskId, Submission] = {}
         """All that has not ended, waiting or running."""
         self._next_task_id = 0
@@ -131,6 +133,10 @@ class WorkflowExecutor:
             ) from None
         return self._box.take(count)
 
+    def wait_unclaimed(self, results: list[EpisodeResult]) -> None:
+        """Put the results of a :meth:`wait` back whose caller left before they arrived."""
+        self._box.put_back(results)
+
     async def rollout_batch(self, rows: Sequence[Row], recipe: EpisodeRecipe) -> list[EpisodeResult]:
         """Run all rows at the current version and return their results in the order of the rows."""
         self._refuse_paused()
@@ -173,6 +179,13 @@ class WorkflowExecutor:
                     await self._set_aside(other, "a batch of another source was asked for")
             return await self._batch_of(feed)
 
+    def batch_unclaimed(self, source: Iterable[Any], batch: list[EpisodeResult]) -> None:
+        """Put a batch back whose caller left before it arrived: the next one who asks gets it."""
+        if id(source) in self._feeds:
+            feed, _ = self._feeds[id(source)]
+            feed.take_back(batch)
+            self._unclaimed.update(result.task_id for result in batch)
+
     async def _batch_of(self, feed: RowFeed) -> list[EpisodeResult]:
         count = self.config.consumer_batch_size
         max_misses = self.config.max_empty_batches * count
@@ -198,7 +211,7 @@ class WorkflowExecutor:
                     try:
                         await self._set_aside(feed, "surplus: the batch was full")
                     except asyncio.CancelledError:  # nobody gets this batch: it waits for who asks next
-                        feed.box.results[:0] = cut.fresh
+                        feed.box.put_back(cut.fresh)
                         self.gate.cut = False
                         raise
                 feed.hand_over(cut.fresh)
@@ -482,6 +495,9 @@ class WorkflowExecutor:
         feed.miss(result)
 
     def _close(self, result: EpisodeResult) -> None:
-        """The result is final: count it and let observers see it."""
+        """The result is final: count it and let observers see it, once."""
+        if result.task_id in self._unclaimed:
+            self._unclaimed.remove(result.task_id)
+            return
         self.counts[result.status] += 1
         self._on_end(result)

@@ -33,6 +33,18 @@ def resolve_workflow(
     Raises:
         ConfigError: If it is none of these, kwargs do not fit, or ``run`` is not async.
     """
+    target = check_workflow(workflow, workflow_kwargs)
+    if inspect.isclass(target):
+        target = target(**(workflow_kwargs or {}))
+    return target if isinstance(target, RolloutWorkflow) else wrap_agent(target)
+
+
+def check_workflow(workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None) -> Any:
+    """Return the class or instance that ``workflow`` names, without making anything.
+
+    Raises:
+        ConfigError: As :func:`resolve_workflow`.
+    """
     name = (
         repr(workflow)
         if isinstance(workflow, str)
@@ -43,20 +55,20 @@ def resolve_workflow(
         raise ConfigError(f"workflow is None: {_FORMS}")
     if inspect.ismodule(target):
         raise ConfigError(f"workflow {name} is a module: name the class in it, '{target.__name__}.Name'")
-    kwargs = dict(workflow_kwargs or {})
     if inspect.isclass(target):
-        if not issubclass(target, RolloutWorkflow):
-            _check_run(target, name)
-        target = _instantiate(target, kwargs, name)
-    elif kwargs:
+        _check_constructor(target, workflow_kwargs or {}, name)
+    elif workflow_kwargs:
         raise ConfigError(
-            f"workflow {name} is already an instance, so workflow_kwargs {sorted(kwargs)} have nowhere to go: "
-            "pass the class, or drop workflow_kwargs"
+            f"workflow {name} is already an instance, so workflow_kwargs {sorted(workflow_kwargs)} have nowhere to "
+            "go: pass the class, or drop workflow_kwargs"
         )
-    if isinstance(target, RolloutWorkflow):
-        return target
-    _check_run(target, name)
-    return wrap_agent(target)
+    if not (
+        issubclass(target, RolloutWorkflow)
+        if inspect.isclass(target)
+        else isinstance(target, RolloutWorkflow)
+    ):
+        _check_run(target, name)
+    return target
 
 
 def _check_run(target: Any, name: str) -> None:
@@ -78,7 +90,7 @@ def _check_run(target: Any, name: str) -> None:
             )
 
 
-def _instantiate(cls: type[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+def _check_constructor(cls: type[Any], kwargs: Mapping[str, Any], name: str) -> None:
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
         raise ConfigError(
@@ -95,4 +107,3 @@ def _instantiate(cls: type[Any], kwargs: Mapping[str, Any], name: str) -> Any:
             f"workflow {name}: workflow_kwargs {sorted(kwargs)} do not fit its constructor ({error}){hint} "
             f"It takes {', '.join(accepted) or 'nothing'}"
         ) from None
-    return cls(**kwargs)

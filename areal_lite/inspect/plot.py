@@ -45,6 +45,7 @@ PANELS = (
         "policy versions",
         {"train/staleness_mean": "mean", "train/staleness_max": "largest"},
     ),
+    Panel("Throughput of the trainer", "tokens per second", {"train/tokens_per_second": "train"}),
 )
 PHASES = ("timing/", "train/seconds_")
 """Prefixes of the metrics that are stacked as a step's seconds by phase."""
@@ -91,7 +92,7 @@ def metrics_figure(*run_dirs: str | Path) -> Any:
         from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"plots need {error.name}, which is not installed: pip install 'areal-lite[plot]'"
+            f"plots need {error.name}, which is not installed: pip install {error.name}"
         ) from None
     runs: dict[str, Records] = {
         "/".join(Path(folder).resolve().parts[-2:]): list(read_records(Path(folder) / "metrics.jsonl"))
@@ -115,13 +116,15 @@ def metrics_figure(*run_dirs: str | Path) -> Any:
         _draw_panel(next(axes), panel, runs)
     for run, (steps, seconds) in stacks.items():
         own = next(axes)
-        own.stackplot(steps, *seconds.values(), labels=list(seconds))
+        borders = [step - 0.5 for step in steps] + [steps[-1] + 0.5]  # one step has a width, too
+        own.stackplot(borders, *([*s, s[-1]] for s in seconds.values()), labels=list(seconds), step="post")
         own.set(title="Time of a step" if len(runs) == 1 else f"Time of a step, {run}", ylabel="seconds")
+        own.margins(y=0.5)  # room for the legend
     for own in figure.axes:
         own.set_xlabel("training step")
         own.xaxis.set_major_locator(MaxNLocator(integer=True))
         own.grid(alpha=0.3)
-        own.legend(fontsize="small")
+        own.legend(fontsize="small", ncols=3 if own.collections else 1)
     figure.suptitle(", ".join(runs))
     return figure
 

@@ -31,12 +31,19 @@ def view(path: Path, *, limit: int, console: Console | None = None) -> int:
     """
     console = console or Console(highlight=False)
     shown = 0
-    for record in itertools.islice(_records(path), limit):
+    last = None
+    for file, record in itertools.islice(_records(path), limit):
+        if file != last:
+            last = file
+            console.print(Text(printable(str(file)), "dim"), soft_wrap=True)
         shown += 1
         for text in _lines(record):
             console.print(text, soft_wrap=True)
     if not shown:
-        raise ConfigError(f"{path}: no dumped episodes here: set rollout.dump_to_file to true to write them")
+        raise ConfigError(
+            f"{path}: no dumped episodes here: with rollout.dump_to_file a run writes them to RUN_DIR/rollout, those "
+            "of the held-out rows to RUN_DIR/eval-rollout"
+        )
     return shown
 
 
@@ -45,10 +52,10 @@ def printable(text: str) -> str:
     return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
+def _records(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     files = sorted(path.rglob("*.jsonl"), key=_by_number) if path.is_dir() else [path]
     for file in files:
-        yield from (record for record in read_records(file) if "turns" in record)
+        yield from ((file, record) for record in read_records(file) if "turns" in record)
 
 
 def _by_number(path: Path) -> list[tuple[int, str]]:

@@ -13,6 +13,7 @@ from areal_lite.embedded.process import EmbeddedServer
 from areal_lite.embedded.settings import check_model_path
 from areal_lite.errors import ArealLiteError, ConfigError, ServerError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from areal_lite.launch.workflow_choice import check_workflow_choice
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ def thread_budget(config: RunConfig) -> ThreadBudget:
 
 
 def check_startable(config: RunConfig) -> None:
-    """Refuse a model that is not there, or a backend without servers, before anything starts."""
+    """Refuse a model or workflow that is not there, or a backend without servers, before anything starts."""
     check_model_path(config.model_path)
+    check_workflow_choice(config)
     if config.rollout.backend != "embedded" and not config.rollout.addresses:
         raise ConfigError(
             f"rollout.backend is {config.rollout.backend} and rollout.addresses is empty: name the running servers "
@@ -68,6 +70,7 @@ def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEng
         max_running_requests=config.server.max_running_requests,
         context_length=config.server.context_length,
         seed=config.seed,
+        deterministic=config.trainer.deterministic,
         log_path=run_dir / "server.log",
     )
     with server:

@@ -2,7 +2,7 @@
 
 Guarantees that a checkpoint is of a moment between two steps, data and weights alike, also when the run is
 stopped in the middle of one. Under several ranks one leads: it owns engine, data source and files, and the
-others get its batches.
+others get its batches, and stop where it does.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -22,7 +24,7 @@ from areal_lite.data.data_source_state import state_bytes, state_path
 from areal_lite.launch.evaluation import Evaluation
 from areal_lite.launch.generating_side import GeneratingSide
 from areal_lite.launch.profiling import StepProfiler
-from areal_lite.launch.stopping import finishing
+from areal_lite.launch.stopping import Stopped, finishing, interruptible, stop_together
 from areal_lite.trainer.checkpoint import CONFIG_FILE
 from areal_lite.trainer.checkpoint_writer import CheckpointWriter
 from areal_lite.trainer.expiry import expires_soon
@@ -33,6 +35,8 @@ from areal_lite.trainer.weights import publish_weights
 
 Record = Callable[[int, dict[str, float]], None]
 """Takes a step and its metrics."""
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -55,7 +59,11 @@ class Fit:
     longest_step_s: float = 0.0
 
     def fit(self) -> None:
-        """Train up to ``trainer.total_steps``; ``Stopped`` is raised between two steps."""
+        """Train up to ``trainer.total_steps``; to be called in :func:`finishing`.
+
+        Raises:
+            Stopped: On SIGINT or SIGTERM, between the same two steps on every rank.
+        """
         trainer = self.trainer
         if self.step == 0 and self.config.evaluation.at_start:
             self.validate()
@@ -64,31 +72,28 @@ class Fit:
                 began = time.monotonic()
                 batch = self.generate()
                 generated = time.monotonic()
-                with finishing():
-                    step = trainer.begin(batch, version=self.step)
-                    trainer.score_proximal(step)
-                    trainer.score_reference(step)
-                    trainer.score_values(step)
-                    trainer.penalize_kl(step)
-                    trainer.correct(step)
-                    trainer.estimate_advantages(step)
-                    trainer.update_critic(step)
-                    trainer.update_policy(step)
-                    self.step += 1
-                    self.settle(batch)
-                    trained = time.monotonic()
-                    self.publish()
-                    self.log(trainer.finish(step), began, generated, trained)
-                    if self.is_due(self.config.checkpoint.every_steps) or self.machine_goes():
-                        self.save()
+                step = trainer.begin(batch, version=self.step)
+                trainer.score_proximal(step)
+                trainer.score_reference(step)
+                trainer.score_values(step)
+                trainer.penalize_kl(step)
+                trainer.correct(step)
+                trainer.estimate_advantages(step)
+                trainer.update_critic(step)
+                trainer.update_policy(step)
+                self.step += 1
+                self.settle(batch)
+                trained = time.monotonic()
+                self.publish()
+                self.log(trainer.finish(step), began, generated, trained)
+                if self.is_due(self.config.checkpoint.every_steps) or self.machine_goes():
+                    self.save()
             if self.is_due(self.config.evaluation.every_steps or self.config.trainer.total_steps):
                 self.validate()
 
-    def go_on_from(self, checkpoint: Path, step: int) -> None:
-        """Take the data where it stood after ``step`` steps, and have the servers load the trainer's weights."""
+    def go_on_from(self, step: int) -> None:
+        """Begin after ``step`` steps, with the trainer's weights on the servers."""
         self.step = self.saved_step = step
-        if self.lead is not None:
-            self.lead.data.source.load(step, checkpoint)
         self.publish()
 
     @property
@@ -99,7 +104,7 @@ class Fit:
 
     def generate(self) -> DataProto:
         """Return the next batch, the same on every rank; rewards are there, and advantages are not."""
-        return broadcast_batch(None if self.lead is None else self.lead.batch(self.step + 1))
+        return broadcast_batch(self.led(lambda lead: lead.batch(self.step + 1)))
 
     def settle(self, batch: DataProto) -> None:
         """Let the data know that the step's batch was trained."""
@@ -130,23 +135,40 @@ class Fit:
 
     def validate(self) -> None:
         """Run the held-out rows and record their rewards."""
-        if self.lead is not None and (found := self.lead.evaluate()) is not None:
+        if (found := self.led(GeneratingSide.evaluate)) is not None:
             self.evaluations.append(found)
             self.record(self.step, found.metrics())
 
+    def led(self, work: Callable[[GeneratingSide], T]) -> T | None:
+        """Return what ``work`` gives on the leading rank; the others wait for it, and get None.
+
+        Raises:
+            Stopped: On every rank, if one was asked to stop; ``work`` is broken off.
+        """
+        found = None
+        with suppress(Stopped):
+            if self.lead is not None:
+                with interruptible():
+                    found = work(self.lead)
+        stop_together()
+        return found
+
+    @finishing()
     def save_stopped(self) -> None:
-        """Save the last whole step of a run that makes checkpoints; several ranks do not stop at the same one."""
-        with finishing():
-            if self.config.checkpoint.every_steps is not None and self.trainer.learner.ranks.size == 1:
-                self.save()
-            self.checkpoints.wait()
+        """Save the last whole step, if the run makes checkpoints."""
+        if self.config.checkpoint.every_steps is not None:
+            self.save()
+        self.checkpoints.wait()
+        broadcast_json()  # a launcher that sees one rank leave ends the others, which may be writing
 
     def save(self) -> None:
         """Begin to write a checkpoint of the moment, unless there is one."""
         if self.saved_step == self.step:
             return
-        files = {}
+        self.checkpoints.wait()  # for the memory of the one before
+        files: dict[str, bytes] = {}
         if self.lead is not None:
+            files |= {f"policy/model/{name}": content for name, content in self.lead.tokenizer_files.items()}
             files[CONFIG_FILE] = dump_config(self.config).encode()
             files[str(state_path("", self.step))] = state_bytes(self.lead.data.source.state_dict())
         self.checkpoints.save(self.step, snapshot(self.trainer), files)

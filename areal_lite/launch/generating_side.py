@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import orjson
 import torch
 
 from areal_lite.api.config import RunConfig
 from areal_lite.api.engine_api import Row
 from areal_lite.api.episode import EpisodeResult
-from areal_lite.data.cached_batch import cached_batch
+from areal_lite.data.cached_batch import BatchCache
+from areal_lite.data.collate import object_array
 from areal_lite.data.curriculum_data_source import CurriculumDataSource
 from areal_lite.data.data_proto import DataProto
 from areal_lite.data.rollout_batch import result_samples, training_batch
 from areal_lite.data.rollout_dump import dump_rollouts
-from areal_lite.data.tokenizer import load_tokenizer
+from areal_lite.data.tokenizer import load_tokenizer, tokenizer_files
 from areal_lite.data.training_batch import training_rows
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.launch.evaluation import Evaluation, evaluate
@@ -41,6 +41,8 @@ class GeneratingSide:
         data: Training rows.
         held_out: Rows to evaluate on; none skips it.
         reward_model: Judges whole sequences in place of the workflow's rewards.
+        baselines: Whether batches have the rewards of greedy answers.
+        cache: Where batches are kept.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class GeneratingSide:
         data: TrainingData,
         held_out: Sequence[Row],
         reward_model: RewardModel | None = None,
+        baselines: bool = False,
+        cache: BatchCache | None = None,
     ) -> None:
         self.engine = engine
         self.data = data
@@ -59,7 +63,14 @@ class GeneratingSide:
         self._run_dir = run_dir
         self._held_out = held_out
         self._reward_model = reward_model
+        self._baselines = baselines
+        self._cache = cache
         self._results: list[EpisodeResult] = []
+
+    @cached_property
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """What makes a model's folder whole for servers."""
+        return tokenizer_files(tokenizer_path(self._config))
 
     def batch(self, step: int) -> DataProto:
         """Return the batch of a step: whole groups with rewards, and baselines where the estimator needs them.
@@ -67,14 +78,9 @@ class GeneratingSide:
         With ``rollout_cache`` it comes from there, and is generated only where it is missing.
         """
         self._results = []
-        if self._config.rollout_cache is None:
+        if self._cache is None:
             return self._generate(step)
-        batch = cached_batch(
-            self._config.rollout_cache,
-            step,
-            lambda: self._generate(step),
-            fingerprint=_fingerprint(self._config),
-        )
+        batch = self._cache.batch(step, lambda: self._generate(step))
         if not self._results:  # rows of steps that are not cached are others
             self.data.source.mark_trained(
                 self.data.source.get_samples(self._config.rollout.consumer_batch_size)
@@ -82,8 +88,14 @@ class GeneratingSide:
         return batch
 
     def trained(self, step: int, batch: DataProto) -> None:
-        """Take note that a step's batch was trained: its groups are owed no longer, dataset and dumps hear of it."""
+        """Take note that a step's batch was trained: its groups are owed no longer, data and dumps hear of it.
+
+        What the data hear of has in ``rows`` the dataset row of each sequence, unless it came from a cache.
+        """
         self.data.source.mark_trained(result.samples for result in self._results)
+        if self._results:
+            rows = object_array(sample.row for result in self._results for sample in result_samples(result))
+            batch = DataProto(batch.batch, {**batch.non_tensor_batch, "rows": rows}, batch.meta_info)
         if isinstance(self.data.source, CurriculumDataSource):
             self.data.source.update(batch)
         if self._config.dump_scores and self._results:
@@ -117,7 +129,7 @@ class GeneratingSide:
         self._results = results
         batch = training_batch(self.data.packer, results)
         self._judge(batch)
-        if config.trainer.advantage == "remax":
+        if self._baselines:
             batch.batch["baselines"] = self._greedy_rewards(results, batch)
         return batch
 
@@ -177,10 +189,24 @@ def _group_means(batch: DataProto) -> dict[str, float]:
     return {name: float(np.mean(values)) for name, values in rewards.items()}
 
 
-def _fingerprint(config: RunConfig) -> str:
-    """Return a hash of what has a part in a step's batch."""
-    rollout = dataclasses.asdict(config.rollout)
-    told = {name: rollout[name] for name in ("group_size", "consumer_batch_size", "gconfig")}
-    told |= {"rows": dataclasses.asdict(config.train_dataset), "workflow_kwargs": config.workflow_kwargs}
-    told |= {name: getattr(config, name) for name in ("model_path", "seed", "workflow", "reward_model")}
-    return hashlib.sha256(orjson.dumps(told, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
+def batch_cache(config: RunConfig, *, baselines: bool) -> BatchCache | None:
+    """Return the run's cache of batches, if it has one.
+
+    Raises:
+        ConfigError: If the batches in it are of another config.
+    """
+    if config.rollout_cache is None:
+        return None
+    sections = {
+        "rollout.gconfig": dataclasses.asdict(config.rollout.gconfig),
+        "train_dataset": dataclasses.asdict(config.train_dataset),
+        "workflow_kwargs": config.workflow_kwargs,
+    }
+    names = ("model_path", "seed", "workflow", "reward_model", "should_accept_fn", "data_packer")
+    return BatchCache(
+        config.rollout_cache,
+        {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
+        | {name: getattr(config, name) for name in names}
+        | {f"rollout.{name}": getattr(config.rollout, name) for name in ("group_size", "consumer_batch_size")}
+        | {"greedy baselines": baselines},
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -42,10 +42,16 @@ class TrainingProgress:
             console=self.console,
             disable=not self.console.is_terminal,
         )
-        self._task = self._bar.add_task("train", total=total_steps, reward="-", held_out="-")
+        self._task = self._bar.add_task(
+            "train",
+            total=total_steps,
+            reward="-",
+            held_out="-",
+            visible=False,  # a run that is resumed does not begin at 0
+        )
 
     def __enter__(self) -> Self:
-        self.console.print("loading the model and starting the server ...")
+        self.console.print("starting ...")
         self._bar.start()
         return self
 
@@ -62,23 +68,25 @@ class TrainingProgress:
                 f"step {step:>4}  held-out reward {reward:.3f} over {metrics['eval/episodes']:.0f} episodes "
                 f"({metrics['eval/seconds']:.1f} s)"
             )
-            self._bar.update(self._task, held_out=f"{reward:.3f}")
+            shown: dict[str, Any] = {"held_out": f"{reward:.3f}"}
         else:
             self.console.print(
                 f"step {step:>4}  reward {metrics['train/reward_mean']:.3f}  loss {metrics['train/loss']:+.4f}  "
                 f"{metrics['timing/step_s']:.1f} s (rollout {metrics['timing/rollout_wait_s']:.1f}, "
                 f"weights {metrics['timing/weight_update_s']:.1f})"
             )
-            self._bar.update(self._task, completed=step, reward=f"{metrics['train/reward_mean']:.3f}")
+            shown = {"reward": f"{metrics['train/reward_mean']:.3f}"}
+        self._bar.update(self._task, completed=step, visible=True, **shown)
 
 
-def summary_table(summary: TrainingSummary) -> Table:
-    """Return the before and after of a training run as a table."""
-    table = Table("", "before", "after", title=f"{summary.steps} training steps in {summary.seconds:.0f} s")
-    if summary.after is not None:
-        before, after = _column(summary.before), _column(summary.after)
-        for name, *values in zip(_ROWS, before, after, strict=True):
-            table.add_row(name, *values)
+def summary_table(summary: TrainingSummary) -> Table | str:
+    """Return the before and after of a training run as a table, or one line where nothing was held out."""
+    title = f"{summary.steps} training steps in {summary.seconds:.0f} s"
+    if summary.after is None:
+        return title
+    table = Table("", "before", "after", title=title)
+    for name, *values in zip(_ROWS, _column(summary.before), _column(summary.after), strict=True):
+        table.add_row(name, *values)
     return table
 
 

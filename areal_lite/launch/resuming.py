@@ -8,11 +8,11 @@ from typing import Any
 
 from areal_lite.api.config import RunConfig
 from areal_lite.api.config_loader import dump_config
-from areal_lite.api.supervised_config import DPOConfig, RewardModelConfig, SFTConfig
+from areal_lite.api.supervised_config import SupervisedConfig
 from areal_lite.errors import ConfigError
 from areal_lite.launch.run_directory import run_directory_path
 
-_Config = RunConfig | SFTConfig | DPOConfig | RewardModelConfig
+_Config = RunConfig | SupervisedConfig
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run's checkpoints."""
@@ -39,6 +39,16 @@ def checkpoint_to_resume(config: _Config, total_steps: int) -> tuple[Path | None
             "choose another trial_name"
         )
     return checkpoint, step
+
+
+def way_back(run_dir: Path) -> str:
+    """Return what a run that cannot go on can be taken up from."""
+    from areal_lite.trainer.checkpoint import find_checkpoint
+
+    last = find_checkpoint(run_dir / CHECKPOINTS, "auto")
+    if last is None:
+        return "there is no checkpoint to go on from: checkpoint.every_steps makes them"
+    return f"the last good checkpoint is {last}"
 
 
 def is_evaluated(run_dir: Path, step: int) -> bool:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from areal_lite.api.config import ExperimentConfig
 from areal_lite.api.config_loader import dump_config
+from areal_lite.data.whole_file import write_whole
 from areal_lite.errors import ConfigError, RunDirBusyError, StorageError
+from areal_lite.launch.skipped_updates import SKIPPED_UPDATES
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +24,13 @@ def run_directory_path(config: ExperimentConfig) -> Path:
 
 
 @contextmanager
-def run_directory(config: ExperimentConfig, *, fresh: bool) -> Iterator[Path]:
+def run_directory(config: ExperimentConfig, *, fresh: bool, trains: bool = True) -> Iterator[Path]:
     """Make the run's folder, hold it for as long as the context lasts, and save the config in it.
 
     Args:
-        fresh: The run begins at step 0: refuse a folder in which a training run has left metrics, unless it was
-            this one and came to no checkpoint; its metrics are removed then.
+        fresh: The run begins at step 0: refuse a folder in which a training run has left metrics, unless it came to
+            no step, or was this one and came to no checkpoint; its metrics are removed then.
+        trains: False leaves the config there that a training run has left.
 
     Raises:
         RunDirBusyError: If another live process holds it.
@@ -53,26 +56,34 @@ def run_directory(config: ExperimentConfig, *, fresh: bool) -> Iterator[Path]:
         if fresh and (path / "metrics.jsonl").exists():
             _check_came_to_nothing(config, path)
             logger.warning("%s: the run in it ended before its first checkpoint, and starts again", path)
-            for name in ("metrics.jsonl", "skipped_updates.jsonl"):
+            for name in ("metrics.jsonl", SKIPPED_UPDATES):
                 (path / name).unlink(missing_ok=True)
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
-        (path / "config.yaml").write_text(dump_config(config))
+        if trains or not (path / "config.yaml").exists():
+            try:
+                write_whole(path / "config.yaml", dump_config(config).encode())
+            except OSError as error:
+                raise StorageError(
+                    f"the config cannot be saved in {path}: {error}: free disk space"
+                ) from error
         yield path
     finally:
         os.close(lock)
 
 
 def _check_came_to_nothing(config: ExperimentConfig, path: Path) -> None:
-    """Refuse a folder whose run is another one, or has something to lose."""
+    """Refuse a folder whose run has something to lose, or made a step under another config."""
     from areal_lite.trainer.checkpoint import CONFIG_FILE, check_config
 
     trained = b'"train/' in (path / "metrics.jsonl").read_bytes()
+    if not trained and not (path / "model").exists():
+        return
     if (
         config.checkpoint.resume == "never"
         or (path / "model").exists()
         or not (path / CONFIG_FILE).is_file()
-        or (trained and config.checkpoint.every_steps is None)
+        or config.checkpoint.every_steps is None
     ):
         raise ConfigError(
             f"{path} already holds a training run, which this one would mix with: choose another name "

@@ -1,4 +1,4 @@
-"""The workflow a config names, with the run's sampling and tokenizer filled in."""
+"""The workflow and the filter a config names, with the run's sampling and tokenizer filled in."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from typing import Any
 
 from areal_lite.api.config import RunConfig
 from areal_lite.api.dotted_path import load_object
+from areal_lite.infra.workflow_resolution import check_workflow
+
+
+def check_workflow_choice(config: RunConfig) -> None:
+    """Refuse a workflow or filter that cannot be loaded, or arguments that do not fit, before anything is made."""
+    check_workflow(config.workflow, workflow_kwargs(config, is_eval=False))
+    if config.should_accept_fn is not None:
+        load_object(config.should_accept_fn, where="should_accept_fn")
 
 
 def workflow_kwargs(config: RunConfig, *, is_eval: bool) -> dict[str, Any]:

@@ -5,15 +5,17 @@ Guarantees that settings which cannot work are refused before a model is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from areal_lite.api.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.estimators.estimator import ESTIMATORS, Estimate, EstimatorInputs
+from areal_lite.trainer.estimators.inputs import OF_PROXIMAL_POLICY, MissingInput
 from areal_lite.trainer.estimators.kl_controller import (
-    AdaptiveKL,
-    FixedKL,
     KLController,
     kl_in_reward,
     mean_kl,
@@ -22,9 +24,11 @@ from areal_lite.trainer.estimators.normalize import normalize_advantages
 from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms
 from areal_lite.trainer.objectives.corrections import (
     WeightLevel,
+    drifted_rows,
     icepop_weights,
     importance_weights,
     rejection_mask,
+    row_weights,
 )
 from areal_lite.trainer.objectives.kl import kl_penalty
 from areal_lite.trainer.objectives.overlong import overlong_penalty
@@ -58,13 +62,13 @@ class Algorithm:
         mode = None if config.loss_aggregation is None else AggregationMode(config.loss_aggregation)
         self.aggregation = aggregation_of(config.loss, mode, where="trainer.loss_aggregation")
         kl = config.kl
-        self.kl_controller: KLController = (
-            AdaptiveKL(kl.coef, target=kl.target, horizon=kl.horizon)
-            if kl is not None and kl.target is not None
-            else FixedKL(0.0 if kl is None else kl.coef)
+        self.kl_controller = (
+            KLController(kl.coef, target=kl.target, horizon=kl.horizon) if kl else KLController(0.0)
         )
-        _check(config, max_new_tokens)
-        self._try_out()
+        self.needs: frozenset[str] = frozenset()
+        """Inputs that the estimator asks for."""
+        self.chooses = self._try_out().chosen is not None
+        """Whether the loss chooses among the tokens of a whole minibatch."""
 
     @property
     def penalizes_reward(self) -> bool:
@@ -78,7 +82,7 @@ class Algorithm:
             self.config.proximal == "behaviour"
             or self.penalizes_reward
             or self.config.correction.normalize
-            or self.config.advantage == "optimal_token_baseline"
+            or not self.needs.isdisjoint(OF_PROXIMAL_POLICY)
         )
 
     @property
@@ -111,21 +115,23 @@ class Algorithm:
     ) -> None:
         """Fill in advantages, and returns where the estimator has them."""
         config, early = self.config, self.needs_proximal_early
-        estimate: Estimate = self._estimate(
+        asked = {
+            "values": tokens.values if config.critic is not None else None,
+            "baselines": baselines,
+            "proximal_logprobs": tokens.proximal if early else None,
+            "sum_squared_probs": tokens.sum_squared_probs if early and config.proximal == "trainer" else None,
+        }
+        estimate = self._estimate(
             EstimatorInputs(
                 scores=scores,
                 group_ids=group_ids,
                 rows=tokens.rows,
                 token_rewards=tokens.rewards,
-                values=tokens.values if config.critic is not None else None,
-                baselines=baselines,
-                proximal_logprobs=tokens.proximal if early else None,
-                sum_squared_probs=tokens.sum_squared_probs
-                if early and config.proximal == "trainer"
-                else None,
                 importance_weights=tokens.correction if early else None,
+                **{name: asked[name] for name in asked if name in self.needs},
             )
         )
+        self._check("advantage", estimate, tokens.rows)
         tokens.advantages = normalize_advantages(
             estimate.advantages, tokens.rows, group_ids, mean=config.advantage_mean, std=config.advantage_std
         )
@@ -135,7 +141,13 @@ class Algorithm:
     def policy_loss(self, inputs: PolicyInputs) -> LossTerms:
         """Return the losses of tokens of whole samples."""
         terms: LossTerms = self._loss(inputs)
-        return terms
+        self._check("loss", terms, inputs.rows)
+        limit = self.config.correction.max_row_kl
+        if limit is None:
+            return terms
+        drifted = drifted_rows(inputs.policy, inputs.behaviour, inputs.advantages, inputs.rows, max_kl=limit)
+        told = terms.statistics | {"drifted_fraction": drifted.to(terms.losses.dtype)}
+        return LossTerms(torch.where(drifted, 0.0, terms.losses), told, terms.chosen)
 
     def correction(self, proximal: Tensor, behaviour: Tensor, rows: Tensor) -> Tensor:
         """Return ``[T]`` what each token's loss is multiplied by for being sampled from another policy."""
@@ -153,80 +165,119 @@ class Algorithm:
                 max_weight=config.max_weight,
                 normalize=config.normalize,
             )
+            if self.config.loss == "gmpo":
+                weights = row_weights(weights, rows)
         if config.reject is not None:
             bounds = config.reject_bounds or ""
             weights = weights * rejection_mask(proximal, behaviour, rows, option=config.reject, bounds=bounds)
         return weights
 
-    def _try_out(self) -> None:
-        """Compute one step of two tokens, so that settings the functions refuse are refused at the start."""
-        config, pair, rows = self.config, torch.tensor([-1.0, -2.0]), torch.arange(2)
-        tokens = StepTokens.zeros(rows)
-        tokens.sum_squared_probs.fill_(0.5)
-        tokens.returns.fill_(torch.nan)
-        try:
-            self.advantages(tokens, pair.clone(), pair, ["", ""])
-            inputs = PolicyInputs(
-                policy=pair, proximal=pair, behaviour=pair, advantages=tokens.advantages, rows=rows
+    def _check(self, key: str, returned: Estimate | LossTerms, rows: Tensor) -> None:
+        """Refuse what the function named by the config ``key`` returned if it is not one float for each token."""
+        kind, names, mend = _RETURNS[key]
+        where = f"trainer.{key} {getattr(self.config, key)!r} returns"
+        if not isinstance(returned, kind):
+            raise ConfigError(
+                f"{where} a {type(returned).__name__}: return {kind.__name__}({', '.join(names)})"
             )
-            losses = self.policy_loss(inputs).losses
-            if config.overlong_buffer and self._max_new_tokens is not None:
-                self.shape(pair.clone(), tokens)
+        for name in names:
+            values: Tensor | None = getattr(returned, name)
+            if values is not None and (values.shape != rows.shape or not values.is_floating_point()):
+                raise ConfigError(
+                    f"{where} {name} of shape {list(values.shape)} and {values.dtype}: give float numbers of shape "
+                    f"{list(rows.shape)}, one for each token; {mend}"
+                )
+
+    def _try_out(self) -> LossTerms:
+        """Return the losses of a step of two answers, so that what the functions cannot do is told at the start."""
+        config, rows = self.config, torch.tensor([0, 0, 0, 1, 1])
+        logprobs, scores = torch.tensor([-1.0, -2.0, -0.5, -1.5, -0.25]), torch.tensor([1.0, 0.0])
+        tokens = StepTokens.zeros(rows)
+        tokens.proximal.copy_(logprobs)
+        tokens.sum_squared_probs.fill_(0.5)
+        tokens.correction.fill_(1.0)
+        tokens.returns.fill_(torch.nan)
+        if config.overlong_buffer and self._max_new_tokens is None:
+            raise ConfigError(
+                "trainer.overlong_buffer needs the limit it lies before: give the trainer max_new_tokens"
+            )
+        self.shape(scores, tokens)
+        try:
+            self.correction(logprobs, logprobs, rows)
+        except ConfigError as error:
+            raise ConfigError(f"trainer.correction.reject: {error}") from error
+        with self._names("advantage"):
+            while True:
+                try:
+                    self.advantages(tokens, scores, scores, ["", ""])
+                    break
+                except MissingInput as missing:
+                    if missing.name in self.needs:
+                        raise
+                    self.needs |= {missing.name}
+        with self._names("loss"):
+            terms = self.policy_loss(
+                PolicyInputs(
+                    policy=logprobs.clone().requires_grad_(),
+                    proximal=logprobs,
+                    behaviour=logprobs,
+                    advantages=tokens.advantages,
+                    rows=rows,
+                )
+            )
+        if not terms.losses.requires_grad:
+            raise ConfigError(
+                f"trainer.loss {config.loss!r} returns losses without a gradient: make them of inputs.policy, not "
+                "detached"
+            )
+        for key, values in (("advantage", tokens.advantages), ("loss", terms.losses)):
+            if not bool(values.isfinite().all()):
+                name, options = getattr(config, key), getattr(config, f"{key}_kwargs")
+                raise ConfigError(
+                    f"trainer.{key} {name!r} with its options {options} gives {values.tolist()}: these must be finite; "
+                    "choose other options, or mend it"
+                )
+        if config.critic is not None:
+            self._check_critic(tokens.returns)
+        return terms
+
+    def _check_critic(self, returns: Tensor) -> None:
+        name = self.config.advantage
+        if bool(returns.isnan().any()):
+            raise ConfigError(
+                f"trainer.critic has nothing to learn from {name!r}, which gives no returns: choose gae, have an "
+                "estimator of yours return Estimate(advantages, returns), or remove the critic"
+            )
+        if "values" not in self.needs:
+            raise ConfigError(
+                f"trainer.critic learns for nothing: {name!r} does not ask for its values. Choose gae, take "
+                "inputs.needed('values') in an estimator of yours, or remove the critic"
+            )
+
+    @contextmanager
+    def _names(self, key: str) -> Iterator[None]:
+        """Have what breaks inside name the function of the config ``key``."""
+        try:
+            yield
         except ConfigError:
             raise
         except Exception as error:
+            name, options = getattr(self.config, key), getattr(self.config, f"{key}_kwargs")
             raise ConfigError(
-                f"trainer.advantage {config.advantage!r} or trainer.loss {config.loss!r} does not work with its "
-                f"options {config.advantage_kwargs} and {config.loss_kwargs}: {type(error).__name__}: {error}"
+                f"trainer.{key} {name!r} does not work with its options {options}: {type(error).__name__}: {error}"
             ) from error
-        for where, values in (("advantage", tokens.advantages), ("loss", losses)):
-            if not bool(values.isfinite().all()):
-                raise ConfigError(
-                    f"trainer.{where}_kwargs: with these options {getattr(config, where)!r} gives {values.tolist()}: "
-                    "choose others"
-                )
-        if config.critic is not None and bool(tokens.returns.isnan().any()):
-            raise ConfigError(
-                f"trainer.critic has nothing to learn from {config.advantage!r}, which gives no returns: choose gae, "
-                "or remove the critic"
-            )
 
 
-def _check(config: TrainerConfig, max_new_tokens: int | None) -> None:
-    """Refuse settings that contradict each other.
-
-    Raises:
-        ConfigError: With the key.
-    """
-    correction = config.correction
-    pair, rows = torch.tensor([-1.0, -2.0]), torch.arange(2)
-    if correction.reject is not None:
-        try:
-            rejection_mask(pair, pair, rows, option=correction.reject, bounds=correction.reject_bounds or "")
-        except ConfigError as error:
-            raise ConfigError(f"trainer.correction.reject: {error}") from error
-    complaints = {
-        "correction.reject_bounds is without reject: name a statistic for each bound": (
-            correction.reject is None and correction.reject_bounds is not None
-        ),
-        "correction.reject compares proximal and behaviour, which proximal: behaviour makes the same: remove one": (
-            correction.reject is not None and config.proximal == "behaviour"
-        ),
-        f"correction.level is {correction.level} with outside: mask, which masks single tokens: set level: token": (
-            correction.outside == "mask" and correction.level != "token"
-        ),
-        f"correction.min_weight is {correction.min_weight}, not below max_weight {correction.max_weight}: nothing "
-        "would be trained": correction.outside == "mask" and correction.min_weight >= correction.max_weight,
-        "kl.target adapts the penalty in the reward: set place: reward, or remove it": (
-            config.kl is not None and config.kl.target is not None and config.kl.place == "loss"
-        ),
-        "loss_aggregation seq-mean-token-sum-norm divides by loss_scale: give it, in tokens": (
-            config.loss_aggregation == "seq-mean-token-sum-norm" and config.loss_scale is None
-        ),
-        "overlong_buffer needs the limit it lies before: give the trainer max_new_tokens": (
-            config.overlong_buffer > 0 and max_new_tokens is None
-        ),
-    }
-    for complaint, holds in complaints.items():
-        if holds:
-            raise ConfigError(f"trainer.{complaint}")
+_RETURNS: dict[str, tuple[type, tuple[str, ...], str]] = {
+    "advantage": (
+        Estimate,
+        ("advantages", "returns"),
+        "inputs.per_token(values) makes them of one for each row",
+    ),
+    "loss": (
+        LossTerms,
+        ("losses",),
+        "the trainer averages them, and inputs.rows says which row a token is of",
+    ),
+}
+"""What the function that a config key names returns, what of it is one number for each token, and how to mend that."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +52,28 @@ def find_checkpoint(root: Path, resume: str) -> Path | None:
     Raises:
         CheckpointError: If it is missing or not whole, or ``root`` holds later ones, which ``auto`` would go on from
             the next time. A broken newest one is never passed over.
+        ConfigError: If it says never and ``root`` holds checkpoints, which nothing but their owner removes.
     """
-    if resume == "never":
-        return None
     folders = checkpoints(root)
+    if resume == "never":
+        if folders:
+            raise ConfigError(
+                f"checkpoint.resume is never, and {root} already holds a training run: choose another trial_name, or "
+                "remove the folder"
+            )
+        return None
     if resume != "auto":
         folder = Path(resume)
-        check_folder(folder)
+        if not folder.is_dir():
+            there = ", ".join(str(one) for one in folders) or "none"
+            raise ConfigError(f"checkpoint.resume {resume!r} is no folder: of this run there are {there}")
+        _check(folder, "the checkpoint", "Name another one in checkpoint.resume")
         refuse_later(root, checkpoint_step(folder))
         return folder
     if not folders:
         return None
-    try:
-        check_folder(folders[-1])
-    except CheckpointError as error:
-        earlier = f", to go on from {folders[-2].name}" if len(folders) > 1 else ""
-        raise CheckpointError(
-            f"the newest checkpoint cannot be used: {error}. Remove {folders[-1]}{earlier}, or set "
-            "checkpoint.resume=never with another trial_name"
-        ) from error
+    earlier = f", to go on from {folders[-2].name}" if len(folders) > 1 else ""
+    _check(folders[-1], "the newest checkpoint", f"Remove {folders[-1]}{earlier}, or set another trial_name")
     return folders[-1]
 
 
@@ -100,13 +103,7 @@ def check_config(folder: Path, config: str) -> None:
     if not path.is_file():
         return
     then, now = (_decisive(yaml.safe_load(text)) for text in (path.read_text(), config))
-    # A field that one of them lacks was added or removed since, and the default is what happened without it.
-    differences = [
-        f"{name} was {then[name]!r} and is {now[name]!r}"
-        for name in sorted(then.keys() & now.keys())
-        if then[name] != now[name]
-    ]
-    if differences:
+    if differences := list(_differences(then, now)):
         raise ConfigError(
             f"{folder} was made with another config: {'; '.join(differences)}. Put these back to go on, or start "
             "another trial_name"
@@ -150,9 +147,16 @@ def refuse_later(root: Path, step: int) -> None:
     if later:
         raise CheckpointError(
             f"{root} holds {', '.join(later)}, later than step {step}: a run that goes on from there would leave two "
-            "histories, and the next start would take the wrong one. Remove or move the later ones, or set another "
-            "trial_name"
+            "histories, and the next start would take the wrong one. Set checkpoint.resume=auto to go on from the "
+            "newest, remove or move the later ones, or set another trial_name"
         )
+
+
+def _check(folder: Path, name: str, mend: str) -> None:
+    try:
+        check_folder(folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name} cannot be used: {error}. {mend}") from error
 
 
 def _decisive(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,6 +169,19 @@ def _decisive(config: Mapping[str, Any]) -> dict[str, Any]:
         **{f"rollout.{name}": rollout[name] for name in _ROLLOUT if name in rollout},
         **{f"train_dataset.{name}": value for name, value in rows.items() if name not in _FREE_OF_ROWS},
     }
+
+
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any], section: str = "") -> Iterator[str]:
+    """Yield what differs of the fields that both have.
+
+    A field that one of them lacks was added or removed since, and the default is what happened without it.
+    """
+    for name in sorted(then.keys() & now.keys()):
+        before, after, path = then[name], now[name], section + name
+        if isinstance(before, dict) and isinstance(after, dict) and not name.endswith("kwargs"):
+            yield from _differences(before, after, f"{path}.")
+        elif before != after:
+            yield f"{path} was {before!r} and is {after!r}"
 
 
 def _number(folder: Path) -> int:

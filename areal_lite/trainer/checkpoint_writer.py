@@ -1,7 +1,7 @@
 """Writes checkpoints while training goes on.
 
 Guarantees that a checkpoint is there whole or not at all, that an older one is deleted only after a newer one was
-read back, and that whatever goes wrong is raised: at the latest by :meth:`CheckpointWriter.close`.
+read back, and that whatever goes wrong is raised: by the next call, at the latest when its context ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from areal_lite.trainer.snapshot import Snapshot, write_snapshot
 from areal_lite.trainer.whole_folder import check_folder, remove_folder, sweep, write_folder
 
 SPARE = 1.2
-"""A checkpoint is not begun with less free space than so many times its size."""
+"""A checkpoint is not begun with less free space than so many times its size, which is known to a few kB; the
+rest is for what the run writes meanwhile."""
 
 
 class CheckpointWriter:
@@ -36,7 +37,6 @@ class CheckpointWriter:
         self._keep = keep
         self._writes = Ranks.current().rank == 0
         self._thread: threading.Thread | None = None
-        self._step = 0
         self._error: Exception | None = None
         if self._writes:
             sweep(self._root)
@@ -58,37 +58,23 @@ class CheckpointWriter:
             return
         refuse_later(self._root, step - 1)
         self._check_space(step, snapshot.num_bytes + sum(map(len, files.values())))
-        self._step = step
         self._thread = threading.Thread(
             target=self._main, args=(step, snapshot, files), name="areal-lite-checkpoint", daemon=True
         )
         self._thread.start()
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self) -> None:
         """Wait until nothing is being written.
 
         Raises:
-            StorageError: If the write failed, or takes longer than ``timeout_s`` seconds.
+            StorageError: If the write failed.
         """
         if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                raise StorageError(
-                    f"the checkpoint of step {self._step} was not written within {timeout_s} s: older ones stay, and "
-                    "what is there of it goes at the next start"
-                )
+            self._thread.join()
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-
-    def close(self, timeout_s: float | None = None) -> None:
-        """Finish the write in progress; one that takes too long is left behind when the process ends.
-
-        Raises:
-            StorageError: As :meth:`wait`.
-        """
-        self.wait(timeout_s)
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -97,7 +83,7 @@ class CheckpointWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.close()
+            self.wait()
         except Exception as failure:
             if error is None:
                 raise

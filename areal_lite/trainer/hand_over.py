@@ -6,7 +6,6 @@ where that other is gone. Nothing is pickled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
-from torch.nn import functional as F
 
 from areal_lite.data.data_proto import DataProto
 from areal_lite.data.data_proto_file import from_tensors, to_tensors
@@ -47,49 +45,20 @@ def gather_json(value: Any) -> list[Any]:
 def broadcast_batch(batch: DataProto | None) -> DataProto:
     """Return rank 0's batch, on the CPU; the others give None.
 
+    Every rank gets the whole of it, a few bytes a token, and then computes its share: which samples these are depends
+    on all of them.
+
     Raises:
         ValueError: If rank 0 gives None, or a value that cannot be kept without pickle.
     """
     if batch is None and Ranks.current().rank == 0:
         raise ValueError("rank 0 gives None for a batch: it is the rank whose batch all others get")
-    return _from_bytes(_from_rank(0, _to_bytes(batch)))
-
-
-def gather_batches(batch: DataProto | None) -> DataProto:
-    """Return the rows of all ranks, those of rank 0 first, on the CPU; a rank without rows gives None.
-
-    Columns whose second dimension differs are padded with zeros on the right, as their masks are.
-
-    Raises:
-        ValueError: If no rank has rows, their batches do not fit together (:meth:`DataProto.concat`), or a value cannot
-            be kept without pickle.
-    """
-    own = _to_bytes(batch)
-    parts = [_from_bytes(_from_rank(rank, own)) for rank in range(Ranks.current().size)]
-    parts = [part for part in parts if len(part)]
-    widths: dict[str, int] = {}
-    for key, column in _matrices(parts):
-        widths[key] = max(column.shape[1], widths.get(key, 0))
-    for part in parts:
-        for key, column in _matrices([part]):
-            part.batch[key] = F.pad(column, (0, widths[key] - column.shape[1]))
-    return DataProto.concat(parts)
-
-
-def _matrices(parts: Iterable[DataProto]) -> list[tuple[str, Tensor]]:
-    return [(key, column) for part in parts for key, column in part.batch.items() if column.ndim == 2]
-
-
-def _to_bytes(batch: DataProto | None) -> bytes:
-    return save(to_tensors(DataProto() if batch is None else batch))
-
-
-def _from_bytes(data: bytes) -> DataProto:
-    return from_tensors(load(data))
+    own = b"" if batch is None else save(to_tensors(batch))
+    return from_tensors(load(_from_rank(0, own)))
 
 
 def _from_rank(source: int, data: bytes) -> bytes:
-    """Return what rank ``source`` gives as ``data``; it is not empty."""
+    """Return what rank ``source`` gives as ``data``."""
     ranks = Ranks.current()
     if ranks.size == 1:
         return data

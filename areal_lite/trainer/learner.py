@@ -7,6 +7,7 @@ time and not the run. Knows nothing of what is learned.
 from __future__ import annotations
 
 import gc
+import logging
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +21,8 @@ from areal_lite.errors import TrainingError
 from areal_lite.trainer.optimizer import learning_rate, make_optimizer
 from areal_lite.trainer.ranks import Ranks
 from areal_lite.trainer.sharding import shard
+
+logger = logging.getLogger(__name__)
 
 MAX_SKIPPED_UPDATES = 3
 """Non-finite updates in a row that stop the run."""
@@ -83,7 +86,9 @@ class Learner:
         while True:
             try:
                 return compute(self.max_tokens)
-            except (MemoryError, torch.OutOfMemoryError) as error:
+            except (MemoryError, RuntimeError) as error:
+                if not _out_of_memory(error):
+                    raise
                 tokens = self.max_tokens
                 if tokens < self._config.max_tokens_per_microbatch or tokens == 1 or self.ranks.size > 1:
                     raise TrainingError(
@@ -91,6 +96,11 @@ class Learner:
                         "trainer.max_tokens_per_microbatch, or set trainer.gradient_checkpointing: true"
                     ) from error
             self.max_tokens //= 2
+            logger.warning(
+                "step %d: memory ran out, micro-batches have %d tokens from here on",
+                self.steps_done,
+                self.max_tokens,
+            )
             gc.collect()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -153,3 +163,10 @@ class Learner:
                 f"{self.skipped_in_a_row}rd update in a row that is not finite; none of them was applied. Lower "
                 "trainer.learning_rate or trainer.max_grad_norm, or look at what is in the batch"
             )
+
+
+def _out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """Return whether memory ran out; torch has an error of its own for GPUs only, and not for their libraries."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return any(words in str(error) for words in ("DefaultCPUAllocator: can't allocate", "_ALLOC_FAILED"))

@@ -35,7 +35,7 @@ def add_adapters(model: Any, config: LoRAConfig) -> None:
         from peft import LoraConfig
     except ImportError as error:
         raise ConfigError(
-            "trainer.lora is set, but peft is not installed: pip install 'areal-lite[lora]', or set trainer.lora: null"
+            "trainer.lora is set, but peft is not installed: pip install peft, or set trainer.lora: null"
         ) from error
     model.add_adapter(
         LoraConfig(

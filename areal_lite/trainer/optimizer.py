@@ -29,12 +29,12 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of the ``step``-th training step, counted from 0.
 
-    It rises linearly over ``warmup_steps`` (the first step already learns), then stays, or falls to 0
-    at ``total_steps`` linearly or along half a cosine.
+    It rises linearly from 0 over ``warmup_steps``, then stays, or falls to 0 at ``total_steps`` linearly or along half
+    a cosine: transformers' ``get_*_schedule_with_warmup``.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
     if step < warmup:
-        return peak * (step + 1) / warmup
+        return peak * step / warmup
     if config.lr_schedule == "constant":
         return peak
     done = min(1.0, (step - warmup) / max(1, total_steps - warmup))

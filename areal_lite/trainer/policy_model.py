@@ -117,15 +117,15 @@ def _without_load_report() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def resolve_device(device: str) -> torch.device:
-    """Return the device that ``auto``, ``cpu`` or ``cuda`` means here.
+def resolve_device(device: str, *, key: str = "trainer.device") -> torch.device:
+    """Return the device that ``auto``, ``cpu`` or ``cuda`` means here; ``key`` is where the config says it.
 
     Raises:
         ConfigError: If it says ``cuda`` and there is none.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "trainer.device is 'cuda' but torch sees no GPU: use 'auto' or 'cpu', or install torch for CUDA"
+            f"{key} is 'cuda' but torch sees no GPU: use 'auto' or 'cpu', or install torch for CUDA"
         )
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from areal_lite.data.data_proto import DataProto
 from areal_lite.data.training_batch import check_training_batch, training_rows
 from areal_lite.data.training_sample import TrainingSample
+from areal_lite.errors import TrainingError
 from areal_lite.trainer.data_metrics import batch_metrics
 from areal_lite.trainer.hand_over import gather_json
 from areal_lite.trainer.objectives.mismatch import mismatch_statistics
@@ -37,6 +38,8 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)
     statistics: dict[str, Tensor] = field(default_factory=dict)
     """``[T]`` what the losses tell of each token, NaN where nothing."""
+    choice: Tensor | None = None
+    """``[T]`` bool, what a loss that chooses chose among the tokens of the minibatch being trained."""
 
     @classmethod
     def of(cls, batch: DataProto, *, version: int, device: torch.device) -> Step:
@@ -44,8 +47,16 @@ class Step:
 
         Raises:
             ValueError: If the batch breaks one of their rules.
+            TrainingError: If a number in it is not finite; a log-prob may be NaN.
         """
         clock = PhaseClock(device)
+        task_ids = list(batch.non_tensor_batch.get("task_ids", range(len(batch))))
+        mend = "let an episode fail where its reward or a log-prob of the engine is no number"
+        for key in ("rewards", "baselines", "logprobs"):
+            if key in batch.batch:
+                column = batch.batch[key]
+                broken = column.isinf() if key == "logprobs" else ~column.isfinite()
+                _refuse(key, broken.nonzero()[:, 0], task_ids, version, mend)
         check_training_batch(batch)
         samples = training_rows(batch)
         return cls(
@@ -66,6 +77,18 @@ class Step:
     def everyone(self) -> range:
         """All samples."""
         return range(len(self.samples))
+
+    def check_finite(self, *names: str) -> None:
+        """Check what the models gave for the tokens under these ``names``, as far as it is known.
+
+        Raises:
+            TrainingError: Naming the tasks whose numbers are not finite.
+        """
+        task_ids = [sample.task_id for sample in self.samples]
+        mend = "the model has diverged on them: go on from an earlier checkpoint with a lower learning rate"
+        for name in names:
+            broken = ~getattr(self.tokens, name).isfinite()
+            _refuse(name, self.tokens.rows[broken], task_ids, self.version, mend)
 
     def tell(self, here: Tensor, statistics: Mapping[str, Tensor]) -> None:
         """Keep what a loss told of the tokens ``here``."""
@@ -134,4 +157,14 @@ class Step:
             tokens.versions[recorded],
             tokens.rows[recorded],
             self.version,
+        )
+
+
+def _refuse(name: str, rows: Tensor, task_ids: Sequence[object], version: int, mend: str) -> None:
+    """Raise the error of ``name`` not being finite in ``rows``, which may be none, or hold one several times."""
+    tasks = [str(task_ids[row]) for row in sorted(set(rows.tolist()))]
+    if tasks:
+        more = f" and {len(tasks) - 8} more" if len(tasks) > 8 else ""
+        raise TrainingError(
+            f"step {version}: {name} of task {', '.join(tasks[:8])}{more} must be finite and are not: {mend}"
         )

@@ -8,6 +8,7 @@ is never applied. Knows nothing of episodes, servers or files: a batch comes in,
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -35,6 +36,8 @@ from areal_lite.trainer.seeding import seed_process
 from areal_lite.trainer.sharding import shard
 from areal_lite.trainer.step_tokens import Microbatch, StepCut, split_groups
 from areal_lite.trainer.value_model import ValueScorer, load_critic
+
+logger = logging.getLogger(__name__)
 
 OnSkip = Callable[[dict[str, Any]], None]
 """Called with step, role, loss, gradient norm and task ids of an update that was not finite."""
@@ -112,8 +115,8 @@ class PolicyTrainer:
 
         Raises:
             ValueError: If the batch breaks a rule of a training batch.
-            TrainingError: If nothing in the batch is trained, samples have more inputs than tokens, or the third update
-                in a row is not finite.
+            TrainingError: If nothing in the batch is trained, samples have more inputs than tokens, numbers that
+                advantages are made of are not finite, or the third update in a row is not.
         """
         step = self.begin(batch, version=version)
         self.score_proximal(step)
@@ -172,26 +175,29 @@ class PolicyTrainer:
             return
         off: AbstractContextManager[Any] = adapters_off(self.model) if self.config.lora else nullcontext()
         with step.clock("reference"), off:
-            self._fill(
+            found = self._scored(
                 step,
                 step.everyone,
                 self.learner,
                 reference,
                 lambda rows: {"reference": reference(rows).logprobs},
             )
+        step.tokens.fill(step.everyone, found)
 
     def score_values(self, step: Step) -> None:
         """Fill in the critic's values."""
         if (critic := self.critic) is None:
             return
         with step.clock("values"):
-            self._fill(
+            found = self._scored(
                 step, step.everyone, critic, critic.module, lambda rows: {"values": critic.module(rows)}
             )
+        step.tokens.fill(step.everyone, found)
 
     def penalize_kl(self, step: Step) -> None:
         """Take the KL penalty from the reward of each token, where it belongs there."""
         if self.algorithm.penalizes_reward:
+            step.check_finite("proximal", "reference")
             step.metrics |= self.algorithm.penalize(step.tokens, len(step.samples))
 
     def correct(self, step: Step) -> None:
@@ -205,6 +211,7 @@ class PolicyTrainer:
     def estimate_advantages(self, step: Step) -> None:
         """Turn rewards, and values where there is a critic, into the advantage of each token."""
         with step.clock("advantages"):
+            step.check_finite("rewards", "values", "proximal", "sum_squared_probs", "correction")
             self.algorithm.advantages(step.tokens, step.scores, step.baselines, step.group_ids)
 
     def update_critic(self, step: Step) -> None:
@@ -234,23 +241,24 @@ class PolicyTrainer:
     def update_policy(self, step: Step) -> None:
         """Move the policy, one update per minibatch."""
         config, tokens = self.config, step.tokens
-        rate, updates = self.learner.learning_rate, []
+        rate = self.learner.learning_rate
+        updates: list[Update] = []
         if config.critic is None or self.steps_done >= config.critic.updates_before_policy:
             trains = self._with_gradient(step)
-            later = [index for chosen in step.minibatches[1:] for index in chosen if trains[index]]
-            if later and not bool(tokens.known.any()):
-                self._score_proximal(step, later)  # those of the first come from its own forward pass
-            updates = [
-                self._update(
-                    step,
-                    self.learner,
-                    chosen,
-                    [index for index in chosen if trains[index]],
-                    self.algorithm.aggregation,
-                    partial(self._policy_update_loss, step),
-                )
-                for chosen in step.minibatches
-            ]
+            computed = [[index for index in chosen if trains[index]] for chosen in step.minibatches]
+            later = [index for chosen in computed[1:] for index in chosen]
+            ahead = step.everyone if self.algorithm.chooses else later
+            if ahead and not bool(tokens.known.any()):
+                self._score_proximal(step, ahead)
+            if config.proximal == "trainer":
+                # The first minibatch's own pass is by the very weights: its ratio is 1 to the last bit.
+                tokens.known[tokens.chosen(step.minibatches[0])] = False
+            loss = partial(self._policy_update_loss, step)
+            for chosen, computing in zip(step.minibatches, computed, strict=True):
+                if self.algorithm.chooses:
+                    self._choose(step, chosen, first=not updates)
+                mode = self.algorithm.aggregation
+                updates.append(self._update(step, self.learner, chosen, computing, mode, loss))
         self.learner.steps_done += 1
         step.metrics |= _mean_update(updates, rate)
 
@@ -283,23 +291,49 @@ class PolicyTrainer:
 
     def _score_proximal(self, step: Step, chosen: Sequence[int]) -> None:
         def score(rows: PackedRows) -> dict[str, Tensor]:
-            found = self._policy(rows)
-            return {"proximal": found.logprobs, "sum_squared_probs": found.sum_squared_probs}
+            scores = self._policy(rows)
+            return {"proximal": scores.logprobs, "sum_squared_probs": scores.sum_squared_probs}
 
         with step.clock("proximal"):
-            self._fill(step, chosen, self.learner, self._policy, score)
+            found = self._scored(step, chosen, self.learner, self._policy, score)
+        step.tokens.fill(chosen, found)
         step.tokens.known |= step.tokens.chosen(chosen)
 
     @torch.no_grad()
-    def _fill(
+    def _choose(self, step: Step, chosen: Sequence[int], *, first: bool) -> None:
+        """Have the loss choose among all tokens of a minibatch, so that no cut changes what it chooses."""
+        here, policy = step.tokens.chosen(chosen), step.tokens.proximal
+        if not first or self.config.proximal == "behaviour":
+            with step.clock("choice"):
+                policy = self._scored(
+                    step, chosen, self.learner, self._policy, lambda rows: {"": self._policy(rows).logprobs}
+                )[""]
+        step.choice = None
+        choice = self.algorithm.policy_loss(self._inputs(step, policy[here], here)).chosen
+        assert choice is not None
+        step.choice = torch.zeros_like(here).masked_scatter(here, choice)
+
+    def _inputs(self, step: Step, policy: Tensor, here: Tensor) -> PolicyInputs:
+        tokens = step.tokens
+        return PolicyInputs(
+            policy=policy,
+            proximal=tokens.proximal[here],
+            behaviour=tokens.behaviour_or_proximal()[here],
+            advantages=tokens.advantages[here],
+            rows=tokens.rows[here],
+            chosen=None if step.choice is None else step.choice[here],
+        )
+
+    @torch.no_grad()
+    def _scored(
         self,
         step: Step,
         chosen: Sequence[int],
         learner: Learner,
         model: Any,
         score: Callable[[PackedRows], dict[str, Tensor]],
-    ) -> None:
-        """Fill in what ``score`` gives for the samples' tokens, over all ranks."""
+    ) -> dict[str, Tensor]:
+        """Return ``[T]`` what ``score`` gives for the samples' tokens, over all ranks; 0 elsewhere."""
 
         def run(max_tokens: int) -> dict[str, Tensor]:
             found: dict[str, Tensor] = {}
@@ -312,9 +346,7 @@ class PolicyTrainer:
                         whole[microbatch.tokens] = values.float()
             return found
 
-        here = step.tokens.chosen(chosen)
-        for name, values in learner.within_memory(run).items():
-            getattr(step.tokens, name)[here] = learner.ranks.sum_(values)[here]
+        return {name: learner.ranks.sum_(values) for name, values in learner.within_memory(run).items()}
 
     def _update(
         self,
@@ -331,10 +363,15 @@ class PolicyTrainer:
         weights[here] = token_weights(mode, step.tokens.rows[here], scale=self.config.loss_scale).float()
         cut = self._cut(step, learner.module, computed)
         update = learner.update(cut, lambda microbatch: loss(microbatch, weights), clock=step.clock)
-        if not update.applied and self._on_skip is not None:
+        if not update.applied:
             task_ids = [step.samples[index].task_id for index in counted]
             role = "critic" if learner is self.critic else "policy"
-            self._on_skip({"step": self.steps_done, "role": role, **update._asdict(), "task_ids": task_ids})
+            told = {"step": self.steps_done, "role": role, **update._asdict(), "task_ids": task_ids}
+            logger.warning(
+                "an update was left out, for it is not finite: %s", told | {"task_ids": len(task_ids)}
+            )
+            if self._on_skip is not None:
+                self._on_skip(told)
         learner.check(update)
         return update
 
@@ -356,17 +393,9 @@ class PolicyTrainer:
         if not microbatch.counts:
             return idle(scores.logprobs)
         tokens.computed[here] = True
-        if not bool(tokens.known[here].all()):  # the step's first update
+        if not bool(tokens.known[here].all()):
             tokens.proximal[here] = scores.logprobs.detach()
-        terms = self.algorithm.policy_loss(
-            PolicyInputs(
-                policy=scores.logprobs,
-                proximal=tokens.proximal[here],
-                behaviour=tokens.behaviour_or_proximal()[here],
-                advantages=tokens.advantages[here],
-                rows=tokens.rows[here],
-            )
-        )
+        terms = self.algorithm.policy_loss(self._inputs(step, scores.logprobs, here))
         if not self.algorithm.needs_proximal_early:
             tokens.correction[here] = self.algorithm.correction(
                 tokens.proximal[here], tokens.behaviour_or_proximal()[here], tokens.rows[here]
@@ -375,7 +404,10 @@ class PolicyTrainer:
         step.tell(here, terms.statistics | told)
         losses = tokens.correction[here] * terms.losses
         if config.kl is not None:
-            penalty = kl_penalty(scores.logprobs, tokens.reference[here], config.kl.estimator)
+            behaviour = tokens.behaviour_or_proximal()[here] if config.kl.unbiased else None
+            penalty = kl_penalty(
+                scores.logprobs, tokens.reference[here], config.kl.estimator, behaviour=behaviour
+            )
             step.tell(here, {"kl": penalty})
             if not self.algorithm.penalizes_reward:
                 losses = losses + config.kl.coef * penalty

@@ -11,29 +11,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from areal_lite.api.supervised_config import DPOTrainerConfig, SupervisedTrainerConfig
+from areal_lite.api.supervised_config import DPOTrainerConfig, RewardModelTrainerConfig
 from areal_lite.data.training_sample import TrainingSample
-from areal_lite.errors import ConfigError
-from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.lora import adapters_off
 from areal_lite.trainer.objectives.aggregation import LossTerms
 from areal_lite.trainer.objectives.preference import dpo_loss, reward_model_loss
-from areal_lite.trainer.packed_model import PackedRows
+from areal_lite.trainer.packed_model import PackedModel, PackedRows
 from areal_lite.trainer.policy_model import resolve_device
 from areal_lite.trainer.reward_model import RewardScorer, ending, load_reward_model
-from areal_lite.trainer.seeding import seed_process
 from areal_lite.trainer.sharding import shard
 from areal_lite.trainer.step_tokens import Microbatch
-from areal_lite.trainer.supervised_trainer import (
-    Item,
-    SupervisedStep,
-    SupervisedTrainer,
-    load_scorer,
-    training_sample,
-)
+from areal_lite.trainer.supervised_trainer import C, Item, SupervisedStep, SupervisedTrainer, training_sample
 
 
-class PreferenceTrainer(SupervisedTrainer):
+class PreferenceTrainer(SupervisedTrainer[C]):
     """Trains on items of a ``PreferenceDataset``; each pair counts the same."""
 
     statistics = ("accuracy", "margin", "chosen_reward", "rejected_reward")
@@ -52,28 +43,17 @@ class PreferenceTrainer(SupervisedTrainer):
         return rows.new_full((pairs,), 1 / pairs, dtype=torch.float64)
 
 
-class DPOTrainer(PreferenceTrainer):
+class DPOTrainer(PreferenceTrainer[DPOTrainerConfig]):
     """Direct preference optimisation (arXiv:2305.18290) against the frozen model the run began with.
 
     Under adapters the reference is the model without them, else a copy.
-
-    Args:
-        config: The ``trainer:`` section of the run.
-        model_path: Folder of a Hugging Face causal LM, or a hub name.
-        seed: Seeds python, numpy and torch.
-        total_steps: Updates of the whole run.
-
-    Raises:
-        ConfigError: If the model cannot be loaded, or the config contradicts itself.
     """
 
-    def __init__(self, config: DPOTrainerConfig, *, model_path: str, seed: int, total_steps: int) -> None:
-        self._config = config
-        scorer = load_scorer(config, model_path=model_path, seed=seed)
-        self._reference: TokenScorer | None = None
-        if config.lora is None:
-            self._reference = shard(copy.deepcopy(scorer).requires_grad_(False))
-        super().__init__(scorer, config, total_steps=total_steps)
+    def _load(self, model_path: str) -> PackedModel:
+        scorer = super()._load(model_path)
+        whole = self.config.lora is None
+        self._reference = shard(copy.deepcopy(scorer).requires_grad_(False)) if whole else None
+        return scorer
 
     def _scores(self, packed: PackedRows) -> Tensor:
         # Every rank runs both models, also on what does not count; the loss needs no more than their difference.
@@ -90,8 +70,8 @@ class DPOTrainer(PreferenceTrainer):
             rejected,
             torch.zeros_like(chosen),
             torch.zeros_like(rejected),
-            beta=self._config.beta,
-            label_smoothing=self._config.label_smoothing,
+            beta=self.config.beta,
+            label_smoothing=self.config.label_smoothing,
         )
         return terms, step.weights[: len(terms.losses)]
 
@@ -105,34 +85,20 @@ class DPOTrainer(PreferenceTrainer):
         return logprobs
 
 
-class RewardModelTrainer(PreferenceTrainer):
+class RewardModelTrainer(PreferenceTrainer[RewardModelTrainerConfig]):
     """Trains a reward model so that the chosen answer's reward is above the rejected one's (Bradley-Terry).
 
-    Args:
-        config: The ``trainer:`` section of the run.
-        model_path: Folder of a Hugging Face causal LM, which gets a head of one number, or of a reward model.
-        seed: Seeds python, numpy and torch.
-        total_steps: Updates of the whole run.
-
-    Raises:
-        ConfigError: If the model cannot be loaded, or the config contradicts itself.
+    ``model_path`` may be that of a causal LM, which gets a head of one number, or of a reward model.
     """
 
-    def __init__(
-        self, config: SupervisedTrainerConfig, *, model_path: str, seed: int, total_steps: int
-    ) -> None:
-        if config.lora is not None:
-            raise ConfigError(
-                "trainer.lora is set, and a reward model is saved without adapters: set trainer.lora to null"
-            )
-        seed_process(seed, num_threads=config.num_threads, deterministic=config.deterministic)
+    def _load(self, model_path: str) -> PackedModel:
         model = load_reward_model(
             model_path,
-            device=resolve_device(config.device),
-            gradient_checkpointing=config.gradient_checkpointing,
+            device=resolve_device(self.config.device),
+            gradient_checkpointing=self.config.gradient_checkpointing,
             new_head=True,
         )
-        super().__init__(RewardScorer(model), config, total_steps=total_steps)
+        return RewardScorer(model)
 
     def _samples(self, items: Sequence[Item]) -> list[TrainingSample]:
         return [ending(sample) for sample in super()._samples(items)]

@@ -22,7 +22,7 @@ _TIMEOUT = timedelta(minutes=10)
 
 _HEAD_START_S = 2.0
 """A rank that fails keeps its connections so long. Whoever fails because of it waits as well, and so the launcher
-meets the first failure first and ends the others."""
+meets the first failure first and ends the others. Where all are stopped, the first rank closes its server meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,7 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
     except BaseException as error:
         if isinstance(error, Exception):
             errors.record_exception(error)
+        if isinstance(error, Exception) or Ranks.current().rank:
             threading.Event().wait(_HEAD_START_S)
         assert dist.group.WORLD is not None
         dist.group.WORLD.abort()  # what is under way would keep this rank from leaving

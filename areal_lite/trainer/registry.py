@@ -6,6 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import Parameter
 from typing import Any, Generic, TypeVar
 
 from areal_lite.api.dotted_path import load_object
@@ -70,12 +71,16 @@ class Registry(Generic[F]):
             ConfigError: If it does not take one of them.
         """
         function = self.get(name, where=where)
-        parameters = inspect.signature(function).parameters.values()
-        known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        kinds = {p.name: p.kind for p in inspect.signature(function).parameters.values()}
+        known = [name for name, kind in kinds.items() if kind is Parameter.KEYWORD_ONLY]
         for key in kwargs:
-            if key not in known and not takes_all:
+            if key in known or Parameter.VAR_KEYWORD in kinds.values():
+                continue
+            if key in kinds:
                 raise ConfigError(
-                    f"{where}_kwargs: {self.kind} {name!r} has no argument {key!r}; it has {', '.join(known) or 'none'}"
+                    f"{where}_kwargs: argument {key!r} of {name!r} must be keyword-only: write a * before it"
                 )
+            raise ConfigError(
+                f"{where}_kwargs: {self.kind} {name!r} has no argument {key!r}; it has {', '.join(known) or 'none'}"
+            )
         return partial(function, **kwargs)

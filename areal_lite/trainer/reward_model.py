@@ -18,9 +18,9 @@ from transformers import AutoModelForSequenceClassification
 
 from areal_lite.data.training_sample import TrainingSample
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.microbatches import plan_microbatches, plan_rows
-from areal_lite.trainer.packed_model import pack
 from areal_lite.trainer.policy_model import load_scalar_model, prepare
+from areal_lite.trainer.ranks import Ranks
+from areal_lite.trainer.step_tokens import StepCut
 from areal_lite.trainer.value_model import ValueScorer
 
 
@@ -41,8 +41,8 @@ def load_reward_model(
     model, trained = load_scalar_model(AutoModelForSequenceClassification, model_path, what="reward model")
     if not trained and not new_head:
         raise ConfigError(
-            f"model_path {model_path!r} has no reward head, so it would reward everything alike: give the folder of a "
-            "trained reward model"
+            f"the reward model {model_path!r} has no reward head, so it would reward everything alike: give the folder "
+            "of a trained one"
         )
     return prepare(model, device=device, gradient_checkpointing=gradient_checkpointing)
 
@@ -88,18 +88,9 @@ class RewardModel:
         Raises:
             ValueError: If a sample has no token.
         """
-        scorer, device = self.scorer, self.scorer.model.device
-        endings = [ending(sample) for sample in samples]
-        rows = plan_rows(
-            endings,
-            range(len(endings)),
-            max_tokens=max_tokens,
-            balance_length=scorer.balance_length,
-            share=scorer.shares_prefixes,
-        )
-        rewards = torch.zeros(len(endings), device=device)
-        for numbers in plan_microbatches([row.length for row in rows], max_tokens=max_tokens):
-            batch = [rows[number] for number in numbers]
-            places = [index for row in batch for index in row.samples]
-            rewards[places] = scorer(pack(endings, batch, device=device))
+        device: torch.device = self.scorer.model.device
+        cut = StepCut([ending(sample) for sample in samples], self.scorer, ranks=Ranks(), device=device)
+        rewards = torch.zeros(len(samples), device=device)
+        for microbatch in cut(range(len(samples)), max_tokens):
+            rewards[microbatch.tokens] = self.scorer(microbatch.packed)
         return rewards

@@ -13,38 +13,15 @@ from areal_lite.trainer.microbatches import num_inputs, shared_prefix
 from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms, token_weights
 from areal_lite.trainer.packed_model import PackedRows
 from areal_lite.trainer.step_tokens import Microbatch
-from areal_lite.trainer.supervised_trainer import (
-    Item,
-    SupervisedStep,
-    SupervisedTrainer,
-    load_scorer,
-    training_sample,
-)
+from areal_lite.trainer.supervised_trainer import Item, SupervisedStep, SupervisedTrainer, training_sample
 
 WORTH_SHARING = 0.25
 """Where the sequences of a batch begin alike (one system prompt, say) for this share of their mean length, that part
 is computed once for several of them; the mask costs more than a shorter one saves."""
 
 
-class SFTTrainer(SupervisedTrainer):
-    """Trains on items of an ``SFTDataset``; the loss is in nats, per token or per sequence.
-
-    Args:
-        config: The ``trainer:`` section of the run.
-        model_path: Folder of a Hugging Face causal LM, or a hub name.
-        seed: Seeds python, numpy and torch.
-        total_steps: Updates of the whole run.
-
-    Raises:
-        ConfigError: If the model cannot be loaded, or the config contradicts itself.
-    """
-
-    def __init__(self, config: SFTTrainerConfig, *, model_path: str, seed: int, total_steps: int) -> None:
-        super().__init__(
-            load_scorer(config, model_path=model_path, seed=seed), config, total_steps=total_steps
-        )
-        by_token = config.averaging == "token"
-        self._mode = AggregationMode.TOKEN_MEAN if by_token else AggregationMode.SEQ_MEAN_TOKEN_MEAN
+class SFTTrainer(SupervisedTrainer[SFTTrainerConfig]):
+    """Trains on items of an ``SFTDataset``; the loss is in nats, per token or per sequence."""
 
     def _samples(self, items: Sequence[Item]) -> list[TrainingSample]:
         samples = [training_sample(item["input_ids"], item["loss_mask"], group=0) for item in items]
@@ -54,7 +31,9 @@ class SFTTrainer(SupervisedTrainer):
         return [dataclasses.replace(sample, group_id=str(number)) for number, sample in enumerate(samples)]
 
     def _weights(self, rows: Tensor) -> Tensor:
-        return token_weights(self._mode, rows)
+        by_token = self.config.averaging == "token"
+        mode = AggregationMode.TOKEN_MEAN if by_token else AggregationMode.SEQ_MEAN_TOKEN_MEAN
+        return token_weights(mode, rows)
 
     def _scores(self, packed: PackedRows) -> Tensor:
         logprobs: Tensor = self.scorer(packed).logprobs

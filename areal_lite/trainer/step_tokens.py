@@ -6,7 +6,7 @@ their place in it, so every cut reads and writes the same tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
@@ -71,6 +71,12 @@ class StepTokens:
     def behaviour_or_proximal(self) -> Tensor:
         """Return behaviour log-probs, the proximal ones where none were recorded (ratio 1)."""
         return torch.where(self.behaviour.isnan(), self.proximal, self.behaviour)
+
+    def fill(self, samples: Sequence[int], found: Mapping[str, Tensor]) -> None:
+        """Take over values ``[T]`` by name at the tokens of the samples."""
+        here = self.chosen(samples)
+        for name, values in found.items():
+            getattr(self, name)[here] = values[here]
 
     def chosen(self, samples: Sequence[int]) -> Tensor:
         """Return ``[T]`` bool, True at the tokens of the samples."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from areal_lite.trainer.seeding import seed_process
 from areal_lite.trainer.step_tokens import Microbatch, StepCut
 
 Item = dict[str, Tensor]
+C = TypeVar("C", bound=SupervisedTrainerConfig)
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,13 +48,18 @@ class SupervisedStep:
     """Weighted sum of each of the trainer's ``statistics``."""
 
 
-class SupervisedTrainer(ABC):
+class SupervisedTrainer(ABC, Generic[C]):
     """Owns the model being trained.
 
     Args:
-        scorer: The model, on its device.
         config: The ``trainer:`` section of the run.
+        model_path: Folder of a Hugging Face causal LM, or a hub name.
+        seed: Seeds python, numpy and torch.
         total_steps: Updates of the whole run.
+        on_skip: Told of updates that were not applied: step, loss, gradient norm and the rows of the batch.
+
+    Raises:
+        ConfigError: If the model cannot be loaded, the device is not there, or the config contradicts itself.
     """
 
     statistics: ClassVar[tuple[str, ...]] = ()
@@ -61,12 +67,22 @@ class SupervisedTrainer(ABC):
     together: ClassVar[bool] = False
     """Whether samples of one group share a micro-batch."""
 
-    def __init__(self, scorer: PackedModel, config: SupervisedTrainerConfig, *, total_steps: int) -> None:
-        self.scorer = scorer
-        self.model: Any = scorer.model
+    def __init__(
+        self,
+        config: C,
+        *,
+        model_path: str,
+        seed: int,
+        total_steps: int,
+        on_skip: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        self.config = config
+        self._on_skip = on_skip
+        seed_process(seed, num_threads=config.num_threads, deterministic=config.deterministic)
+        self.scorer = self._load(model_path)
+        self.model: Any = self.scorer.model
         self.device: torch.device = self.model.device
-        optimizer = with_warmup(config, total_steps)
-        self.learner = Learner(scorer, config, optimizer, total_steps=total_steps)
+        self.learner = Learner(self.scorer, config, with_warmup(config, total_steps), total_steps=total_steps)
 
     @property
     def learners(self) -> dict[str, Learner]:
@@ -91,6 +107,9 @@ class SupervisedTrainer(ABC):
         rate = self.learner.learning_rate
         step = self._lay_out(items)
         update = self.learner.update(lambda most: self._cut(step, most), lambda part: self._loss(step, part))
+        if not update.applied and self._on_skip is not None:
+            rows = sorted({int(item["row"]) for item in items})
+            self._on_skip({"step": self.learner.steps_done, **update._asdict(), "rows": rows})
         self.learner.check(update)
         self.learner.steps_done += 1
         tokens = sum(len(sample.input_ids) for sample in step.samples)
@@ -116,6 +135,16 @@ class SupervisedTrainer(ABC):
 
         loss = self.learner.ranks.sum_(self.learner.within_memory(total_loss)).item()
         return {"loss": loss, **self._averages(step)}
+
+    def _load(self, model_path: str) -> PackedModel:
+        """Return the model to train, a language model seen as a function to log-probs."""
+        model = load_policy(
+            model_path,
+            device=resolve_device(self.config.device),
+            gradient_checkpointing=self.config.gradient_checkpointing,
+            lora=self.config.lora,
+        )
+        return TokenScorer(model, temperature=1.0)
 
     @abstractmethod
     def _samples(self, items: Sequence[Item]) -> list[TrainingSample]:
@@ -173,22 +202,6 @@ def with_warmup(config: SupervisedTrainerConfig, total_steps: int) -> Supervised
     if config.warmup_ratio is None:
         return config
     return dataclasses.replace(config, warmup_steps=int(config.warmup_ratio * total_steps), warmup_ratio=None)
-
-
-def load_scorer(config: SupervisedTrainerConfig, *, model_path: str, seed: int) -> TokenScorer:
-    """Seed the process and return the language model of ``model_path`` as a function to log-probs.
-
-    Raises:
-        ConfigError: If the model cannot be loaded, or the device is not there.
-    """
-    seed_process(seed, num_threads=config.num_threads, deterministic=config.deterministic)
-    model = load_policy(
-        model_path,
-        device=resolve_device(config.device),
-        gradient_checkpointing=config.gradient_checkpointing,
-        lora=config.lora,
-    )
-    return TokenScorer(model, temperature=1.0)
 
 
 def training_sample(ids: Tensor, mask: Tensor, group: int) -> TrainingSample:

@@ -94,7 +94,7 @@ def start_tracking(config: ExperimentConfig, run_dir: Path, *, last_step: int = 
         except Exception as error:
             Tracking(trackers).close()
             if isinstance(error, ImportError):
-                mend = f"it is not installed: pip install 'areal-lite[{name}]'"
+                mend = f"it is not installed: pip install {name}"
             else:
                 mend = f"{type(error).__name__}: {error}"
             raise ConfigError(

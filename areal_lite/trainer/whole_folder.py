@@ -24,9 +24,10 @@ from areal_lite.trainer.crash_points import crash_point
 
 Kind = Literal["weights", "model", "checkpoint"]
 
-_ASIDE = ".tmp-"
+_ASIDE = ".areal-lite-tmp-"
 """How the names of folders begin that are being written or deleted."""
 _MANIFEST = "manifest.json"
+_SCHEMA = 1
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, kind: Kind, version: int | None) -> None:
@@ -51,7 +52,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, kind: Kind, ver
             path.chmod(0o755 if path.is_dir() else 0o644)
             _flush(path)
         files = {str(path.relative_to(aside)): _digest(path) for path in inside if path.is_file()}
-        manifest = {"schema": 1, "version": version, "files": files}
+        manifest = {"schema": _SCHEMA, "version": version, "files": files}
         (aside / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         _flush(aside / _MANIFEST)
         _flush(aside)
@@ -73,10 +74,15 @@ def check_folder(folder: Path) -> None:
     """Read a folder of :func:`write_folder` back and compare it with its manifest.
 
     Raises:
-        CheckpointError: If the manifest is missing or a file is not what it says.
+        CheckpointError: If the manifest is missing or of another version, or a file is not what it says.
     """
     try:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
+        if manifest["schema"] != _SCHEMA:
+            raise CheckpointError(
+                f"{folder} has schema {manifest['schema']} and this version reads {_SCHEMA}: use the version that "
+                "wrote it"
+            )
         for name, told in manifest["files"].items():
             if _digest(folder / name) != told:
                 raise CheckpointError(

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, RunConfig
-from areal_lite.api.config import DatasetConfig, EvaluationConfig, TrainerConfig
+from areal_lite.api.config import DatasetConfig, EvaluationConfig, ExperimentConfig, TrainerConfig
 from areal_lite.api.config_help import describe_fields, help_text
 from areal_lite.api.config_loader import dump_config, load_config
-from areal_lite.api.supervised_config import DPOConfig, RewardModelConfig, SFTConfig
+from areal_lite.api.supervised_config import KINDS, DPOConfig, SFTConfig
 from areal_lite.errors import ConfigError
 
 MINIMAL = """\
@@ -111,6 +111,64 @@ trainer: [1]
 )
 def test_a_file_that_is_no_mapping_of_yaml_says_where(write, text, message):
     assert message in refused(write(text))
+
+
+SUPERVISED = """\
+experiment_name: exp
+model_path: models/tiny
+train_dataset: {path: rows.jsonl, max_length: 64}
+trainer: {batch_size: 2, learning_rate: 1e-5}
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_is_of_its_kind_and_of_reinforcement_learning_without_one(write, kind):
+    named, unnamed = write(SUPERVISED + f"kind: {kind}\n", "named.yaml"), write(SUPERVISED, "unnamed.yaml")
+    config = load_config(named, root=ExperimentConfig)
+    assert type(config) is KINDS[kind]
+    assert load_config(named, root=KINDS[kind]) == config
+    assert load_config(unnamed, root=KINDS[kind]) == config  # the command says it
+    assert load_config(unnamed, [f"kind={kind}"], root=ExperimentConfig) == config
+    Path("again.yaml").write_text(dump_config(config))  # as a run leaves it
+    assert load_config("again.yaml", root=ExperimentConfig) == config
+    assert type(load_config(write(), root=ExperimentConfig)) is RunConfig
+
+
+@pytest.mark.parametrize(
+    ("text", "root", "message"),
+    [
+        (
+            "kind: sft\n",
+            DPOConfig,
+            "run.yaml: kind: 'sft': this command wants another kind of file: use areal-lite sft",
+        ),
+        ("kind: reward_model\n", RunConfig, "another kind of file: use areal-lite reward-model"),
+        (
+            "kind: rl\n",
+            ExperimentConfig,
+            "run.yaml: kind: 'rl': it must be sft | dpo | reward_model; reinforcement",
+        ),
+        ("kind: [sft]\n", SFTConfig, "kind: ['sft']: it must be sft | dpo | reward_model"),
+        (
+            "",
+            ExperimentConfig,
+            "run.yaml: neither kind nor workflow: write kind: sft | dpo | reward_model, or the",
+        ),
+        ("kind: dpo\nsed: 1\n", ExperimentConfig, "run.yaml: unknown key 'sed'; did you mean 'seed'?"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(write, text, root, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(SUPERVISED + text), root=root)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_reward_model_with_adapters_is_refused(write):
+    with pytest.raises(
+        ConfigError, match="trainer: lora is set, and a reward model is saved without adapters"
+    ):
+        load_config(write(SUPERVISED), ["trainer.lora={}"], root=KINDS["reward_model"])
 
 
 def test_a_file_that_is_not_there_names_close_ones(write):
@@ -264,6 +322,47 @@ def test_an_override_takes_any_json(tmp_path_factory, value):
     assert config.workflow_kwargs == {"x": value}
 
 
+IDLE = [
+    ("trainer.loss_scale=100", "trainer: loss_scale is 100, and only loss_aggregation"),
+    ("trainer.loss_aggregation=seq-mean-token-sum-norm", "divides by loss_scale"),
+    ("trainer.correction={min_weight: 0.5}", "trainer.correction: min_weight is 0.5, and only outside: mask"),
+    ("trainer.correction={outside: mask, min_weight: 2, max_weight: 1}", "nothing would be trained"),
+    ("trainer.correction={outside: mask, level: sequence}", "set level: token"),
+    ("trainer.correction={outside: mask, normalize: true}", "normalize is set with outside: mask"),
+    ("trainer.correction={level: none, normalize: true}", "normalize is set with level: none"),
+    ("trainer.correction={level: none, max_weight: 2}", "max_weight is 2.0 with level: none"),
+    ("trainer.correction={reject_bounds: '1'}", "reject_bounds is '1' without reject"),
+    (
+        "trainer={proximal: behaviour, correction: {reject: token_k2, reject_bounds: '1'}}",
+        "correction has reject",
+    ),
+    ("trainer={proximal: behaviour, correction: {max_weight: 2}}", "correction has max_weight"),
+    ("trainer.kl={coef: 0.1, target: 0.5}", "trainer.kl: target is 0.5, .* set place: reward"),
+    ("trainer.kl={coef: 0.1, place: reward, horizon: 9}", "horizon is 9.0, and without a target"),
+    ("trainer.kl={coef: 0.1, place: reward, estimator: k3+}", r"remove the \+"),
+    ("trainer.kl={coef: 0.1, place: reward, unbiased: true}", "unbiased is set with place reward"),
+    ("trainer.kl={coef: 0.1, estimator: k2, unbiased: true}", "and estimator k2"),
+    ("trainer={critic: {learning_rate: 1.0, updates_before_policy: 5}}", "would never be trained"),
+    ("rollout.gconfig.n_samples=2", "rollout.gconfig: n_samples is 2: .* rollout.group_size"),
+    ("rollout.eval_gconfig.n_samples=2", "rollout.eval_gconfig: n_samples is 2: .* evaluation.group_size"),
+]
+
+
+@pytest.mark.parametrize(("override", "says"), IDLE, ids=[override for override, _ in IDLE])
+def test_settings_that_contradict_each_other_or_do_nothing_are_told(write, override, says):
+    key, _, value = override.partition("=")
+    if key == "trainer":
+        value = value.replace("{", "{total_steps: 3, learning_rate: 1.0, ", 1)
+    with pytest.raises(ConfigError, match=says):
+        load_config(write(), [f"{key}={value}"])
+
+
+def test_corrections_that_do_not_look_at_the_behaviour_policys_ratio_go_with_proximal_behaviour(write):
+    correction = "{level: none, max_row_kl: 0.5}"
+    changes = [f"trainer.correction={correction}", "trainer.proximal=behaviour"]
+    assert load_config(write(), changes).trainer.correction.max_row_kl == 0.5
+
+
 def test_a_dump_masks_what_looks_like_a_key(write):
     config = load_config(
         write(), ["workflow_kwargs={api_key: abc, url: u, list: [sk-0123456789abcdef], max_tokens: 5}"]
@@ -281,8 +380,8 @@ CONFIGS = sorted(Path(__file__).parents[2].glob("configs/**/*.yaml"))
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_config_in_the_repository_loads(path):
-    roots = {"sft": SFTConfig, "dpo": DPOConfig, "reward_model": RewardModelConfig}
-    config = load_config(path, root=roots.get(path.stem, RunConfig))
+    config = load_config(path, root=ExperimentConfig)
+    assert type(config) is KINDS.get(path.stem, RunConfig)
     assert dump_config(config)
 
 
@@ -303,5 +402,7 @@ def test_help_tells_type_default_and_meaning_of_every_key():
     assert all(field.meaning for field in fields.values())
 
 
-def test_help_fits_eighty_columns():
-    assert max(map(len, help_text(RunConfig).splitlines())) <= 80
+@pytest.mark.parametrize("root", [RunConfig, ExperimentConfig, *KINDS.values()])
+def test_help_of_every_kind_of_file_has_meanings_and_fits_eighty_columns(root):
+    assert all(field.meaning for field in describe_fields(root))
+    assert max(map(len, help_text(root).splitlines())) <= 80

@@ -112,6 +112,20 @@ def test_config_prints_the_resolved_config():
     assert "  group_size: 4\n" in done.stdout
 
 
+def test_config_prints_any_kind_of_file():
+    Path("other.yaml").write_text(
+        "{kind: dpo, experiment_name: exp, model_path: m, train_dataset: {path: rows.jsonl, max_length: 9}, "
+        "trainer: {batch_size: 2, learning_rate: 1.0e-5}}"
+    )
+    done = areal_lite("config", "other.yaml", "trainer.epochs=3")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "kind: dpo\n" in done.stdout
+    assert "  epochs: 3\n" in done.stdout
+    other = areal_lite("train", "other.yaml")
+    assert (other.returncode, other.stdout) == (64, "")
+    assert other.stderr.endswith("this command wants another kind of file: use areal-lite dpo\n")
+
+
 def test_a_bad_config_ends_with_64_and_one_line_a_fault():
     done = areal_lite("train", "run.yaml", "rollout.group_size=0")
     assert done.returncode == 64
@@ -140,10 +154,23 @@ def test_wrong_arguments_end_with_64_and_one_line(arguments, message):
     assert done.stderr.count("\n") == 1
 
 
-def test_help_shows_every_config_key_within_eighty_columns():
-    done = areal_lite("train", "--help", env={**os.environ, "COLUMNS": "80"})
+@pytest.mark.parametrize(
+    ("command", "key"),
+    [
+        ("train", "trainer.learning_rate  (number > 0; required)\n    Peak learning rate of AdamW."),
+        ("config", "checkpoint.resume  (text; default auto)\n    auto goes on from the newest"),
+        ("sft", "trainer.averaging  (token | sequence; default token)\n    What counts the same"),
+        ("dpo", "trainer.beta  (number > 0; default 0.1)\n    How strongly the policy is held"),
+        (
+            "reward-model",
+            "train_dataset.rejected_key  (text; default rejected)\n    Column of the worse one.",
+        ),
+    ],
+)
+def test_help_shows_every_config_key_within_eighty_columns(command, key):
+    done = areal_lite(command, "--help", env={**os.environ, "COLUMNS": "80"})
     assert done.returncode == 0
-    assert "trainer.learning_rate  (number > 0; required)\n    Peak learning rate of AdamW." in done.stdout
+    assert key in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
@@ -198,6 +225,17 @@ def test_success_is_0():
 def test_our_errors_end_with_their_code_and_one_line(error, code):
     done = run_training_that(f"raise errors.{error}('value, rule and mend')")
     assert (done.returncode, done.stderr) == (code, "error: value, rule and mend\n")
+
+
+def test_what_was_added_to_an_error_is_shown_below_it():
+    done = run_training_that(
+        """
+        error = errors.TrainingError('value, rule and mend')
+        error.add_note('the last good checkpoint is x')
+        raise error
+        """
+    )
+    assert done.stderr == "error: value, rule and mend\nerror: the last good checkpoint is x\n"
 
 
 def test_debug_shows_the_traceback_of_our_errors():

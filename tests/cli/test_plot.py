@@ -74,10 +74,20 @@ def test_the_seconds_of_phases_are_stacked_without_totals_and_without_idle_phase
     assert stack.collections[-1].get_datalim(stack.transData).ymax == 3.5  # 1.5 + 2.0 at step 1
 
 
+def test_the_time_of_a_single_step_has_a_width_and_its_legend_hides_nothing(tmp_path):
+    figure = metrics_figure(write_run(tmp_path, (1, RL_STEP)))
+    figure.draw_without_rendering()
+    stack = panels(figure)["Time of a step"]
+    assert stack.collections[0].get_datalim(stack.transData).intervalx.tolist() == [0.5, 1.5]
+    drawn = stack.collections[-1].get_datalim(stack.transData).transformed(stack.transData)
+    assert stack.get_legend().get_window_extent().ymin >= drawn.ymax
+
+
 def test_an_sft_run_has_the_panels_it_has_data_for(tmp_path):
-    run = write_run(tmp_path, (1, {"train/loss": 2.0}), (2, {"train/loss": 1.0}), (2, {"eval/loss": 1.5}))
+    first = {"train/loss": 2.0, "train/tokens_per_second": 100.0}
+    run = write_run(tmp_path, (1, first), (2, {"train/loss": 1.0}), (2, {"eval/loss": 1.5}))
     found = panels(metrics_figure(run))
-    assert list(found) == ["Loss"]
+    assert list(found) == ["Loss", "Throughput of the trainer"]
     assert curves(found["Loss"]) == {"train": [(1, 2.0), (2, 1.0)], "eval": [(2, 1.5)]}
 
 
@@ -130,7 +140,7 @@ def test_a_picture_that_cannot_be_written_is_told(tmp_path, name):
         plot_metrics(rl_run(tmp_path), out=tmp_path / name)
 
 
-def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
+def test_without_matplotlib_it_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"areal-lite\[plot\]"):
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
         plot_metrics(tmp_path)

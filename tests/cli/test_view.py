@@ -55,7 +55,7 @@ def write(path, *lines, tail=""):
 def test_a_sample_is_shown_turn_by_turn(tmp_path):
     assert shown(write(tmp_path / "7.jsonl", LINE)) == (
         1,
-        "── task 7 sample 1  accepted  reward 0.5  4 tokens  versions 3..4\n"
+        f"{tmp_path / '7.jsonl'}\n── task 7 sample 1  accepted  reward 0.5  4 tokens  versions 3..4\n"
         "prompt (2 tokens, 0 trained)\n2+2?\n"
         "assistant (2 tokens, 2 trained, stop, 0.25 s)\n4\n\n",
     )
@@ -99,7 +99,7 @@ def test_a_damaged_line_before_the_last_is_told_with_its_number(tmp_path, line):
 
 
 def test_nothing_to_show_says_how_to_get_dumps(tmp_path):
-    with pytest.raises(ConfigError, match="set rollout.dump_to_file to true"):
+    with pytest.raises(ConfigError, match="with rollout.dump_to_file a run writes them"):
         shown(tmp_path)
     with pytest.raises(ConfigError, match="No such file"):
         shown(tmp_path / "no.jsonl")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_lite.data.cached_batch import cached_batch
+from areal_lite.data.cached_batch import BatchCache
 from areal_lite.data.data_proto import DataProto
 from areal_lite.errors import ConfigError
 
@@ -25,8 +25,10 @@ class Rollout:
 
 def test_a_second_run_reads_what_the_first_made_step_by_step(tmp_path):
     make = Rollout()
-    first = [cached_batch(tmp_path / "cache", step, make, fingerprint="f") for step in (1, 2)]
-    again = [cached_batch(tmp_path / "cache", step, make, fingerprint="f") for step in (1, 2)]
+    first, again = (
+        [BatchCache(tmp_path / "cache", {"seed": 1, "betas": (0.9, 1)}).batch(step, make) for step in (1, 2)]
+        for _ in range(2)
+    )
     assert make.made == 2
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [
         "step_1.safetensors",
@@ -39,15 +41,15 @@ def test_a_second_run_reads_what_the_first_made_step_by_step(tmp_path):
     assert first[0].meta_info != first[1].meta_info
 
 
-def test_a_batch_of_another_config_is_refused(tmp_path):
-    make = Rollout()
-    cached_batch(tmp_path, 1, make, fingerprint="temperature 1.0")
-    with pytest.raises(ConfigError, match="made under 'temperature 1.0', and this run is 'temperature 0.5'"):
-        cached_batch(tmp_path, 1, make, fingerprint="temperature 0.5")
-    assert make.made == 1
+def test_batches_of_another_config_are_refused_at_once_with_what_differs(tmp_path):
+    BatchCache(tmp_path, {"temperature": 1.0, "seed": 1, "old": 3}).batch(1, Rollout())
+    with pytest.raises(
+        ConfigError, match=r"old was 3 and is None; temperature was 1.0 and is 0.5. Put these back"
+    ):
+        BatchCache(tmp_path, {"temperature": 0.5, "seed": 1})
 
 
 def test_a_rollout_that_fails_leaves_no_file(tmp_path):
     with pytest.raises(RuntimeError, match="server"):
-        cached_batch(tmp_path, 1, lambda: (_ for _ in ()).throw(RuntimeError("server")), fingerprint="f")
+        BatchCache(tmp_path, {}).batch(1, lambda: (_ for _ in ()).throw(RuntimeError("server")))
     assert not list(tmp_path.iterdir())

@@ -98,7 +98,7 @@ def test_pairs_too_long_or_equal_are_left_out_and_counted(chatml: Any) -> None:
     assert len(dataset) == 1
     assert dataset.dropped == {"a sequence longer than max_length": 1, "equal answers": 1}
     with pytest.raises(
-        ConfigError, match="all 1 pairs are left out: 1 with a sequence longer than max_length"
+        ConfigError, match="all of 1 rows are left out: 1 with a sequence longer than max_length"
     ):
         PreferenceDataset(rows[1:2], chatml, 60)
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from areal_lite.data.rollout_dump import dump_rollouts
 from areal_lite.errors import StorageError
+from tests.trainer.crash_states import files_end_at
 
 
 def dump(directory, step=3, **changes):
@@ -93,3 +94,9 @@ def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="rollouts of step 3 cannot be written"):
         dump(tmp_path / "file" / "below")
+
+
+def test_t6_a_full_disk_leaves_no_part_of_a_dump(tmp_path):
+    with files_end_at(10), pytest.raises(StorageError, match="step 3 cannot be written.*File too large"):
+        dump(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -440,4 +440,6 @@ def test_max_samples_takes_the_first_rows_or_a_choice_of_the_seed_in_order(write
 
 def test_kwargs_mean_nothing_to_a_file(write, cache):
     with pytest.raises(ConfigError, match="mean nothing to a file"):
-        load_rows(DatasetConfig(path=str(write("x.jsonl", "{}")), kwargs={"size": 3}, cache_dir=str(cache)))
+        load_rows(
+            DatasetConfig(path=str(write("x.jsonl", '{"a": 1}')), kwargs={"size": 3}, cache_dir=str(cache))
+        )

@@ -7,7 +7,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from areal_lite.data.chat_tokens import conversation_sequences
-from areal_lite.data.sft_dataset import BaseDataset, SFTDataset
+from areal_lite.data.sft_dataset import SFTDataset
+from areal_lite.data.tokenized_dataset import BaseDataset
 from areal_lite.errors import ConfigError
 from tests.fixtures.chat_templates import family_tokenizer
 
@@ -42,6 +43,7 @@ def test_an_item_is_the_conversations_tokens_with_an_aligned_mask(chatml):
     assert {name: (tensor.dtype, tensor.tolist()) for name, tensor in item.items()} == {
         "input_ids": (torch.int64, sequence.input_ids),
         "loss_mask": (torch.int64, [int(trained) for trained in sequence.loss_mask]),
+        "row": (torch.int64, 0),
     }
     item["input_ids"].zero_()
     assert dataset[0]["input_ids"].tolist() == sequence.input_ids
@@ -81,17 +83,14 @@ def test_what_trains_nothing_is_left_out_and_counted_by_reason(chatml, caplog):
     dataset = SFTDataset(rows, chatml, 40)
     assert [trained for _, trained in texts(dataset)] == ["hello<|im_end|>"]
     assert dataset.dropped == {"no text of an assistant": 2, "no trained token within max_length": 1}
-    assert (
-        "of 4 rows, sequences are left out: 2 with no text of an assistant, 1 with no trained" in caplog.text
-    )
+    assert [int(item["row"]) for item in dataset] == [1]
+    assert "of 4 rows, some are left out: 2 with no text of an assistant, 1 with no trained" in caplog.text
 
 
 def test_nothing_left_is_an_error(chatml):
     # R-B7
     rows = [{"messages": conversation("so")}, {"messages": conversation("so", "hello")}]
-    with pytest.raises(
-        ConfigError, match="all sequences of 2 rows are left out: 1 with no text.*max_length=3"
-    ):
+    with pytest.raises(ConfigError, match="all of 2 rows are left out: 1 with no text.*max_length=3"):
         SFTDataset(rows, chatml, 3)
 
 

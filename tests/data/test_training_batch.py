@@ -172,6 +172,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "short mask": ({"loss_mask": torch.zeros(2, 3).bool()}, r"loss_mask has shape \[2, 3\] but input_ids has \[2, 4\]"),
     "reward per token": ({"rewards": torch.zeros(2, 4)}, r"rewards has shape \[2, 4\]: it must be \[2\]"),
     "reward nan": ({"rewards": torch.tensor([0, math.nan])}, "every reward must be finite"),
+    "reward beyond float32": (
+        {"rewards": torch.tensor([0, 1e39], dtype=torch.float64)},
+        "every reward must be finite in float32",
+    ),
     "infinite log-prob": ({"logprobs": torch.full((2, 4), -math.inf)}, "logprobs holds nan or inf at a trained token"),
     "trained padding": ({"loss_mask": torch.tensor([[0, 0, 1, 0], [0, 0, 1, 0]])}, "padding cannot be trained"),
     "trained first token": (

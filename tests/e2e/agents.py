@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 from openai import AsyncOpenAI
 
+from areal_lite.api.config import DatasetConfig
 from areal_lite.data.dynamic_dataset import AbstractDataGenerator
+from areal_lite.data.samplers import AbstractSampler
+from areal_lite.infra import workflow_context
 
 
 class LetterAgent:
@@ -31,6 +35,16 @@ class BrokenAgent:
         raise RuntimeError("the agent is broken")
 
 
+class WithoutGreedyAnswers(LetterAgent):
+    """Raises in every episode that is not trained, and rewards the others by 2 and more."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        """Ask once and score."""
+        if workflow_context.get().is_eval:
+            raise RuntimeError("no greedy answer")
+        return 2 + await super().run(data, **extra_kwargs)
+
+
 def rows(size: int = 16) -> list[dict[str, str]]:
     """Return rows that differ."""
     return [{"question": f"say {i}"} for i in range(size)]
@@ -42,3 +56,33 @@ class MoreQuestions(AbstractDataGenerator):
     def generate(self, dataset: Any) -> list[dict[str, str]]:
         """Return one row."""
         return [{"question": f"say {uuid.uuid4()}"}]
+
+
+class InOrder(AbstractSampler):
+    """Gives rows in order, and keeps what it heard of."""
+
+    heard: list[Any] = []
+
+    def __init__(self, data_source: Any, config: DatasetConfig) -> None:
+        self.size = len(data_source)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size))
+
+    def __len__(self) -> int:
+        return self.size
+
+    def update(self, batch: Any) -> None:
+        """Keep the batch."""
+        self.heard.append(batch)
+
+
+class CountsItsCalls(AbstractDataGenerator):
+    """Makes no rows."""
+
+    calls = 0
+
+    def generate(self, dataset: Any) -> list[dict[str, str]]:
+        """Count the call."""
+        type(self).calls += 1
+        return []

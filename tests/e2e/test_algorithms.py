@@ -1,18 +1,25 @@
-"""Each config of the repository that trains by rewards runs ten steps on a tiny model, as it stands but for sizes."""
+"""Each config of the repository that trains by rewards runs ten steps on a tiny model, as it stands but for sizes.
+
+And what a run may have besides: greedy baselines, batches made once, reward models, curricula, growing rows, metrics.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from areal_lite.api.config_loader import load_config
 from areal_lite.launch.run import run_training
+from tests.e2e.agents import CountsItsCalls, InOrder
 
 EXTRA_METRICS = {
     "on_policy": {"train/advantage_mean"},
@@ -23,12 +30,16 @@ EXTRA_METRICS = {
 }
 
 
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+
+
 def small(name: str, run_yaml: Path) -> Path:
     """Return the config with the tiny model, its workflow and small numbers in place of its own."""
     tiny: dict[str, Any] = yaml.safe_load(run_yaml.read_text())
     config: dict[str, Any] = yaml.safe_load(Path(f"configs/{name}.yaml").read_text())
     config |= {key: tiny[key] for key in ("fileroot", "model_path", "workflow", "train_dataset", "server")}
-    config |= {"eval_dataset": None, "save_model": False}
+    config |= {"eval_dataset": None, "save_model": False, "checkpoint": {"every_steps": 5}}
     config["rollout"] |= {
         "consumer_batch_size": 4,
         "max_concurrent_rollouts": 16,
@@ -43,20 +54,87 @@ def small(name: str, run_yaml: Path) -> Path:
 
 @pytest.mark.parametrize("name", EXTRA_METRICS)
 def test_a_config_runs_ten_steps(name: str, run_yaml: Path) -> None:
-    summary = run_training(load_config(small(name, run_yaml)))
-    lines = [json.loads(line) for line in (summary.run_dir / "metrics.jsonl").read_text().splitlines()]
+    config = load_config(small(name, run_yaml))
+    run_dir = run_training(config).run_dir
+    lines = records(run_dir)
     assert [line["step"] for line in lines] == list(range(1, 11))
     for line in lines:
         assert line["train/skipped_updates"] == 0
         assert all(value is not None and math.isfinite(value) for value in line.values())
     assert lines[-1].keys() >= EXTRA_METRICS[name]
-    assert any(line["train/grad_norm"] > 0 for line in lines)
+    before = load_file(Path(config.model_path) / "model.safetensors")
+    after = load_file(run_dir / "weights" / "v00000010" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[key], after[key]) for key in before)
+    saved = [path.name for path in sorted((run_dir / "checkpoints").iterdir())]
+    assert saved == ["step_00000005", "step_00000010"]
+
+
+def test_runs_with_everything_write_the_metrics_of_the_document_and_no_other(run_yaml: Path) -> None:
+    document = Path("docs/metrics.md").read_text()
+    of_supervised = re.search(r"^## Conversations.*?(?=^## )", document, re.MULTILINE | re.DOTALL)
+    assert of_supervised is not None
+    document = document.replace(of_supervised[0], "")
+    documented = set(re.findall(r"`((?:train|eval|timing|data|episodes)/\w+)`", document))
+    documented |= {name.replace("/seconds_", "/ms_per_token_") for name in documented}
+    documented -= {"train/ms_per_token_PHASE", "train/ms_per_token_step"}
+    table = re.search(r"^\| name, after either.*?(?=^$)", document, re.MULTILINE | re.DOTALL)
+    assert table is not None
+    for scope in ("engine_mismatch", "staleness_drift"):
+        documented |= {f"train/{scope}/{name}" for name in re.findall(r"`(\w+)`", table[0])}
+    given = {
+        "trainer.advantage": "gae",
+        "trainer.critic": "{learning_rate: 1.0e-3}",
+        "trainer.kl": "{coef: 0.1, place: reward}",
+        "trainer.loss_kwargs": "{dual_clip: 3.0}",
+        "trainer.correction": "{max_row_kl: 100.0}",
+        "trainer.minibatches_per_step": "2",
+        "trainer.total_steps": "6",
+        "rollout.max_head_offpolicyness": "2",
+        "rollout.consumer_batch_size": "2",
+        "save_model": "false",
+    }
+    choosing = {"trainer.loss": "clip_cov", "trainer.minibatches_per_step": "2", "trainer.total_steps": "1"}
+    written = set()
+    for changes in (given, choosing | {"trial_name": "choosing", "save_model": "false"}):
+        config = load_config(run_yaml, [f"{key}={value}" for key, value in changes.items()])
+        written |= {name for line in records(run_training(config).run_dir) for name in line}
+    written -= {"step", "time"}
+    if_any = {"episodes/rejected", "episodes/failed", "episodes/cancelled"}
+    assert documented - if_any == written - if_any
+
+
+def test_a_curriculum_hears_of_each_batch_with_its_rows_and_growing_rows_of_all_but_the_last(
+    run_yaml: Path,
+) -> None:
+    """V61, V62, V63"""
+    InOrder.heard.clear()
+    CountsItsCalls.calls = 0
+    given = [
+        f"train_dataset.{key}={{path: tests.e2e.agents, name: {name}}}"
+        for key, name in (("sampler", "InOrder"), ("datagen", "CountsItsCalls"))
+    ]
+    given += ["train_dataset.prompt_key=question", "trainer.total_steps=2", "eval_dataset=null"]
+    run_dir = run_training(load_config(run_yaml, [*given, "save_model=false"])).run_dir
+    rewards = [float(batch.batch["rewards"].mean()) for batch in InOrder.heard]
+    assert rewards == pytest.approx([line["train/reward_mean"] for line in records(run_dir)])
+    questions = [{row["question"] for row in batch.non_tensor_batch["rows"]} for batch in InOrder.heard]
+    assert questions == [{f"say {number}" for number in numbers} for numbers in (range(4), range(4, 8))]
+    assert CountsItsCalls.calls == 1 + 1  # when it was made, and after the first of two steps
+
+
+def test_a_greedy_answer_that_fails_is_no_baseline_of_0(run_yaml: Path) -> None:
+    """V40"""
+    given = ["trainer.advantage=remax", "workflow=tests.e2e.agents.WithoutGreedyAnswers"]
+    given += ["trainer.total_steps=1", "eval_dataset=null", "save_model=false"]
+    (line,) = records(run_training(load_config(run_yaml, given)).run_dir)
+    assert line["train/reward_min"] >= 2
+    assert abs(line["train/advantage_mean"]) < 0.5  # less the mean of its group
 
 
 def test_remax_compares_with_one_greedy_answer(run_yaml: Path) -> None:
     config = load_config(run_yaml, ["trainer.advantage=remax", "trainer.total_steps=2", "eval_dataset=null"])
-    summary = run_training(config)
-    lines = [json.loads(line) for line in (summary.run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = records(run_training(config).run_dir)
     assert [line["step"] for line in lines] == [1, 2]
     assert lines[0]["train/advantage_std"] > 0
 
@@ -73,8 +151,7 @@ def test_a_batch_is_dumped_once_and_trained_again_and_again(run_yaml: Path, tmp_
     runs = []
     for trial, changes in (("a", ["trainer.loss=ppo"]), ("b", ["trainer.loss=cispo"])):
         summary = run_training(load_config(run_yaml, [*given, f"trial_name={trial}", *changes]))
-        lines = (summary.run_dir / "metrics.jsonl").read_text().splitlines()
-        runs.append([json.loads(line)["train/reward_mean"] for line in lines])
+        runs.append([line["train/reward_mean"] for line in records(summary.run_dir)])
         assert (summary.run_dir / "profile" / "steps_1-2.json").stat().st_size > 1000
         assert (summary.run_dir / "scores" / "1.jsonl").exists() == (trial == "a")  # b asked nobody
     assert runs[0] == runs[1]
@@ -88,7 +165,7 @@ def test_a_reward_model_judges_answers_greedy_ones_and_what_is_dumped(run_yaml: 
     given = [f"reward_model={tmp_path / 'judge'}", "trainer.advantage=remax", "trainer.total_steps=1"]
     given += ["eval_dataset=null", "dump_scores=true", "save_model=false"]
     summary = run_training(load_config(run_yaml, given))
-    (line,) = map(json.loads, (summary.run_dir / "metrics.jsonl").read_text().splitlines())
+    (line,) = records(summary.run_dir)
     scores = [
         json.loads(row)["score"] for row in (summary.run_dir / "scores" / "1.jsonl").read_text().splitlines()
     ]

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import string
 import subprocess
 import sys
 import time
@@ -14,10 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from areal_lite.api.config_loader import load_config
+from areal_lite.data.tokenizer import load_tokenizer
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.launch.run import run_training
+from tests.fixtures.tiny_model import build_tiny_model
 
 EVERY_STEP = ["checkpoint.every_steps=1", "eval_dataset=null", "save_model=false"]
 
@@ -103,7 +109,44 @@ def test_asynchronous_training_hands_owed_groups_out_again(run_yaml: Path) -> No
     assert len(last["owed"]) + len(last["buffer"]) + 16 == handed_out
 
 
-def test_a_killed_command_goes_on_by_itself(run_yaml: Path) -> None:
+WITNESSES = string.ascii_uppercase + string.digits
+
+
+def witness_rows() -> list[dict[str, str]]:
+    """Return rows that each have a character of their own."""
+    return [{"question": character} for character in WITNESSES]
+
+
+class OneForAll:
+    """Gives every answer the same reward, so that without a baseline every sample has a gradient."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        """Ask once."""
+        client = AsyncOpenAI(**extra_kwargs)
+        await client.chat.completions.create(
+            model="default", messages=[{"role": "user", "content": data["question"]}]
+        )
+        return 1.0
+
+
+def changed_embeddings(before: Path, after: Path) -> set[str]:
+    """Return the witnesses whose input embedding is another."""
+    tokenizer = load_tokenizer(str(before))
+    tables = [
+        load_file(folder / "model.safetensors")["model.embed_tokens.weight"] for folder in (before, after)
+    ]
+    places = {one: tokenizer.convert_tokens_to_ids(one) for one in WITNESSES}
+    return {one for one, place in places.items() if not tables[0][place].equal(tables[1][place])}
+
+
+def test_t14_a_killed_command_goes_on_by_itself_and_its_weights_know_the_rows_that_its_data_says_were_trained(
+    run_yaml: Path, tmp_path: Path
+) -> None:
+    """Asynchronous: which rows come in which step may differ after the kill, but none is lost and none trains twice.
+
+    Of one sampled token the embedding gets no gradient, so a row's character changes in training on that row only.
+    """
+    model = build_tiny_model(tmp_path / "untied", tied=False)
     command = [
         sys.executable,
         "-m",
@@ -111,7 +154,15 @@ def test_a_killed_command_goes_on_by_itself(run_yaml: Path) -> None:
         "train",
         str(run_yaml),
         *EVERY_STEP,
+        "save_model=true",
         "trainer.total_steps=6",
+        f"model_path={model}",
+        f"workflow={__name__}.OneForAll",
+        f"train_dataset.path={__name__}.witness_rows",
+        "rollout.max_head_offpolicyness=2",
+        "rollout.gconfig.max_new_tokens=1",
+        "trainer.advantage=reinforce",
+        "trainer.weight_decay=0",
     ]
     run_dir = run_yaml.parent / "runs" / "e2e" / "t"
     killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -125,6 +176,13 @@ def test_a_killed_command_goes_on_by_itself(run_yaml: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert steps_of(run_dir) == [1, 2, 3, 4, 5, 6]
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step_00000005", "step_00000006"]
+    last = state(run_dir, 6)
+    left = [group[0]["position"] for group in last["owed"] + last["buffer"]]
+    handed_out = last["group_index"]
+    assert len(left) == len(set(left)) == handed_out - 6 * 4
+    trained = changed_embeddings(model, run_dir / "model")
+    assert len(trained) == 6 * 4
+    assert not trained & {WITNESSES[place] for place in left}
     again = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert again.returncode == 64
     assert "has trained 6 steps and trainer.total_steps is 6" in again.stderr
@@ -184,11 +242,15 @@ def test_resuming_with_other_data_or_from_nothing_is_refused(run_yaml: Path) -> 
         run_training(load_config(run_yaml, [*more, "seed=2"]))
     with pytest.raises(ConfigError, match="already holds a training run"):
         run_training(load_config(run_yaml, [*more, "checkpoint.resume=never"]))
-    with pytest.raises(CheckpointError, match="nowhere.*is not whole"):
+    with pytest.raises(ConfigError, match="'nowhere' is no folder: of this run there are .*step_00000001"):
         run_training(load_config(run_yaml, [*more, "checkpoint.resume=nowhere"]))
     checkpoint = summary.run_dir / "checkpoints" / "step_00000001"
     other = run_training(load_config(run_yaml, [*more, "trial_name=u", f"checkpoint.resume={checkpoint}"]))
     assert steps_of(other.run_dir) == [2]
+    whole = checkpoint / "policy" / "model"
+    assert AutoTokenizer.from_pretrained(whole).encode("a b") == AutoTokenizer.from_pretrained(
+        load_config(run_yaml).model_path
+    ).encode("a b")
     (checkpoint / "policy" / "optimizer.safetensors").write_bytes(b"cut off")
     with pytest.raises(CheckpointError, match="newest checkpoint cannot be used.*step_00000001"):
         run_training(load_config(run_yaml, more))

@@ -1,4 +1,4 @@
-"""The command `areal-lite train` when it is interrupted or loses its server."""
+"""The command `areal-lite train` when it is interrupted, or loses its server or one of its ranks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
+from areal_lite.api.config_loader import load_config
+from areal_lite.launch.run import run_evaluation, run_training
 
-def start(run_yaml: Path, *overrides: str) -> subprocess.Popen[str]:
+TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def start(run_yaml: Path, *overrides: str, launcher: Sequence[str] = ()) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
             sys.executable,
+            *launcher,
             "-m",
             "areal_lite",
             "train",
@@ -63,6 +70,63 @@ def test_a_signal_ends_the_run_in_time_with_nothing_half_written(
             json.loads(line)
     for folder in (run_dir / "weights").glob("v*"):
         assert (folder / "manifest.json").exists()
+
+
+def rank_process(launcher: subprocess.Popen[str], rank: str) -> psutil.Process:
+    (found,) = (one for one in psutil.Process(launcher.pid).children() if one.environ()["RANK"] == rank)
+    return found
+
+
+@pytest.mark.parametrize("asked", ["everyone", "rank 1"])
+def test_ranks_stop_after_the_same_step_whichever_is_asked_and_go_on_from_it(
+    run_yaml: Path, tmp_path: Path, asked: str
+) -> None:
+    """F35: a scheduler asks ranks and launcher, which passes it on to the ranks; by hand one may be asked alone."""
+    saved = ["checkpoint.every_steps=100000", "eval_dataset=null", "save_model=false"]
+    process = start(run_yaml, *saved, launcher=TWO_RANKS)
+    until_step(process, 2)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) == 3  # two ranks and a server
+    ranks = [rank_process(process, rank) for rank in ("0", "1")]
+    for one in [*ranks, process] if asked == "everyone" else ranks[1:]:
+        one.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode
+    assert errors.count("Traceback (most") == 1, errors  # the launcher's own
+    assert not psutil.wait_procs(children, timeout=5)[1]
+
+    run_dir = tmp_path / "runs" / "e2e" / "t"
+    (checkpoint,) = (run_dir / "checkpoints").iterdir()
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert checkpoint.name == f"step_{steps[-1]:08d}"
+    config = load_config(run_yaml, [*saved, f"trainer.total_steps={steps[-1] + 1}"])
+    assert run_training(config).steps == 1
+
+
+def test_a_killed_rank_ends_the_run_and_leaves_no_server(run_yaml: Path) -> None:
+    """F69."""
+    process = start(run_yaml, launcher=TWO_RANKS)
+    until_step(process, 1)
+    children = psutil.Process(process.pid).children(recursive=True)
+    rank_process(process, "0").kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode
+    assert "Signal 9 (SIGKILL)" in errors[errors.index("Root Cause") :]
+    assert not psutil.wait_procs(children, timeout=10)[1]
+
+
+def test_an_evaluation_in_between_leaves_the_config_that_a_run_without_checkpoint_starts_again_with(
+    run_yaml: Path,
+) -> None:
+    def crash(step: int, metrics: dict[str, float]) -> None:
+        raise RuntimeError("stopped here")
+
+    some = ["trainer.total_steps=1", "checkpoint.every_steps=1", "save_model=false"]
+    config = load_config(run_yaml, [*some, "evaluation.at_start=true"])
+    with pytest.raises(RuntimeError, match="stopped here"):
+        run_training(config, on_step=crash)
+    run_evaluation(load_config(run_yaml, [*some, "rollout.gconfig.max_new_tokens=4"]))
+    assert run_training(config).steps == 1
 
 
 def test_a_server_killed_in_the_middle_is_named_with_its_log(run_yaml: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import AutoModelForCausalLM
 
 from areal_lite.api.config_loader import load_config
@@ -99,6 +100,7 @@ def test_rollout_and_evaluation_run_alone(run_yaml: Path) -> None:
     ("overrides", "says"),
     [
         ("rollout.group_size=1", "a group of one has no baseline"),
+        ("trainer.minibatches_per_step=5", "consumer_batch_size 4: a minibatch has whole groups"),
         ("rollout.gconfig={greedy: true}", "rollout.gconfig is greedy"),
         ("rollout.backend=sglang", "name the running servers"),
         ("model_path=no/such/model", "no/such/model"),
@@ -106,7 +108,12 @@ def test_rollout_and_evaluation_run_alone(run_yaml: Path) -> None:
         ("trainer.critic={learning_rate: 1.0e-3, model_path: no/such/critic}", "critic.model_path 'no/such"),
         ("trainer.advantage=gae", "trainer.critic"),
         ("workflow=tests.e2e.agents.LeterAgent", "did you mean tests.e2e.agents.LetterAgent?"),
-        ("train_dataset.path=no_such.jsonl", "no_such.jsonl"),
+        ("workflow=tests.e2e.agents.rows", "is a function"),
+        ("workflow_kwargs={leters: 2}", "workflow_kwargs .'leters'. do not fit"),
+        ("should_accept_fn=tests.e2e.agents.nothing", "has no 'nothing'"),
+        ("server.device=cuda", "server.device is 'cuda' but torch sees no GPU"),
+        ("reward_model={model_path}", "has no reward head"),
+        ("train_dataset={path: no_such.jsonl, kwargs: {size: 3}}", "no_such.jsonl"),
         ("train_dataset.label_key=answer", "no column 'answer'"),
         ("data_packer=tests.e2e.agents.LetterAgent", "must be a subclass of .*DataPacker"),
         ("buffer_filter=tests.e2e.agents.nothing", "has no 'nothing'"),
@@ -120,8 +127,24 @@ def test_rollout_and_evaluation_run_alone(run_yaml: Path) -> None:
 def test_what_cannot_work_is_refused_before_anything_starts(
     run_yaml: Path, overrides: str, says: str
 ) -> None:
+    overrides = overrides.replace("{model_path}", yaml.safe_load(run_yaml.read_text())["model_path"])
     with pytest.raises(ConfigError, match=says.replace("?", r"\?")):
         train(run_yaml, *overrides.split("\n"))
+    assert not (run_yaml.parent / "runs").exists()
+
+
+def test_a_folder_whose_run_made_no_step_is_free_for_another_config(run_yaml: Path) -> None:
+    config = load_config(run_yaml)
+    with run_directory(config, fresh=True) as run_dir:
+        (run_dir / "metrics.jsonl").write_text('{"step": 0, "eval/reward": 0.5}\n')
+    with run_directory(load_config(run_yaml, ["seed=2"]), fresh=True):
+        assert not (run_dir / "metrics.jsonl").exists()
+        (run_dir / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
+    with (
+        pytest.raises(ConfigError, match="already holds a training run"),
+        run_directory(load_config(run_yaml, ["seed=3"]), fresh=True),
+    ):
+        pass
 
 
 def test_an_agent_that_always_raises_stops_the_run_with_its_error_counted(run_yaml: Path) -> None:

@@ -115,3 +115,26 @@ def test_a_seed_decides_the_tokens_whatever_else_is_in_the_batch(tiny: Path) -> 
             assert len({tuple(copy["output_ids"]) for copy in copies}) == 3
 
     asyncio.run(run())
+
+
+def test_a_deterministic_server_gives_the_same_bits_whatever_else_it_is_asked(tiny: Path) -> None:
+    """DESIGN 7: prompts of one beginning and another, alone and in a crowd, each with its own seed."""
+    prompts = [PROMPT + [65 + i] * i for i in range(6)] + [list(b"Unlike the others."), PROMPT, PROMPT * 3]
+
+    async def run() -> None:
+        async def ask(number: int) -> tuple[list[int], list[float]]:
+            length = 10 + 5 * number
+            reply = await client.generate(
+                prompts[number], sampling_seed=number, temperature=1.0, max_new_tokens=length, ignore_eos=True
+            )
+            return reply["output_ids"], reported(reply)
+
+        async with serving(tiny, deterministic=True) as client:
+            alone = [await ask(number) for number in range(len(prompts))]
+            crowd = await asyncio.gather(*(ask(number) for number in reversed(range(len(prompts)))))
+            assert crowd[::-1] == alone
+        async with serving(tiny) as client:  # the tokens are the same without the setting
+            faster = await asyncio.gather(*(ask(number) for number in range(len(prompts))))
+            assert [ids for ids, _ in faster] == [ids for ids, _ in alone]
+
+    asyncio.run(run())

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.embedded import EmbeddedServer
+from areal_lite.embedded import EmbeddedServer, ServerSettings
+from areal_lite.embedded.__main__ import argument_parser
 from areal_lite.errors import ConfigError, ServerError
 
 FAST = {"dtype": "float32", "device": "cpu", "num_threads": 1}
@@ -53,6 +54,16 @@ def test_it_serves_logs_and_stops(tiny: Path, tmp_path: Path) -> None:
     assert server.returncode == 0  # SIGTERM was enough
     with pytest.raises(ServerError, match="not running"):
         _ = server.address
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_setting_reaches_the_child(tiny: Path, deterministic: bool) -> None:
+    server = EmbeddedServer(
+        model_path=str(tiny), deterministic=deterministic, seed=3, context_length=64, **FAST
+    )
+    arguments = vars(argument_parser().parse_args(server._arguments(ready_fd=5)))
+    assert (arguments.pop("ready_fd"), arguments.pop("die_with_stdin")) == (5, True)
+    assert ServerSettings(**arguments) == server.settings
 
 
 def test_a_server_that_dies_is_noticed(tiny: Path) -> None:

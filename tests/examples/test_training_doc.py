@@ -11,6 +11,7 @@ import yaml
 from areal_lite.api.config_loader import load_config
 from areal_lite.api.trainer_config import CorrectionConfig, TrainerConfig
 from areal_lite.trainer.algorithm import Algorithm
+from areal_lite.trainer.estimators import EstimatorInputs
 from areal_lite.trainer.estimators.estimator import ESTIMATORS
 from areal_lite.trainer.objectives.policy_loss import POLICY_LOSSES
 
@@ -40,16 +41,23 @@ def test_every_key_that_chooses_an_algorithm_is_explained():
     assert not keys - told - general - of_learning
 
 
-def test_a_loss_of_ones_own_is_taken(tmp_path, monkeypatch):
-    (code,) = blocks("python")
-    module = types.ModuleType("my_losses")
-    exec(compile(code, "docs/training.md", "exec"), module.__dict__)
-    monkeypatch.setitem(sys.modules, "my_losses", module)
+def test_a_loss_and_an_estimator_of_ones_own_are_taken(tmp_path, monkeypatch):
+    module = types.ModuleType("mine")
+    for code in blocks("python"):
+        exec(compile(code, "docs/training.md", "exec"), module.__dict__)
+    monkeypatch.setitem(sys.modules, "mine", module)
     (shown,) = map(yaml.safe_load, blocks("yaml"))
     own = yaml.safe_load((REPOSITORY / "configs/on_policy.yaml").read_text())
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(own | shown))
-    assert Algorithm(load_config(path).trainer, max_new_tokens=16).needs_every_sample
+    config = load_config(path).trainer
+    assert (config.loss, config.advantage) == ("mine.squared_ratio", "mine.over_the_median")
+    assert Algorithm(config, max_new_tokens=16).needs_every_sample
+
+
+def test_every_input_that_an_estimator_can_ask_for_is_in_the_table():
+    optional = {field.name for field in fields(EstimatorInputs) if field.default is None}
+    assert named_in_table("NAME") == optional
 
 
 def test_the_page_is_short():

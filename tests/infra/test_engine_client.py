@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, ModelRequest, ModelResponse
 from areal_lite.errors import ConfigError, ServerError
-from areal_lite.infra.backends.dialect import BadResponse
+from areal_lite.infra.backends.dialect import BadResponse, Dialect
 from areal_lite.infra.backends.sglang import SGLang
 from areal_lite.infra.backends.vllm import VLLM
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
@@ -50,6 +51,16 @@ def test_a_passing_fault_is_retried_and_leaves_no_trace(
     assert stub.server.seen[f"fault {fault}"] == 1
     assert response.output_tokens == answer_tokens([1, 2, 3], 0, 8)
     assert response.attempts == 2
+
+
+def test_an_answer_outside_the_vocabulary_is_refused(
+    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    """F9: such an id would end the trainer."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 5}')
+    largest = max(answer_tokens([1, 2, 3], 0, 8))
+    with pytest.raises(ServerError, match=f"sent token {largest}, which is not in the vocabulary"):
+        generate(start_engine(start_stub(), tokenizer_path=str(tmp_path)))
 
 
 def test_a_refusal_is_never_retried(start_stub: StartStub, start_engine: StartEngine) -> None:
@@ -237,8 +248,29 @@ def test_a_reply_is_either_sound_or_refused(where: str, value: Any) -> None:
         meta[where] = value
     else:
         reply[where] = value
+    sound_or_refused(SGLang(), reply)
+
+
+VLLM_REPLY: dict[str, Any] = {
+    "token_ids": [5, 6],
+    "finish_reason": "length",
+    "weight_versions": [{"version": "3", "start": 0, "end": 2}],
+    "logprobs": {"content": [{"logprob": -0.1}, {"logprob": -0.2}]},
+}
+
+
+@given(where=st.sampled_from([*VLLM_REPLY, "logprob"]), value=json_values)
+def test_a_reply_of_vllm_is_either_sound_or_refused(where: str, value: Any) -> None:
+    choice = {**VLLM_REPLY, where: value}
+    if where == "logprob":
+        choice["logprobs"] = {"content": [{"logprob": -0.1}, {"logprob": value}]}
+    sound_or_refused(VLLM(), {"choices": [choice]})
+
+
+def sound_or_refused(dialect: Dialect, reply: Any) -> None:
+    """F7, F8, F9."""
     try:
-        chunk = SGLang().parse_generate(reply)
+        chunk = dialect.parse_generate(reply)
     except BadResponse:
         return
     assert len(chunk.tokens) == len(chunk.logprobs)
@@ -248,17 +280,7 @@ def test_a_reply_is_either_sound_or_refused(where: str, value: Any) -> None:
 
 
 def test_vllm_replies_and_requests_in_its_own_words() -> None:
-    reply = {
-        "choices": [
-            {
-                "token_ids": [5, 6],
-                "finish_reason": "length",
-                "weight_versions": [{"version": "3", "start": 0, "end": 2}],
-                "logprobs": {"content": [{"logprob": -0.1}, {"logprob": -0.2}]},
-            }
-        ]
-    }
-    chunk = VLLM().parse_generate(reply)
+    chunk = VLLM().parse_generate({"choices": [VLLM_REPLY]})
     assert (chunk.tokens, chunk.logprobs, chunk.versions, chunk.finish) == (
         [5, 6],
         [-0.1, -0.2],

@@ -92,7 +92,13 @@ def test_s27_surplus_groups_are_stopped_when_the_batch_is_cut_and_kept_with_thei
         assert list(sample.tokens) == [sample.row["n"]] * 3 + answer_tokens([sample.row["n"]] * 3, 0, 4)
         assert list(sample.versions) == [-1] * 3 + [0] * 4
         assert sample.spans[0].stop_reason == "abort"
-    assert engine.export_stats() == {"accepted": 2, "cancelled": 2, "abandoned": 0}
+    assert engine.export_stats() == {
+        "accepted": 2,
+        "rejected": 0,
+        "failed": 0,
+        "cancelled": 2,
+        "abandoned": 0,
+    }
 
 
 def test_sb18_a_resumed_answer_keeps_its_tokens_and_masks_those_of_an_older_policy(

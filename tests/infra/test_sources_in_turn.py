@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -98,6 +99,56 @@ def test_a_batch_whose_caller_left_while_it_was_cut_is_for_the_next_caller(
     let_go(stub)
     engine.update_weights_from_disk("ckpt", 1)
     assert rows_of(engine.prepare_batch(source, OneTurn)) == [1]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_batch_whose_caller_left_when_it_was_ready_is_for_the_next_caller(
+    start_stub: StartStub, start_engine: StartEngine, max_staleness: int
+) -> None:
+    engine = start_engine(start_stub(), consumer_batch_size=2, max_head_offpolicyness=max_staleness)
+    source = source_of(6)
+
+    async def ask_and_leave() -> None:
+        asked = asyncio.ensure_future(engine.aprepare_batch(source, OneTurn))
+        await asyncio.sleep(0)  # it is asked; from here on this loop is busy, and hears of no answer
+        until_accepted(engine, 2)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    asyncio.run(ask_and_leave())
+    assert {1, 2} <= set(owed_rows(source))
+    assert rows_of(engine.prepare_batch(source, OneTurn)) == [1, 2]
+    assert engine.export_stats()["accepted"] == 2  # each was counted once
+    engine.update_weights_from_disk("ckpt", 1)
+    assert rows_of(engine.prepare_batch(source, OneTurn)) == [3, 4]
+
+
+def test_results_whose_caller_left_when_they_were_ready_are_for_the_next_wait(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    engine = start_engine(start_stub(), consumer_batch_size=2)
+
+    async def wait_and_leave() -> None:
+        waits = asyncio.ensure_future(engine.await_results(2))
+        await asyncio.sleep(0)
+        until_accepted(engine, 2)
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+
+    for row in ({"n": 1}, {"n": 2}):
+        engine.submit(row, OneTurn)
+    asyncio.run(wait_and_leave())
+    assert sorted(rows_of(engine.wait(2, timeout=0))) == [1, 2]
+
+
+def until_accepted(engine: RemoteInfEngine, count: int) -> None:
+    """Block until so many groups are accepted, and what waits for them has run."""
+    while engine.export_stats().get("accepted", 0) < count:
+        os.sched_yield()
+    for _ in range(3):
+        engine.set_version(engine.get_version())
 
 
 def test_a_group_given_back_from_a_batch_is_owed_when_it_runs_again(

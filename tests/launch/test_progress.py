@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,22 @@ def test_the_first_rank_alone_prints(
     with TrainingProgress(4) as progress:
         progress.on_step(0, {"eval/reward": 0.5, "eval/episodes": 4.0, "eval/seconds": 1.0})
     assert len(capsys.readouterr().out.splitlines()) == lines
+
+
+def test_the_bar_of_a_resumed_run_begins_where_the_run_does() -> None:
+    """V32"""
+    shown = StringIO()
+    with TrainingProgress(5, console=Console(file=shown, force_terminal=True, width=120)) as progress:
+        progress.on_step(3, {"eval/reward": 0.5, "eval/episodes": 4.0, "eval/seconds": 1.0})
+    assert "3/5" in shown.getvalue()
+    assert "0/5" not in shown.getvalue()
+
+
+def test_where_nothing_was_held_out_the_end_is_one_line() -> None:
+    summary = TrainingSummary(
+        run_dir=Path("runs"), steps=2, seconds=3.0, before=None, after=None, model_dir=None
+    )
+    assert summary_table(summary) == "2 training steps in 3 s"
 
 
 @pytest.mark.parametrize("resumed", [True, False])

@@ -7,6 +7,7 @@ either may be there or not, and a content up to any block.
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,6 +122,17 @@ class Recorder:
 
         walk(self._root_id, "")
         self.states[frozenset(tree.items())] = None
+
+
+@contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """Have every file take that many bytes and no more, as a full disk does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def change_tree(root: Path, before: Tree, after: Tree) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from areal_lite.api.supervised_config import DPOTrainerConfig, SFTTrainerConfig, SupervisedTrainerConfig
+from areal_lite.api.supervised_config import DPOTrainerConfig, RewardModelTrainerConfig, SFTTrainerConfig
 from areal_lite.trainer.preference_trainer import DPOTrainer, RewardModelTrainer
 from areal_lite.trainer.sft_trainer import SFTTrainer
 from tests.trainer.training_data import VOCABULARY
@@ -20,10 +21,9 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 
 
-def sft_trainer(model: Path, *, total_steps: int = 10, **options: Any) -> SFTTrainer:
-    return SFTTrainer(
-        SFTTrainerConfig(**COMMON | options), model_path=str(model), seed=0, total_steps=total_steps
-    )
+def sft_trainer(model: Path, *, total_steps: int = 10, on_skip: Any = None, **options: Any) -> SFTTrainer:
+    config = SFTTrainerConfig(**COMMON | options)
+    return SFTTrainer(config, model_path=str(model), seed=0, total_steps=total_steps, on_skip=on_skip)
 
 
 def dpo_trainer(model: Path, **options: Any) -> DPOTrainer:
@@ -31,7 +31,7 @@ def dpo_trainer(model: Path, **options: Any) -> DPOTrainer:
 
 
 def reward_trainer(model: Path, **options: Any) -> RewardModelTrainer:
-    config = SupervisedTrainerConfig(**COMMON | options)
+    config = RewardModelTrainerConfig(**COMMON | options)
     return RewardModelTrainer(config, model_path=str(model), seed=0, total_steps=10)
 
 
@@ -40,11 +40,17 @@ def sequences(seed: int, count: int, *, common: int = 0) -> list[Item]:
     rng = np.random.default_rng(seed)
     system = rng.integers(3, VOCABULARY, common)
     items = []
-    for _ in range(count):
+    for row in range(count):
         spans = rng.integers(1, 12, 4)
         mask = np.repeat([0, 0, 1, 0, 1], [common, *spans])
         ids = np.concatenate([system, rng.integers(3, VOCABULARY, spans.sum())])
-        items.append({"input_ids": torch.from_numpy(ids), "loss_mask": torch.from_numpy(mask)})
+        items.append(
+            {
+                "input_ids": torch.from_numpy(ids),
+                "loss_mask": torch.from_numpy(mask),
+                "row": torch.tensor(row),
+            }
+        )
     return items
 
 
@@ -52,9 +58,9 @@ def pairs(seed: int, count: int) -> list[Item]:
     """Return pairs with a common prompt."""
     rng = np.random.default_rng(seed)
     items = []
-    for _ in range(count):
+    for row in range(count):
         prompt = rng.integers(3, VOCABULARY, rng.integers(1, 30))
-        item: Item = {}
+        item: Item = {"row": torch.tensor(row)}
         for name in ("chosen", "rejected"):
             answer = rng.integers(3, VOCABULARY, rng.integers(1, 10))
             item[f"{name}_ids"] = torch.from_numpy(np.concatenate([prompt, answer]))
@@ -70,3 +76,13 @@ def gradients(trainer: SFTTrainer | DPOTrainer | RewardModelTrainer) -> dict[str
         for name, parameter in trainer.model.named_parameters()
         if parameter.grad is not None
     }
+
+
+def run_out_of_memory(module: torch.nn.Module, error: Callable[[], object], *, above: int) -> None:
+    """Have ``error`` raise in every forward pass of more than ``above`` tokens."""
+
+    def refuse(_: Any, arguments: tuple[Any, ...]) -> None:
+        if arguments[0].input_ids.numel() > above:
+            error()
+
+    module.register_forward_pre_hook(refuse)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
+import torch
 
 from areal_lite.api.trainer_config import CorrectionConfig, CriticConfig, KLConfig, TrainerConfig
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.algorithm import Algorithm
+from areal_lite.trainer.estimators import Estimate, EstimatorInputs
 from areal_lite.trainer.estimators.estimator import ESTIMATORS
+from areal_lite.trainer.objectives import LossTerms, PolicyInputs
 from areal_lite.trainer.objectives.policy_loss import POLICY_LOSSES
 
 CRITIC = CriticConfig(learning_rate=1e-3)
@@ -25,6 +29,7 @@ def algorithm(max_new_tokens: int | None = None, **settings: Any) -> Algorithm:
 def test_every_estimator_goes_with_every_loss(advantage: str, loss: str) -> None:
     made = algorithm(advantage=advantage, loss=loss, critic=CRITIC if advantage == "gae" else None)
     assert made.needs_proximal_early == (advantage == "optimal_token_baseline")
+    assert made.chooses == (loss in ("clip_cov", "kl_cov", "m2po"))
 
 
 @pytest.mark.parametrize(
@@ -33,29 +38,19 @@ def test_every_estimator_goes_with_every_loss(advantage: str, loss: str) -> None
         ({"advantage": "gpro"}, "did you mean 'grpo'"),
         ({"advantage": "gae"}, "trainer.critic"),
         ({"critic": CRITIC}, "trainer.critic has nothing to learn from 'grpo'"),
+        ({"critic": CRITIC, "advantage": "reinforce"}, "trainer.critic learns for nothing: 'reinforce'"),
+        ({"advantage": "optimal_token_baseline", "proximal": "behaviour"}, "trainer.proximal: trainer"),
         ({"advantage_kwargs": {"gama": 1}}, "trainer.advantage_kwargs: .* has no argument 'gama'"),
         ({"advantage": "reinforce", "advantage_kwargs": {"gamma": 2.0}}, "use 0 to 1"),
         ({"advantage": "gpg", "advantage_kwargs": {"f_norm": 0.0}}, "trainer.advantage"),
         ({"loss_kwargs": {"clip_eps": -0.2}}, "trainer.loss_kwargs: clip_eps is -0.2"),
         ({"loss_kwargs": {"clip_eps": "wide"}}, "trainer.loss 'ppo' does not work"),
         ({"loss_kwargs": {"dual_clip": 0.5}}, "dual_clip is 0.5"),
-        ({"loss_aggregation": "seq-mean-token-sum-norm"}, "divides by loss_scale"),
         ({"loss": "gspo", "loss_aggregation": "token-mean"}, "trainer.loss_aggregation"),
-        ({"kl": KLConfig(coef=0.1, target=0.5)}, "trainer.kl.target"),
         ({"overlong_buffer": 4}, "trainer.overlong_buffer"),
         (
             {"correction": CorrectionConfig(reject="token_k9", reject_bounds="1")},
             "trainer.correction.reject: ",
-        ),
-        ({"correction": CorrectionConfig(reject_bounds="1")}, "trainer.correction.reject_bounds"),
-        ({"correction": CorrectionConfig(outside="mask", level="sequence")}, "set level: token"),
-        (
-            {"correction": CorrectionConfig(outside="mask", min_weight=2, max_weight=1)},
-            "nothing would be trained",
-        ),
-        (
-            {"correction": CorrectionConfig(reject="token_k2", reject_bounds="1"), "proximal": "behaviour"},
-            "remove one",
         ),
     ],
 )
@@ -64,11 +59,121 @@ def test_what_cannot_work_is_told_with_its_key(settings: dict[str, Any], says: s
         algorithm(**settings)
 
 
+def of_each_row(inputs: EstimatorInputs) -> Estimate:
+    return Estimate(inputs.scores)
+
+
+def of_the_batch(inputs: EstimatorInputs) -> Estimate:
+    return Estimate(inputs.scores.mean())
+
+
+def whole_numbers(inputs: EstimatorInputs) -> Estimate:
+    return Estimate(inputs.rows)
+
+
+def bare(inputs: EstimatorInputs) -> Any:
+    return inputs.token_rewards
+
+
+def broken(inputs: EstimatorInputs) -> Estimate:
+    return Estimate(inputs.token_rewards + torch.zeros(3))
+
+
+def less_value(inputs: EstimatorInputs, floor: float = 0.0) -> Estimate:
+    return Estimate(inputs.token_rewards - inputs.needed("values"))
+
+
+def with_returns_of_rows(inputs: EstimatorInputs) -> Estimate:
+    return Estimate(inputs.token_rewards, inputs.scores)
+
+
+def weighed(inputs: EstimatorInputs) -> Estimate:
+    return Estimate(inputs.token_rewards * inputs.needed("importance_weights"))
+
+
+def of_answers(inputs: PolicyInputs) -> LossTerms:
+    losses = -inputs.policy * inputs.advantages
+    return LossTerms(losses.new_zeros(2).index_add(0, inputs.rows, losses))
+
+
+def averaged(inputs: PolicyInputs) -> LossTerms:
+    return LossTerms((-inputs.policy * inputs.advantages).mean())
+
+
+def detached(inputs: PolicyInputs) -> LossTerms:
+    return LossTerms(-inputs.policy.detach() * inputs.advantages)
+
+
+def averaged_statistic(inputs: PolicyInputs) -> LossTerms:
+    return LossTerms(-inputs.policy * inputs.advantages, {"mine": inputs.advantages.mean()})
+
+
+def plain(inputs: PolicyInputs) -> Any:
+    return -inputs.policy * inputs.advantages
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "says"),
+    [
+        (
+            "advantage",
+            "of_each_row",
+            r"returns advantages of shape \[2\] and .*: give .* \[5\], .*inputs.per_token",
+        ),
+        ("advantage", "of_the_batch", r"returns advantages of shape \[\] "),
+        ("advantage", "whole_numbers", r"of shape \[5\] and torch.int64: give float"),
+        ("advantage", "bare", r"returns a Tensor: return Estimate\(advantages, returns\)"),
+        ("advantage", "with_returns_of_rows", r"returns returns of shape \[2\]"),
+        ("advantage", "broken", "does not work with its options {}: RuntimeError"),
+        ("loss", "of_answers", r"returns losses of shape \[2\] .* \[5\], one for each token; .*inputs.rows"),
+        ("loss", "averaged", r"losses are \[\]: give \[T\], .* not averaged"),
+        ("loss", "detached", "without a gradient: make them of inputs.policy"),
+        ("loss", "averaged_statistic", r"mine is \[\]: give \[5\]"),
+        ("loss", "plain", r"returns a Tensor: return LossTerms\(losses\)"),
+    ],
+)
+def test_what_a_function_of_the_users_may_not_return_is_told_with_its_name(
+    key: str, name: str, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"trainer\.{key} '{__name__}\.{name}' .*{says}"):
+        algorithm(**{key: f"{__name__}.{name}"})
+
+
+def test_what_an_estimator_asks_for_is_computed_before_the_update() -> None:
+    made = algorithm(advantage=f"{__name__}.weighed")
+    assert made.needs == {"importance_weights"}
+    assert made.needs_proximal_early
+    assert algorithm(advantage="optimal_token_baseline").needs == {"proximal_logprobs", "sum_squared_probs"}
+    assert algorithm(advantage="gae", critic=CRITIC).needs == {"values"}
+    assert not algorithm().needs
+
+
+def test_an_estimator_of_the_users_with_a_critic_is_told_to_return_returns() -> None:
+    with pytest.raises(ConfigError, match=r"return Estimate\(advantages, returns\)"):
+        algorithm(advantage=f"{__name__}.less_value", critic=CRITIC)
+
+
+def test_an_option_that_is_positional_is_told_to_be_keyword_only() -> None:
+    options = {"floor": 0.1}
+    with pytest.raises(ConfigError, match=r"trainer.advantage_kwargs: .*'floor' .* must be keyword-only"):
+        algorithm(advantage=f"{__name__}.less_value", critic=CRITIC, advantage_kwargs=options)
+
+
 def test_only_losses_that_are_known_to_vanish_let_samples_be_left_out() -> None:
     own = "tests.trainer.training_data.squared_ratio"
     assert not algorithm().needs_every_sample
     assert algorithm(loss=own).needs_every_sample
     assert algorithm(loss="kl_cov").needs_every_sample
+    assert not algorithm(loss="clip_cov").needs_every_sample
     assert algorithm(entropy_coef=0.1).needs_every_sample
     assert algorithm(kl=KLConfig(coef=0.1)).needs_every_sample
     assert not algorithm(kl=KLConfig(coef=0.1, place="reward")).needs_every_sample
+
+
+def test_the_weight_of_a_ratio_that_is_a_geometric_mean_is_one_too() -> None:
+    """L8: ratios 1 and 1/2 to the behaviour policy, of one row."""
+    proximal, behaviour, rows = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.0]), torch.zeros(2).long()
+    behaviour[1] += math.log(2)
+    for loss, weights in (("gmpo", [0.5**0.5, 0.5**0.5]), ("ppo", [1.0, 0.5])):
+        found = algorithm(loss=loss).correction(proximal, behaviour, rows)
+        assert found.tolist() == pytest.approx(weights)

@@ -123,7 +123,9 @@ def test_f56_the_newest_are_kept_and_found(tiny: Path, tmp_path: Path) -> None:
         save(trainer, tmp_path, step)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000002", "step_00000011"]
     assert find_checkpoint(tmp_path, "auto") == tmp_path / "step_00000011"
-    assert find_checkpoint(tmp_path, "never") is None
+    with pytest.raises(ConfigError, match="resume is never, and .* already holds a training run"):
+        find_checkpoint(tmp_path, "never")
+    assert find_checkpoint(tmp_path / "another", "never") is None
     assert find_checkpoint(tmp_path, str(tmp_path / "step_00000011")) == tmp_path / "step_00000011"
 
 
@@ -132,7 +134,9 @@ def test_going_back_in_a_runs_folder_never_leaves_two_histories(tiny: Path, tmp_
     for step in (2, 5):
         save(trainer, tmp_path, step)
     early = tmp_path / "step_00000002"
-    with pytest.raises(CheckpointError, match="step_00000005, later than step 2.*Remove or move the later"):
+    with pytest.raises(
+        CheckpointError, match="step_00000005, later than step 2.*resume=auto to go on from the newest"
+    ):
         find_checkpoint(tmp_path, str(early))
     assert find_checkpoint(tmp_path / "another", str(early)) == early
     (tmp_path / "step_00000005").rename(tmp_path / "abandoned_5")
@@ -181,6 +185,13 @@ def test_f50_a_damaged_manifest_is_no_reason_to_start_afresh(
         find_checkpoint(tmp_path, "auto")
 
 
+def test_a_checkpoint_of_a_later_version_is_refused(tiny: Path, tmp_path: Path) -> None:
+    manifest = save(LoopTrainer(tiny), tmp_path, 1) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"schema": 1', '"schema": 2'))
+    with pytest.raises(CheckpointError, match="has schema 2 and this version reads 1"):
+        find_checkpoint(tmp_path, "auto")
+
+
 def test_a_checkpoint_of_another_model_is_refused(tiny: Path, untied: Path, tmp_path: Path) -> None:
     tied, apart = LoopTrainer(tiny), LoopTrainer(untied)
     folder = save(tied, tmp_path, 1)
@@ -212,7 +223,15 @@ CONFIG: dict[str, Any] = {
     "model_path": "models/small",
     "seed": 1,
     "fileroot": "runs",
-    "trainer": {"total_steps": 10, "learning_rate": 0.1, "num_threads": 1, "lora": None, "advantage": "grpo"},
+    "trainer": {
+        "total_steps": 10,
+        "learning_rate": 0.1,
+        "num_threads": 1,
+        "lora": None,
+        "advantage": "grpo",
+        "correction": {"max_weight": 5.0},
+        "loss_kwargs": {},
+    },  # fmt: skip
     "rollout": {"group_size": 4, "consumer_batch_size": 8, "addresses": []},
     "checkpoint": {"every_steps": 1},
 }
@@ -234,6 +253,7 @@ def with_change(change: dict[str, Any]) -> str:
     [
         {},
         {"trainer.total_steps": 20, "trainer.num_threads": 2, "trainer.a_new_field": 3},
+        {"trainer.correction.a_new_field": 3},
         {"rollout.addresses": ["a:1"], "checkpoint.every_steps": 5, "fileroot": "elsewhere"},
     ],
 )
@@ -245,12 +265,14 @@ def test_what_changes_no_weight_may_change(change: dict[str, Any], tmp_path: Pat
 def test_every_change_of_what_is_trained_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     change = {"model_path": "b", "seed": 2, "trainer.lora": {"rank": 4}, "rollout.group_size": 8}
+    change |= {"trainer.correction.max_weight": 2.0, "trainer.loss_kwargs.clip_eps": 0.1}
     with pytest.raises(ConfigError) as refused:
         check_config(tmp_path, with_change(change | {"trainer.total_steps": 20}))
     assert str(refused.value) == (
         f"{tmp_path} was made with another config: model_path was 'models/small' and is 'b'; rollout.group_size was 4 "
-        "and is 8; seed was 1 and is 2; trainer.lora was None and is {'rank': 4}. Put these back to go on, or start "
-        "another trial_name"
+        "and is 8; seed was 1 and is 2; trainer.correction.max_weight was 5.0 and is 2.0; trainer.lora was None and is "
+        "{'rank': 4}; trainer.loss_kwargs was {} and is {'clip_eps': 0.1}. Put these back to go on, or start another "
+        "trial_name"
     )
 
 

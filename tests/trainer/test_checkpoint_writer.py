@@ -42,19 +42,16 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if not path.name.startswith(".tmp-"))
+    return sorted(path.name for path in root.iterdir() if not path.name.startswith(".areal-lite-tmp-"))
 
 
-def test_saving_returns_at_once_and_closing_waits(
+def test_saving_returns_at_once_and_the_end_waits(
     taken: Snapshot, gate: threading.Event, tmp_path: Path
 ) -> None:
-    writer = CheckpointWriter(tmp_path, keep=1)
-    writer.save(1, taken, {})
-    assert names(tmp_path) == []
-    with pytest.raises(StorageError, match="of step 1 was not written within 0.01 s: older ones stay"):
-        writer.close(timeout_s=0.01)
-    gate.set()
-    writer.close()
+    with CheckpointWriter(tmp_path, keep=1) as writer:
+        writer.save(1, taken, {})
+        assert names(tmp_path) == []
+        gate.set()
     assert names(tmp_path) == ["step_00000001"]
 
 
@@ -98,9 +95,9 @@ def test_what_fails_in_the_thread_is_raised_by_the_next_call_and_only_once(
             writer.save(3, taken, {})
     assert names(tmp_path) == ["step_00000001"]
     writer.save(4, taken, {})
-    writer.close()
+    writer.wait()
     assert names(tmp_path) == ["step_00000004"]
-    assert list(tmp_path.glob(".tmp-*")) == []
+    assert list(tmp_path.glob(".areal-lite-tmp-*")) == []
 
 
 def test_a_failed_write_does_not_hide_why_the_run_ended(
@@ -133,7 +130,7 @@ def test_f51_a_checkpoint_that_may_not_fit_is_not_begun(
     assert names(tmp_path) == ["step_00000001"]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=int(1.2 * size) + 1))
     writer.save(2, taken, {"data": bytes(1000)})
-    writer.close()
+    writer.wait()
     assert names(tmp_path) == ["step_00000002"]
 
 
@@ -159,12 +156,12 @@ def test_f56_nothing_is_deleted_before_the_new_one_was_read_back(
 
 
 def test_what_a_killed_writer_left_goes_when_the_next_one_starts(tmp_path: Path) -> None:
-    for name in (".tmp-abc", ".tmp-step_00000001"):
+    for name in (".areal-lite-tmp-abc", ".areal-lite-tmp-step_00000001", ".tmp-of another program"):
         (tmp_path / name / "policy").mkdir(parents=True)
         (tmp_path / name / "policy" / "optimizer.safetensors").write_bytes(b"half")
     CheckpointWriter(tmp_path, keep=1)
-    assert list(tmp_path.iterdir()) == []
-    CheckpointWriter(tmp_path / "not there yet", keep=1).close()
+    assert [path.name for path in tmp_path.iterdir()] == [".tmp-of another program"]
+    CheckpointWriter(tmp_path / "not there yet", keep=1)
 
 
 def test_a_folder_that_cannot_be_written_is_a_storage_error(taken: Snapshot, tmp_path: Path) -> None:

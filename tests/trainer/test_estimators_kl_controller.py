@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.estimators.kl_controller import AdaptiveKL, FixedKL, kl_in_reward, mean_kl
+from areal_lite.trainer.estimators.kl_controller import KLController, kl_in_reward, mean_kl
 from tests.trainer.oracle_cases import assert_matches, case, inputs
 
 
 def test_an_adaptive_coefficient_follows_upstreams_trace() -> None:
     """A12."""
-    controller = AdaptiveKL(0.2, target=6.0, horizon=10000)
+    controller = KLController(0.2, target=6.0, horizon=10000)
     trace = []
     for kl, rows in ((3, 256), (9, 256), (6, 512), (100, 64), (0, 64)):
         controller.update(kl, rows)
@@ -22,7 +22,7 @@ def test_an_adaptive_coefficient_follows_upstreams_trace() -> None:
 
 def test_a_fixed_coefficient_stays() -> None:
     """A12."""
-    controller = FixedKL(0.05)
+    controller = KLController(0.05)
     controller.update(100.0, 64)
     controller.load_state(controller.state() | {"coef": 1.0})
     assert controller.coef == 0.05
@@ -33,7 +33,7 @@ def test_a_step_is_penalised_with_the_coefficient_it_began_with() -> None:
     chosen = inputs("mask").bool()
     rows = chosen.nonzero()[:, 0]
     kl = (inputs("old_log_prob") - inputs("ref_log_prob"))[chosen]
-    controller = AdaptiveKL(0.05, target=0.1, horizon=1000)
+    controller = KLController(0.05, target=0.1, horizon=1000)
 
     rewards = kl_in_reward(inputs("rewards_outcome")[chosen], kl, controller.coef)
     controller.update(mean_kl(kl, rows), len(chosen))
@@ -50,7 +50,7 @@ def test_a_row_without_tokens_has_no_kl() -> None:
 
 
 def test_a_resumed_controller_goes_on_from_its_coefficient() -> None:
-    first, resumed = (AdaptiveKL(0.2, target=6.0, horizon=1000) for _ in range(2))
+    first, resumed = (KLController(0.2, target=6.0, horizon=1000) for _ in range(2))
     first.update(9.0, 256)
     resumed.load_state(json.loads(json.dumps(first.state())))
     for controller in (first, resumed):
@@ -59,7 +59,7 @@ def test_a_resumed_controller_goes_on_from_its_coefficient() -> None:
 
 
 def test_a_kl_that_is_not_finite_leaves_the_coefficient() -> None:
-    controller = AdaptiveKL(0.2, target=6.0, horizon=1000)
+    controller = KLController(0.2, target=6.0, horizon=1000)
     with pytest.raises(ValueError, match="the step's KL is nan"):
         controller.update(float("nan"), 8)
     assert controller.coef == 0.2
@@ -68,4 +68,4 @@ def test_a_kl_that_is_not_finite_leaves_the_coefficient() -> None:
 @pytest.mark.parametrize("setting", [{"target": 0.0, "horizon": 1.0}, {"target": 1.0, "horizon": -1.0}])
 def test_target_and_horizon_are_above_0(setting: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"trainer.kl.\w+ is .*: it must be above 0"):
-        AdaptiveKL(0.2, **setting)
+        KLController(0.2, **setting)

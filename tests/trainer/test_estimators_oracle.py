@@ -192,6 +192,49 @@ def test_single_turns_need_no_second_optimal_token_baseline() -> None:
             assert torch.equal(case(key, "advantages"), case(other, "advantages"))
 
 
+@pytest.mark.parametrize("key", keys("rl2.gae.") + keys("slime.gae."))
+def test_gae_is_that_of_rl2_and_slime(key: str) -> None:
+    """A1: slime takes all 17 places for tokens and whitens later; RL2 adds 1e-8 to a deviation."""
+    trained = inputs("mask").bool()
+    chosen = torch.ones_like(trained) if key.startswith("slime") else trained
+    gamma, lam = map(float, key.split(".g")[-1].split("_l"))
+    given = EstimatorInputs(
+        scores=inputs("scores"),
+        group_ids=[""] * len(chosen),
+        rows=chosen.nonzero()[:, 0],
+        token_rewards=(inputs("rewards_dense") * trained)[chosen],
+        values=inputs("values")[chosen],
+    )
+    estimate = ESTIMATORS.bound("gae", {"gamma": gamma, "lam": lam}, where="trainer.advantage")(given)
+    assert estimate.returns is not None
+    ours = estimate.returns - given.values if key.startswith("slime") else estimate.advantages
+    here = trained[chosen]
+    assert_matches(estimate.returns[here], case(key, "returns")[trained])
+    torch.testing.assert_close(ours[here], case(key, "advantages")[trained], rtol=1e-9, atol=2e-8)
+
+
+@pytest.mark.parametrize("std", [0, 1])
+@pytest.mark.parametrize(("level", "size"), [("global0", 4), ("global1", 12)])
+def test_centred_rewards_are_those_of_rl2_and_slime(level: str, size: int, std: int) -> None:
+    """A2, over groups of four or the whole batch as one; they add other floors to a deviation, slime in float32."""
+    groups = [str(row // size) for row in range(12)]
+    given = replace(step("mask", "rewards_outcome", torch.float64), group_ids=groups)
+    ours = advantages("grpo" if std else "dr_grpo", given)
+    expected = case(f"rl2.reinforce.{level}.var{std}", "advantages")[inputs("mask").bool()]
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    if size == 4:
+        slime = torch.tensor(case(f"slime.group_norm.grpo.std{std}", "rewards")).double()[given.rows]
+        torch.testing.assert_close(ours, slime, rtol=1e-6, atol=1e-6)
+
+
+def test_discounted_returns_less_a_penalty_are_slimes() -> None:
+    """A5, V51."""
+    given, mask = step("mask", "rewards_outcome", torch.float64), inputs("mask").bool()
+    penalty = 0.05 * (inputs("old_log_prob") - inputs("ref_log_prob"))[mask]
+    ours = advantages("reinforce", replace(given, token_rewards=given.token_rewards - penalty), gamma=0.95)
+    assert_matches(ours, case("slime.rpp_returns", "returns")[mask])
+
+
 @pytest.mark.parametrize("name", ESTIMATORS.names())
 def test_a_row_without_trained_tokens_changes_its_groups_baseline_and_nothing_else(name: str) -> None:
     """mask_dead: row 2 of group 1 has no token, but its answer was judged."""

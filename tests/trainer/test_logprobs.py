@@ -18,7 +18,7 @@ from areal_lite.trainer.logprobs import ChunkedScores, TokenScorer, TokenScores
 from areal_lite.trainer.microbatches import plan_rows
 from areal_lite.trainer.packed_model import pack
 from areal_lite.trainer.policy_model import load_policy
-from tests.trainer.oracle import oracle
+from tests.trainer.oracle_cases import case, inputs
 from tests.trainer.training_data import VOCABULARY, drawn_batch, sample
 
 CPU = torch.device("cpu")
@@ -113,16 +113,12 @@ def test_other_models_need_no_full_logits(config: Any) -> None:
     assert TokenScorer(model, temperature=1.0)._head == (model.lm_head,)
 
 
-def test_verl_computes_the_same_log_probs_and_entropies_from_logits() -> None:
-    logits, labels = oracle("in/logits").flatten(0, 1).float(), oracle("in/labels").flatten()
-    identity = torch.eye(logits.shape[1])
-    logprobs, entropies, _ = ChunkedScores.apply(logits, identity, None, labels, 1.0, False)
-    torch.testing.assert_close(
-        logprobs.double(), oracle("out/logp.naive/value").flatten(), atol=1e-5, rtol=1e-5
-    )
-    torch.testing.assert_close(
-        entropies.double(), oracle("out/entropy.from_logits/value").flatten(), atol=1e-5, rtol=1e-5
-    )
+def test_verl_computes_the_same_scores_from_logits() -> None:
+    logits, labels = inputs("logits", torch.float32).flatten(0, 1), inputs("labels", torch.float32).flatten()
+    scores = ChunkedScores.apply(logits, torch.eye(logits.shape[1]), None, labels, 1.0, False)
+    for ours, key in zip(scores, ("logp.naive", "entropy.from_logits", "logp.sum_pi_squared"), strict=True):
+        expected = case(key, "value", torch.float32).flatten()
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -11,9 +11,9 @@ from torch import Tensor
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.objectives.corrections import (
     WeightLevel,
+    drifted_rows,
     icepop_weights,
     importance_weights,
-    off_policy_sequence_mask,
     rejection_mask,
 )
 from tests.trainer.oracle_cases import DTYPES, assert_matches, case, inputs, keys
@@ -156,14 +156,14 @@ def test_what_cannot_be_read_is_an_error(option: str, bounds: str, text: str) ->
 
 def test_only_bad_rows_the_policy_has_left_are_taken_out() -> None:
     """Rows, in order: bad and left, bad and approached, good and left."""
-    keep = off_policy_sequence_mask(
+    drifted = drifted_rows(
         torch.tensor([-1.0, -1.0, 1.0, -1.0]),
         torch.zeros(4),
         torch.tensor([-1.0, -1.0, -1.0, 1.0]),
         torch.tensor([0, 0, 1, 2]),
         max_kl=0.5,
     )
-    assert keep.tolist() == [False, False, True, True]
+    assert drifted.tolist() == [True, True, False, False]
 
 
 def test_no_tokens_give_no_weights() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,10 +16,11 @@ from areal_lite.errors import ConfigError
 from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms, aggregate, token_weights
 from areal_lite.trainer.objectives.corrections import (
     WeightLevel,
+    drifted_rows,
     icepop_weights,
     importance_weights,
-    off_policy_sequence_mask,
     rejection_mask,
+    row_weights,
 )
 from areal_lite.trainer.objectives.kl import kl_penalty
 from areal_lite.trainer.objectives.policy_loss import (
@@ -32,7 +34,6 @@ from areal_lite.trainer.objectives.policy_loss import (
     m2po,
     ppo,
 )
-from areal_lite.trainer.objectives.token_rows import row_mean
 from tests.trainer.oracle_cases import DTYPES, assert_matches, case, inputs
 
 TOKEN_MEAN, ROW_MEAN = AggregationMode.TOKEN_MEAN, AggregationMode.SEQ_MEAN_TOKEN_MEAN
@@ -114,12 +115,18 @@ def test_losses_and_gradients_are_the_oracles(
     weights = token_weights(mode, data.rows)
     if weighted:
         correction = flat("is_weights", mask, dtype)
-        # The oracle's GMPO takes the geometric mean of a row's weights, we their mean.
-        weights = weights * (row_mean(correction.log(), data.rows).exp() if name == "gmpo" else correction)
+        weights = weights * (row_weights(correction, data.rows) if name == "gmpo" else correction)
+    terms = loss_called(name)(data, **options)
+    key = f"{key}.{mask_name}.is{int(weighted)}"
 
-    loss = aggregate(loss_called(name)(data, **options).losses, weights)
+    check(key, aggregate(terms.losses, weights), data.policy, mask, dtype)
 
-    check(f"{key}.{mask_name}.is{int(weighted)}", loss, data.policy, mask, dtype)
+    for ours, theirs in (("clip_fraction", "pg_clipfrac"), ("clip_fraction_lower", "pg_clipfrac_lower")):
+        if (
+            ours in terms.statistics and name != "gmpo"
+        ):  # whose clips are counted there where they decide nothing
+            expected = case(key, "metrics", dtype)[f"actor/{theirs}"]
+            assert terms.statistics[ours].mean().item() == pytest.approx(expected)
 
 
 @dtypes
@@ -181,17 +188,6 @@ def test_ppo_is_slimes(dual_clip: float | None) -> None:
     )
 
 
-def test_clip_fractions_are_the_oracles() -> None:
-    mask = inputs("mask").bool()
-    terms = ppo(oracle_inputs(mask, torch.float64), clip_eps_high=0.28, dual_clip=1.5)
-    metrics = case("loss.vanilla.cliphigher_c1.5.mask.is0", "metrics")
-    assert terms.statistics["clip_fraction"].mean().item() == pytest.approx(metrics["actor/pg_clipfrac"])
-    assert terms.statistics["clip_fraction_lower"].mean().item() == pytest.approx(
-        metrics["actor/pg_clipfrac_lower"]
-    )
-    assert metrics["actor/pg_clipfrac_lower"] > 0
-
-
 def test_cispo_is_slimes() -> None:
     mask = inputs("mask").bool()
     terms = cispo(oracle_inputs(mask, torch.float64))
@@ -212,9 +208,9 @@ def test_gspos_ratio_is_slimes_mean_over_the_row() -> None:
 def test_off_policy_rows_with_a_bad_score_are_taken_out_as_slime_does() -> None:
     mask = inputs("mask").bool()
     data = oracle_inputs(mask, torch.float64, advantages="adv_seq")
-    keep = off_policy_sequence_mask(data.policy, data.proximal, data.advantages, data.rows, max_kl=0.02)
-    assert keep.tolist() == case("slime.opsm", "mask")[mask].bool().tolist()
-    assert 0 < keep.sum() < len(keep)
+    drifted = drifted_rows(data.policy, data.proximal, data.advantages, data.rows, max_kl=0.02)
+    assert (~drifted).tolist() == case("slime.opsm", "mask")[mask].bool().tolist()
+    assert 0 < drifted.sum() < len(drifted)
 
 
 @pytest.mark.parametrize("name", ["tis", "icepop"])
@@ -280,14 +276,37 @@ def test_clip_cov_drops_a_share_of_unclipped_tokens_of_high_covariance_and_nothi
     assert int(dropped.sum()) == int(0.05 * len(policy)) < int(candidates.sum())
     assert bool((candidates | ~dropped).all())
     assert torch.equal(terms.losses, torch.where(dropped, 0.0, plain.losses))
-    # The oracle dropped as many, of the same candidates, and has the same losses elsewhere.
-    theirs = case("loss.clip_cov.mask.is0", "grad")[mask] == 0
-    (gradient,) = torch.autograd.grad(plain.losses.sum() / len(policy), data.policy)
-    theirs &= gradient != 0
-    assert int(theirs.sum()) == int(dropped.sum())
-    assert bool((candidates | ~theirs).all())
-    kept = torch.where(theirs, 0.0, plain.losses.detach()).mean()
-    assert_matches(kept, case("loss.clip_cov.mask.is0", "loss"))
+    lots = [clip_cov(replace(data, behaviour=data.behaviour + n), **bounds).losses for n in range(9)]
+    assert len({tuple(losses.tolist()) for losses in lots}) > 1
+
+
+@dtypes
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("mask_name", ["mask", "mask_mt"])
+def test_clip_cov_with_the_oracles_draw_has_its_loss(
+    mask_name: str, weighted: bool, dtype: torch.dtype
+) -> None:
+    """L6: the oracle draws as many tokens, of the same candidates."""
+    mask = inputs(mask_name, dtype).bool()
+    data = oracle_inputs(mask, dtype)
+    bounds = {"token_share": 0.05, "min_covariance": 0.1, "max_covariance": 5.0}
+    key = f"loss.clip_cov.{mask_name}.is{int(weighted)}"
+    (gradient,) = torch.autograd.grad(ppo(data).losses.sum(), data.policy)
+    theirs = (case(key, "grad", dtype)[mask] == 0) & (gradient != 0)
+    ours = clip_cov(data, **bounds)
+    all_candidates = clip_cov(data, **(bounds | {"token_share": 1.0})).chosen
+    assert ours.chosen is not None
+    assert all_candidates is not None
+    assert ours.chosen.sum() == theirs.sum() < all_candidates.sum()
+    assert bool((all_candidates | ~theirs).all())
+    assert case(key, "metrics", dtype)["actor/pg_clipfrac"] == pytest.approx(
+        ours.statistics["clip_fraction"].mean().item()
+    )
+    weights = token_weights(TOKEN_MEAN, data.rows)
+    if weighted:
+        weights = weights * flat("is_weights", mask, dtype)
+    loss = aggregate(clip_cov(replace(data, chosen=theirs), **bounds).losses, weights)
+    check(key, loss, data.policy, mask, dtype)
 
 
 def test_clip_cov_leaves_tokens_outside_its_bounds_alone() -> None:
@@ -318,7 +337,7 @@ def test_a_rows_ratio_is_held_to_exp_10() -> None:
 
 
 def test_m2po_keeps_the_most_tokens_whose_mean_square_is_within_the_bound() -> None:
-    """Squares 0.01, 0.04, 0.25: their mean is 0.1, without the last 0.025. The second row stays whole."""
+    """Squares 0.25, 0.01, 0.04, 0.01, 0.01: their mean is 0.064, without the first 0.0175."""
     data = small(
         [0.5, 0.1, -0.2, 0.1, 0.1],
         proximal=[0.5, 0.0, 0.0, 0.0, 0.0],
@@ -336,19 +355,9 @@ def test_m2po_keeps_the_most_tokens_whose_mean_square_is_within_the_bound() -> N
     assert gradient[0] == 0
 
 
-def test_m2po_drops_what_is_not_a_number_and_spares_the_rows_behind_it() -> None:
+def test_m2po_drops_what_is_not_a_number_and_spares_the_rest() -> None:
     data = small([0.1, 0.1, 0.1], behaviour=[float("nan"), float("-inf"), 0.0], rows=[0, 0, 1])
     assert m2po(data).statistics["clip_fraction"].tolist() == [1, 1, 0]
-
-
-def test_gmpo_weighs_a_row_with_the_mean_of_its_correction_weights() -> None:
-    """L8: weights multiply token by token as everywhere; verl takes their geometric mean, equal for weights per row."""
-    data = small([0.1, 0.3], advantages=[2.0, 2.0])
-    losses = gmpo(data).losses
-    loss = aggregate(
-        losses, token_weights(ROW_MEAN, data.rows) * torch.tensor([1.0, 3.0], dtype=torch.float64)
-    )
-    assert loss.item() == pytest.approx(-2.0 * torch.tensor(0.2).exp().item() * 2.0)
 
 
 def test_gmpo_leaves_rows_without_tokens_out_of_the_mean() -> None:
@@ -371,6 +380,28 @@ def test_a_policy_that_has_not_moved_gets_the_policy_gradient(name: str) -> None
     assert terms.statistics["approx_kl"].tolist() == [0, 0, 0]
 
 
+@dtypes
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+def test_no_number_overflows(name: str, dtype: torch.dtype) -> None:
+    """Advantages of a million, log-ratios of 80 nats either way; one token, one row, rows of one token."""
+    for size, far, stale, shape in itertools.product(
+        (1e6, -1e6, 0.0), (80.0, -80.0), (80.0, -80.0), ("0", "00", "552")
+    ):
+        proximal = torch.full((len(shape),), -100.0, dtype=dtype)
+        data = PolicyInputs(
+            policy=(proximal + far).requires_grad_(),
+            proximal=proximal,
+            behaviour=proximal + stale,
+            advantages=torch.full_like(proximal, size),
+            rows=torch.tensor([int(row) for row in shape]),
+        )
+        terms = loss_called(name)(data)
+        (gradient,) = torch.autograd.grad(terms.losses.sum(), data.policy)
+        assert all(
+            bool(found.isfinite().all()) for found in (terms.losses, gradient, *terms.statistics.values())
+        )
+
+
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
 def test_no_tokens_give_a_zero_that_backpropagates(name: str) -> None:
     data = small([])
@@ -379,22 +410,47 @@ def test_no_tokens_give_a_zero_that_backpropagates(name: str) -> None:
     assert torch.autograd.grad(loss, data.policy)[0].shape == (0,)
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES.names()) - {"clip_cov", "kl_cov"}))
+CHOOSING: dict[str, dict[str, Any]] = {
+    "clip_cov": {"token_share": 0.1, "min_covariance": 0.1},
+    "kl_cov": {"token_share": 0.1},
+    "m2po": {},
+}
+"""Losses that choose among the tokens of a minibatch, with options under which they have a choice here."""
+
+
+def of_tokens(whole: PolicyInputs, here: Tensor, **changes: Tensor | None) -> PolicyInputs:
+    """Return the inputs of the tokens ``here``, bool or places."""
+    names = ("policy", "proximal", "behaviour", "advantages", "rows")
+    return PolicyInputs(**{name: getattr(whole, name)[here] for name in names}, **changes)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
 def test_a_rows_losses_do_not_depend_on_the_rows_beside_it(name: str) -> None:
-    """The two covariance losses say in their docstrings that they do."""
-    mask = inputs("mask").bool()
-    whole = oracle_inputs(mask, torch.float64)
-    all_losses = loss_called(name)(whole).losses
+    """Once what is chosen in the whole minibatch is known."""
+    whole = oracle_inputs(inputs("mask").bool(), torch.float64)
+    loss, options = loss_called(name), CHOOSING.get(name, {})
+    terms = loss(whole, **options)
+    assert (terms.chosen is None) == (name not in CHOOSING)
     for row in set(whole.rows.tolist()):
         here = whole.rows == row
-        part = PolicyInputs(
-            policy=whole.policy[here],
-            proximal=whole.proximal[here],
-            behaviour=whole.behaviour[here],
-            advantages=whole.advantages[here],
-            rows=whole.rows[here],
-        )
-        torch.testing.assert_close(loss_called(name)(part).losses, all_losses[here])
+        part = of_tokens(whole, here, chosen=None if terms.chosen is None else terms.chosen[here])
+        found = loss(part, **options)
+        torch.testing.assert_close(found.losses, terms.losses[here])
+        for key, values in terms.statistics.items():
+            torch.testing.assert_close(found.statistics[key], values[here])
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_what_is_chosen_depends_neither_on_the_order_of_rows_nor_on_rounding(name: str) -> None:
+    whole = oracle_inputs(inputs("mask").bool(), torch.float64)
+    shuffled = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    order = shuffled[whole.rows].argsort(stable=True)
+    moved = of_tokens(replace(whole, policy=whole.policy * (1 + 1e-9)), order)
+    chosen, again = (loss_called(name)(data, **CHOOSING[name]).chosen for data in (whole, moved))
+    assert chosen is not None
+    assert again is not None
+    assert 0 < chosen.sum() < len(chosen)
+    assert torch.equal(chosen[order], again)
 
 
 def test_losses_of_rows_average_over_rows() -> None:

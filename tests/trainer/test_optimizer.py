@@ -1,9 +1,13 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
+from transformers import get_scheduler
 
 from areal_lite.api.config import TrainerConfig
 from areal_lite.trainer.optimizer import learning_rate, make_optimizer
@@ -18,9 +22,25 @@ def rates(**changes: Any) -> list[float]:
 
 
 def test_the_rate_rises_over_the_warm_up_and_then_has_its_shape() -> None:
-    assert rates(warmup_steps=2) == pytest.approx([0.5, 1, 1, 1, 1, 1])
-    assert rates(warmup_steps=2, lr_schedule="linear") == pytest.approx([0.5, 1, 1, 0.75, 0.5, 0.25])
+    assert rates(warmup_steps=2) == pytest.approx([0, 0.5, 1, 1, 1, 1])
+    assert rates(warmup_steps=2, lr_schedule="linear") == pytest.approx([0, 0.5, 1, 0.75, 0.5, 0.25])
     assert rates(lr_schedule="cosine") == pytest.approx([1, 0.933, 0.75, 0.5, 0.25, 0.067], abs=1e-3)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@given(total=st.integers(1, 60), warmup=st.integers(0, 70))
+def test_the_rate_is_that_of_transformers(
+    schedule: Literal["constant", "linear", "cosine"], total: int, warmup: int
+) -> None:
+    # R20
+    name = "constant_with_warmup" if schedule == "constant" else schedule
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3.0)
+    theirs = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=total)
+    options = config(learning_rate=3.0, lr_schedule=schedule, warmup_steps=warmup)
+    for step in range(total):
+        assert learning_rate(options, step, total) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        theirs.step()
 
 
 def test_the_rate_stays_at_zero_after_the_last_step() -> None:

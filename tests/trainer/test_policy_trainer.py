@@ -10,9 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.api.trainer_config import CriticConfig, KLConfig, TrainerConfig
+from areal_lite.api.trainer_config import CorrectionConfig, CriticConfig, KLConfig, TrainerConfig
 from areal_lite.data.data_proto import DataProto
 from areal_lite.errors import ConfigError, TrainingError
+from areal_lite.trainer.estimators import Estimate, EstimatorInputs
+from areal_lite.trainer.objectives.aggregation import AggregationMode
+from areal_lite.trainer.objectives.policy_loss import POLICY_LOSSES
 from areal_lite.trainer.policy_trainer import PolicyTrainer
 from tests.trainer.training_data import drawn_batch, sample, training_batch
 
@@ -66,6 +69,107 @@ def test_loss_and_gradients_do_not_depend_on_how_the_step_is_cut(
     for name in ("loss", "entropy", "kl", "grad_norm", drift, "trained_tokens", "reward_mean"):
         assert metrics[name] == pytest.approx(whole[0][name], rel=1e-3, abs=1e-6), name
     torch.testing.assert_close(gradients(trainer), whole[1], atol=1e-5, rtol=1e-3)
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "clip_cov": {"token_share": 0.2, "min_covariance": 0.0},
+    "kl_cov": {"token_share": 0.2},
+    "m2po": {"max_second_moment": 9.0},
+}
+"""Options under which losses that choose among the tokens of a minibatch have a choice here."""
+
+
+CUTS: list[dict[str, Any]] = [
+    *({"loss": loss, "loss_kwargs": CHOICES.get(loss, {})} for loss in POLICY_LOSSES.names()),
+    *({"loss": loss, "loss_kwargs": options, "proximal": "behaviour"} for loss, options in CHOICES.items()),
+    *({"loss_aggregation": str(mode)} for mode in AggregationMode if not mode.endswith("norm")),
+    {"loss_aggregation": "seq-mean-token-sum-norm", "loss_scale": 32},
+    {"correction": CorrectionConfig(level="sequence", normalize=True, max_row_kl=1.0)},
+]
+
+
+@pytest.mark.parametrize("changes", CUTS, ids=lambda changes: ",".join(map(str, changes.values())))
+def test_no_loss_depends_on_the_cut_of_its_minibatches(tiny: Path, changes: dict[str, Any]) -> None:
+    """L10, also of losses that choose among all tokens of a minibatch; the second one is scored with new weights."""
+    # A large epsilon, so that the first update does not turn rounding into whole steps.
+    given = changes | {"minibatches_per_step": 2, "max_grad_norm": 1e9, "adam_eps": 1e-3}
+    whole, cut = make_trainer(tiny, **given), make_trainer(tiny, max_tokens_per_microbatch=16, **given)
+    batch, shuffled = training_batch(drawn_batch(0)), training_batch(drawn_batch(0))
+    shuffled.reorder(list(range(len(shuffled)))[::-1])
+    expected, found = whole.train_step(batch, version=5), cut.train_step(shuffled, version=5)
+    torch.testing.assert_close(gradients(cut), gradients(whole), atol=1e-5, rtol=1e-3)
+    for name in {"loss", "grad_norm", "approx_kl", "clip_fraction", "drifted_fraction"} & set(expected):
+        assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+    if changes.get("loss") in ("clip_cov", "m2po"):
+        assert 0 < expected["clip_fraction"] < 1
+    assert ("seconds_choice" in expected) == (changes.get("loss") in CHOICES)
+
+
+def surprise(inputs: EstimatorInputs) -> Estimate:
+    return Estimate(-inputs.needed("proximal_logprobs"))
+
+
+def test_the_trainer_computes_what_an_estimator_of_the_users_asks_for(tiny: Path) -> None:
+    trainer = make_trainer(tiny, advantage=f"{__name__}.surprise")
+    step = trainer.begin(training_batch(drawn_batch(0)), version=5)
+    trainer.score_proximal(step)
+    trainer.correct(step)
+    trainer.estimate_advantages(step)
+    assert torch.equal(step.tokens.advantages, -step.tokens.proximal)
+    assert bool((step.tokens.advantages > 0).all())
+
+
+def test_an_unbiased_kl_penalty_weighs_each_token_by_policy_over_behaviour(tiny: Path) -> None:
+    """Nothing else has a gradient: all rewards are equal. At a ratio of 2 everywhere it is twice as large."""
+    batch = training_batch([sample([5, 6, 7, 8], [2, 3]), sample([5, 9, 7], [1, 2])])
+    found = {}
+    for unbiased in (False, True):
+        kl = KLConfig(coef=1.0, estimator="k1", unbiased=unbiased)
+        trainer = make_trainer(tiny, kl=kl, max_grad_norm=1e9)
+        step = trainer.begin(batch, version=1)
+        trainer._score_proximal(step, step.everyone)
+        step.tokens.behaviour = step.tokens.proximal - math.log(2)
+        trainer.score_reference(step)
+        trainer.estimate_advantages(step)
+        trainer.update_policy(step)
+        found[unbiased] = gradients(trainer)
+    torch.testing.assert_close(found[True], {name: 2 * value for name, value in found[False].items()})
+    assert any(bool(value.any()) for value in found[True].values())
+
+
+def first_gradients(model_path: Path, kl_coef: float) -> dict[str, torch.Tensor]:
+    """Return those of the first of two updates, where the pass that scores tokens ahead errs a little."""
+    options = {"token_share": 1.0, "kl_coef": kl_coef}
+    trainer = make_trainer(model_path, loss="kl_cov", loss_kwargs=options, minibatches_per_step=2)
+    score, seen = trainer._scored, []
+    trainer._scored = lambda *given: {name: v * 1.001 for name, v in score(*given).items()}  # type: ignore[method-assign]
+    trainer.learner.optimizer.register_step_pre_hook(lambda *_: seen.append(gradients(trainer)))
+    trainer.train_step(training_batch(drawn_batch(0)), version=5)
+    return seen[0]
+
+
+def test_the_first_update_of_a_step_begins_where_the_policy_is(tiny: Path) -> None:
+    """To the last bit: at any distance kl_cov would pull at the tokens."""
+    torch.testing.assert_close(first_gradients(tiny, 0.0), first_gradients(tiny, 1e3), atol=1e-6, rtol=1e-5)
+
+
+def test_answers_the_policy_has_left_are_not_pushed_away_further(tiny: Path) -> None:
+    """Only the worse of the two is far from what sampled it, so nothing but the better one has a gradient."""
+    batch = [
+        sample([5, 6, 7], [2], reward=reward, behaviour=[0, 0, logprob])
+        for reward, logprob in ((1.0, -1.0), (0.0, 0.0))
+    ]
+    bounded, alone = (
+        make_trainer(
+            tiny, advantage="reinforce", advantage_mean="batch", max_grad_norm=1e9, correction=correction
+        )
+        for correction in (CorrectionConfig(level="none", max_row_kl=5.1), CorrectionConfig(level="none"))
+    )
+    metrics = bounded.train_step(training_batch(batch), version=0)
+    assert metrics["drifted_fraction"] == 0.5
+    alone._with_gradient = lambda step: [True, False]  # type: ignore[method-assign]
+    alone.train_step(training_batch(batch), version=0)
+    torch.testing.assert_close(gradients(bounded), gradients(alone), atol=1e-6, rtol=1e-5)
 
 
 def test_which_groups_share_an_update_does_not_depend_on_the_order_of_the_batch(tiny: Path) -> None:
@@ -249,7 +353,7 @@ def test_f68_memory_that_runs_out_once_halves_the_micro_batch_and_changes_nothin
     passes = run_out_of_memory(pressed, pressed.learners[role].module, times=1)
     metrics = [trainer.train_step(training_batch(drawn_batch(0)), version=5) for trainer in (calm, pressed)]
     assert pressed.learners[role].max_tokens == 64
-    assert max(passes[1:]) <= 64
+    assert len([size for size in passes if size > 64]) == 1  # the one that failed
     for name, value in metrics[0].items():
         if not name.startswith(("seconds", "ms_per", "tokens_per")):
             assert metrics[1][name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
@@ -265,7 +369,9 @@ def test_f68_memory_that_runs_out_again_ends_the_run(tiny: Path) -> None:
         trainer.train_step(training_batch(drawn_batch(0)), version=5)
 
 
-def test_f67_an_update_that_is_left_out_is_told_with_its_tasks(tiny: Path) -> None:
+def test_f67_an_update_that_is_left_out_is_told_with_its_tasks(
+    tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     told: list[dict[str, Any]] = []
     config = TrainerConfig(total_steps=1, learning_rate=1e-3, dtype="float32", device="cpu")
     trainer = PolicyTrainer(config, model_path=str(tiny), seed=1, on_skip=told.append)
@@ -275,6 +381,34 @@ def test_f67_an_update_that_is_left_out_is_told_with_its_tasks(tiny: Path) -> No
     (skipped,) = told
     assert sorted(skipped["task_ids"]) == sorted(one.task_id for one in batch)
     assert skipped["step"] == 0 and not skipped["applied"]
+    assert "an update was left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("rewards", math.nan), ("baselines", math.inf), ("logprobs", -math.inf)]
+)
+def test_a_number_in_a_batch_that_is_not_finite_ends_the_run_with_its_task(
+    tiny: Path, key: str, value: float
+) -> None:
+    batch = training_batch(
+        [dataclasses.replace(one, task_id=f"t{n}") for n, one in enumerate(drawn_batch(0))]
+    )
+    batch.batch["baselines"] = batch.batch["rewards"].clone()
+    batch.batch[key][3] = value
+    trainer = make_trainer(tiny)
+    with pytest.raises(TrainingError, match=f"step 7: {key} of task t3 must be finite and are not: let an"):
+        trainer.train_step(batch, version=7)
+    assert trainer.steps_done == 0
+
+
+def test_advantages_are_not_made_of_what_a_diverged_model_gives(tiny: Path) -> None:
+    trainer = make_trainer(tiny, advantage="gae", critic=CriticConfig(learning_rate=1e-3))
+    assert trainer.critic is not None
+    with torch.no_grad():
+        next(trainer.critic.module.parameters())[:] = math.nan
+    batch = [dataclasses.replace(one, task_id=f"t{n}") for n, one in enumerate(drawn_batch(0))]
+    with pytest.raises(TrainingError, match="values of task t0, t1, .*, t7 and 4 more must be finite"):
+        trainer.train_step(training_batch(batch), version=0)
 
 
 def test_a_batch_without_trained_tokens_is_an_error(tiny: Path) -> None:

@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
-from areal_lite.errors import ConfigError
 from areal_lite.trainer.ranks import Ranks
 from areal_lite.trainer.step_tokens import StepCut
 from tests.fixtures.tiny_model import build_tiny_model
-from tests.trainer.supervised_data import Item, dpo_trainer, gradients, pairs, reward_trainer
+from tests.trainer.supervised_data import (
+    Item,
+    dpo_trainer,
+    gradients,
+    pairs,
+    reward_trainer,
+    run_out_of_memory,
+)
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +154,18 @@ def test_under_adapters_the_reference_is_the_model_without_them(tiny: Path) -> N
     assert trainer.evaluate(items)["margin"] > 0.5
 
 
+@pytest.mark.parametrize("act", ["train_step", "evaluate"])
+def test_memory_that_runs_out_in_the_reference_halves_the_micro_batch(tiny: Path, act: str) -> None:
+    # F68: the two of a pair still meet in one micro-batch.
+    calm, pressed = (dpo_trainer(tiny, max_tokens_per_microbatch=128) for _ in range(2))
+    assert pressed._reference is not None
+    run_out_of_memory(pressed._reference, lambda: torch.empty(1 << 50), above=64)
+    expected, found = (getattr(trainer, act)(pairs(5, 8)) for trainer in (calm, pressed))
+    assert (calm.learner.max_tokens, pressed.learner.max_tokens) == (128, 64)
+    for name in ("loss", "margin", "accuracy"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6)
+
+
 def test_a_reward_model_learns_which_answer_is_better(tiny: Path) -> None:
     rng = np.random.default_rng(0)
 
@@ -169,8 +187,3 @@ def test_a_reward_model_learns_which_answer_is_better(tiny: Path) -> None:
         metrics = trainer.train_step(labelled(16))
     assert metrics["loss"] < 0.5
     assert trainer.evaluate(held_out)["accuracy"] > 0.8
-
-
-def test_a_reward_model_with_adapters_is_refused(tiny: Path) -> None:
-    with pytest.raises(ConfigError, match="trainer.lora is set"):
-        reward_trainer(tiny, lora={})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +14,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from areal_lite.api.supervised_config import SFTTrainerConfig
+from areal_lite.errors import TrainingError
 from areal_lite.trainer.microbatches import plan_microbatches
 from areal_lite.trainer.supervised_trainer import with_warmup
-from tests.trainer.supervised_data import COMMON, gradients, sequences, sft_trainer
+from tests.trainer.supervised_data import COMMON, gradients, run_out_of_memory, sequences, sft_trainer
 
 
 def plain_loss(
@@ -99,7 +103,7 @@ def test_the_learning_rate_warms_up_over_a_share_of_the_steps_and_falls_along_a_
     for _ in range(9):
         rates.append(trainer.learner.learning_rate)
         trainer.learner.steps_done += 1
-    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[:3] == [0.0, 0.5, 1.0]
     assert rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
     assert 0 < rates[-1] < 0.1
     assert trainer.train_step(items)["learning_rate"] == pytest.approx(0.0)
@@ -111,18 +115,66 @@ def test_warm_up_steps_are_rounded_down() -> None:
     assert [with_warmup(config, total).warmup_steps for total in (9, 10, 19, 20)] == [0, 1, 1, 2]
 
 
-def test_an_update_that_is_not_finite_is_counted_and_not_applied(tiny: Path) -> None:
-    trainer = sft_trainer(tiny)
+def test_an_update_that_is_not_finite_is_told_and_not_applied_and_the_third_in_a_row_ends_the_run(
+    tiny: Path,
+) -> None:
+    # F67
+    told: list[dict[str, Any]] = []
+    trainer = sft_trainer(tiny, on_skip=told.append)
     weights = trainer.model.get_input_embeddings().weight
     with torch.no_grad():
         weights[5, 0] = float("nan")
     before = weights.clone()
-    items = sequences(4, 2)
+    items = sequences(4, 3)
     items[0]["input_ids"][0] = 5
-    assert trainer.train_step(items)["skipped_updates"] == 1.0
+    for _ in range(2):
+        assert trainer.train_step([items[2], items[0]])["skipped_updates"] == 1.0
+    with pytest.raises(TrainingError, match=r"step 2: loss nan .* the 3rd update in a row"):
+        trainer.train_step(items[:1])
     torch.testing.assert_close(weights, before, rtol=0, atol=0, equal_nan=True)
+    assert [(one["step"], one["rows"]) for one in told] == [(0, [0, 2]), (1, [0, 2]), (2, [0])]
+    assert math.isnan(told[0]["loss"])
+
+
+def fails(kind: type[Exception]) -> Callable[[], object]:
+    def fail() -> None:
+        raise kind("CUDA out of memory")
+
+    return fail
+
+
+@pytest.mark.parametrize("act", ["train_step", "evaluate"])
+@pytest.mark.parametrize(
+    "error",
+    [fails(MemoryError), fails(torch.OutOfMemoryError), lambda: torch.empty(1 << 50)],
+    ids=["python", "GPU", "CPU"],
+)
+def test_memory_that_runs_out_once_halves_the_micro_batch_and_changes_nothing_else(
+    tiny: Path, act: str, error: Callable[[], object]
+) -> None:
+    # F68
+    calm, pressed = (sft_trainer(tiny, max_tokens_per_microbatch=128) for _ in range(2))
+    run_out_of_memory(pressed.scorer, error, above=64)
+    items = sequences(5, 6)
+    expected, found = (getattr(trainer, act)(items) for trainer in (calm, pressed))
+    assert (calm.learner.max_tokens, pressed.learner.max_tokens) == (128, 64)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    torch.testing.assert_close(
+        list(pressed.model.parameters()), list(calm.model.parameters()), rtol=1e-3, atol=1e-5
+    )
+    run_out_of_memory(pressed.scorer, error, above=1)
+    with pytest.raises(TrainingError, match="no memory for micro-batches of 64 tokens: lower"):
+        getattr(pressed, act)(items)
+
+
+def test_another_error_of_torch_is_not_taken_for_too_little_memory(tiny: Path) -> None:
+    trainer = sft_trainer(tiny)
+    run_out_of_memory(trainer.scorer, lambda: torch.zeros(2) @ torch.zeros(3), above=1)
+    with pytest.raises(RuntimeError, match="size"):
+        trainer.train_step(sequences(5, 2))
+    assert trainer.learner.max_tokens == 4096
 
 
 def test_rows_of_a_block_stay_in_one_micro_batch() -> None:
     # Two rows of 6 tokens take 12 of the 20; two of 5 do not fit beside them.
-    assert plan_microbatches([5, 6, 3], max_tokens=20, num_rows=[2, 2, 1]) == [[1], [0, 2]]
+    assert plan_microbatches([5, 6, 4], max_tokens=20, num_rows=[2, 2, 1]) == [[1], [0, 2]]

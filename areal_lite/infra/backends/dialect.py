@@ -120,8 +120,8 @@ def spans_to_versions(spans: Any, length: int) -> list[int]:
     """Return the version of each of ``length`` tokens from ``[{version, start, end}, ...]``."""
     versions: list[int] = []
     for span in spans:
-        if span["start"] != len(versions):
-            raise BadResponse(f"version spans with a gap at token {len(versions)}")
+        if span["start"] != len(versions) or span["end"] > length:
+            raise BadResponse(f"version spans with a gap or no end from token {len(versions)} of {length} on")
         versions.extend([version_number(span["version"])] * (span["end"] - span["start"]))
     if len(versions) != length:
         raise BadResponse(f"version spans over {len(versions)} of {length} tokens")

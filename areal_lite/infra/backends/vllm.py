@@ -59,7 +59,7 @@ class VLLM:
         """Return the tokens of a reply; raises BadResponse."""
         try:
             choice = reply["choices"][0]
-            tokens = choice["token_ids"]
+            tokens = list(choice["token_ids"])
             logprobs = [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content", [])]
             spans = choice.get("weight_versions")
             versions = spans_to_versions(spans, len(tokens)) if spans else None

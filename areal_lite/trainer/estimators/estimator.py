@@ -18,34 +18,19 @@ from areal_lite.trainer.registry import Registry
 
 __all__ = ["COMPARES_GROUP", "ESTIMATORS", "Estimate", "Estimator", "EstimatorInputs"]
 
-ESTIMATORS: Registry[Estimator] = Registry("advantage estimator")
-for _estimator in (
-    gae,
+_COMPARING = (
     grpo,
     dr_grpo,
     grpo_passk,
     rloo,
-    reinforce,
-    reinforce_plus_plus,
     reinforce_plus_plus_baseline,
-    remax,
     opo,
     gpg,
     optimal_token_baseline,
-):
-    ESTIMATORS.register(_estimator.__name__)(_estimator)
-
-COMPARES_GROUP = frozenset(
-    estimator.__name__
-    for estimator in (
-        grpo,
-        dr_grpo,
-        grpo_passk,
-        rloo,
-        reinforce_plus_plus_baseline,
-        opo,
-        gpg,
-        optimal_token_baseline,
-    )
 )
+COMPARES_GROUP = frozenset(estimator.__name__ for estimator in _COMPARING)
 """Those that find nothing to learn from a group of one."""
+
+ESTIMATORS: Registry[Estimator] = Registry("advantage estimator")
+for _estimator in (*_COMPARING, gae, reinforce, reinforce_plus_plus, remax):
+    ESTIMATORS.register(_estimator.__name__)(_estimator)

@@ -17,10 +17,22 @@ from areal_lite.errors import ConfigError
 
 _MENDS = {
     "values": "the value of each token: configure trainer.critic, or an advantage without one such as grpo",
-    "baselines": "the reward of a greedy answer for each row: have one generated, or choose rloo, which needs none",
+    "baselines": "the reward of a greedy answer for each row: have one generated (trainer.advantage: remax does), or "
+    "choose rloo, which needs none",
     "proximal_logprobs": "proximal log-probs: have the trainer compute them (trainer.proximal: trainer)",
     "sum_squared_probs": "sums of squared probabilities: have the trainer compute them (trainer.proximal: trainer)",
+    "importance_weights": "weights of proximal / behaviour: have the trainer compute them (trainer.proximal: trainer)",
 }
+OF_PROXIMAL_POLICY = ("proximal_logprobs", "sum_squared_probs", "importance_weights")
+"""What a pass of the trainer before the update gives."""
+
+
+class MissingInput(ConfigError):
+    """An estimator needs the input ``name``, and it was not computed."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"trainer.advantage: the estimator needs {_MENDS[name]}")
+        self.name = name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +55,8 @@ class EstimatorInputs:
     token_rewards: Tensor
     """``[T]`` float, what each token earned: the score on its row's last token, less a KL penalty where there is
     one. Its dtype is that of the advantages."""
+
+    # What follows is None where the estimator did not ask for it through needed().
 
     values: Tensor | None = None
     """``[T]`` float, the critic's estimates."""
@@ -68,13 +82,7 @@ class EstimatorInputs:
             )
         for name in ("scores", "baselines"):
             self._check(name, num_rows, per="row")
-        for name in (
-            "token_rewards",
-            "values",
-            "proximal_logprobs",
-            "sum_squared_probs",
-            "importance_weights",
-        ):
+        for name in ("token_rewards", "values", *OF_PROXIMAL_POLICY):
             self._check(name, num_tokens, per="token")
 
     def _check(self, name: str, count: int, *, per: str) -> None:
@@ -93,14 +101,14 @@ class EstimatorInputs:
             )
 
     def needed(self, name: str) -> Tensor:
-        """Return the field ``name``.
+        """Return the field ``name``. The trainer computes what an estimator asked for when its config was checked.
 
         Raises:
-            ConfigError: If it is None; the text says what to configure.
+            MissingInput: If it is None; the text says what to configure.
         """
         tensor: Tensor | None = getattr(self, name)
         if tensor is None:
-            raise ConfigError(f"trainer.advantage: the estimator needs {_MENDS[name]}")
+            raise MissingInput(name)
         return tensor
 
     def lengths(self) -> Tensor:

@@ -6,7 +6,6 @@ A step's penalty is taken with the coefficient as it was; updating it afterwards
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,40 +16,8 @@ MAX_RELATIVE_ERROR = 0.2
 """A KL further from its target counts as this far."""
 
 
-class KLController(Protocol):
-    """A coefficient that may change from step to step."""
-
-    @property
-    def coef(self) -> float: ...
-
-    def update(self, current_kl: float, num_rows: int) -> None:
-        """Take note of a step's :func:`mean_kl` over ``num_rows`` sequences."""
-
-    def state(self) -> dict[str, float]:
-        """Return what a resumed run needs, as JSON."""
-
-    def load_state(self, state: dict[str, float]) -> None:
-        """Continue from :meth:`state`."""
-
-
-class FixedKL:
-    """A coefficient that stays."""
-
-    def __init__(self, coef: float) -> None:
-        self.coef = coef
-
-    def update(self, current_kl: float, num_rows: int) -> None:
-        pass
-
-    def state(self) -> dict[str, float]:
-        return {}
-
-    def load_state(self, state: dict[str, float]) -> None:
-        """The config's coefficient holds."""
-
-
-class AdaptiveKL:
-    """A coefficient that rises while the KL is above its target and falls while below.
+class KLController:
+    """A coefficient that rises while the KL is above its target and falls while below; without a target it stays.
 
     Args:
         coef: At the start.
@@ -63,20 +30,22 @@ class AdaptiveKL:
     Source: Ziegler et al. (arXiv:1909.08593).
     """
 
-    def __init__(self, coef: float, *, target: float, horizon: float) -> None:
+    def __init__(self, coef: float, *, target: float | None = None, horizon: float = 10000.0) -> None:
         for name, value in (("target", target), ("horizon", horizon)):
-            if not value > 0:
+            if value is not None and not value > 0:
                 raise ConfigError(f"trainer.kl.{name} is {value}: it must be above 0")
         self.coef = coef
         self.target = target
         self.horizon = horizon
 
     def update(self, current_kl: float, num_rows: int) -> None:
-        """Scale the coefficient by ``1 + error * num_rows / horizon``.
+        """Scale the coefficient by ``1 + error * num_rows / horizon``, given a step's :func:`mean_kl`.
 
         Raises:
             ValueError: If the KL is not finite; the coefficient stays.
         """
+        if self.target is None:
+            return
         if not math.isfinite(current_kl):
             raise ValueError(
                 f"the step's KL is {current_kl}: it must be finite, or no later step has a coefficient"
@@ -85,11 +54,13 @@ class AdaptiveKL:
         self.coef *= 1 + error * num_rows / self.horizon
 
     def state(self) -> dict[str, float]:
-        return {"coef": self.coef}
+        """Return what a resumed run needs, as JSON."""
+        return {} if self.target is None else {"coef": self.coef}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Continue with the saved coefficient; one of a fixed controller holds none, and the config's stays."""
-        self.coef = state.get("coef", self.coef)
+        """Continue with the saved coefficient; where none adapts or none was saved, the config's stays."""
+        if self.target is not None:
+            self.coef = state.get("coef", self.coef)
 
 
 def kl_in_reward(token_rewards: Tensor, kl: Tensor, coef: float) -> Tensor:

@@ -1,1 +1,6 @@
 """What training minimises: losses per token or pair, the weights that sum them, corrections of off-policy data."""
+
+from areal_lite.trainer.objectives.aggregation import LossTerms
+from areal_lite.trainer.objectives.policy_loss import PolicyInputs
+
+__all__ = ["LossTerms", "PolicyInputs"]

@@ -7,7 +7,7 @@ averaged, multiply the loss by the number of ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
@@ -18,13 +18,31 @@ from areal_lite.trainer.objectives.token_rows import index_rows
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """Losses of single tokens (or pairs), not yet summed."""
+    """Losses of single tokens (or pairs), not yet summed.
+
+    Raises:
+        ValueError: If a shape differs.
+    """
 
     losses: Tensor
     """``[T]`` carries gradient."""
 
-    statistics: dict[str, Tensor]
+    statistics: dict[str, Tensor] = field(default_factory=dict)
     """Each ``[T]``, without gradient; the mean over the update's tokens is the metric of that name."""
+
+    chosen: Tensor | None = None
+    """``[T]`` bool, what a loss chose that chooses among the tokens of a whole minibatch; None for any other loss."""
+
+    def __post_init__(self) -> None:
+        if self.losses.ndim != 1:
+            raise ValueError(
+                f"losses are {list(self.losses.shape)}: give [T], one for each token, not averaged"
+            )
+        for name, values in {**self.statistics, "chosen": self.chosen}.items():
+            if values is not None and values.shape != self.losses.shape:
+                raise ValueError(
+                    f"{name} is {list(values.shape)}: give {list(self.losses.shape)} as for losses, one for each token"
+                )
 
 
 class AggregationMode(StrEnum):

@@ -1,9 +1,8 @@
 """Weights and masks for tokens that another policy sampled than the one the step began with.
 
 The sampled-with (behaviour) and start-of-step (proximal) policies differ when data is stale and
-when engine and trainer compute differently. Both are known before the update, so all of this is
-done once over the whole update, on detached log-probs in nats; whoever sums the losses multiplies
-the weights in and takes rejected tokens out.
+when engine and trainer compute differently. All of this is on detached log-probs in nats; whoever sums
+the losses multiplies the weights in and takes rejected tokens out.
 
 Source: truncated importance sampling as in AReaL (arXiv:2505.24298) and IcePop ("Every Step
 Evolves", arXiv:2510.18855); rejection options named as in verl.
@@ -66,6 +65,11 @@ def importance_weights(
     return weights
 
 
+def row_weights(weights: Tensor, rows: Tensor) -> Tensor:
+    """Return ``[T]`` the geometric mean of a row's weights, all above 0: for a loss whose ratio is one itself."""
+    return row_mean(weights.log(), rows).exp()
+
+
 @torch.no_grad()
 def icepop_weights(proximal: Tensor, behaviour: Tensor, *, lower: float, upper: float) -> Tensor:
     """Return ``[T]`` ``proximal / behaviour`` where it lies in ``[lower, upper]``, and 0 elsewhere."""
@@ -113,17 +117,17 @@ def rejection_mask(proximal: Tensor, behaviour: Tensor, rows: Tensor, *, option:
 
 
 @torch.no_grad()
-def off_policy_sequence_mask(
-    policy: Tensor, proximal: Tensor, advantages: Tensor, rows: Tensor, *, max_kl: float
+def drifted_rows(
+    policy: Tensor, behaviour: Tensor, advantages: Tensor, rows: Tensor, *, max_kl: float
 ) -> Tensor:
-    """Return ``[T]`` True for the tokens that may train: all but those of bad rows that have drifted away.
+    """Return ``[T]`` True for the tokens of bad rows that the policy has left already and need not be pushed from.
 
-    A row is taken out for tokens with an advantage below 0 if ``proximal - policy``, averaged over its
-    tokens, exceeds ``max_kl`` nats: the policy has left it already and need not be pushed on.
+    Those are the tokens with an advantage below 0 of rows whose mean of ``behaviour - policy`` exceeds
+    ``max_kl`` nats.
 
     Source: off-policy sequence masking, DeepSeek-V3.2 (arXiv:2512.02556).
     """
-    return ~((advantages < 0) & (row_mean(proximal - policy, rows) > max_kl))
+    return (advantages < 0) & (row_mean(behaviour - policy, rows) > max_kl)
 
 
 _ROW_LEVELS = {"seq_sum": row_sum, "seq_mean": row_mean, "seq_max": row_max}

@@ -5,8 +5,10 @@ weight ``proximal / behaviour`` is not in here: it multiplies the losses afterwa
 so that every loss has a decoupled form. Without a proximal policy of its own the caller passes the
 behaviour log-probs for both ("bypass"). How tokens are averaged is aggregation.py's.
 
-Except where a docstring says otherwise a token's loss depends on its own row alone, so nothing
-changes when rows are spread over micro-batches and ranks.
+A token's loss depends on its own row alone, so nothing changes when rows are spread over micro-batches
+and ranks. A loss that chooses among the tokens of a minibatch reports its choice in
+:attr:`LossTerms.chosen`. It is asked for it once, over the whole minibatch and before the update, and
+gets it back with each micro-batch in :attr:`PolicyInputs.chosen`.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ from torch import Tensor
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms
 from areal_lite.trainer.objectives.log_ratio import MAX_LOG_RATIO, clamped_log_ratio
-from areal_lite.trainer.objectives.token_rows import index_rows, row_mean
+from areal_lite.trainer.objectives.token_rows import row_mean, row_sum
 from areal_lite.trainer.registry import Registry
 
 POLICY_LOSSES: Registry[Callable[..., LossTerms]] = Registry("policy loss")
 
-VANISHES_WITHOUT_ADVANTAGE = frozenset({"ppo", "gspo", "gmpo", "cispo", "sapo", "reinforce", "gpg", "m2po"})
+VANISHES_WITHOUT_ADVANTAGE = frozenset(
+    {"ppo", "gspo", "gmpo", "cispo", "sapo", "reinforce", "gpg", "clip_cov", "m2po"}
+)
 """Losses that are 0, gradient included, for a row whose advantages are 0, whatever else is in the batch."""
 
 
@@ -52,8 +56,12 @@ class PolicyInputs:
     rows: Tensor
     """int64, the row of each token."""
 
+    chosen: Tensor | None = None
+    """bool, what the loss chose among the tokens of the minibatch these are a part of; None: these are all."""
+
     def __post_init__(self) -> None:
-        shapes = {field.name: list(getattr(self, field.name).shape) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        shapes = {name: list(value.shape) for name, value in values.items() if value is not None}
         if any(shape != [len(self.rows)] for shape in shapes.values()):
             raise ValueError(f"shapes differ: {shapes}: give [T] to all, one entry per trained token")
 
@@ -200,14 +208,13 @@ def clip_cov(
 ) -> LossTerms:
     """Return PPO's loss, less a few tokens of high covariance, which would eat up the entropy.
 
-    Tokens are drawn from those that are not clipped and whose covariance of log-prob and advantage
-    lies between the bounds. The draw is a function of the inputs alone, but covariance and share are
-    of the tokens given: a cut into other micro-batches draws others.
+    Tokens are drawn from those of the minibatch that are not clipped and whose covariance of log-prob and
+    advantage lies between the bounds. The draw is a function of their behaviour log-probs alone.
 
     Args:
         clip_eps: As of :func:`ppo`, and so the next.
         clip_eps_high: Upper half-width.
-        token_share: Share of all tokens to drop; one at least, if any qualifies.
+        token_share: Share of the minibatch's tokens to drop; one at least, if any qualifies.
         min_covariance: Exclusive.
         max_covariance: Exclusive.
 
@@ -215,45 +222,42 @@ def clip_cov(
     """
     log_ratio = clamped_log_ratio(inputs.policy, inputs.proximal)
     losses, clipped = _clipped_losses(log_ratio.exp(), inputs.advantages, clip_eps, clip_eps_high)
-    covariance = _covariance(inputs)
-    candidates = (
-        ((covariance > min_covariance) & (covariance < max_covariance) & ~clipped).nonzero().flatten()
+    dropped = inputs.chosen
+    if dropped is None:
+        covariance = _covariance(inputs)
+        candidates = (covariance > min_covariance) & (covariance < max_covariance) & ~clipped
+        order = _lots(inputs).masked_fill(~candidates, torch.iinfo(torch.int64).max).argsort(stable=True)
+        dropped = _marked(order[: max(1, int(token_share * len(order)))], candidates) & candidates
+    return LossTerms(
+        torch.where(dropped, 0.0, losses), _statistics(log_ratio, clip_fraction=dropped), dropped
     )
-    # A generator of its own, seeded by the data: the global one must not depend on the loss.
-    generator = torch.Generator().manual_seed(hash(inputs.proximal.double().sum().item()))
-    order = torch.randperm(len(candidates), generator=generator).to(candidates.device)
-    dropped = torch.zeros_like(clipped)
-    dropped[candidates[order[: max(1, int(token_share * len(losses)))]]] = True
-    return LossTerms(torch.where(dropped, 0.0, losses), _statistics(log_ratio, clip_fraction=dropped))
 
 
 @POLICY_LOSSES.register("kl_cov")
 def kl_cov(inputs: PolicyInputs, *, token_share: float = 2e-4, kl_coef: float = 1.0) -> LossTerms:
     """Return ``-A * ratio``, with a penalty on how far tokens of the highest covariance have moved.
 
-    Covariance and share are of the tokens given: a cut into other micro-batches penalises others.
-
     Args:
-        token_share: Share of all tokens to penalise; one at least.
+        token_share: Share of the minibatch's tokens to penalise; one at least.
         kl_coef: Weight of their ``|log ratio|``.
 
     Source: KL-Cov (arXiv:2505.22617).
     """
     log_ratio = clamped_log_ratio(inputs.policy, inputs.proximal)
-    count = min(len(log_ratio), max(1, int(token_share * len(log_ratio))))
-    penalised = torch.zeros_like(inputs.rows, dtype=torch.bool)
-    penalised[_covariance(inputs).topk(count).indices] = True
+    penalised = inputs.chosen
+    if penalised is None:
+        order = _covariance(inputs).argsort(descending=True, stable=True)
+        penalised = _marked(order[: max(1, int(token_share * len(order)))], inputs.rows)
     losses = -inputs.advantages * log_ratio.exp() + torch.where(penalised, kl_coef * log_ratio.abs(), 0.0)
-    return LossTerms(losses, _statistics(log_ratio))
+    return LossTerms(losses, _statistics(log_ratio), penalised)
 
 
 @POLICY_LOSSES.register("m2po")
 def m2po(inputs: PolicyInputs, *, max_second_moment: float = 0.04) -> LossTerms:
     """Return ``-A * ratio`` without the tokens that moved most since they were sampled.
 
-    In each row the largest ``|policy - behaviour|`` go first, until the mean square of the kept ones is
-    within the bound. The paper judges the whole batch at once; judging each row holds the same bound
-    for any set of rows and does not depend on how the step is cut, at the price of a few more tokens.
+    The largest ``|policy - behaviour|`` of the minibatch go first, until the mean square of the kept ones
+    is within the bound.
 
     Args:
         max_second_moment: Upper bound on the mean of ``(policy - behaviour)^2`` in nats squared.
@@ -261,10 +265,14 @@ def m2po(inputs: PolicyInputs, *, max_second_moment: float = 0.04) -> LossTerms:
     Source: M2PO (arXiv:2510.01161).
     """
     log_ratio = clamped_log_ratio(inputs.policy, inputs.proximal)
-    moved = clamped_log_ratio(inputs.policy.detach(), inputs.behaviour).nan_to_num(MAX_LOG_RATIO)
-    keep = _smallest_within_mean(moved.double().square(), inputs.rows, max_second_moment)
+    keep = inputs.chosen
+    if keep is None:
+        moved = clamped_log_ratio(inputs.policy.detach(), inputs.behaviour).nan_to_num(MAX_LOG_RATIO)
+        squares, order = moved.double().square().sort(stable=True)
+        means = squares.cumsum(0) / torch.arange(1, len(order) + 1, device=order.device)
+        keep = _marked(order[means <= max_second_moment], order)
     losses = torch.where(keep, -inputs.advantages * log_ratio.exp(), 0.0)
-    return LossTerms(losses, _statistics(log_ratio, clip_fraction=~keep))
+    return LossTerms(losses, _statistics(log_ratio, clip_fraction=~keep), keep)
 
 
 def _held(ratio: Tensor, eps: float, eps_high: float | None) -> Tensor:
@@ -284,20 +292,25 @@ def _clipped_losses(
 
 
 def _covariance(inputs: PolicyInputs) -> Tensor:
-    policy = inputs.policy.detach()
-    return (inputs.advantages - inputs.advantages.mean()) * (policy - policy.mean())
+    policy, advantages = inputs.policy.detach().double(), inputs.advantages.double()
+    return (advantages - advantages.mean()) * (policy - policy.mean())
 
 
-def _smallest_within_mean(values: Tensor, rows: Tensor, bound: float) -> Tensor:
-    """Return ``[T]`` True for the most tokens of each row, smallest first, whose mean is within ``bound``."""
-    index, counts = index_rows(rows)
-    order = values.argsort(stable=True)
-    order = order[index[order].argsort(stable=True)]  # by row, and by value within it
-    first = (counts.cumsum(0) - counts)[index[order]]
-    position = torch.arange(len(values), device=values.device)
-    sums = torch.cat((values.new_zeros(1), values[order].cumsum(0)))
-    means = (sums[1:] - sums[first]) / (position - first + 1)
-    return torch.zeros_like(rows, dtype=torch.bool).index_put((order,), means <= bound)
+def _marked(places: Tensor, like: Tensor) -> Tensor:
+    """Return bool as long as ``like``, True at the places."""
+    return torch.zeros_like(like, dtype=torch.bool).index_fill(0, places, True)
+
+
+def _lots(inputs: PolicyInputs) -> Tensor:
+    """Return ``[T]`` int64, a pseudo-random number made of the behaviour log-probs of the token and its row.
+
+    So a draw depends neither on the order of rows nor on rounding in the trainer, nor on the global generator.
+    """
+    bits = inputs.behaviour.float().view(torch.int32).long()
+    mixed = bits + row_sum(bits, inputs.rows) * 0x2545F4914F6CDD1D
+    for _ in range(2):
+        mixed = (mixed ^ (mixed >> 32)) * 0x2545F4914F6CDD1D
+    return mixed ^ (mixed >> 32)
 
 
 @torch.no_grad()

@@ -1,26 +1,35 @@
-"""Two ranks of which one fails while the other waits for it; started by torchrun."""
+"""Two ranks of which one fails, or hangs, while the other waits for it; started by torchrun."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import threading
+from datetime import timedelta
 
 import torch
 
+from areal_lite.launch import stopping
+from areal_lite.trainer import ranks
 from areal_lite.trainer.hand_over import broadcast_json
-from areal_lite.trainer.ranks import join_ranks
+
+stopping.STOP_SECONDS = 0.5
+ranks._TIMEOUT = timedelta(seconds=8)  # long enough to meet on a loaded machine
 
 
 def generate(how: str) -> None:
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hangs":
+        threading.Event().wait()
     raise RuntimeError("the engine is gone")
 
 
 if __name__ == "__main__":
-    with join_ranks(torch.device("cpu")) as ranks:
+    stopping.StopOnSignal()
+    with ranks.join_ranks(torch.device("cpu")) as here, stopping.finishing():
         broadcast_json("both are here")
-        if ranks.rank == 1:
+        if here.rank == 1:
             generate(sys.argv[1])
-        ranks.sum_(torch.ones(1))
+        here.sum_(torch.ones(1))

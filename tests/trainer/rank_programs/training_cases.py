@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from areal_lite.api.trainer_config import CriticConfig, KLConfig, LoRAConfig, TrainerConfig
 from areal_lite.data.data_proto import DataProto
 from areal_lite.data.data_proto_file import save_data_proto
-from areal_lite.trainer.hand_over import broadcast_batch, broadcast_json, gather_batches, gather_json
+from areal_lite.trainer.hand_over import broadcast_batch, broadcast_json, gather_json
 from areal_lite.trainer.policy_trainer import PolicyTrainer
 from areal_lite.trainer.ranks import join_ranks
 from areal_lite.trainer.snapshot import restore, snapshot, write_snapshot
@@ -157,9 +157,8 @@ def run_rank(out: Path, model_path: Path) -> None:
                 resumed = make_trainer(name, model_path)
                 restore(resumed, folder)
                 save_file(weights(resumed), out / f"{name}_resumed_{ranks.rank}.safetensors")
-        batch = broadcast_batch(own_rows(3) if ranks.rank == 0 else None)
+        batch = broadcast_batch(generated_rows() if ranks.rank == 0 else None)
         save_data_proto(batch, out / f"broadcast_{ranks.rank}")
-        save_data_proto(gather_batches(own_rows(ranks.rank)), out / f"gathered_{ranks.rank}")
         told = [broadcast_json({"stop": ranks.rank == 0}), gather_json([ranks.rank, "é"])]
         (out / f"told_{ranks.rank}.json").write_text(json.dumps(told))
 
@@ -175,10 +174,9 @@ def held(trainer: PolicyTrainer) -> list[int]:
     return [*counts, sum(parameter.numel() for parameter in parameters)]
 
 
-def own_rows(rank: int) -> DataProto | None:
-    """Return what a rank generated: rank 0 nothing, the others ever more rows and tokens."""
-    samples = drawn_batch(rank, groups=rank, group_size=2)
-    return training_batch(samples) if samples else None
+def generated_rows() -> DataProto:
+    """Return what rank 0 generated."""
+    return training_batch(drawn_batch(3, groups=3, group_size=2))
 
 
 def main(out: Path, model_path: Path) -> None:

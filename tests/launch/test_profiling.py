@@ -1,0 +1,54 @@
+"""V33: a trace for each run of steps side by side, whole however the steps end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_lite.launch.profiling import StepProfiler
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+def test_steps_side_by_side_come_into_one_trace(tmp_path: Path) -> None:
+    import torch
+
+    with StepProfiler([2, 3, 5], tmp_path) as profiler:
+        for step in range(1, 7):
+            with profiler(step):
+                torch.ones(step).sum()
+    assert names(tmp_path) == ["steps_2-3.json", "steps_5-5.json"]
+    events = json.loads((tmp_path / "steps_2-3.json").read_text())["traceEvents"]
+    assert sum(event["name"] == "aten::ones" for event in events) == 2
+
+
+def test_a_step_that_raises_ends_its_trace(tmp_path: Path) -> None:
+    profiler = StepProfiler([1, 2], tmp_path)
+    with pytest.raises(KeyboardInterrupt), profiler(1):
+        raise KeyboardInterrupt
+    assert names(tmp_path) == ["steps_1-1.json"]
+
+
+def test_a_run_that_ends_before_the_chosen_steps_do_ends_well(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from areal_lite.launch.profiling import StepProfiler\n"
+        "with StepProfiler([1, 2, 3], Path(sys.argv[1])) as profiler:\n"
+        "    for step in (1, 2):\n"
+        "        with profiler(step): pass\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
+    assert names(tmp_path) == ["steps_1-2.json"]
+
+
+def test_each_rank_has_traces_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        with StepProfiler([1], tmp_path)(1):
+            pass
+    assert names(tmp_path) == ["steps_1-1.json", "steps_1-1.rank1.json"]
