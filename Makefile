@@ -2,7 +2,8 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/installed
-# One thread per process, and none that spins while it waits: tests share few cores.
+# One thread per process, and none that spins while it waits: two processes of tests share the cores, and one waits for
+# servers to start while the other computes.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
 .PHONY: install demo test test-slow lint format bench clean
@@ -20,7 +21,7 @@ demo: install
 	$(BIN)/python examples/demo.py
 
 test: install
-	$(TEST_ENV) $(BIN)/python -m pytest
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: install
 	$(TEST_ENV) $(BIN)/python -m pytest -m slow

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from areal_lite.api.config_loader import load_config
-from areal_lite.launch.run import run_evaluation, run_training
+from areal_lite.launch.run import run_training
 
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -113,20 +113,6 @@ def test_a_killed_rank_ends_the_run_and_leaves_no_server(run_yaml: Path) -> None
     assert process.returncode
     assert "Signal 9 (SIGKILL)" in errors[errors.index("Root Cause") :]
     assert not psutil.wait_procs(children, timeout=10)[1]
-
-
-def test_an_evaluation_in_between_leaves_the_config_that_a_run_without_checkpoint_starts_again_with(
-    run_yaml: Path,
-) -> None:
-    def crash(step: int, metrics: dict[str, float]) -> None:
-        raise RuntimeError("stopped here")
-
-    some = ["trainer.total_steps=1", "checkpoint.every_steps=1", "save_model=false"]
-    config = load_config(run_yaml, [*some, "evaluation.at_start=true"])
-    with pytest.raises(RuntimeError, match="stopped here"):
-        run_training(config, on_step=crash)
-    run_evaluation(load_config(run_yaml, [*some, "rollout.gconfig.max_new_tokens=4"]))
-    assert run_training(config).steps == 1
 
 
 def test_a_server_killed_in_the_middle_is_named_with_its_log(run_yaml: Path) -> None:

@@ -133,6 +133,13 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     assert not (run_yaml.parent / "runs").exists()
 
 
+def test_an_evaluation_leaves_the_config_of_the_training_run(run_yaml: Path) -> None:
+    with run_directory(load_config(run_yaml), fresh=True) as run_dir:
+        trained_with = (run_dir / "config.yaml").read_text()
+    with run_directory(load_config(run_yaml, ["seed=2"]), fresh=False, trains=False):
+        assert (run_dir / "config.yaml").read_text() == trained_with
+
+
 def test_a_folder_whose_run_made_no_step_is_free_for_another_config(run_yaml: Path) -> None:
     config = load_config(run_yaml)
     with run_directory(config, fresh=True) as run_dir:

@@ -53,7 +53,7 @@ def test_a_given_scale_is_used_by_the_norm_alone(mode: AggregationMode) -> None:
     check(f"agg.{mode}.scale100", oracle_loss("mask", mode, torch.float64, scale=100))
 
 
-@pytest.mark.parametrize("mode", set(AggregationMode) - {NORM})
+@pytest.mark.parametrize("mode", sorted(set(AggregationMode) - {NORM}))
 def test_half_of_an_update_is_the_oracles_share_of_one_of_two_ranks(mode: AggregationMode) -> None:
     """The oracle's ranks are averaged afterwards, hence twice our share, which is summed."""
     mask = inputs("mask").bool()
