@@ -282,7 +282,7 @@ class ExperimentConfig:
     model_path: str
     """Folder of a Hugging Face model with its tokenizer, or a hub name."""
 
-    seed: int = 1
+    seed: Annotated[int, Field(ge=0)] = 1
     """Seed of data order, sampling and training."""
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from areal_lite.api.config import ExperimentConfig, RunConfig
 from areal_lite.api.config_help import meaning_of
-from areal_lite.api.supervised_config import KINDS
+from areal_lite.api.supervised_config import KINDS, SupervisedConfig
 from areal_lite.errors import ConfigError
 
 MAX_BYTES = 1 << 20
@@ -160,6 +160,10 @@ def _root(values: dict[Any, Any], overrides: Sequence[str], root: type[Any], *, 
             raise ConfigError(
                 f"{where}: neither kind nor workflow: write kind: {' | '.join(KINDS)}, or the workflow that "
                 "reinforcement learning trains"
+            )
+        if issubclass(root, SupervisedConfig) and "workflow" in values:
+            raise ConfigError(
+                f"{where}: a file with a workflow is one of reinforcement learning: use areal-lite train"
             )
         return RunConfig if root is ExperimentConfig else root
     kind = given[-1]

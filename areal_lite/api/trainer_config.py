@@ -186,6 +186,9 @@ class CorrectionConfig:
                 f"reject_bounds is {self.reject_bounds!r} without reject: name a statistic for each bound": (
                     self.reject is None and self.reject_bounds is not None
                 ),
+                f"reject is {self.reject!r} without reject_bounds: give a bound for each statistic": (
+                    self.reject is not None and self.reject_bounds is None
+                ),
             }
         )
 

@@ -23,12 +23,18 @@ class BatchCache:
         made_under: What a batch depends on, by name; values that JSON has.
 
     Raises:
-        ConfigError: If the directory has batches that were made under other values.
+        ConfigError: If the directory cannot be made, or has batches that were made under other values.
     """
 
     def __init__(self, directory: Path | str, made_under: Mapping[str, Any]) -> None:
         self._directory = Path(directory)
         self._made_under = orjson.loads(orjson.dumps(made_under))
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"rollout_cache {str(directory)!r} is no folder that can be made: {error}"
+            ) from error
         for path in sorted(self._directory.glob("step_*.safetensors"))[:1]:
             self._load(path)
 

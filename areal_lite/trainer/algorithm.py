@@ -181,8 +181,14 @@ class Algorithm:
                 f"{where} a {type(returned).__name__}: return {kind.__name__}({', '.join(names)})"
             )
         for name in names:
-            values: Tensor | None = getattr(returned, name)
-            if values is not None and (values.shape != rows.shape or not values.is_floating_point()):
+            values = getattr(returned, name)
+            if values is None:
+                continue
+            if not isinstance(values, Tensor):
+                raise ConfigError(
+                    f"{where} {name} as {type(values).__name__}: give a tensor of float numbers; {mend}"
+                )
+            if values.shape != rows.shape or not values.is_floating_point():
                 raise ConfigError(
                     f"{where} {name} of shape {list(values.shape)} and {values.dtype}: give float numbers of shape "
                     f"{list(rows.shape)}, one for each token; {mend}"

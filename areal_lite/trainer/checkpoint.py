@@ -66,7 +66,10 @@ def find_checkpoint(root: Path, resume: str) -> Path | None:
         folder = Path(resume)
         if not folder.is_dir():
             there = ", ".join(str(one) for one in folders) or "none"
-            raise ConfigError(f"checkpoint.resume {resume!r} is no folder: of this run there are {there}")
+            raise ConfigError(
+                f"checkpoint.resume {resume!r} is no folder: it must be auto, never, or a checkpoint; of this run "
+                f"there are {there}"
+            )
         _check(folder, "the checkpoint", "Name another one in checkpoint.resume")
         refuse_later(root, checkpoint_step(folder))
         return folder

@@ -143,6 +143,7 @@ def test_a_file_is_of_its_kind_and_of_reinforcement_learning_without_one(write, 
             "run.yaml: kind: 'sft': this command wants another kind of file: use areal-lite sft",
         ),
         ("kind: reward_model\n", RunConfig, "another kind of file: use areal-lite reward-model"),
+        ("workflow: mine.Agent\n", SFTConfig, "one of reinforcement learning: use areal-lite train"),
         (
             "kind: rl\n",
             ExperimentConfig,
@@ -267,7 +268,7 @@ configs = st.builds(
     trial_name=names,
     fileroot=st.text(),
     model_path=st.text(min_size=1),
-    seed=st.integers(),
+    seed=st.integers(0),
     workflow=st.text(),
     workflow_kwargs=kwargs,
     train_dataset=st.builds(

@@ -108,6 +108,14 @@ def averaged_statistic(inputs: PolicyInputs) -> LossTerms:
     return LossTerms(-inputs.policy * inputs.advantages, {"mine": inputs.advantages.mean()})
 
 
+def chosen_by_ratio(inputs: PolicyInputs) -> LossTerms:
+    return LossTerms(-inputs.policy * inputs.advantages, chosen=inputs.policy.detach())
+
+
+def listed(inputs: EstimatorInputs) -> Estimate:
+    return Estimate(inputs.token_rewards.tolist())  # type: ignore[arg-type]
+
+
 def plain(inputs: PolicyInputs) -> Any:
     return -inputs.policy * inputs.advantages
 
@@ -124,11 +132,13 @@ def plain(inputs: PolicyInputs) -> Any:
         ("advantage", "whole_numbers", r"of shape \[5\] and torch.int64: give float"),
         ("advantage", "bare", r"returns a Tensor: return Estimate\(advantages, returns\)"),
         ("advantage", "with_returns_of_rows", r"returns returns of shape \[2\]"),
+        ("advantage", "listed", "returns advantages as list: give a tensor of float numbers"),
         ("advantage", "broken", "does not work with its options {}: RuntimeError"),
         ("loss", "of_answers", r"returns losses of shape \[2\] .* \[5\], one for each token; .*inputs.rows"),
         ("loss", "averaged", r"losses are \[\]: give \[T\], .* not averaged"),
         ("loss", "detached", "without a gradient: make them of inputs.policy"),
-        ("loss", "averaged_statistic", r"mine is \[\]: give \[5\]"),
+        ("loss", "averaged_statistic", r"mine is \[\]: give a tensor \[5\]"),
+        ("loss", "chosen_by_ratio", "chosen is of torch.float32: give bool"),
         ("loss", "plain", r"returns a Tensor: return LossTerms\(losses\)"),
     ],
 )

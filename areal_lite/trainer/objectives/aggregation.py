@@ -39,10 +39,17 @@ class LossTerms:
                 f"losses are {list(self.losses.shape)}: give [T], one for each token, not averaged"
             )
         for name, values in {**self.statistics, "chosen": self.chosen}.items():
-            if values is not None and values.shape != self.losses.shape:
+            if values is None:
+                continue
+            if not isinstance(values, Tensor) or values.shape != self.losses.shape:
+                found = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
                 raise ValueError(
-                    f"{name} is {list(values.shape)}: give {list(self.losses.shape)} as for losses, one for each token"
+                    f"{name} is {found}: give a tensor {list(self.losses.shape)} as for losses, one for each token"
                 )
+        if self.chosen is not None and self.chosen.dtype != torch.bool:
+            raise ValueError(
+                f"chosen is of {self.chosen.dtype}: give bool, True for the tokens that are chosen"
+            )
 
 
 class AggregationMode(StrEnum):
