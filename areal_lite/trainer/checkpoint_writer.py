@@ -30,6 +30,9 @@ class CheckpointWriter:
     Args:
         root: Folder of the run's checkpoints; what a killed writer left there is removed.
         keep: Newest checkpoints that stay.
+
+    Raises:
+        CheckpointError: If there are older ones to remove, and the newest is not whole.
     """
 
     def __init__(self, root: Path | str, *, keep: int) -> None:
@@ -40,6 +43,10 @@ class CheckpointWriter:
         self._error: Exception | None = None
         if self._writes:
             sweep(self._root)
+            there = checkpoints(self._root)
+            if len(there) > keep:  # killed before it could delete, maybe after the run's last step
+                check_folder(there[-1])
+                self._remove_older()
 
     def save(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:
         """Begin to write the checkpoint after ``step`` steps; waits for the one before.
@@ -126,6 +133,9 @@ class CheckpointWriter:
                 f"what was just written cannot be read back: {error}: the disk is at fault"
             ) from error
         crash_point("checkpoint:before_delete")
+        self._remove_older()
+        crash_point("checkpoint:after_delete")
+
+    def _remove_older(self) -> None:
         for older in checkpoints(self._root)[: -self._keep]:
             remove_folder(older, kind="checkpoint")
-        crash_point("checkpoint:after_delete")

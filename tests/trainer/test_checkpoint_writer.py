@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from areal_lite.errors import StorageError, TrainingError
+from areal_lite.errors import CheckpointError, StorageError, TrainingError
 from areal_lite.trainer import checkpoint_writer
 from areal_lite.trainer.checkpoint import find_checkpoint
 from areal_lite.trainer.checkpoint_writer import CheckpointWriter
@@ -162,6 +162,23 @@ def test_what_a_killed_writer_left_goes_when_the_next_one_starts(tmp_path: Path)
     CheckpointWriter(tmp_path, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == [".tmp-of another program"]
     CheckpointWriter(tmp_path / "not there yet", keep=1)
+
+
+def test_f56_older_ones_a_killed_writer_did_not_delete_go_at_the_next_start_if_the_newest_is_whole(
+    taken: Snapshot, tmp_path: Path
+) -> None:
+    with CheckpointWriter(tmp_path, keep=2) as writer:
+        writer.save(1, taken, {})
+        writer.save(2, taken, {})
+    state = tmp_path / "step_00000002" / "trainer.json"
+    content = state.read_bytes()
+    state.write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match="step_00000002"):
+        CheckpointWriter(tmp_path, keep=1)
+    assert names(tmp_path) == ["step_00000001", "step_00000002"]
+    state.write_bytes(content)
+    CheckpointWriter(tmp_path, keep=1)
+    assert names(tmp_path) == ["step_00000002"]
 
 
 def test_a_folder_that_cannot_be_written_is_a_storage_error(taken: Snapshot, tmp_path: Path) -> None:

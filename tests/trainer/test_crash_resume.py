@@ -100,14 +100,17 @@ def test_t3_a_run_killed_at_any_time_ends_as_the_uninterrupted_one(
 ) -> None:
     """Kill -9 at 20 random times; a run goes on until it is done, then the next one begins."""
     times = random.Random(20)
-    kills = runs = 0
+    kills = runs = midway = 0
     while kills < KILLS:
         run_dir = tmp_path / str(runs)
         runs += 1
         while (code := run(run_dir, kill_after_s=times.uniform(0, whole["seconds"]))) == KILLED:
             kills += 1
+            metrics = run_dir / "metrics.jsonl"
+            midway += metrics.exists() and b"\n" in metrics.read_bytes()
         assert code == 0
         check(run_dir, whole)
+    assert midway >= KILLS // 4  # steps were done before the kill, and more were to come
 
 
 @pytest.mark.parametrize("point", CRASH_POINTS)
