@@ -77,7 +77,7 @@ def zstd(content):
         ("x.json", orjson.dumps(ROWS, option=orjson.OPT_INDENT_2)),
         ("x.JSONL", b"\xef\xbb\xbf\n" + lines(*ROWS)),
         ("x.csv", "a,b\n1,x\n\n2,y\n"),
-        ("x.jsonl.gz", gzip.compress(lines(*ROWS))),
+        ("x.jsonl.gz", gzip.compress(lines(*ROWS), mtime=0)),
         ("x.json.bz2", bz2.compress(orjson.dumps(ROWS))),
         ("x.csv.xz", lzma.compress(b"a,b\n1,x\n2,y\n")),
         ("x.csv.zst", zstd(b"a,b\n1,x\n2,y\n")),
@@ -99,7 +99,10 @@ def test_files_that_carry_their_types_are_read(tmp_path, load, make):
 
 def test_lists_patterns_and_folders_are_joined_in_order(tmp_path, write, load):
     # V3, V4, R-B9
-    one, two = write("d/1.jsonl", lines({"a": 1})), write("d/2.jsonl.gz", gzip.compress(lines({"a": 2})))
+    one, two = (
+        write("d/1.jsonl", lines({"a": 1})),
+        write("d/2.jsonl.gz", gzip.compress(lines({"a": 2}), mtime=0)),
+    )
     three = parquet(tmp_path / "3.parquet", [{"a": 3}])
     assert load([two, three, one])["a"][:] == [2, 3, 1]
     assert load(tmp_path / "d" / "*.jsonl*")["a"][:] == [1, 2]
@@ -290,7 +293,7 @@ def test_a_changed_file_is_read_again(write, load):
         ("x.json", "[1,\n", "x.json: not JSON"),
         ("x.json", '{\n"a": 1\n}\n', "line 1: not JSON.*one object a line, or one list of objects"),
         ("x.jsonl.gz", lines(*ROWS), "x.jsonl.gz: it cannot be read.*of the type its name says"),
-        ("x.jsonl.gz", gzip.compress(lines(*ROWS))[:-9], "x.jsonl.gz: it cannot be read"),
+        ("x.jsonl.gz", gzip.compress(lines(*ROWS), mtime=0)[:-9], "x.jsonl.gz: it cannot be read"),
         ("x.jsonl.zst", lines(*ROWS), "x.jsonl.zst: it cannot be read"),
         ("x.parquet", lines(*ROWS), "x.parquet: it cannot be read.*not a parquet file"),
         ("x.arrow", lines(*ROWS), "x.arrow: it cannot be read"),
