@@ -30,7 +30,7 @@ from areal_lite.agents.chat_session import ChatSession
 from areal_lite.agents.http_transport import BASE_URL, SharedClient
 from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
-from areal_lite.data.tokenizer import load_tokenizer
+from areal_lite.data.chat.tokenizer import load_tokenizer
 
 OUTPUT_TOKENS = 64
 CONCURRENCY = 64

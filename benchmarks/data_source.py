@@ -14,7 +14,7 @@ from pathlib import Path
 
 import datasets
 
-from areal_lite.data.buffered_data_source import RolloutDataSourceWithBuffer
+from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 
 GROUPS, MEMBERS = 256, 8
 

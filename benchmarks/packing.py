@@ -34,8 +34,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from areal_lite.data.packing_plan import plan_packing
-from areal_lite.data.training_sample import TrainingSample
+from areal_lite.data.batch.packing_plan import plan_packing
+from areal_lite.data.batch.training_sample import TrainingSample
 from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.microbatches import Row, num_inputs, plan_microbatches
 from areal_lite.trainer.packed_model import pack

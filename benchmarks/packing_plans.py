@@ -18,8 +18,8 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
-from areal_lite.data.packing_plan import plan_packing
-from areal_lite.data.partition import karmarkar_karp, longest_processing_time, totals
+from areal_lite.data.batch.packing_plan import plan_packing
+from areal_lite.data.batch.partition import karmarkar_karp, longest_processing_time, totals
 
 SIZES = [(64, 4), (256, 8), (1024, 8), (4096, 64), (4096, 256)]
 METHODS = {"LPT": longest_processing_time, "KK": karmarkar_karp}

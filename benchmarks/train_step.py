@@ -35,9 +35,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from areal_lite.api.trainer_config import TrainerConfig
-from areal_lite.data.data_proto import DataProto
-from areal_lite.data.training_batch import collate_training_samples
-from areal_lite.data.training_sample import TrainingSample
+from areal_lite.data.batch.data_proto import DataProto
+from areal_lite.data.batch.training_batch import collate_training_samples
+from areal_lite.data.batch.training_sample import TrainingSample
 from areal_lite.trainer.microbatches import plan_microbatches
 from areal_lite.trainer.policy_trainer import PolicyTrainer
 from areal_lite.trainer.weights import publish_weights

@@ -17,7 +17,7 @@ from areal_lite.api import (
     ModelRequest,
     RolloutWorkflow,
 )
-from areal_lite.data.tokenizer import load_tokenizer
+from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.embedded import EmbeddedServer
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 

@@ -12,10 +12,10 @@ from openai import AsyncOpenAI
 
 from areal_lite.api import GenerationHyperparameters
 from areal_lite.api.config import InferenceEngineConfig, TrainerConfig
-from areal_lite.data.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
-from areal_lite.data.rollout_batch import training_batch
-from areal_lite.data.rollout_data_source import RolloutDataSource
-from areal_lite.data.tokenizer import load_tokenizer
+from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
+from areal_lite.data.packer.rollout_batch import training_batch
+from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.embedded import EmbeddedServer
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.trainer.policy_trainer import PolicyTrainer

@@ -16,7 +16,7 @@ from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.reward_worker import as_reward
 from areal_lite.api.workflow_api import RolloutWorkflow
-from areal_lite.data.tokenizer import load_tokenizer
+from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError
 
 

@@ -227,7 +227,7 @@ class DatasetConfig(RowsConfig):
     """Your own torch Dataset class, made with data_files, tokenizer, processor and config."""
 
     sampler: ClassConfig | None = None
-    """Your own curriculum, which orders the rows: a subclass of areal_lite.data.samplers.AbstractSampler."""
+    """Your own curriculum, which orders the rows: a subclass of areal_lite.data.rows.samplers.AbstractSampler."""
 
     datagen: ClassConfig | None = None
     """Your own data generator: adds training rows after each step."""
@@ -307,7 +307,7 @@ class RunConfig(ExperimentConfig):
 
     should_accept_fn: str | None = None
     """Dotted path of a filter: trajectory -> bool or FilterDecision, called once per group; false rejects it.
-    areal_lite.data.dynamic_filters.nonzero_reward_std keeps groups whose rewards differ."""
+    areal_lite.data.source.dynamic_filters.nonzero_reward_std keeps groups whose rewards differ."""
 
     data_packer: str | None = None
     """Dotted path of the DataPacker that turns rows into workflow input and trajectories into training samples;

@@ -11,7 +11,7 @@ from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.episode import EpisodeStatus, MemberRecord
 from areal_lite.api.tensor_dict import Outcome, check_outcome, merge_outcomes
 from areal_lite.api.workflow_api import RolloutWorkflow
-from areal_lite.data.sample import with_own_containers
+from areal_lite.data.source.sample import with_own_containers
 from areal_lite.errors import ConfigError
 
 OnError = Literal["drop_sample", "drop_group", "raise"]

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from areal_lite.api.episode import EpisodeResult, EpisodeStatus, MemberRecord
 from areal_lite.api.io_struct import ModelResponse
-from areal_lite.data.rollout_data_source import Group, restarted
-from areal_lite.data.sample import Sample, SampleStatus
+from areal_lite.data.source.rollout_data_source import Group, restarted
+from areal_lite.data.source.sample import Sample, SampleStatus
 
 _STATUS = {EpisodeStatus.ACCEPTED: SampleStatus.COMPLETED, EpisodeStatus.FAILED: SampleStatus.FAILED}
 

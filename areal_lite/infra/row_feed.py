@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from areal_lite.api.episode import EpisodeResult, EpisodeStatus
 from areal_lite.api.tensor_dict import trained_version_range
-from areal_lite.data.rollout_data_source import Group, RolloutDataSource, restarted
+from areal_lite.data.source.rollout_data_source import Group, RolloutDataSource, restarted
 from areal_lite.errors import ConfigError, StarvationError
 from areal_lite.infra.partial_rollout import sampled_group
 from areal_lite.infra.result_box import ResultBox

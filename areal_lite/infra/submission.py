@@ -12,7 +12,7 @@ from areal_lite.api.engine_api import Row, ShouldAcceptFn
 from areal_lite.api.episode import EpisodeResult, EpisodeStatus, MemberRecord, TaskId
 from areal_lite.api.tensor_dict import trained_version_range
 from areal_lite.api.workflow_api import RolloutWorkflow
-from areal_lite.data.rollout_data_source import Group
+from areal_lite.data.source.rollout_data_source import Group
 from areal_lite.infra.row_feed import RowFeed
 
 

@@ -23,7 +23,7 @@ import orjson
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.episode import EpisodeResult, MemberRecord
 from areal_lite.api.io_struct import ModelResponse
-from areal_lite.data.tokenizer import load_tokenizer
+from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.infra.workflow_context import scope_name
 
 logger = logging.getLogger(__name__)

@@ -24,9 +24,9 @@ from areal_lite.api.engine_api import FilterDecision, InferenceEngine, Row
 from areal_lite.api.episode import EpisodeResult, EpisodeStatus, MemberRecord, TaskId
 from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.tensor_dict import check_outcome, trajectory_tensors
-from areal_lite.data.iterable_data_source import IterableDataSource
-from areal_lite.data.rollout_data_source import Group, RolloutDataSource
-from areal_lite.data.sample import with_own_containers
+from areal_lite.data.source.iterable_data_source import IterableDataSource
+from areal_lite.data.source.rollout_data_source import Group, RolloutDataSource
+from areal_lite.data.source.sample import with_own_containers
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.infra.admission_gate import AdmissionGate
 from areal_lite.infra.deadlines import Deadlines

@@ -19,8 +19,8 @@ import torch
 
 from areal_lite.api.config import RunConfig
 from areal_lite.api.config_loader import dump_config
-from areal_lite.data.data_proto import DataProto
-from areal_lite.data.data_source_state import state_bytes, state_path
+from areal_lite.data.batch.data_proto import DataProto
+from areal_lite.data.source.data_source_state import state_bytes, state_path
 from areal_lite.launch.evaluation import Evaluation
 from areal_lite.launch.generating_side import GeneratingSide
 from areal_lite.launch.profiling import StepProfiler

@@ -14,14 +14,14 @@ import torch
 from areal_lite.api.config import RunConfig
 from areal_lite.api.engine_api import Row
 from areal_lite.api.episode import EpisodeResult
-from areal_lite.data.cached_batch import BatchCache
-from areal_lite.data.collate import object_array
-from areal_lite.data.curriculum_data_source import CurriculumDataSource
-from areal_lite.data.data_proto import DataProto
-from areal_lite.data.rollout_batch import result_samples, training_batch
-from areal_lite.data.rollout_dump import dump_rollouts
-from areal_lite.data.tokenizer import load_tokenizer, tokenizer_files
-from areal_lite.data.training_batch import training_rows
+from areal_lite.data.batch.cached_batch import BatchCache
+from areal_lite.data.batch.data_proto import DataProto
+from areal_lite.data.batch.rollout_dump import dump_rollouts
+from areal_lite.data.batch.training_batch import training_rows
+from areal_lite.data.chat.tokenizer import load_tokenizer, tokenizer_files
+from areal_lite.data.packer.rollout_batch import result_samples, training_batch
+from areal_lite.data.rows.collate import object_array
+from areal_lite.data.source.curriculum_data_source import CurriculumDataSource
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.launch.evaluation import Evaluation, evaluate
 from areal_lite.launch.run_data import TrainingData, tokenizer_path

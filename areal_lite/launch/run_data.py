@@ -7,12 +7,12 @@ from typing import Any
 
 from areal_lite.api.config import DatasetConfig, RunConfig
 from areal_lite.api.engine_api import Row
-from areal_lite.data.buffered_data_source import RolloutDataSourceWithBuffer
-from areal_lite.data.curriculum_data_source import CurriculumDataSource
-from areal_lite.data.data_packer import DataPacker, make_data_packer
-from areal_lite.data.rollout_batch import rollout_inputs
-from areal_lite.data.samplers import AbstractSampler, create_rl_sampler
-from areal_lite.data.tokenizer import load_processor, load_tokenizer, model_type
+from areal_lite.data.chat.tokenizer import load_processor, load_tokenizer, model_type
+from areal_lite.data.packer.data_packer import DataPacker, make_data_packer
+from areal_lite.data.packer.rollout_batch import rollout_inputs
+from areal_lite.data.rows.samplers import AbstractSampler, create_rl_sampler
+from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
+from areal_lite.data.source.curriculum_data_source import CurriculumDataSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def _packer(config: RunConfig, rows: DatasetConfig) -> DataPacker:
 
 
 def _dataset(config: RunConfig, rows: DatasetConfig, *, is_train: bool) -> Any:
-    from areal_lite.data.rl_dataset import create_rl_dataset
+    from areal_lite.data.rows.rl_dataset import create_rl_dataset
 
     # Raw rows are enough, unless prompts are measured or a class of the user's may want tokens.
     tokenizes = rows.filter_overlong_prompts or rows.custom_cls or (is_train and rows.datagen)

@@ -21,12 +21,12 @@ from areal_lite.api.supervised_config import (
     SFTConfig,
     SupervisedConfig,
 )
-from areal_lite.data.loader import ResumableLoader
-from areal_lite.data.preference_dataset import PreferenceDataset
-from areal_lite.data.rows import load_rows
-from areal_lite.data.sft_dataset import SFTDataset
-from areal_lite.data.tokenized_dataset import BaseDataset, Item
-from areal_lite.data.tokenizer import load_tokenizer, tokenizer_files
+from areal_lite.data.chat.tokenizer import load_tokenizer, tokenizer_files
+from areal_lite.data.rows.load_rows import load_rows
+from areal_lite.data.rows.loader import ResumableLoader
+from areal_lite.data.supervised.preference_dataset import PreferenceDataset
+from areal_lite.data.supervised.sft_dataset import SFTDataset
+from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item
 from areal_lite.embedded.settings import check_model_path
 from areal_lite.errors import TrainingError
 from areal_lite.launch.resuming import CHECKPOINTS, checkpoint_to_resume, is_evaluated, way_back

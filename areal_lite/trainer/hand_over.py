@@ -15,8 +15,8 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
-from areal_lite.data.data_proto import DataProto
-from areal_lite.data.data_proto_file import from_tensors, to_tensors
+from areal_lite.data.batch.data_proto import DataProto
+from areal_lite.data.batch.data_proto_file import from_tensors, to_tensors
 from areal_lite.trainer.ranks import Ranks
 
 _PATIENCE = timedelta(days=7)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from areal_lite.data.training_sample import TrainingSample
+from areal_lite.data.batch.training_sample import TrainingSample
 
 
 @dataclass(frozen=True, slots=True)

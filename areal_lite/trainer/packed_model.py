@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from areal_lite.data.training_sample import TrainingSample
+from areal_lite.data.batch.training_sample import TrainingSample
 from areal_lite.trainer.microbatches import Row, num_inputs
 from areal_lite.trainer.ragged_attention import RAGGED, Segments
 

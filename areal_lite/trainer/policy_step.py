@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from areal_lite.data.data_proto import DataProto
-from areal_lite.data.training_batch import check_training_batch, training_rows
-from areal_lite.data.training_sample import TrainingSample
+from areal_lite.data.batch.data_proto import DataProto
+from areal_lite.data.batch.training_batch import check_training_batch, training_rows
+from areal_lite.data.batch.training_sample import TrainingSample
 from areal_lite.errors import TrainingError
 from areal_lite.trainer.data_metrics import batch_metrics
 from areal_lite.trainer.hand_over import gather_json
@@ -43,7 +43,7 @@ class Step:
 
     @classmethod
     def of(cls, batch: DataProto, *, version: int, device: torch.device) -> Step:
-        """Return the step of a batch with the keys of :mod:`areal_lite.data.training_batch`.
+        """Return the step of a batch with the keys of :mod:`areal_lite.data.batch.training_batch`.
 
         Raises:
             ValueError: If the batch breaks one of their rules.

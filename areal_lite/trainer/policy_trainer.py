@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from areal_lite.api.trainer_config import TrainerConfig
-from areal_lite.data.data_proto import DataProto
+from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.errors import ConfigError, TrainingError
 from areal_lite.trainer.algorithm import Algorithm
 from areal_lite.trainer.learner import Learner, Update
@@ -110,7 +110,7 @@ class PolicyTrainer:
         and the token statistics are over the computed ones.
 
         Args:
-            batch: Whole groups, in any order, with the keys of :mod:`areal_lite.data.training_batch`.
+            batch: Whole groups, in any order, with the keys of :mod:`areal_lite.data.batch.training_batch`.
             version: The trainer's policy version, for staleness.
 
         Raises:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from areal_lite.api.supervised_config import DPOTrainerConfig, RewardModelTrainerConfig
-from areal_lite.data.training_sample import TrainingSample
+from areal_lite.data.batch.training_sample import TrainingSample
 from areal_lite.trainer.lora import adapters_off
 from areal_lite.trainer.objectives.aggregation import LossTerms
 from areal_lite.trainer.objectives.preference import dpo_loss, reward_model_loss

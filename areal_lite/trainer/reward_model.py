@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from areal_lite.data.training_sample import TrainingSample
+from areal_lite.data.batch.training_sample import TrainingSample
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.policy_model import load_scalar_model, prepare
 from areal_lite.trainer.ranks import Ranks

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from areal_lite.api.supervised_config import SFTTrainerConfig
-from areal_lite.data.training_sample import TrainingSample
+from areal_lite.data.batch.training_sample import TrainingSample
 from areal_lite.trainer.microbatches import num_inputs, shared_prefix
 from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms, token_weights
 from areal_lite.trainer.packed_model import PackedRows

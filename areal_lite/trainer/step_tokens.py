@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_lite.data.partition import get_seqlen_balanced_partitions
-from areal_lite.data.training_sample import TrainingSample
+from areal_lite.data.batch.partition import get_seqlen_balanced_partitions
+from areal_lite.data.batch.training_sample import TrainingSample
 from areal_lite.trainer.microbatches import num_inputs, plan_microbatches, plan_rows
 from areal_lite.trainer.packed_model import PackedModel, PackedRows, pack
 from areal_lite.trainer.ranks import Ranks

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from areal_lite.api.supervised_config import SupervisedTrainerConfig
-from areal_lite.data.training_sample import TrainingSample
+from areal_lite.data.batch.training_sample import TrainingSample
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.objectives.aggregation import LossTerms, aggregate

@@ -6,13 +6,13 @@ import numpy as np
 import orjson
 import pytest
 
-from areal_lite.data.buffered_data_source import (
+from areal_lite.data.source.buffered_data_source import (
     RolloutDataSourceWithBuffer,
     highest_reward_first,
     pop_first,
 )
-from areal_lite.data.rollout_data_source import restarted
-from areal_lite.data.sample import Sample
+from areal_lite.data.source.rollout_data_source import restarted
+from areal_lite.data.source.sample import Sample
 from areal_lite.errors import ConfigError
 
 
@@ -63,15 +63,15 @@ def test_s20_the_default_filter_is_first_in_first_out():
 
 
 def test_s20_sb20_a_filter_is_named_by_path_or_given_and_a_bad_one_is_refused():
-    path = "areal_lite.data.buffered_data_source.highest_reward_first"
+    path = "areal_lite.data.source.buffered_data_source.highest_reward_first"
     assert make(buffer_filter=path).buffer_filter is highest_reward_first
     assert make(buffer_filter=deleting).buffer_filter is deleting
     with pytest.raises(ConfigError, match="no module 'nowhere'"):
         make(buffer_filter="nowhere.filter")
     with pytest.raises(ConfigError, match="has no 'pop_frist'; did you mean .*pop_first"):
-        make(buffer_filter="areal_lite.data.buffered_data_source.pop_frist")
+        make(buffer_filter="areal_lite.data.source.buffered_data_source.pop_frist")
     with pytest.raises(ConfigError, match="must be a function"):
-        make(buffer_filter="areal_lite.data.buffered_data_source.math")
+        make(buffer_filter="areal_lite.data.source.buffered_data_source.math")
 
 
 def test_s21_s26_the_buffer_comes_first_and_the_dataset_fills_up():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_lite.data.collate import collate_fn, object_array
+from areal_lite.data.rows.collate import collate_fn, object_array
 from areal_lite.errors import ConfigError
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from areal_lite.api.config import DatasetConfig
-from areal_lite.data import data_packer
-from areal_lite.data.data_packer import DataPacker, make_data_packer, register_data_packer
+from areal_lite.data.packer import data_packer
+from areal_lite.data.packer.data_packer import DataPacker, make_data_packer, register_data_packer
 from areal_lite.errors import ConfigError
 
 HOOKS = ["get_rollout_input", "get_policy_input", "policy_compute_max_len", "policy_collate_fn"]
@@ -85,8 +85,8 @@ def test_qwen2_5_vl_gets_the_packer_of_images() -> None:
 def test_built_in_packers_are_imported_when_they_are_asked_for() -> None:
     code = (
         "import sys\n"
-        "from areal_lite.data.data_packer import make_data_packer\n"
-        "packers = ['areal_lite.data.decoder_only_llm_packer', 'areal_lite.data.qwen2_5_vlm_packer']\n"
+        "from areal_lite.data.packer.data_packer import make_data_packer\n"
+        "packers = ['areal_lite.data.packer.decoder_only_llm_packer', 'areal_lite.data.vision.qwen2_5_vlm_packer']\n"
         "assert not set(packers) & set(sys.modules)\n"
         "make_data_packer('llama').get_rollout_input('text')\n"
         "assert set(packers) & set(sys.modules) == {packers[0]}\n"
@@ -110,11 +110,13 @@ def test_a_model_type_has_one_packer(taken: str) -> None:
 
 
 def test_a_dotted_path_goes_before_the_model_type() -> None:
-    packer = make_data_packer("llama", "areal_lite.data.qwen2_5_vlm_packer.Qwen2_5_VLM_DataPacker")
+    packer = make_data_packer("llama", "areal_lite.data.vision.qwen2_5_vlm_packer.Qwen2_5_VLM_DataPacker")
     assert type(packer).__name__ == "Qwen2_5_VLM_DataPacker"
 
 
-@pytest.mark.parametrize("path", ["areal_lite.data.sample.Sample", "areal_lite.data.sample.Prompt"])
+@pytest.mark.parametrize(
+    "path", ["areal_lite.data.source.sample.Sample", "areal_lite.data.source.sample.Prompt"]
+)
 def test_a_path_that_names_no_packer_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match=f"data_packer is '{path}': it must be a subclass"):
         make_data_packer("llama", path)
@@ -122,4 +124,4 @@ def test_a_path_that_names_no_packer_is_refused(path: str) -> None:
 
 def test_a_path_to_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no 'Decoder'"):
-        make_data_packer("llama", "areal_lite.data.decoder_only_llm_packer.Decoder")
+        make_data_packer("llama", "areal_lite.data.packer.decoder_only_llm_packer.Decoder")

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.data.collate import collate_fn, object_array
-from areal_lite.data.data_proto import DataProto
+from areal_lite.data.batch.data_proto import DataProto
+from areal_lite.data.rows.collate import collate_fn, object_array
 
 
 def numbered(size: int, **meta_info: Any) -> DataProto:

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lite.api.config import DatasetConfig
-from areal_lite.data.data_packer import DataPacker
-from areal_lite.data.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
-from areal_lite.data.sample import Sample
-from areal_lite.data.tokenizer import load_tokenizer
+from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.data.packer.data_packer import DataPacker
+from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
+from areal_lite.data.source.sample import Sample
 from areal_lite.errors import ConfigError
 from tests.fixtures.tiny_model import build_tiny_model
 

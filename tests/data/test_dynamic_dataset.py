@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from areal_lite.api.config import ClassConfig, DatasetConfig
-from areal_lite.data.dynamic_dataset import AbstractDataGenerator, DynamicGenDataset
+from areal_lite.data.rows.dynamic_dataset import AbstractDataGenerator, DynamicGenDataset
 from areal_lite.errors import ConfigError
 from tests.fixtures.tiny_model import build_tiny_model
 

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.data.fingerprint import content_hash
-from areal_lite.data.loader import ResumableLoader
-from areal_lite.data.samplers import AbstractSampler, EpochSampler
+from areal_lite.data.rows.fingerprint import content_hash
+from areal_lite.data.rows.loader import ResumableLoader
+from areal_lite.data.rows.samplers import AbstractSampler, EpochSampler
 from areal_lite.errors import ConfigError
 
 

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from areal_lite.data.multimodal import (
+from areal_lite.data.vision.multimodal import (
     build_messages,
     column_values,
     concatenate_inputs,
@@ -283,7 +283,7 @@ def test_the_inputs_of_a_batch_are_joined_in_order(processor: Any) -> None:
 def test_an_item_of_a_row_with_an_image_has_positions_in_it(tmp_path: Path, processor: Any) -> None:
     """V11, V13: the model places padded tokens as the data set does."""
     from areal_lite.api.config import DatasetConfig
-    from areal_lite.data.rl_dataset import RLHFDataset
+    from areal_lite.data.rows.rl_dataset import RLHFDataset
 
     picture((24, 16)).save(tmp_path / "red.png")
     row = {

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.data.packing_plan import balance_order, plan_packing
+from areal_lite.data.batch.packing_plan import balance_order, plan_packing
 from areal_lite.errors import ConfigError
 
 

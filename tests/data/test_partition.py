@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.data.partition import (
+from areal_lite.data.batch.partition import (
     get_seqlen_balanced_partitions,
     karmarkar_karp,
     longest_processing_time,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from areal_lite.data.chat_tokens import conversation_sequences
-from areal_lite.data.preference_dataset import PreferenceDataset
+from areal_lite.data.chat.chat_tokens import conversation_sequences
+from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.errors import ConfigError
 from tests.fixtures.chat_templates import family_tokenizer
 

@@ -11,11 +11,11 @@ from PIL import Image
 from torch import Tensor
 
 from areal_lite.api.config import DatasetConfig
-from areal_lite.data.data_proto import DataProto
-from areal_lite.data.multimodal import concatenate_inputs
-from areal_lite.data.qwen2_5_vlm_packer import Qwen2_5_VLM_DataPacker
-from areal_lite.data.sample import Sample
-from areal_lite.data.training_batch import check_training_batch
+from areal_lite.data.batch.data_proto import DataProto
+from areal_lite.data.batch.training_batch import check_training_batch
+from areal_lite.data.source.sample import Sample
+from areal_lite.data.vision.multimodal import concatenate_inputs
+from areal_lite.data.vision.qwen2_5_vlm_packer import Qwen2_5_VLM_DataPacker
 from areal_lite.errors import ConfigError
 from tests.fixtures.tiny_vlm import IMAGE_ID, VIDEO_ID, build_tiny_processor, build_tiny_vlm
 

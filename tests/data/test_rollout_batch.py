@@ -10,12 +10,12 @@ import torch
 
 from areal_lite.api.config import DatasetConfig
 from areal_lite.api.episode import EpisodeResult, EpisodeStatus
-from areal_lite.data.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
-from areal_lite.data.rollout_batch import result_samples, rollout_inputs, training_batch
-from areal_lite.data.rollout_data_source import RolloutDataSource
-from areal_lite.data.tokenizer import load_tokenizer
-from areal_lite.data.training_batch import check_training_batch
-from areal_lite.data.training_sample import TrainingSample
+from areal_lite.data.batch.training_batch import check_training_batch
+from areal_lite.data.batch.training_sample import TrainingSample
+from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
+from areal_lite.data.packer.rollout_batch import result_samples, rollout_inputs, training_batch
+from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.errors import ConfigError, TrainingError
 from tests.fixtures.tiny_model import build_tiny_model
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.data.rollout_dump import dump_rollouts
+from areal_lite.data.batch.rollout_dump import dump_rollouts
 from areal_lite.errors import StorageError
 from tests.trainer.crash_states import files_end_at
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from areal_lite.data.rope_positions import (
+from areal_lite.data.vision.rope_positions import (
     IMAGE,
     TEXT,
     VIDEO,

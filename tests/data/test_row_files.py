@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areal_lite.api.config import DatasetConfig
-from areal_lite.data.row_files import load_dataset
-from areal_lite.data.rows import load_rows
+from areal_lite.data.rows.load_rows import load_rows
+from areal_lite.data.rows.row_files import load_dataset
 from areal_lite.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.data.sample import Sample, Span, with_own_containers
+from areal_lite.data.source.sample import Sample, Span, with_own_containers
 
 IDS = st.lists(st.integers(0, 99), max_size=5)
 APPENDS = st.lists(st.tuples(IDS, st.booleans(), st.booleans(), st.booleans(), st.booleans()), max_size=6)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lite.api.config import ClassConfig, DatasetConfig
-from areal_lite.data.samplers import AbstractSampler, EpochSampler, create_rl_sampler, epoch_order
+from areal_lite.data.rows.samplers import AbstractSampler, EpochSampler, create_rl_sampler, epoch_order
 from areal_lite.errors import ConfigError
 
 
@@ -90,7 +90,7 @@ def test_a_curriculum_can_come_from_a_file(tmp_path):  # V21
     source = """
         from __future__ import annotations
         from dataclasses import dataclass
-        from areal_lite.data.samplers import AbstractSampler
+        from areal_lite.data.rows.samplers import AbstractSampler
 
         @dataclass
         class Place:
@@ -110,7 +110,7 @@ def test_a_curriculum_can_come_from_a_file(tmp_path):  # V21
 @pytest.mark.parametrize(
     ("name", "path", "message"),
     [
-        ("NoSampler", __name__, "NoSampler.*subclass of areal_lite.data.samplers.AbstractSampler"),
+        ("NoSampler", __name__, "NoSampler.*subclass of areal_lite.data.rows.samplers.AbstractSampler"),
         ("config", __name__, "config.*subclass of"),
         ("WithoutUpdate", __name__, "WithoutUpdate.*has no update"),
         ("Missing", __name__, "sampler is .*Missing.*has no"),

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from areal_lite.data.chat_tokens import conversation_sequences
-from areal_lite.data.sft_dataset import SFTDataset
-from areal_lite.data.tokenized_dataset import BaseDataset
+from areal_lite.data.chat.chat_tokens import conversation_sequences
+from areal_lite.data.supervised.sft_dataset import SFTDataset
+from areal_lite.data.supervised.tokenized_dataset import BaseDataset
 from areal_lite.errors import ConfigError
 from tests.fixtures.chat_templates import family_tokenizer
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.data.collate import object_array
-from areal_lite.data.data_proto import DataProto
-from areal_lite.data.training_batch import check_training_batch, collate_training_samples, training_rows
-from areal_lite.data.training_sample import TrainingSample
+from areal_lite.data.batch.data_proto import DataProto
+from areal_lite.data.batch.training_batch import check_training_batch, collate_training_samples, training_rows
+from areal_lite.data.batch.training_sample import TrainingSample
+from areal_lite.data.rows.collate import object_array
 
 
 def sample(tokens: int = 3, *, trained: int = 1, **changes: Any) -> TrainingSample:

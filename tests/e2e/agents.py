@@ -9,8 +9,8 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from areal_lite.api.config import DatasetConfig
-from areal_lite.data.dynamic_dataset import AbstractDataGenerator
-from areal_lite.data.samplers import AbstractSampler
+from areal_lite.data.rows.dynamic_dataset import AbstractDataGenerator
+from areal_lite.data.rows.samplers import AbstractSampler
 from areal_lite.infra import workflow_context
 
 

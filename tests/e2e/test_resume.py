@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from areal_lite.api.config_loader import load_config
-from areal_lite.data.tokenizer import load_tokenizer
+from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.launch.run import run_training
 from tests.fixtures.tiny_model import build_tiny_model

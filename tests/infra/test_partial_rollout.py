@@ -14,10 +14,10 @@ import torch
 
 from areal_lite.api import GenerationHyperparameters, InferenceEngine, ModelRequest, RolloutWorkflow
 from areal_lite.api.engine_api import FilterDecision
-from areal_lite.data.buffered_data_source import RolloutDataSourceWithBuffer
-from areal_lite.data.dynamic_filters import nonzero_reward_std
-from areal_lite.data.rollout_batch import result_samples
-from areal_lite.data.rollout_data_source import RolloutDataSource
+from areal_lite.data.packer.rollout_batch import result_samples
+from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
+from areal_lite.data.source.dynamic_filters import nonzero_reward_std
+from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.errors import ConfigError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from tests.infra.scripted import OneTurn, tensors_of

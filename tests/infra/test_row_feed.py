@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from areal_lite.api.episode import EpisodeResult, EpisodeStatus
-from areal_lite.data.rollout_data_source import Group, RolloutDataSource
+from areal_lite.data.source.rollout_data_source import Group, RolloutDataSource
 from areal_lite.infra.grouped_rollout import error_text
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.infra.row_feed import drop_reason

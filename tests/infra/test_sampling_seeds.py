@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from areal_lite.api.config import InferenceEngineConfig
-from areal_lite.data.buffered_data_source import RolloutDataSourceWithBuffer
+from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from tests.infra.scripted import TwoTurns
 from tests.stub_server import StubThread

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from areal_lite.api import InferenceEngine, ModelRequest, RolloutWorkflow
-from areal_lite.data.data_packer import DataPacker
-from areal_lite.data.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
-from areal_lite.data.rollout_data_source import RolloutDataSource
-from areal_lite.data.sample import Sample
+from areal_lite.data.packer.data_packer import DataPacker
+from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
+from areal_lite.data.source.rollout_data_source import RolloutDataSource
+from areal_lite.data.source.sample import Sample
 from areal_lite.errors import ConfigError, StarvationError
 from areal_lite.infra.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
 from tests.infra.scripted import OneTurn, tensors_of

@@ -19,8 +19,8 @@ from areal_lite.api import (
     ModelResponse,
     RolloutWorkflow,
 )
-from areal_lite.data.buffered_data_source import RolloutDataSourceWithBuffer
-from areal_lite.data.tokenizer import load_tokenizer
+from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from tests.infra.scripted import tensors_of

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_lite.api import ModelResponse
-from areal_lite.data.tokenizer import load_tokenizer
+from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.infra.loop_thread import LoopThread
 
 

@@ -26,9 +26,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from areal_lite.api.config import TrainerConfig
-from areal_lite.data.data_source_state import state_bytes, state_path
-from areal_lite.data.rollout_data_source import RolloutDataSource
-from areal_lite.data.training_sample import TrainingSample
+from areal_lite.data.batch.training_sample import TrainingSample
+from areal_lite.data.source.data_source_state import state_bytes, state_path
+from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.trainer.checkpoint import checkpoint_step, find_checkpoint, load_checkpoint
 from areal_lite.trainer.checkpoint_writer import CheckpointWriter
 from areal_lite.trainer.learner import Learner

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from areal_lite.data.data_proto import DataProto
-from areal_lite.data.data_proto_file import load_data_proto
+from areal_lite.data.batch.data_proto import DataProto
+from areal_lite.data.batch.data_proto_file import load_data_proto
 from areal_lite.trainer.hand_over import broadcast_batch, broadcast_json, gather_json
 from areal_lite.trainer.ranks import Ranks, join_ranks
 from areal_lite.trainer.snapshot import restore

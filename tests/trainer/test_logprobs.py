@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from areal_lite.data.training_sample import TrainingSample
+from areal_lite.data.batch.training_sample import TrainingSample
 from areal_lite.errors import ConfigError
 from areal_lite.trainer import logprobs
 from areal_lite.trainer.logprobs import ChunkedScores, TokenScorer, TokenScores

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from areal_lite.api.trainer_config import LearnerConfig
-from areal_lite.data.training_sample import TrainingSample
+from areal_lite.data.batch.training_sample import TrainingSample
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer

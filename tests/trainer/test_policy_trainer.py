@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lite.api.trainer_config import CorrectionConfig, CriticConfig, KLConfig, TrainerConfig
-from areal_lite.data.data_proto import DataProto
+from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.errors import ConfigError, TrainingError
 from areal_lite.trainer.estimators import Estimate, EstimatorInputs
 from areal_lite.trainer.objectives.aggregation import AggregationMode

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_lite.data.training_sample import TrainingSample
+from areal_lite.data.batch.training_sample import TrainingSample
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.microbatches import plan_rows
 from areal_lite.trainer.packed_model import pack

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from areal_lite.data.data_proto import DataProto
-from areal_lite.data.training_batch import collate_training_samples
-from areal_lite.data.training_sample import TrainingSample
+from areal_lite.data.batch.data_proto import DataProto
+from areal_lite.data.batch.training_batch import collate_training_samples
+from areal_lite.data.batch.training_sample import TrainingSample
 from areal_lite.trainer.objectives.aggregation import LossTerms
 from areal_lite.trainer.objectives.policy_loss import PolicyInputs
 

@@ -1,0 +1,425 @@
+"""The batch that stages hand to one another: columns of one length, and facts about the whole.
+
+Guarantees that tensors and object arrays stay aligned: rows are chosen, repeated, split and joined on
+both sides by the same index. A plain dict of tensors carries it: all that is needed of a batch is that
+index, so a tensor-dict library would add a dependency and no function. Knows nothing of training keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from areal_lite.data.rows.collate import ObjectArray, form_of, object_array
+
+_DICTS = ("batch", "non_tensor_batch", "meta_info")
+
+Rows = slice | Sequence[int] | Sequence[bool] | NDArray[np.integer | np.bool_] | Tensor
+"""Which rows: a slice, numbers (negative ones count from the end), or a mask of ``[B]``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DataProtoItem:
+    """One row: values without the batch dimension."""
+
+    batch: dict[str, Tensor]
+    non_tensor_batch: dict[str, Any]
+    meta_info: dict[str, Any]
+
+
+@dataclass(slots=True, eq=False)
+class DataProto:
+    """``B`` rows as named columns.
+
+    Methods return a new object with dicts of its own, which shares columns where no rows move; only
+    :meth:`pop`, :meth:`union` and :meth:`reorder` work in place. ``len(batch)`` counts rows, while
+    ``len(batch.batch)`` counts tensors.
+
+    Raises:
+        ValueError: If columns differ in length, or are not what their dict holds.
+    """
+
+    batch: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors ``[B, ...]``."""
+
+    non_tensor_batch: dict[str, ObjectArray] = field(default_factory=dict)
+    """Arrays ``[B]`` of dtype object; :func:`~areal_lite.data.rows.collate.object_array` makes one."""
+
+    meta_info: dict[str, Any] = field(default_factory=dict)
+    """Facts about the batch as a whole; ``metrics`` is a dict of numbers that :meth:`concat` gathers."""
+
+    def __post_init__(self) -> None:
+        self.check_consistency()
+
+    @classmethod
+    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> Self:
+        """Return a batch of what :func:`~areal_lite.data.rows.collate.collate_fn` made.
+
+        Tensors go to ``batch`` and numpy arrays to ``non_tensor_batch``.
+
+        Raises:
+            ValueError: If a value is neither, or lengths differ.
+        """
+        for key, value in data.items():
+            if not isinstance(value, Tensor | np.ndarray) or value.ndim == 0:
+                raise ValueError(
+                    f"{key!r} is {form_of(value)}: give a tensor or object_array(values); what is not one "
+                    "value per row belongs to meta_info"
+                )
+        tensors = {key: value for key, value in data.items() if isinstance(value, Tensor)}
+        return cls.from_dict(tensors, {key: data[key] for key in data if key not in tensors}, meta_info)
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Tensor] | None = None,
+        non_tensors: Mapping[str, Sequence[Any] | NDArray[Any]] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Return a batch of tensors and of lists or arrays with one entry per row."""
+        arrays = {key: object_array(values) for key, values in (non_tensors or {}).items()}
+        return cls(dict(tensors or {}), arrays, dict(meta_info or {}))
+
+    def check_consistency(self) -> None:
+        """Check every column; for use after one was put into a dict by hand.
+
+        Raises:
+            ValueError: With key, shape and mend.
+        """
+        for key, tensor in self.batch.items():
+            if not isinstance(tensor, Tensor) or tensor.ndim == 0:
+                raise ValueError(
+                    f"batch[{key!r}] is {form_of(tensor)}: it must be a tensor of shape [B, ...]"
+                )
+            if key in self.non_tensor_batch:
+                raise ValueError(
+                    f"{key!r} is in batch and in non_tensor_batch: a name has one column; rename one"
+                )
+        for key, array in self.non_tensor_batch.items():
+            if not isinstance(array, np.ndarray) or array.dtype != object or array.ndim != 1:
+                raise ValueError(
+                    f"non_tensor_batch[{key!r}] is {form_of(array)}: it must be an array of dtype object and "
+                    "shape [B]; make it with object_array(values)"
+                )
+        lengths = {key: len(column) for key, column in self._columns()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(
+                f"columns differ in length, {lengths}: give each one entry per row; facts about the whole batch "
+                "belong to meta_info"
+            )
+
+    def __len__(self) -> int:
+        """Return the number of rows; 0 without columns."""
+        return next((len(column) for _, column in self._columns()), 0)
+
+    @overload
+    def __getitem__(self, rows: int) -> DataProtoItem: ...
+    @overload
+    def __getitem__(self, rows: Rows) -> DataProto: ...
+    def __getitem__(self, rows: int | Rows) -> DataProtoItem | DataProto:
+        """Return one row for an int, else the chosen rows in the order asked for; slices share storage.
+
+        Raises:
+            IndexError: If a row is not there, or a mask has another length.
+            TypeError: If ``rows`` says neither rows nor a mask.
+        """
+        self.check_consistency()
+        if isinstance(rows, int | np.integer):
+            number = int(self._numbers([int(rows)])[0])
+            return DataProtoItem(
+                {key: tensor[number] for key, tensor in self.batch.items()},
+                {key: array[number] for key, array in self.non_tensor_batch.items()},
+                dict(self.meta_info),
+            )
+        numbers: Any = rows
+        index: Any = rows
+        if not isinstance(rows, slice) or (rows.step or 1) < 0:  # a tensor takes no negative step
+            numbers = self._numbers(rows)
+            index = torch.from_numpy(numbers)
+        return DataProto(
+            {key: tensor[index] for key, tensor in self.batch.items()},
+            {key: array[numbers] for key, array in self.non_tensor_batch.items()},
+            dict(self.meta_info),
+        )
+
+    def pop(
+        self,
+        batch_keys: Sequence[str] = (),
+        non_tensor_batch_keys: Sequence[str] = (),
+        meta_info_keys: Sequence[str] = (),
+    ) -> DataProto:
+        """Remove the named entries and return them as a batch; all of them or, on an error, none.
+
+        Raises:
+            KeyError: If one is not there.
+        """
+        popped = self._entries(batch_keys, non_tensor_batch_keys, meta_info_keys)
+        for mine, gone in zip(self._dicts(), popped._dicts(), strict=True):
+            for key in gone:
+                del mine[key]
+        return popped
+
+    def select(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+    ) -> DataProto:
+        """Return a batch of the named entries only; None keeps all of that dict.
+
+        Raises:
+            KeyError: If one is not there.
+        """
+        return self._entries(
+            self.batch if batch_keys is None else batch_keys,
+            self.non_tensor_batch if non_tensor_batch_keys is None else non_tensor_batch_keys,
+            self.meta_info if meta_info_keys is None else meta_info_keys,
+        )
+
+    def rename(self, names: Mapping[str, str]) -> DataProto:
+        """Return the batch with columns renamed, ``{old: new}``.
+
+        Raises:
+            KeyError: If an old name is not there.
+            ValueError: If two columns would have one name.
+        """
+        columns = dict(self._columns())
+        for key in names:
+            _lookup(columns, key, "the batch")
+        renamed = {names.get(key, key): column for key, column in columns.items()}
+        if len(renamed) < len(columns):
+            raise ValueError(
+                f"renaming {dict(names)} in {list(columns)} gives two columns one name: choose another"
+            )
+        return DataProto.from_single_dict(renamed, self.meta_info)
+
+    def union(self, other: DataProto) -> Self:
+        """Take over the entries of ``other``, in place, and return the batch; on an error it stays as it was.
+
+        Raises:
+            ValueError: If the number of rows differs, or a name both have stands for different values.
+        """
+        merged = DataProto(*map(_merged, self._dicts(), other._dicts(), _DICTS))
+        for mine, both in zip(self._dicts(), merged._dicts(), strict=True):
+            mine.update(both)
+        return self
+
+    def repeat(self, repeat_times: int, *, interleave: bool = True) -> DataProto:
+        """Return every row ``repeat_times`` times: ``a, a, b, b``, or without ``interleave`` ``a, b, a, b``."""
+        _at_least_one("repeat_times", repeat_times)
+        rows = np.arange(len(self))
+        return self[np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times)]
+
+    def reorder(self, indices: Rows) -> None:
+        """Put row ``indices[i]`` at place ``i``, in place.
+
+        Raises:
+            ValueError: If ``indices`` does not name each row once.
+        """
+        numbers = self._numbers(indices)
+        if not np.array_equal(np.sort(numbers), np.arange(len(self))):
+            raise ValueError(
+                f"the {len(numbers)} indices do not name each of {len(self)} rows once: to choose rows, index the batch"
+            )
+        ordered = self[numbers]
+        self.batch.update(ordered.batch)
+        self.non_tensor_batch.update(ordered.non_tensor_batch)
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """Return ``chunks`` batches of equal length, which share storage with this one.
+
+        Raises:
+            ValueError: If the rows cannot be divided so.
+        """
+        _at_least_one("chunks", chunks)
+        if len(self) % chunks:
+            raise ValueError(
+                f"{len(self)} rows cannot be cut into {chunks} equal chunks: use pad_to_divisor({chunks}) first, or "
+                "split(size), whose last part may be shorter"
+            )
+        size = len(self) // chunks
+        return [self[number * size : (number + 1) * size] for number in range(chunks)]
+
+    def split(self, split_size: int) -> list[DataProto]:
+        """Return batches of ``split_size`` rows, the last of what is left; one, if there are no rows."""
+        _at_least_one("split_size", split_size)
+        return [self[start : start + split_size] for start in range(0, max(1, len(self)), split_size)]
+
+    @staticmethod
+    def concat(parts: Sequence[DataProto]) -> DataProto:
+        """Return the rows of all parts, in order.
+
+        Numbers in ``meta_info["metrics"]`` become lists of one entry per part (a list is extended);
+        any other fact is taken from the parts that have it.
+
+        Raises:
+            ValueError: If there are no parts, columns or their shapes differ, or a fact does.
+        """
+        if not parts:
+            raise ValueError("there are no batches to concatenate: give at least one")
+        first = parts[0]
+        metrics: dict[str, list[Any]] = {}
+        meta_info: dict[str, Any] = {}
+        for number, part in enumerate(parts):
+            _check_same_columns(first, part, number)
+            facts = dict(part.meta_info)
+            for name, value in facts.pop("metrics", {}).items():
+                metrics.setdefault(name, []).extend(value if isinstance(value, list) else [value])
+            meta_info = _merged(meta_info, facts, "meta_info")
+        if metrics:
+            meta_info["metrics"] = metrics
+        return DataProto(
+            {key: torch.cat([part.batch[key] for part in parts]) for key in first.batch},
+            {
+                key: np.concatenate([part.non_tensor_batch[key] for part in parts])
+                for key in first.non_tensor_batch
+            },
+            meta_info,
+        )
+
+    def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
+        """Return the batch with rows from its start added until ``divisor`` divides it, and how many were added.
+
+        3 rows padded to 8 are ``a, b, c, a, b, c, a, b``; :meth:`unpad` takes them off again.
+        """
+        _at_least_one("divisor", divisor)
+        pad_size = -len(self) % divisor
+        if not pad_size:
+            return self.select(), 0
+        return self[np.arange(len(self) + pad_size) % len(self)], pad_size
+
+    def unpad(self, pad_size: int) -> DataProto:
+        """Return the batch without its last ``pad_size`` rows."""
+        if not 0 <= pad_size <= len(self):
+            raise ValueError(f"pad_size is {pad_size} of {len(self)} rows: give what pad_to_divisor returned")
+        return self[: len(self) - pad_size]
+
+    def make_iterator(
+        self, mini_batch_size: int, *, epochs: int = 1, seed: int | None = None
+    ) -> Iterator[DataProto]:
+        """Return an iterator over mini-batches, every row once per epoch.
+
+        Args:
+            mini_batch_size: Rows of each; it divides the batch, so that every row weighs the same in a mean.
+            epochs: Times to go through the batch.
+            seed: Makes the order, another in each epoch and the same in each run; None keeps the order.
+
+        Raises:
+            ValueError: If ``mini_batch_size`` does not divide the batch.
+        """
+        _at_least_one("mini_batch_size", mini_batch_size)
+        _at_least_one("epochs", epochs)
+        if len(self) % mini_batch_size:
+            raise ValueError(
+                f"mini_batch_size {mini_batch_size} does not divide {len(self)} rows: choose one that does, or use "
+                f"pad_to_divisor({mini_batch_size}) first"
+            )
+
+        def mini_batches() -> Iterator[DataProto]:
+            for epoch in range(epochs):
+                order = np.arange(len(self))
+                if seed is not None:
+                    order = np.random.default_rng([seed, epoch]).permutation(order)
+                for start in range(0, len(self), mini_batch_size):
+                    yield self[order[start : start + mini_batch_size]]
+
+        return mini_batches()
+
+    def to(self, device: torch.device | str) -> DataProto:
+        """Return the batch with its tensors on ``device``."""
+        tensors = {key: tensor.to(device) for key, tensor in self.batch.items()}
+        return DataProto(tensors, dict(self.non_tensor_batch), dict(self.meta_info))
+
+    def _columns(self) -> Iterator[tuple[str, Tensor | ObjectArray]]:
+        yield from self.batch.items()
+        yield from self.non_tensor_batch.items()
+
+    def _dicts(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        return self.batch, self.non_tensor_batch, self.meta_info
+
+    def _entries(self, *names: Iterable[str]) -> DataProto:
+        return DataProto(
+            *(
+                {key: _lookup(mine, key, where) for key in chosen}
+                for mine, chosen, where in zip(self._dicts(), names, _DICTS, strict=True)
+            )
+        )
+
+    def _numbers(self, rows: Rows) -> NDArray[np.int64]:
+        if isinstance(rows, slice):
+            return np.arange(*rows.indices(len(self)))
+        index = rows.cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
+        if index.ndim != 1 or (index.size and index.dtype.kind not in "biu"):
+            raise TypeError(
+                f"a batch cannot be indexed by {form_of(rows)}: give a number, a slice, or one list, array or tensor "
+                "of numbers or bools"
+            )
+        if index.dtype == bool:
+            if len(index) != len(self):
+                raise IndexError(f"the mask has {len(index)} entries for {len(self)} rows: give one per row")
+            return np.flatnonzero(index)
+        outside = index[(index < -len(self)) | (index >= len(self))]
+        if outside.size:
+            raise IndexError(f"row {outside[0]} is not there: the batch has {len(self)} rows")
+        return index.astype(np.int64) % max(1, len(self))
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} is {value}: give 1 or more")
+
+
+def _lookup(values: Mapping[str, Any], key: str, where: str) -> Any:
+    if key not in values:
+        raise KeyError(f"{where} has no {key!r}: it has {list(values)}")
+    return values[key]
+
+
+def _merged(mine: Mapping[str, Any], theirs: Mapping[str, Any], where: str) -> dict[str, Any]:
+    for key in mine:
+        if key in theirs and not _same(mine[key], theirs[key]):
+            raise ValueError(
+                f"both sides have {where}[{key!r}], {form_of(mine[key])} and {form_of(theirs[key])}, with different "
+                "values: pop or rename it on one side first"
+            )
+    return {**mine, **theirs}
+
+
+def _same(mine: Any, theirs: Any) -> bool:
+    """Return whether two values are equal all the way down; NaN is equal to NaN."""
+    if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
+        if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
+            return False
+        return bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all())
+    if isinstance(mine, np.ndarray) and isinstance(theirs, np.ndarray):
+        return mine.shape == theirs.shape and _same(mine.tolist(), theirs.tolist())
+    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+        return mine.keys() == theirs.keys() and all(_same(mine[key], theirs[key]) for key in mine)
+    if isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
+        return len(mine) == len(theirs) and all(map(_same, mine, theirs))
+    if isinstance(mine, Tensor | np.ndarray) or isinstance(theirs, Tensor | np.ndarray):
+        return False
+    return bool(mine == theirs or (mine != mine and theirs != theirs))
+
+
+def _check_same_columns(first: DataProto, part: DataProto, number: int) -> None:
+    expected, found = _row_forms(first), _row_forms(part)
+    for key in expected | found:
+        if expected.get(key) != found.get(key):
+            raise ValueError(
+                f"part {number} has {found.get(key, 'nothing')} as {key!r}, part 0 has {expected.get(key, 'nothing')}: "
+                "batches are concatenated when their columns agree; pad, pop or rename first"
+            )
+
+
+def _row_forms(part: DataProto) -> dict[str, str]:
+    forms = {
+        key: f"{tensor.dtype} rows of shape {list(tensor.shape[1:])}" for key, tensor in part.batch.items()
+    }
+    return forms | dict.fromkeys(part.non_tensor_batch, "an object array")

@@ -1,0 +1,178 @@
+"""A batch in one file, without pickle: reading it runs no code.
+
+Guarantees that the file appears whole or not at all, and that what is read equals what was written.
+Tensors and numeric arrays, nested ones too, are kept as safetensors; the rest is JSON in a tensor of
+bytes beside them. Any reader of safetensors finds the tensors of a batch as ``batch/NAME``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from areal_lite.data.batch.data_proto import DataProto
+from areal_lite.data.rows.collate import form_of, object_array
+from areal_lite.errors import ConfigError, StorageError
+
+_FORMAT = "areal_lite.DataProto"
+_SCHEMA = "1"
+_JSON = "json"
+_KIND = "$"
+"""``{"$": kind, "value": ...}`` stands for what JSON has no word for."""
+
+
+def save_data_proto(batch: DataProto, path: Path | str) -> Path:
+    """Write ``batch`` to the file ``path``, in place of one that is there, and return the path.
+
+    Gradients and devices are not kept; numpy's numbers become Python's.
+
+    Raises:
+        ValueError: If a value cannot be kept without pickle; with its key.
+        StorageError: If the disk is full or not writable.
+    """
+    tensors = to_tensors(batch)
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".tmp-", dir=path.parent) as folder:
+            aside = Path(folder) / path.name
+            save_file(tensors, aside, metadata={"format": _FORMAT, "schema": _SCHEMA})
+            aside.chmod(0o644)
+            with aside.open("rb") as file:
+                os.fsync(file.fileno())
+            aside.replace(path)
+    except KeyError as error:  # a dtype that safetensors does not have
+        names = [name for name, tensor in tensors.items() if tensor.dtype in error.args]
+        raise ValueError(
+            f"{names} are of dtype {error}, which no safetensors file holds: convert them"
+        ) from error
+    except (OSError, SafetensorError) as error:
+        raise StorageError(
+            f"the batch could not be written to {path}: {error}: free disk space or mend its permissions"
+        ) from error
+    return path
+
+
+def load_data_proto(path: Path | str) -> DataProto:
+    """Return the batch that :func:`save_data_proto` wrote, on the CPU.
+
+    Raises:
+        ConfigError: If there is no such file, or it is cut off, of another program, or of a later version.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            mark = file.metadata() or {}
+            if mark.get("format") != _FORMAT:
+                raise ConfigError(
+                    f"{path} holds tensors but no batch: name a file that save_data_proto wrote"
+                )
+            if mark.get("schema") != _SCHEMA:
+                raise ConfigError(
+                    f"{path} is of schema {mark.get('schema')}, this version reads {_SCHEMA}: use the version that "
+                    "wrote it"
+                )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no mapping
+        return from_tensors(tensors)
+    except (OSError, SafetensorError, KeyError, orjson.JSONDecodeError) as error:
+        raise ConfigError(
+            f"no batch can be read from {path} ({error}): it must be a whole file that save_data_proto wrote"
+        ) from error
+
+
+def to_tensors(batch: DataProto) -> dict[str, Tensor]:
+    """Return all that is in ``batch`` as tensors by name, on the CPU and without shared storage.
+
+    Raises:
+        ValueError: If a value cannot be kept without pickle; with its key.
+    """
+    batch.check_consistency()
+    tensors = {f"batch/{key}": _dense(tensor) for key, tensor in batch.batch.items()}
+    arrays = {key: list(array) for key, array in batch.non_tensor_batch.items()}
+    rest = {
+        "batch": list(batch.batch),
+        "non_tensor_batch": _json_section("non_tensor_batch", arrays, tensors),
+        "meta_info": _json_section("meta_info", batch.meta_info, tensors),
+    }
+    tensors[_JSON] = torch.frombuffer(bytearray(orjson.dumps(rest)), dtype=torch.uint8)
+    return tensors
+
+
+def from_tensors(tensors: Mapping[str, Tensor]) -> DataProto:
+    """Return the batch that :func:`to_tensors` was given, on the CPU."""
+    rest = orjson.loads(tensors[_JSON].numpy().tobytes())
+    return DataProto(
+        {key: tensors[f"batch/{key}"] for key in rest["batch"]},
+        {key: object_array(_from_json(rows, tensors)) for key, rows in rest["non_tensor_batch"].items()},
+        {key: _from_json(value, tensors) for key, value in rest["meta_info"].items()},
+    )
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return a copy of its own: safetensors refuses tensors that share storage, as views of a batch do."""
+    return tensor.detach().to("cpu").clone(memory_format=torch.contiguous_format)
+
+
+def _json_section(where: str, values: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    section = {}
+    for key, value in values.items():
+        try:
+            section[key] = orjson.Fragment(orjson.dumps(_to_json(value, tensors, f"{where}/{key}")))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{where}[{key!r}] cannot be kept without pickle: {error}; make it numbers, text, lists, dicts, "
+                "tensors or numeric arrays, or pop it before"
+            ) from error
+    return section
+
+
+def _to_json(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
+    """Return ``value`` in JSON's words; its tensors are added to ``tensors``."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_KIND: "float", "value": str(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor | np.ndarray):
+        name = f"{place}/{len(tensors)}"
+        if isinstance(value, Tensor):
+            tensors[name] = _dense(value)
+            return {_KIND: "tensor", "value": name}
+        tensors[name] = torch.from_numpy(np.array(value))
+        return {_KIND: "array", "value": name}
+    if isinstance(value, list):
+        return [_to_json(item, tensors, place) for item in value]
+    if isinstance(value, tuple):
+        return {_KIND: "tuple", "value": _to_json(list(value), tensors, place)}
+    if isinstance(value, dict):
+        if _KIND not in value and all(isinstance(key, str) for key in value):
+            return {key: _to_json(item, tensors, place) for key, item in value.items()}
+        return {_KIND: "dict", "value": [_to_json(list(pair), tensors, place) for pair in value.items()]}
+    raise TypeError(f"it holds {form_of(value)}")
+
+
+def _from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_from_json(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _KIND not in value:
+        return {key: _from_json(item, tensors) for key, item in value.items()}
+    kind, inner = value[_KIND], value["value"]
+    if kind == "tensor":
+        return tensors[inner]
+    if kind == "array":
+        return tensors[inner].numpy()
+    items = _from_json(inner, tensors)
+    return {"float": float, "tuple": tuple, "dict": dict}[kind](items)

@@ -1,0 +1,1 @@
+"""Messages, prompts and tokens: everything that asks a tokenizer or a chat template."""

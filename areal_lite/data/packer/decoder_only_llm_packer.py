@@ -1,0 +1,223 @@
+"""The packer of language models that read nothing but tokens: Llama, Qwen2.5, Qwen3, Qwen3-MoE, DeepSeek-V3.
+
+Guarantees that a token trains if and only if the policy sampled it and nobody excluded it: recorded tokens
+are never tokenized again, and the loss mask is aligned to the token itself, over the whole sequence. The
+shift by one is the loss's business.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from areal_lite.api.config import DatasetConfig
+from areal_lite.data.batch.training_sample import TrainingSample
+from areal_lite.data.chat.prompt_text import render_prompt
+from areal_lite.data.packer.data_packer import DataPacker, RolloutOutput
+from areal_lite.data.source.sample import Sample
+from areal_lite.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class DecoderOnlyLLMDataPacker(DataPacker):
+    """Rows are text, conversations, or dicts with a prompt column that is one of the two."""
+
+    def get_rollout_input(self, item: Any) -> Any:
+        """Return the prompt as text, or the row itself.
+
+        Args:
+            item: Text, used as it is without a chat template; a list of messages, which becomes text through
+                the template, up to where the assistant answers; or a dict, whose columns are for the
+                workflow to read.
+
+        Returns:
+            Text, text and the dict, in this order.
+
+        Raises:
+            ConfigError: If it is something else, or the tokenizer has no chat template.
+        """
+        if isinstance(item, str | Mapping):
+            return item
+        return render_prompt(self.tokenizer, item, config=self.config)
+
+    def get_policy_input(
+        self, sample: Any, rollout_output: RolloutOutput, n_ignore_prefix_tokens: int = 0
+    ) -> TrainingSample:
+        """Return what trains of one answer.
+
+        Args:
+            sample: The dataset row, or a :class:`Sample` with its prompt. Not read where the output is recorded.
+            rollout_output: A recorded :class:`Sample`, whose tokens are taken as they are; or, for a single
+                turn, the answer's ids, or its text where there never were any.
+            n_ignore_prefix_tokens: Leave out the first so many of the answer's tokens.
+
+        Returns:
+            The whole sequence with the reward of the recorded sample. For ids and text it is the reward of
+            ``sample``, or its column ``reward``, and 0 where there is none.
+
+        Raises:
+            TypeError: If the output is none of the three.
+            ConfigError: If the row has no prompt.
+            ValueError: If there is no finite reward, more tokens shall be ignored than there are, or the
+                prompt is empty, so that nothing predicts the answer's first token.
+        """
+        if not isinstance(rollout_output, Sample):
+            source = row_sample(sample, self.config)
+            rollout_output = answered(source, self._prompt_ids(source), rollout_output, self.tokenizer)
+        return training_sample(rollout_output, n_ignore_prefix_tokens)
+
+    def policy_compute_max_len(self, processed_samples: Sequence[TrainingSample]) -> int:
+        """Return the length, in tokens, of the longest; ValueError where there is none."""
+        return longest(processed_samples)
+
+    def policy_collate_fn(
+        self, processed_samples: Sequence[TrainingSample], computed_max_len: int
+    ) -> dict[str, Any]:
+        """Return the batch of :func:`collate_training_samples`, padded on the right.
+
+        Raises:
+            ValueError: If ``computed_max_len`` is below the longest sample; nothing is cut off.
+            ConfigError: If the tokenizer has neither a padding nor an end token.
+        """
+        return collate(processed_samples, computed_max_len, self.tokenizer)
+
+    def _prompt_ids(self, source: Sample) -> list[int]:
+        prompt = source.prompt
+        if not isinstance(prompt, str):
+            tools = source.row.get(self.config.tools_key)
+            prompt = render_prompt(self.tokenizer, prompt, config=self.config, tools=tools)
+        return encode(self.tokenizer, prompt)
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of ``text`` alone; special tokens are those written in it."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def row_sample(row: Any, config: DatasetConfig) -> Sample:
+    """Return a dataset row as a pending sample with its prompt and, if any, reward; a sample as it is.
+
+    Raises:
+        ConfigError: If a dict has no prompt column.
+    """
+    if isinstance(row, Sample):
+        return row
+    if not isinstance(row, Mapping):
+        return Sample(prompt=row)
+    if config.prompt_key not in row:
+        raise ConfigError(
+            f"a row has the columns {sorted(map(str, row))}, but no {config.prompt_key!r}: set the dataset's prompt_key"
+        )
+    sample = Sample(row=dict(row), prompt=row[config.prompt_key])
+    sample.reward = row.get("reward")
+    return sample
+
+
+def answered(source: Sample, prompt_ids: Sequence[int], output: str | list[int], tokenizer: Any) -> Sample:
+    """Return a new sample of one turn: the prompt, and ``output`` as what was sampled.
+
+    Raises:
+        TypeError: If ``output`` is neither ids nor text.
+    """
+    if isinstance(output, str):
+        output = encode(tokenizer, output)
+    elif not isinstance(output, list):
+        raise TypeError(
+            f"a rollout output is a Sample, a list of token ids or text, not {type(output).__name__}: hand over "
+            "what the engine sampled"
+        )
+    sample = Sample(source.index, group_index=source.group_index, row=source.row, prompt=source.prompt)
+    sample.append(prompt_ids)
+    sample.append(output, sampled=True)
+    sample.reward = 0.0 if source.reward is None else source.reward
+    return sample
+
+
+def training_sample(
+    sample: Sample, n_ignore_prefix_tokens: int = 0, *, multi_modal_inputs: dict[str, Any] | None = None
+) -> TrainingSample:
+    """Return what trains of a recorded sample.
+
+    Log-probs are None where no trained token has one, and NaN at those that have none beside others that do;
+    versions are None where no token has one.
+
+    Args:
+        sample: Tokens and a reward.
+        n_ignore_prefix_tokens: Of the tokens that train, leave out the first so many.
+        multi_modal_inputs: What the model reads besides tokens.
+
+    Raises:
+        ValueError: As :meth:`DecoderOnlyLLMDataPacker.get_policy_input`.
+    """
+    loss_mask = np.array(sample.loss_mask, np.bool_)
+    trained = np.flatnonzero(loss_mask)
+    if not 0 <= n_ignore_prefix_tokens <= len(trained):
+        raise ValueError(
+            f"n_ignore_prefix_tokens is {n_ignore_prefix_tokens}: the answer has {len(trained)} tokens to train, so "
+            f"it must be from 0 to {len(trained)}"
+        )
+    loss_mask[trained[:n_ignore_prefix_tokens]] = False
+    logprobs = np.array(sample.logprobs, np.float32)
+    versions = np.array(sample.versions, np.int64)
+    recorded = np.isfinite(logprobs[loss_mask]).any()
+    logprobs[~loss_mask & np.isnan(logprobs)] = 0
+    return TrainingSample(
+        input_ids=np.array(sample.tokens, np.int64),
+        loss_mask=loss_mask,
+        behaviour_logprobs=logprobs if recorded else None,
+        versions=versions if (versions >= 0).any() else None,
+        reward=sample.get_reward_value(),
+        group_id="" if sample.group_index is None else str(sample.group_index),
+        task_id=str(sample.metadata.get("task_id", "")),
+        multi_modal_inputs=multi_modal_inputs,
+    )
+
+
+def longest(samples: Sequence[TrainingSample]) -> int:
+    """Return the length, in tokens, of the longest sample.
+
+    Raises:
+        ValueError: If there are no samples.
+    """
+    if not samples:
+        raise ValueError("there are no samples, so none is the longest: collate one or more")
+    return max(len(sample.input_ids) for sample in samples)
+
+
+def collate(samples: Sequence[TrainingSample], length: int, tokenizer: Any) -> dict[str, Any]:
+    """Return the training batch of ``samples``, each padded on the right to ``length`` tokens.
+
+    Raises:
+        ValueError: If there are no samples, or one is longer.
+        ConfigError: If the tokenizer has neither a padding nor an end token.
+    """
+    from areal_lite.data.batch.training_batch import collate_training_samples
+
+    if length < longest(samples):
+        raise ValueError(
+            f"computed_max_len is {length}, but the longest sample has {longest(samples)} tokens, and cutting it "
+            "would lose what the policy wrote: pad to its length or more"
+        )
+    return collate_training_samples(samples, length, pad_token_id=_pad_token_id(tokenizer))
+
+
+def _pad_token_id(tokenizer: Any) -> int:
+    if tokenizer.pad_token_id is not None:
+        return int(tokenizer.pad_token_id)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            "the tokenizer has neither a pad_token nor an eos_token, so batches cannot be padded: set pad_token in "
+            "its tokenizer_config.json"
+        )
+    _warn_of_eos(tokenizer.name_or_path, tokenizer.eos_token)
+    return int(tokenizer.eos_token_id)
+
+
+@functools.cache
+def _warn_of_eos(name: str, token: str) -> None:
+    logger.warning("tokenizer %s has no pad_token: batches are padded with its eos_token %r", name, token)

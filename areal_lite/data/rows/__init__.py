@@ -1,0 +1,1 @@
+"""Dataset rows: where they are read or made, and the order they come in."""

@@ -1,0 +1,283 @@
+"""Rows and their prompts as a torch data set.
+
+Guarantees that every item has the same tensors, and that a row that was left out is counted with its reason.
+Where rows come from: ``rows``; how a prompt becomes tokens: ``prompt_encoder``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from areal_lite.api.config import DatasetConfig
+from areal_lite.data.chat.prompt_encoder import EncodedPrompt, PromptEncoder
+from areal_lite.data.chat.prompt_tensors import compute_position_id_with_mask, postprocess_data
+from areal_lite.data.chat.prompt_text import TemplateError
+from areal_lite.data.rows.load_rows import Row, load_rows, select_rows
+from areal_lite.data.rows.user_class import load_class
+from areal_lite.data.vision.rope_positions import multimodal_position_ids
+from areal_lite.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+TOO_LONG = "too long"
+TEMPLATE_FAILED = "template failed"
+_BAD_ROW = "bad row: "
+
+
+class RLHFDataset(Dataset[dict[str, Any]]):
+    """Rows, and for each the tensors of its prompt.
+
+    ``rows`` has the rows as they were read, without those that were filtered out; ``dropped`` counts these by
+    reason, :data:`TOO_LONG` or :data:`TEMPLATE_FAILED`, of which ``first_failure`` keeps the first message.
+
+    Args:
+        data_files: What :func:`areal_lite.data.rows.load_rows.load_rows` reads.
+        tokenizer: Hugging Face tokenizer with a chat template; None where only ``rows`` are wanted.
+        config: Which columns there are and what is made of them; ``data_files`` takes the place of its path.
+        processor: Hugging Face processor of a model that sees images or videos.
+        max_samples: Rows before any are filtered out; -1 is what ``config.max_samples`` says.
+        seed: Chooses them where ``config.shuffle`` is set.
+
+    Raises:
+        ConfigError: If rows cannot be had, are all filtered out, or, with a tokenizer, have no column of prompts.
+        ValueError: If ``max_samples`` is neither -1 nor positive.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Sequence[str],
+        tokenizer: Any,
+        config: DatasetConfig,
+        processor: Any = None,
+        max_samples: int = -1,
+        seed: int = 1,
+    ) -> None:
+        if max_samples != -1 and max_samples < 1:
+            raise ValueError(f"max_samples is {max_samples}: it must be 1 or more, or -1 for all")
+        path = data_files if isinstance(data_files, str) else list(data_files)
+        self.config = replace(
+            config, path=path, max_samples=config.max_samples if max_samples == -1 else max_samples
+        )
+        self.processor = processor
+        self.tokenizer = tokenizer
+        self.encoder = None if tokenizer is None else PromptEncoder(self.config, tokenizer, processor)
+        self.dropped: Counter[str] = Counter()
+        self.first_failure: str | None = None
+        self.rows: Sequence[Row] = load_rows(self.config, seed=seed)
+        # Rows that nobody tokenizes need no prompt, unless the config names its column.
+        if tokenizer is not None or config.prompt_key != DatasetConfig.prompt_key:
+            self._check_column(self.rows[0], "prompt_key")
+        if config.label_key is not None:
+            self._check_column(self.rows[0], "label_key")
+        num_rows = len(self.rows)
+        self.rows = self.without_overlong(self.rows)
+        if not self.rows:
+            raise ConfigError(
+                f"dataset {self.config.path}: of {num_rows} rows none is left; {self._told()}: raise "
+                "max_prompt_length, or mend rows or template"
+            )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return the row at ``index`` with its prompt as tensors in place of the prompt.
+
+        With ``T`` the config's max_prompt_length, or the prompt's own length where that is null:
+
+        * ``input_ids``, ``attention_mask``: ``[T]`` int64, padded on the left
+        * ``position_ids``: ``[T]`` int64, or ``[4, T]`` for a processor whose model has positions in an image
+        * ``raw_prompt_ids``: list of the prompt's ids, cut like ``input_ids`` but not padded
+        * ``index``, ``tools_kwargs``, ``interaction_kwargs``: from ``extra_info``, else 0, {} and {}
+        * ``raw_prompt`` (messages) with return_raw_chat, ``full_prompts`` (text) with return_full_prompt
+        * ``multi_modal_data``, ``multi_modal_inputs``: where the row has images or videos
+        * the other columns of the row
+
+        Raises:
+            ConfigError: If the row cannot be encoded or is too long to; with its place.
+        """
+        encoder = self._encoder("to make tensors of prompts")
+        row = self.rows[index]
+        try:
+            self._check_column(row, "prompt_key")
+            extra = row.get("extra_info") or {}
+            if not isinstance(extra, Mapping):
+                raise ConfigError(f"extra_info is {extra!r}: it must be a dict")
+            prompt = encoder.encode(row)
+            tensors = self._tensors(prompt)
+        except ValueError as error:
+            raise ConfigError(f"dataset {self.config.path}, row {index}: {error}") from error
+        replaced = (self.config.prompt_key, self.config.image_key, self.config.video_key)
+        item = {key: value for key, value in row.items() if key not in replaced} | tensors
+        item["index"] = extra.get("index") or 0
+        item["tools_kwargs"] = extra.get("tools_kwargs") or {}
+        item["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
+        if self.config.return_raw_chat:
+            item["raw_prompt"] = prompt.messages
+        if self.config.return_full_prompt:
+            item["full_prompts"] = prompt.text
+        if prompt.multi_modal_data:
+            item["multi_modal_data"] = prompt.multi_modal_data
+            item["multi_modal_inputs"] = prompt.multi_modal_inputs
+        return item
+
+    def without_overlong(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """Return ``rows`` without those the config's filter drops, which are counted in ``dropped``.
+
+        Raises:
+            ConfigError: If a prompt is no prompt; with its row.
+        """
+        if not self.config.filter_overlong_prompts:
+            return rows
+        limit = self.config.max_prompt_length
+        if limit is None:
+            raise ConfigError("filter_overlong_prompts is set, but max_prompt_length is not: set it as well")
+        measure = functools.partial(_reason_to_drop, self._encoder("to filter overlong prompts"), limit)
+        if isinstance(rows, list):
+            reasons = [measure(row)["reason"] for row in rows]
+        else:
+            workers = min(self.config.filter_overlong_prompts_workers, len(rows))
+            reasons = rows.map(  # type: ignore[attr-defined]
+                measure,
+                num_proc=workers if workers > 1 else None,
+                remove_columns=rows.column_names,  # type: ignore[attr-defined]
+                keep_in_memory=True,
+                load_from_cache_file=False,
+                desc=f"Filtering prompts longer than {limit} tokens",
+            )["reason"][:]
+        for place, reason in enumerate(reasons):
+            if reason.startswith(_BAD_ROW):
+                raise ConfigError(f"dataset {self.config.path}, row {place}: {reason.removeprefix(_BAD_ROW)}")
+        kept = [place for place, reason in enumerate(reasons) if not reason]
+        if len(kept) == len(rows):
+            return rows
+        self.dropped.update(reason.partition(":")[0] for reason in reasons if reason)
+        self.first_failure = self.first_failure or next(filter(_is_failure, reasons), None)
+        _log.warning("dataset %s: %s", self.config.path, self._told())
+        return select_rows(rows, kept)
+
+    def _told(self) -> str:
+        failures = self.dropped[TEMPLATE_FAILED]
+        return (
+            f"dropped {self.dropped[TOO_LONG]} rows with prompts of more than {self.config.max_prompt_length} tokens"
+            + (f", and {failures} rows: the first with {self.first_failure}" if failures else "")
+        )
+
+    def _encoder(self, purpose: str) -> PromptEncoder:
+        if self.encoder is None:
+            raise ConfigError(f"dataset {self.config.path}: a tokenizer is needed {purpose}: pass one")
+        return self.encoder
+
+    def _check_column(self, row: Row, setting: str) -> None:
+        key = getattr(self.config, setting)
+        if key not in row:
+            close = difflib.get_close_matches(key, row, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(
+                f"dataset {self.config.path}: there is no column {key!r} ({setting}); the columns are "
+                f"{sorted(row)}{hint}"
+            )
+
+    def _tensors(self, prompt: EncodedPrompt) -> dict[str, Any]:
+        limit = self.config.max_prompt_length
+        ids = torch.tensor([prompt.input_ids], dtype=torch.int64)
+        mask = torch.ones_like(ids)
+        if limit is not None:
+            if prompt.multi_modal_data and ids.shape[1] > limit:
+                raise ValueError(
+                    f"the prompt has {ids.shape[1]} tokens, but max_prompt_length is {limit}, and images cannot be "
+                    "cut: raise it, or set filter_overlong_prompts"
+                )
+            ids, mask = postprocess_data(
+                ids, mask, limit, self._pad_token_id, truncation=self.config.truncation
+            )
+        positions = None
+        if self.processor is not None:
+            positions = multimodal_position_ids(self.processor, ids[0], mask[0], prompt.multi_modal_inputs)
+        return {
+            "input_ids": ids[0],
+            "attention_mask": mask[0],
+            "position_ids": compute_position_id_with_mask(mask)[0] if positions is None else positions,
+            "raw_prompt_ids": ids[0][mask[0].bool()].tolist(),
+        }
+
+    @property
+    def _pad_token_id(self) -> int:
+        for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if token is not None:
+                return int(token)
+        return 0  # the mask hides it
+
+
+def create_rl_dataset(
+    data_paths: str | Sequence[str],
+    data_config: DatasetConfig,
+    tokenizer: Any,
+    processor: Any,
+    is_train: bool = True,
+    max_samples: int = -1,
+    seed: int = 1,
+) -> Dataset[Any]:
+    """Return the data set that ``data_config`` asks for.
+
+    ``custom_cls`` comes first, for training and held-out rows alike; ``datagen`` is for training rows;
+    else it is an :class:`RLHFDataset`. A class of the user's is called with data_files, tokenizer, processor and
+    config, and with max_samples and seed where it takes them.
+
+    Args:
+        data_paths: What to read.
+        data_config: The rest.
+        tokenizer: Hugging Face tokenizer, None where only rows are wanted.
+        processor: Hugging Face processor or None.
+        is_train: Whether rows are for training.
+        max_samples: Rows to use; -1 is what ``data_config.max_samples`` says.
+        seed: Chooses them where ``data_config.shuffle`` is set.
+
+    Raises:
+        ConfigError: If the class cannot be had, is no torch data set, or takes no max_samples though that is set.
+    """
+    cls: type = RLHFDataset
+    if data_config.custom_cls is not None:
+        cls = load_class(data_config.custom_cls, Dataset, where="custom_cls")
+    elif data_config.datagen is not None and is_train:
+        from areal_lite.data.rows.dynamic_dataset import DynamicGenDataset
+
+        cls = DynamicGenDataset
+    optional = {"max_samples": max_samples, "seed": seed}
+    parameters = inspect.signature(cls).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        optional = {name: value for name, value in optional.items() if name in parameters}
+    if max_samples != -1 and "max_samples" not in optional:
+        raise ConfigError(
+            f"max_samples is {max_samples}, but {cls.__name__} takes no max_samples: add the argument or leave it unset"
+        )
+    return cls(  # type: ignore[no-any-return]
+        data_files=data_paths, tokenizer=tokenizer, processor=processor, config=data_config, **optional
+    )
+
+
+def _reason_to_drop(encoder: PromptEncoder, limit: int, row: Mapping[str, Any]) -> dict[str, str]:
+    """Return why the row is dropped, "" where it is kept."""
+    try:
+        length = len(encoder.encode(row).input_ids)
+    except (
+        TemplateError
+    ) as error:  # a template is a program of the user's; counted, told, and fatal if all fail
+        return {"reason": f"{TEMPLATE_FAILED}: {error}"}
+    except ConfigError as error:
+        return {"reason": f"{_BAD_ROW}{error}"}
+    return {"reason": TOO_LONG if length > limit else ""}
+
+
+def _is_failure(reason: str) -> bool:
+    return reason.startswith(TEMPLATE_FAILED)

@@ -1,0 +1,272 @@
+"""Rows from files, folders and the hub, as one ``datasets.Dataset`` that stays on disk.
+
+Guarantees that all of what was named is read, in the order it was named, or an error says what cannot be. How
+JSON and CSV are read: ``text_rows``; copies of remote files: ``file_cache``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import itertools
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from areal_lite.data.rows.file_cache import local_copies
+from areal_lite.data.rows.text_rows import COMPRESSIONS, different_columns, kind_of, text_table
+from areal_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    import datasets
+
+_log = logging.getLogger(__name__)
+
+_TEXT = (".json", ".jsonl", ".csv")
+_SUFFIXES = (*_TEXT, ".parquet", ".arrow")
+_SPLIT = re.compile(r"[\w.\-]+(\[[^\]]*\])?(\+[\w.\-]+(\[[^\]]*\])?)*")
+_HUB_NAME = re.compile(r"[\w\-]+(/[\w.\-]+)?")
+_WIDEST = {
+    "string": {"string", "large_string"},
+    "int64": {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"},
+    "float64": {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "float32", "float64"},
+}
+"""Type of a column that is one of these types in one file and another in the next."""
+
+
+@dataclass(slots=True)
+class _Source:
+    """What one or more entries name: files (or addresses of files) by split, and which of them are wanted."""
+
+    split: str
+    files: dict[str, list[str]]
+
+
+def load_dataset(data_path: str | Sequence[str], *, cache_dir: str | None = None) -> datasets.Dataset:
+    """Return the rows of ``data_path``, joined where it is a list.
+
+    Args:
+        data_path: A file (parquet, json, jsonl, csv, arrow; the texts also .gz, .bz2, .xz, .zst), a pattern, a folder
+            of such files, an address (https://, s3://, hf://, ...), or the name of a dataset of the hub; each with
+            ``SPLIT@`` before it where not all of split train is meant: ``train[:10%]@x.jsonl``, ``test@folder``.
+        cache_dir: Folder for copies of remote files and for tables; None is ``~/.cache/areal_lite``.
+
+    Raises:
+        ConfigError: If something cannot be read, sources differ in columns, or there are no rows; with the path,
+            and the line of a text file.
+    """
+    paths = [data_path] if isinstance(data_path, str) else list(data_path)
+    cache = Path(cache_dir or "~/.cache/areal_lite").expanduser()
+    sources: list[_Source] = []
+    with _quiet():
+        for path in paths:
+            source = _source(path, cache)
+            if sources and source.split == sources[-1].split == "train" and source.files.keys() == {"train"}:
+                sources[-1].files["train"] += source.files["train"]  # read together: one choice of types
+            else:
+                sources.append(source)
+        rows = _joined([part for source in sources for part in _parts(source, cache)])
+    if not rows:
+        raise ConfigError(f"dataset {data_path}: there are no rows: give at least one")
+    return rows
+
+
+def looks_like_files(path: str) -> bool:
+    """Return whether ``path`` names files, a folder or a dataset of the hub, and not an object in Python."""
+    _, name = _split_and_path(path)
+    return "/" in name or "." not in name or _suffix(name) is not None or Path(name).exists()
+
+
+def _split_and_path(path: str) -> tuple[str, str]:
+    prefix, at, rest = path.partition("@")
+    if at and rest and _SPLIT.fullmatch(prefix) and not Path(path).exists():
+        return prefix, rest
+    return "train", path
+
+
+def _suffix(path: str) -> str | None:
+    name = Path(path).name.lower()
+    for compression in COMPRESSIONS:
+        name = name.removesuffix(compression)
+    return next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), None)
+
+
+def _source(path: str, cache: Path) -> _Source:
+    split, name = _split_and_path(path)
+    local = Path(name).expanduser()
+    if "://" in name or local.is_file():
+        files = [name if "://" in name else str(local)]
+    elif local.is_dir():
+        return _Source(split, _folder(local.resolve(), cache))
+    elif any(char in name for char in "*?["):
+        found = Path(local.anchor).glob(str(local.relative_to(local.anchor)))
+        files = sorted(str(file) for file in found if file.is_file())
+        if not files:
+            raise ConfigError(f"dataset {path}: no file matches {name} (looked in {Path.cwd()})")
+    elif _suffix(name) is None and _HUB_NAME.fullmatch(name):
+        return _Source(split, _files_by_split(name, cache))
+    else:
+        raise _missing(local)
+    return _Source(split, {"train": files})
+
+
+def _missing(path: Path) -> ConfigError:
+    names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, 1)
+    hint = f"; did you mean {path.with_name(close[0])}?" if close else f" (looked in {Path.cwd()})"
+    return ConfigError(f"dataset {path}: there is no such file or folder{hint}")
+
+
+def _folder(path: Path, cache: Path) -> dict[str, list[str]]:
+    files = _files_by_split(str(path), cache)
+    found = {str(file) for file in path.rglob("*") if _suffix(file.name)}
+    if left_out := sorted(found.difference(*files.values())):
+        _log.warning(
+            "dataset %s: left out are %s, which no split has: the others say train or test in their names, or have "
+            "another type; name all that are meant in a list",
+            path,
+            left_out,
+        )
+    return files
+
+
+def _files_by_split(name: str, cache: Path) -> dict[str, list[str]]:
+    """Return the files of a folder or of a dataset of the hub, as their names and README assign them to splits."""
+    import datasets
+
+    try:
+        found = datasets.load_dataset_builder(name, cache_dir=str(cache)).config.data_files or {}
+    except Exception as error:  # the hub, the network and a README fail in many ways
+        raise ConfigError(
+            f"dataset {name}: {str(error) or type(error).__name__}: name a folder of {', '.join(_SUFFIXES)} files, or "
+            "a dataset of the hub that this machine reaches; one of several configurations is named by its files, "
+            "hf://datasets/OWNER/NAME/CONFIGURATION/*.parquet"
+        ) from error
+    return {str(split): [str(file) for file in files] for split, files in found.items()}
+
+
+def _parts(source: _Source, cache: Path) -> list[tuple[str, datasets.Dataset]]:
+    """Return the wanted rows of a source in parts, each with its name."""
+    import datasets
+
+    wanted = [re.match(r"[\w.\-]+", part)[0] for part in source.split.split("+")]  # type: ignore[index]
+    for name in wanted:
+        if name not in source.files:
+            where = next(iter(source.files.values()), ["?"])[0]
+            raise ConfigError(
+                f"dataset {source.split}@{where}: there is no split {name!r}, but {sorted(source.files)}: name one of "
+                "them before the @"
+            )
+    if source.split in source.files:
+        return _read(source.files[source.split], cache)
+    splits = {name: _joined(_read(source.files[name], cache)) for name in wanted}
+    try:
+        slices = datasets.ReadInstruction.from_spec(source.split).to_absolute(
+            {name: len(rows) for name, rows in splits.items()}
+        )
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(
+            f"dataset {source.split}@{source.files[wanted[0]][0]}: {error}: write train, train[:100], train[10%:20%], "
+            "or several with + between them"
+        ) from None
+    return [
+        (source.split, splits[part.splitname].select(range(part.from_, part.to)))
+        for part in slices
+        if part.from_ < part.to
+    ]
+
+
+def _read(names: Sequence[str], cache: Path) -> list[tuple[str, datasets.Dataset]]:
+    """Return the rows of files in order, texts that stand together as one part."""
+    files: list[Path] = []
+    for name in names:
+        files += local_copies(name, cache) if "://" in name else [Path(name)]
+    parts = []
+    for is_text, group in itertools.groupby(files, lambda file: _suffix(file.name) in _TEXT):
+        together = list(group)
+        if is_text:
+            parts.append((str(together[0]), text_table(together, cache)))
+        else:
+            parts += [(str(file), _typed_table(file, cache)) for file in together]
+    return parts
+
+
+def _typed_table(file: Path, cache: Path) -> datasets.Dataset:
+    """Return the rows of a file that carries its types."""
+    import datasets
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    suffix = _suffix(file.name)
+    if suffix is None:
+        raise ConfigError(
+            f"dataset {file}: its type is not known: rename it to one of {', '.join(_SUFFIXES)}"
+        )
+    try:
+        if suffix == ".parquet" and not pyarrow.parquet.read_metadata(file).num_rows:
+            return datasets.Dataset.from_dict({})  # which datasets cannot read
+        return datasets.load_dataset(suffix[1:], data_files=[str(file)], split="train", cache_dir=str(cache))
+    except Exception as error:  # pyarrow, datasets and a codec each raise their own
+        if "corresponds to no data" in str(error):  # how datasets says that a file has columns but no row
+            return datasets.Dataset.from_dict({})
+        reason = error.__cause__ or error
+        raise ConfigError(
+            f"dataset {file}: it cannot be read ({reason}): is it whole, and of the type its name says?"
+        ) from error
+
+
+def _joined(parts: Sequence[tuple[str, datasets.Dataset]]) -> datasets.Dataset:
+    """Return the rows of all parts as one dataset; parts without rows do not matter."""
+    import datasets
+
+    parts = [(name, rows) for name, rows in parts if len(rows)]
+    if not parts:
+        return datasets.Dataset.from_dict({})
+    first_name, first = parts[0]
+    for name, rows in parts[1:]:
+        if set(rows.column_names) != set(first.column_names):
+            raise different_columns(first_name, first.column_names, name, rows.column_names)
+    tables = [rows for _, rows in parts]
+    for column in first.column_names:
+        types = {str(getattr(rows.features[column], "dtype", "")) for rows in tables} - {"null"}
+        widest = next((widest for widest, narrower in _WIDEST.items() if types <= narrower), None)
+        if len(types) > 1 and widest:
+            tables = [rows.cast_column(column, datasets.Value(widest)) for rows in tables]
+    try:
+        return datasets.concatenate_datasets(tables)
+    except ValueError:
+        raise _different_types(parts) from None
+
+
+def _different_types(parts: Sequence[tuple[str, datasets.Dataset]]) -> ConfigError:
+    import datasets
+
+    for (first_name, first), (name, rows) in itertools.combinations(parts, 2):
+        for column in first.column_names:
+            types = first.features[column], rows.features[column]
+            if types[0] != types[1] and datasets.Value("null") not in types:
+                kinds = kind_of(first[0][column]), kind_of(rows[0][column])
+                return ConfigError(
+                    f"dataset {name}: column {column!r} is a {kinds[1]} here ({types[1]}), but a {kinds[0]} in "
+                    f"{first_name} ({types[0]}): write one type in all files"
+                )
+    raise AssertionError("concatenate_datasets refused tables of equal types")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep ``datasets`` from printing bars, and errors that are raised as well."""
+    import datasets
+
+    level = datasets.logging.get_verbosity()
+    bars = not datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if bars:
+            datasets.enable_progress_bars()

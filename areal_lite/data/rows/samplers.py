@@ -1,0 +1,95 @@
+"""The order in which rows of a data set are drawn.
+
+Guarantees that an epoch's order depends on (seed, epoch) alone, or else on a curriculum of the user's. Knows
+nothing of batches: :class:`areal_lite.data.rows.loader.ResumableLoader` counts and restores the place.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from areal_lite.api.config import DatasetConfig
+from areal_lite.data.rows.user_class import load_class
+from areal_lite.errors import ConfigError
+
+
+class AbstractSampler(Sampler[int], ABC):
+    """A curriculum: draws rows with regard to how training went on those before.
+
+    What ``update`` changes, and the place in the epoch, belong in a ``state_dict()`` of JSON values and a
+    ``load_state_dict(state)``; ``__iter__`` then goes on from that place. Without the two, a resumed run draws
+    its epoch anew and passes over as many rows as were given.
+    """
+
+    @abstractmethod
+    def __init__(self, data_source: Sized, config: DatasetConfig) -> None:
+        """Take the data set and its section of the config."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[int]:
+        """Yield the indices of one epoch; each is drawn when its batch is made."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return how many indices an epoch has."""
+
+    @abstractmethod
+    def update(self, batch: Any) -> None:
+        """Learn from the batch that was just trained on."""
+
+
+class EpochSampler(Sampler[int]):
+    """Every row once in an epoch, shuffled anew for each one or in the order of the rows.
+
+    Args:
+        data_source: Anything with a length; rows that it gains are drawn from the next ``set_epoch`` on.
+        shuffle: False keeps the order of the rows.
+        seed: Makes the orders.
+    """
+
+    def __init__(self, data_source: Sized, *, shuffle: bool, seed: int) -> None:
+        self.shuffle = shuffle
+        self.seed = seed
+        self._data_source = data_source
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int, num_rows: int | None = None) -> None:
+        """Choose the epoch of the next iteration, over the first ``num_rows`` rows or all there are."""
+        self._epoch = epoch
+        self._num_rows = len(self._data_source) if num_rows is None else num_rows
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(epoch_order(self._num_rows, seed=self.seed, epoch=self._epoch, shuffle=self.shuffle))
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+
+def epoch_order(num_rows: int, *, seed: int, epoch: int, shuffle: bool = True) -> Sequence[int]:
+    """Return ``0 .. num_rows - 1`` in the order of one epoch; leaves all global random states alone."""
+    if not shuffle:
+        return range(num_rows)
+    order: list[int] = np.random.default_rng([seed % 2**64, epoch]).permutation(num_rows).tolist()
+    return order
+
+
+def create_rl_sampler(config: DatasetConfig, dataset: Sized, *, seed: int) -> EpochSampler | AbstractSampler:
+    """Return the curriculum that ``config.sampler`` names, else every row once per epoch.
+
+    Raises:
+        ConfigError: If the named class cannot be had, or is no whole :class:`AbstractSampler`.
+    """
+    if config.sampler is None:
+        return EpochSampler(dataset, shuffle=config.shuffle, seed=seed)
+    cls: type[AbstractSampler] = load_class(config.sampler, AbstractSampler, where="sampler")
+    if missing := sorted(cls.__abstractmethods__):
+        raise ConfigError(
+            f"sampler: {config.sampler.name} of {config.sampler.path} has no {', '.join(missing)}: write every method "
+            "of the base class"
+        )
+    return cls(dataset, config)

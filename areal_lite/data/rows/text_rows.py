@@ -1,0 +1,309 @@
+"""Rows of JSON and CSV files, kept on disk as one Arrow table.
+
+Guarantees that values come back as they were written: text is never taken for a date, a nested value keeps
+its own keys, a number of a CSV file is one only where it prints as it stood. Every damaged row is an error with
+file and line. Does not know what a column means.
+
+``datasets`` has readers of its own for these files; they turn "2024-01-01" into a timestamp and "007" into 7,
+guess the type of a column from the first megabytes, and name no line.
+"""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import hashlib
+import io
+import itertools
+import json
+import lzma
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+import orjson
+
+from areal_lite.data.rows.file_cache import cached_file
+from areal_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+Row = dict[str, Any]
+_BATCH = 1000
+"""Rows written at once."""
+_BOM = b"\xef\xbb\xbf"
+_LONG_NUMBER = re.compile(rb"\d{19}")
+_WHOLE = range(-(1 << 63), 1 << 64)
+"""Whole numbers that orjson reads and writes; it makes floats of others."""
+
+
+@dataclass(slots=True)
+class _Column:
+    """What the values of one column have in common, and where the first of them stands."""
+
+    kind: str
+    type: str
+    where: str
+
+
+def text_table(files: Sequence[Path], cache: Path) -> Dataset:
+    """Return the rows of ``files``, in order; a key that a row lacks is None.
+
+    Texts, bools, and numbers of one type are columns of that type; any other column is kept as JSON. Nested
+    floats are read back to 15 digits.
+
+    Args:
+        files: ``.json`` (a list of objects, or lines), ``.jsonl`` or ``.csv``, perhaps compressed.
+        cache: Folder of the table, which is made again when a file's size or time of change differ.
+
+    Raises:
+        ConfigError: If a file cannot be read, a row is damaged, files differ in columns, or a column has values
+            of several kinds.
+    """
+    from datasets import Dataset
+
+    state = []
+    for file in files:
+        status = file.stat()
+        state.append((str(file.resolve()), status.st_size, status.st_mtime_ns))
+    name = hashlib.sha256(repr(state).encode()).hexdigest()[:32]
+    target = cache / "tables" / f"{name}.arrow"
+    return Dataset.from_file(str(cached_file(target, lambda path: _write(path, files))))
+
+
+def kind_of(value: Any) -> str:
+    """Return the kind of a JSON value in words: text, number, bool, list, dict or null."""
+    if value is None:
+        return "null"
+    return {str: "text", int: "number", float: "number"}.get(type(value), type(value).__name__)
+
+
+def different_columns(
+    first: str, first_names: Iterable[str], second: str, second_names: Iterable[str]
+) -> ConfigError:
+    """Return the error for two sources whose columns differ."""
+    return ConfigError(
+        f"dataset {second}: its columns are {sorted(second_names)}, but {first} has {sorted(first_names)}: rows "
+        "of one dataset need the same columns; rename or add them, or load the files apart"
+    )
+
+
+def _write(path: Path, files: Sequence[Path]) -> None:
+    import pyarrow as pa  # type: ignore[import-untyped]
+    from datasets import Features, Json, Value
+
+    columns = _columns(files)
+    schema = Features(
+        {name: Json() if column.type == "json" else Value(column.type) for name, column in columns.items()}
+    ).arrow_schema
+    rows = (row for file in files for row in _rows(file))
+    with pa.OSFile(str(path), "wb") as out, pa.ipc.new_stream(out, schema) as writer:
+        while batch := list(itertools.islice(rows, _BATCH)):
+            arrays = []
+            for field in schema:
+                values = [row.get(field.name) for _, row in batch]
+                if columns[field.name].type == "json":
+                    values = [_as_json(row.get(field.name), where) for where, row in batch]
+                arrays.append(pa.array(values, type=field.type))
+            writer.write_batch(pa.record_batch(arrays, schema=schema))
+
+
+def _as_json(value: Any, where: str) -> str | None:
+    try:
+        return None if value is None else orjson.dumps(value).decode()
+    except TypeError as error:
+        raise ConfigError(
+            f"dataset {where}: a value cannot be kept ({error}): nest it less deeply, or write it as text"
+        ) from None
+
+
+def _columns(files: Sequence[Path]) -> dict[str, _Column]:
+    """Return the columns of all files, in order of appearance."""
+    columns: dict[str, _Column] = {}
+    first_file: Path | None = None
+    for file in files:
+        names: dict[str, None] = {}
+        for where, row in _rows(file):
+            names |= dict.fromkeys(row)
+            for name, value in row.items():
+                _take(columns, name, value, where)
+        if not names:
+            continue
+        if first_file is None:
+            first_file, first_names = file, names
+        elif names.keys() != first_names.keys():
+            raise different_columns(str(first_file), first_names, str(file), names)
+    return columns
+
+
+def _take(columns: dict[str, _Column], name: str, value: Any, where: str) -> None:
+    kind, type_ = kind_of(value), _type(value)
+    column = columns.get(name)
+    if column is None or column.kind == "null":
+        columns[name] = _Column(kind, type_, where)
+    elif kind not in ("null", column.kind):
+        raise ConfigError(
+            f"dataset {where}: column {name!r} is a {kind} here, but a {column.kind} in {column.where}: write one "
+            "kind in all rows"
+        )
+    elif type_ not in ("null", column.type):
+        column.type = "json"  # whole and broken numbers, or numbers of 64 bits without a sign
+
+
+def _type(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case str():
+            return "string"
+        case bool():
+            return "bool"
+        case int() if -(1 << 63) <= value < 1 << 63:
+            return "int64"
+        case float():
+            return "float64"
+        case _:
+            return "json"
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """Yield each row behind the words that name its place."""
+    compression = path.suffix.lower() if path.suffix.lower() in COMPRESSIONS else ""
+    is_csv = path.name.lower().removesuffix(compression).endswith(".csv")
+    try:
+        if is_csv:
+            yield from _csv_rows(path, compression)
+        else:
+            with _open(path, compression) as file:
+                yield from _json_rows(path, file)
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error, lzma.LZMAError, zlib.error) as error:
+        raise ConfigError(
+            f"dataset {path}: it cannot be read ({error}): is it whole, and of the type its name says?"
+        ) from error
+
+
+def _open(path: Path, compression: str) -> BinaryIO:
+    match compression:
+        case ".gz":
+            return cast(BinaryIO, gzip.open(path))
+        case ".bz2":
+            return cast(BinaryIO, bz2.open(path))
+        case ".xz":
+            return cast(BinaryIO, lzma.open(path))
+        case ".zst":
+            import pyarrow as pa
+
+            return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
+        case _:
+            return path.open("rb")
+
+
+def _json_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Row]]:
+    begun = False
+    for number, line in enumerate(file, 1):
+        if number == 1:
+            line = line.removeprefix(_BOM)
+        if not line.strip():
+            continue
+        if not begun and line.lstrip().startswith(b"["):
+            for row_number, row in enumerate(_parsed(line + file.read(), str(path)), 1):
+                where = f"{path}, row {row_number}"
+                yield where, checked_row(row, where)
+            return
+        begun = True
+        where = f"{path}, line {number}"
+        try:
+            yield where, checked_row(_parsed(line, where), where)
+        except ConfigError as error:
+            if line.endswith(b"\n"):
+                raise
+            raise ConfigError(
+                f"{error}. It is the last line, perhaps cut off: complete or remove it"
+            ) from None
+
+
+def _parsed(text: bytes, where: str) -> Any:
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(
+            f"dataset {where}: not JSON: {error}: write one object a line, or one list of objects"
+        ) from None
+    if _LONG_NUMBER.search(text):
+        json.loads(text, parse_int=partial(_check_size, where))
+    return value
+
+
+def _check_size(where: str, digits: str) -> None:
+    if len(digits) > 20 or int(digits) not in _WHOLE:
+        raise ConfigError(
+            f"dataset {where}: the number {digits:.40} has more than 64 bits: write it as text, in quotes"
+        )
+
+
+def checked_row(row: Any, where: str) -> Row:
+    """Return ``row`` if it is a dict.
+
+    Raises:
+        ConfigError: If it is not.
+    """
+    if not isinstance(row, dict):
+        raise ConfigError(
+            f'dataset {where}: it is a {kind_of(row)}: each row must be an object, {{"key": value}}'
+        )
+    return row
+
+
+def _csv_rows(path: Path, compression: str) -> Iterator[tuple[str, Row]]:
+    texts = {
+        name
+        for _, row in _csv_cells(path, compression)
+        for name, cell in row.items()
+        if cell and isinstance(_number(cell), str)
+    }
+    for where, row in _csv_cells(path, compression):
+        yield (
+            where,
+            {
+                name: (cell if name in texts else _number(cell)) if cell else None
+                for name, cell in row.items()
+            },
+        )
+
+
+def _csv_cells(path: Path, compression: str) -> Iterator[tuple[str, dict[str, str]]]:
+    csv.field_size_limit(1 << 30)  # the default refuses a cell of 128 KiB
+    with io.TextIOWrapper(_open(path, compression), encoding="utf-8-sig", newline="") as lines:
+        reader = csv.reader(lines, strict=True)
+        header = next(reader, [])
+        if len(set(header)) < len(header):
+            raise ConfigError(f"dataset {path}: its columns are {header}: give each its own name")
+        for cells in reader:
+            where = f"{path}, line {reader.line_num}"
+            if not cells:
+                continue
+            if len(cells) != len(header):
+                raise ConfigError(
+                    f"dataset {where}: it has {len(cells)} cells, but there are {len(header)} columns: add or "
+                    'remove some; a cell with a comma or a line break needs "quotes"'
+                )
+            yield where, dict(zip(header, cells, strict=True))
+
+
+def _number(cell: str) -> int | float | str:
+    """Return the number of 64 bits that prints as ``cell``, else the cell."""
+    for number in (int, float):
+        try:
+            value = number(cell)
+        except ValueError:
+            continue
+        if str(value) == cell and cell not in ("nan", "inf", "-inf"):
+            return value if number is float or value in _WHOLE else cell
+    return cell

@@ -1,0 +1,96 @@
+"""The state of a data source on disk: JSON, written whole or not at all, and never of other data in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from areal_lite.data.source.sample import Sample, SampleStatus
+from areal_lite.data.whole_file import write_whole
+from areal_lite.errors import CheckpointError, ConfigError, StorageError
+
+
+def state_path(directory: Path | str, rollout_id: int) -> Path:
+    """Return the file of the state after ``rollout_id`` rollouts."""
+    return Path(directory) / "rollout" / f"global_dataset_state_dict_{rollout_id}.json"
+
+
+def state_bytes(state: Mapping[str, Any]) -> bytes:
+    """Return what :func:`write_state` writes.
+
+    Raises:
+        ConfigError: If ``state`` holds what JSON cannot.
+    """
+    try:
+        return orjson.dumps(state, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:
+        raise ConfigError(
+            f"the data state is not JSON ({error}): keep plain values in metadata and rewards"
+        ) from error
+
+
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Put ``state`` into ``path``, on disk and whole, or leave what was there.
+
+    Raises:
+        ConfigError: If it holds what JSON cannot.
+        StorageError: If it cannot be written.
+    """
+    content = state_bytes(state)
+    try:
+        write_whole(path, content)
+    except OSError as error:
+        raise StorageError(f"the data state {path} cannot be written: {error}: free disk space") from error
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return what :func:`write_state` wrote.
+
+    Raises:
+        CheckpointError: If it is missing or broken.
+    """
+    try:
+        state: dict[str, Any] = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"there is no data state {path}: name the directory and the step of a checkpoint, or start afresh"
+        ) from None
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise CheckpointError(f"the data state {path} cannot be read: {error}: use another step") from error
+    return state
+
+
+def check_fingerprint(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse the state of other data.
+
+    Raises:
+        ConfigError: With every difference.
+    """
+    differences = [
+        f"{key} was {then.get(key)!r} and is {now.get(key)!r}"
+        for key in {**then, **now}
+        if then.get(key) != now.get(key)
+    ]
+    if differences:
+        raise ConfigError(
+            f"the state was made with other data: {'; '.join(differences)}. Use the data and settings of the run "
+            "that saved it, or start another trial"
+        )
+
+
+def saved_group(group: list[Sample]) -> list[dict[str, Any]]:
+    """Return the samples as JSON values; a row is named by its position where it has one."""
+    saved = []
+    for sample in group:
+        values = sample.to_dict()
+        if sample.position is not None:
+            for key in ("row", "prompt", "label"):
+                del values[key]
+        if sample.status is SampleStatus.PENDING and not sample.tokens:
+            for key in ("tokens", "loss_mask", "logprobs", "versions", "spans", "response", "reward"):
+                del values[key]
+        saved.append(values)
+    return saved

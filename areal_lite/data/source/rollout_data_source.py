@@ -1,0 +1,409 @@
+"""Groups of samples for rollouts, drawn from a dataset whose place can be saved and found again.
+
+Guarantees that every epoch gives each row once, in an order that depends on (seed, epoch) alone; that a
+group handed out is owed until it is trained, dropped or given back; and that a state loaded in another
+process hands the owed groups out again, before all others. Any thread may call any method.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_lite.data.packer.data_packer import DataPacker
+from areal_lite.data.packer.rollout_batch import rollout_inputs
+from areal_lite.data.rows.fingerprint import FINGERPRINT_ROWS, content_hash, spread_positions
+from areal_lite.data.source.data_source_state import (
+    check_fingerprint,
+    read_state,
+    saved_group,
+    state_path,
+    write_state,
+)
+from areal_lite.data.source.sample import Sample, copied, with_own_containers
+from areal_lite.errors import ConfigError
+
+Group = list[Sample]
+
+SCHEMA = 1
+"""Version of the state file."""
+_AHEAD = 64
+"""Rows read at once where fewer are asked for: a dataset on disk gives many for little more than one."""
+
+
+class RolloutDataSource:
+    """A read-only source; :class:`RolloutDataSourceWithBuffer` also takes samples.
+
+    Args:
+        dataset: Rows by position: a list, a ``datasets.Dataset``, or an object whose attribute ``rows`` is
+            one; it may grow at its end, and new rows are drawn from the next epoch on. None gives samples without
+            a row, for tests.
+        n_samples_per_prompt: Samples in a group.
+        seed: Makes the order of the epochs.
+        shuffle: False keeps the order of the rows in every epoch.
+        prompt_key: Column that becomes ``Sample.prompt``; a row without it has an empty prompt.
+        label_key: Column that becomes ``Sample.label``.
+        packer: Makes of a row what workflows get; None gives them the row.
+        name: What the dataset is called, for its fingerprint.
+
+    Raises:
+        ConfigError: If the dataset has no rows.
+    """
+
+    supports_buffer = False
+    """Whether :meth:`add_samples` works."""
+
+    def __init__(
+        self,
+        dataset: Any = None,
+        *,
+        n_samples_per_prompt: int = 1,
+        seed: int = 1,
+        shuffle: bool = False,
+        prompt_key: str = "prompt",
+        label_key: str | None = None,
+        packer: DataPacker | None = None,
+        name: str = "",
+    ) -> None:
+        if n_samples_per_prompt < 1:
+            raise ConfigError(f"n_samples_per_prompt is {n_samples_per_prompt}: it must be 1 or more")
+        self.dataset = dataset
+        self.n_samples_per_prompt = n_samples_per_prompt
+        self.epoch_id = 0
+        self.sample_index = 0
+        """Samples handed out so far: the index of the next one."""
+        self.sample_offset = 0
+        """Rows drawn in this epoch."""
+        self.metadata: dict[str, Any] = {}
+        self.dropped: Counter[str] = Counter()
+        """Groups that ended without training, by reason."""
+        self._seed = seed
+        self._shuffle = shuffle
+        self._prompt_key = prompt_key
+        self._label_key = label_key
+        self._packer = packer
+        self._name = name
+        self._lock = threading.RLock()
+        self._next_group = 0
+        self._owed: dict[int, Group] = {}
+        self._returned: list[Group] = []
+        """Groups to hand out before any row is drawn."""
+        self._ahead: deque[tuple[int | None, dict[str, Any]]] = deque()
+        """Rows read and not drawn yet, with their positions."""
+        self._order: NDArray[np.int64] = np.empty(0, np.int64)
+        if dataset is not None:
+            if len(self._rows) == 0:
+                raise ConfigError(f"the dataset {name} has no rows: give at least one")
+            self._order = self._epoch_order(len(self._rows))
+        self._fingerprint = {
+            "dataset": name,
+            "seed": seed,
+            "shuffle": shuffle,
+            "n_samples_per_prompt": n_samples_per_prompt,
+            **self._content(),
+        }
+
+    # -- drawing ---------------------------------------------------------------------------------
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """Return ``num_samples`` groups; they are owed from here on.
+
+        What was taken before an error is handed out next time.
+
+        Raises:
+            ValueError: If ``num_samples`` is below 0.
+            ConfigError: If a row is no dict.
+        """
+        if num_samples < 0:
+            raise ValueError(f"num_samples is {num_samples}: it must be 0 or more")
+        with self._lock:
+            taken, self._returned = self._returned[:num_samples], self._returned[num_samples:]
+            try:
+                taken += self._get_samples_from_buffer(num_samples - len(taken))
+                for position, row in self._draw(num_samples - len(taken)):
+                    taken.append(self._new_group(position, row))
+            except BaseException:
+                self._returned[:0] = taken
+                raise
+            groups = [list(group) for group in taken]  # a hand-out is known by its list
+            for group in groups:
+                self._owed[group_index_of(group)] = group
+            return groups
+
+    def rollout_input(self, group: Group) -> dict[str, Any]:
+        """Return what the workflow gets for a group."""
+        row = group[0].row
+        if self._packer is None:
+            return row
+        return rollout_inputs(self._packer, [with_own_containers(row)], prompt_key=self._prompt_key)[0]
+
+    def __iter__(self) -> Iterator[Group]:
+        """Return an endless iterator over groups."""
+        while groups := self.get_samples(1):
+            yield from groups
+
+    def _get_samples_from_buffer(self, num_samples: int) -> list[Group]:
+        return []
+
+    def _draw(self, count: int) -> Iterator[tuple[int | None, dict[str, Any]]]:
+        """Yield the next ``count`` rows, fewer where they end; a row is drawn once the next is asked for."""
+        for left in range(count, 0, -1):
+            if not self._ahead:
+                self._read_ahead(left)
+            if not self._ahead:
+                return
+            yield self._ahead[0]
+            self._ahead.popleft()
+            self.sample_offset += 1
+
+    def _read_ahead(self, count: int) -> None:
+        """Read at least one row, if there is one, for ``count`` that are asked for."""
+        if self.dataset is None:
+            self._ahead.append((None, {}))
+            return
+        if self.sample_offset == len(self._order):
+            self.epoch_id += 1
+            self.sample_offset = 0
+            self._order = self._epoch_order(len(self._rows))
+        end = self.sample_offset + max(count, _AHEAD)
+        positions = self._order[self.sample_offset : end].tolist()
+        self._ahead.extend(zip(positions, self._read(positions), strict=True))
+
+    def _new_group(self, position: int | None, row: dict[str, Any]) -> Group:
+        of_row = self._of_row(copied(_checked(row)))
+        number, self._next_group = self._next_group, self._next_group + 1
+        first, self.sample_index = self.sample_index, self.sample_index + self.n_samples_per_prompt
+        group = [Sample(first, group_index=number, position=position, **of_row)]
+        for index in range(first + 1, self.sample_index):
+            group.append(group[0].sibling(index))
+        return group
+
+    def _of_row(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return what a sample takes from its row."""
+        label = row.get(self._label_key) if self._label_key else None
+        return {"row": row, "prompt": copied(row.get(self._prompt_key, "")), "label": copied(label)}
+
+    @property
+    def _rows(self) -> Any:
+        return getattr(self.dataset, "rows", self.dataset)
+
+    def _read(self, positions: list[int]) -> Iterable[dict[str, Any]]:
+        rows = self._rows
+        if hasattr(rows, "__getitems__"):
+            return rows.__getitems__(positions)  # type: ignore[no-any-return]
+        return [rows[position] for position in positions]
+
+    def _epoch_order(self, size: int) -> NDArray[np.int64]:
+        if not self._shuffle:
+            return np.arange(size)
+        digest = hashlib.sha256(f"{self._seed}-{self.epoch_id}".encode()).digest()
+        return np.random.default_rng(list(digest[:16])).permutation(size)
+
+    def __len__(self) -> int:
+        """Return the rows of one epoch."""
+        return len(self._order)
+
+    def _content(self) -> dict[str, Any]:
+        """Return the number of rows and a hash of a few, evenly spread, and of how the first epoch begins.
+
+        Rows that a dataset makes while it runs do not count: its own state has them.
+        """
+        rows = getattr(self._rows, "given", self._rows) or ()
+        size = len(rows)
+        order = self._order if size == len(self._order) else self._epoch_order(size)
+        some = [_checked(rows[position]) for position in spread_positions(size)]
+        return {"rows": size, "content": content_hash([order[:FINGERPRINT_ROWS].tolist(), *some])}
+
+    # -- how an owed group ends ------------------------------------------------------------------
+
+    def mark_trained(self, groups: Iterable[Group]) -> None:
+        """The groups, as they were handed out, were trained: they are owed no longer.
+
+        Those that are not owed, or were given back and handed out again since, are passed over.
+        """
+        with self._lock:
+            for group in groups:
+                self._settle(group)
+
+    def drop(self, group: Group, reason: str) -> None:
+        """The group ends without training, and its row waits for the next epoch."""
+        with self._lock:
+            if self._settle(group):
+                self.dropped[reason] += 1
+
+    def _settle(self, group: Group) -> bool:
+        """Owe this hand-out no longer; return whether it was owed."""
+        number = group_index_of(group)
+        owed = self._owed.get(number) is group
+        if owed:
+            del self._owed[number]
+        return owed
+
+    def give_back(self, groups: Sequence[Group]) -> None:
+        """Hand the groups out again, before any row is drawn; what was sampled is forgotten."""
+        with self._lock:
+            for group in groups:
+                self._owed.pop(group_index_of(group), None)
+                self._returned.append(restarted(group))
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Refuse: this source has no buffer.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"Cannot add samples to {type(self).__name__}. This is a read-only data source: give_back() returns "
+            "rows, RolloutDataSourceWithBuffer takes samples"
+        )
+
+    @property
+    def num_owed(self) -> int:
+        """Groups handed out that are neither trained, dropped nor given back."""
+        with self._lock:
+            return len(self._owed)
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def update_metadata(self, metadata: dict[str, Any]) -> None:
+        """Merge JSON values into the metadata, which are part of the state.
+
+        Raises:
+            ValueError: If a value is none, or a number that is not finite, for which JSON has no word.
+        """
+        try:
+            json.dumps(metadata, allow_nan=False, default=lambda value: value.tolist())  # of numpy
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"metadata {metadata!r:.200}: {error}: give JSON values, None for nan") from None
+        with self._lock:
+            self.metadata.update(metadata)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Return the metadata."""
+        return self.metadata
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place as JSON values; rows are named by position, not copied."""
+        with self._lock:
+            dataset_state = getattr(self.dataset, "state_dict", None)
+            return {
+                "schema": SCHEMA,
+                "fingerprint": self._fingerprint,
+                "epoch_id": self.epoch_id,
+                "epoch_size": len(self._order),
+                "sample_offset": self.sample_offset,
+                "sample_index": self.sample_index,
+                "group_index": self._next_group,
+                "metadata": copy.deepcopy(self.metadata),
+                "dropped": dict(self.dropped),
+                "owed": [saved_group(group) for group in self._owed.values()],
+                "returned": [saved_group(group) for group in self._returned],
+                "dataset": dataset_state() if callable(dataset_state) else None,
+            }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken; what was owed then is handed out first.
+
+        Raises:
+            ConfigError: If the dataset, seed, shuffle or group size are not what they were then.
+        """
+        if state.get("schema", SCHEMA) != SCHEMA:
+            raise ConfigError(
+                f"the data state has schema {state['schema']} and this version reads {SCHEMA}: resume with the "
+                "version that wrote it"
+            )
+        with self._lock:
+            check_fingerprint(state.get("fingerprint", self._fingerprint), self._fingerprint)
+            if state.get("dataset") is not None:
+                self.dataset.load_state_dict(state["dataset"])
+            self.epoch_id = int(state.get("epoch_id", 0))
+            self.sample_offset = int(state.get("sample_offset", 0))
+            self.sample_index = int(state.get("sample_index", 0))
+            self._next_group = int(state.get("group_index", 0))
+            self.metadata = copy.deepcopy(state.get("metadata", {}))
+            self.dropped = Counter(state.get("dropped", {}))
+            if self.dataset is not None:
+                self._order = self._epoch_order(int(state.get("epoch_size", len(self._rows))))
+            self._ahead.clear()
+            self._owed.clear()
+            owed = self._revived(state.get("owed", []))
+            self._returned = [*sorted(owed, key=group_index_of), *self._revived(state.get("returned", []))]
+
+    def save(self, rollout_id: int, directory: Path | str) -> None:
+        """Write the state to ``directory/rollout/global_dataset_state_dict_{rollout_id}.json``, whole or not at all.
+
+        Nothing is written where there is no dataset.
+
+        Raises:
+            StorageError: If it cannot be written; an older state stays.
+        """
+        if self.dataset is None:
+            return
+        write_state(state_path(directory, rollout_id), self.state_dict())
+
+    def load(self, rollout_id: int, directory: Path | str | None, *, strict: bool = True) -> bool:
+        """Load what :meth:`save` wrote for ``rollout_id`` and return whether there was anything to load.
+
+        Nothing is loaded where there is no dataset or no directory.
+
+        Args:
+            rollout_id: The number it was saved under.
+            directory: The directory it was saved in.
+            strict: False keeps the fresh state where the file is missing.
+
+        Raises:
+            CheckpointError: If the file is missing (with ``strict``) or broken.
+            ConfigError: If it was made with other data.
+        """
+        if self.dataset is None or directory is None:
+            return False
+        path = state_path(directory, rollout_id)
+        if not strict and not path.exists():
+            return False
+        self.load_state_dict(read_state(path))
+        return True
+
+    def _revived(self, saved: Iterable[list[dict[str, Any]]]) -> list[Group]:
+        """Return saved groups as samples, with the rows of their positions."""
+        groups = list(saved)
+        positions = {v["position"] for group in groups for v in group if v.get("position") is not None}
+        rows = dict(zip(positions, self._read(list(positions)), strict=True)) if positions else {}
+        return [
+            [
+                Sample.from_dict(v | (self._of_row(rows[v["position"]]) if v["position"] in rows else {}))
+                for v in group
+            ]
+            for group in groups
+        ]
+
+
+def _checked(row: Any) -> Any:
+    if not isinstance(row, Mapping):
+        raise ConfigError(f"a row of the dataset is {row!r:.100}: each row must be a dict of columns")
+    return row
+
+
+def group_index_of(group: Group) -> int:
+    """Return the number of a group that a data source gave."""
+    index = group[0].group_index
+    if not isinstance(index, int):
+        raise ValueError(f"the group of {group[0]!r} is not numbered: it does not come from a data source")
+    return index
+
+
+def restarted(group: Group) -> Group:
+    """Return one pending sample per member of the group: what was sampled is forgotten."""
+    first = {sample.index: sample for sample in reversed(group)}
+    members = [first[index] for index in dict.fromkeys(sample.index for sample in group)]
+    for sample in members:
+        sample.reset()
+    return members

@@ -1,0 +1,1 @@
+"""Datasets of supervised training: conversations and preference pairs as token sequences."""

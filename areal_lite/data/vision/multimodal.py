@@ -1,0 +1,259 @@
+"""Images and videos of a dataset row, from placeholders in its text to tensors.
+
+Guarantees that each placeholder has its image or video, in order, and that a row stays as it is. The
+tensors are the processor's own; where tokens stand is :mod:`areal_lite.data.vision.rope_positions`' business.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from areal_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+DOWNLOAD_TIMEOUT_S = 30.0
+"""Longest silence of a server that an image is read from, in seconds."""
+
+_PLACEHOLDER = re.compile("<(image|video)>")
+
+
+def build_messages(
+    row: Mapping[str, Any], *, prompt_key: str, image_key: str, video_key: str
+) -> list[dict[str, Any]]:
+    """Return the row's prompt as messages of which each image and video is a part of its own.
+
+    Where the row has a column of images, "Look: <image>" becomes the parts ``{"type": "text", "text": "Look: "}``
+    and ``{"type": "image"}``; the same for videos. Content that is a list of parts stays, but for keys that are
+    None, which is what a table writes where a part has no such key.
+
+    Args:
+        row: A dataset row; it is not changed.
+        prompt_key: Column of the prompt: messages, or the text of one message of the user.
+        image_key: Column of images; missing or None is no column.
+        video_key: Column of videos.
+
+    Raises:
+        ConfigError: If the prompt is neither, or there are more or fewer placeholders than images or videos.
+    """
+    prompt = row.get(prompt_key)
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list | tuple) or not all(isinstance(message, Mapping) for message in prompt):
+        raise ConfigError(
+            f"the prompt in {prompt_key!r} is {str(prompt)[:80]!r} ({type(prompt).__name__}): it must be text or a "
+            "list of messages, {role, content}"
+        )
+    columns = {"image": image_key, "video": video_key}
+    split = {kind for kind, key in columns.items() if row.get(key) is not None}
+    messages = [{**message, "content": _parts(message.get("content"), split)} for message in prompt]
+    for kind, key in columns.items():
+        given = column_values(row, key)
+        needed = sum(_inline(part, kind) is None for part in _parts_of(messages, kind))
+        if needed != len(given):
+            raise ConfigError(
+                f"the prompt has {needed} {kind} placeholders, but {key!r} has {len(given)} {kind}s: write one "
+                f"<{kind}> for each"
+            )
+    return messages
+
+
+def media_values(messages: Sequence[Mapping[str, Any]], kind: str, column: Sequence[Any] = ()) -> list[Any]:
+    """Return the images or videos of ``messages`` in the order of their parts, not loaded.
+
+    Args:
+        messages: With lists of parts as content, see :func:`build_messages`.
+        kind: ``"image"`` or ``"video"``; a part that carries none under this key takes the next of ``column``.
+        column: As many as there are such parts.
+    """
+    rest = iter(column)
+    return [
+        next(rest) if (value := _inline(part, kind)) is None else value for part in _parts_of(messages, kind)
+    ]
+
+
+def column_values(row: Mapping[str, Any], key: str) -> list[Any]:
+    """Return the images or videos in a column: its list, its only value, or none where it is missing or None."""
+    value = row.get(key)
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def load_images(values: Sequence[Any]) -> list[Image]:
+    """Return ``values`` as PIL images in RGB.
+
+    Args:
+        values: Each a PIL image, a path, an http(s) or base64 ``data:`` URL, the bytes of an image file,
+            ``{"bytes": ..., "path": ...}`` as ``datasets`` gives it, or a uint8 array ``[H, W]`` or ``[H, W, C]``.
+
+    Raises:
+        ConfigError: If one is something else or cannot be read.
+    """
+    try:
+        from PIL import Image, ImageOps
+    except ModuleNotFoundError as error:
+        raise ConfigError("images need pillow: pip install pillow") from error
+
+    images = []
+    for number, value in enumerate(values):
+        try:
+            source = _image_source(value)
+            if isinstance(source, np.ndarray):
+                image = Image.fromarray(source)
+            else:
+                image = source if isinstance(source, Image.Image) else Image.open(source)
+            # A camera may have written the image lying on its side.
+            images.append(ImageOps.exif_transpose(image).convert("RGB"))
+        except (OSError, TypeError, ValueError, SyntaxError) as error:  # PIL has no error class of its own
+            raise ConfigError(
+                f"image {number} of {len(values)} cannot be read from {_name(value)} ({error}): give a PIL image, a "
+                "path, a URL, the bytes of an image file, or a uint8 array [H, W, C]"
+            ) from error
+    return images
+
+
+def load_videos(values: Sequence[Any]) -> list[list[Image]]:
+    """Return each of ``values`` as its frames, PIL images in RGB.
+
+    Args:
+        values: Each a list of what :func:`load_images` takes, or a uint8 array ``[T, H, W, C]``.
+
+    Raises:
+        ConfigError: If one is a video file, or is or holds something else.
+    """
+    videos = []
+    for number, value in enumerate(values):
+        frames = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 4)
+        if not frames or len(value) == 0:
+            raise ConfigError(
+                f"video {number} of {len(values)} is {_name(value)}: video files are not decoded here, so give one "
+                "frame or more: a list of images, or a uint8 array [T, H, W, C]"
+            )
+        videos.append(load_images(list(value)))
+    return videos
+
+
+def processor_inputs(
+    processor: Any, text: str, images: Sequence[Any], videos: Sequence[Any]
+) -> dict[str, Tensor]:
+    """Return what the model reads for one sequence, made by the processor.
+
+    Args:
+        processor: A Hugging Face processor of images, videos and text.
+        text: With one placeholder token of the model for each image and video.
+        images: PIL images.
+        videos: Lists of frames.
+
+    Returns:
+        ``input_ids`` and ``attention_mask`` ``[1, T]`` with each placeholder as long as its image, and what
+        there is of ``pixel_values`` ``[patches, values]``, ``image_grid_thw`` ``[N, 3]`` and so on.
+
+    Raises:
+        ConfigError: If the processor refuses them; its own text says why.
+    """
+    import torch
+
+    try:
+        inputs = processor(
+            text=[text],
+            images=list(images) or None,
+            videos=list(videos) or None,
+            add_special_tokens=False,
+            return_tensors="pt",
+        )
+    except (ImportError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{type(processor).__name__} refuses a text with {len(images)} images and {len(videos)} videos: {error}"
+        ) from error
+    return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+
+
+def concatenate_inputs(inputs: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor]:
+    """Return the ``multi_modal_inputs`` of a batch's rows, in order, as the model takes them: joined along dim 0.
+
+    A row without images is None or empty. Two rows of 24 and 8 patches give ``pixel_values`` of 32.
+    """
+    import torch
+
+    columns: dict[str, list[Tensor]] = {}
+    for row in inputs:
+        for name, value in (row or {}).items():
+            columns.setdefault(name, []).append(value)
+    return {name: torch.cat(values) for name, values in columns.items()}
+
+
+def _parts(content: Any, split: set[str]) -> Any:
+    if isinstance(content, list | tuple):
+        return [
+            {key: value for key, value in part.items() if value is not None}
+            if isinstance(part, Mapping)
+            else part
+            for part in content
+        ]
+    if not isinstance(content, str) or not split:
+        return content
+    parts: list[dict[str, Any]] = []
+    end = 0
+    for found in _PLACEHOLDER.finditer(content):
+        if found[1] in split:
+            parts += [{"type": "text", "text": content[end : found.start()]}, {"type": found[1]}]
+            end = found.end()
+    parts.append({"type": "text", "text": content[end:]})
+    parts = [part for part in parts if part.get("text") != ""]
+    return parts if end else content
+
+
+def _parts_of(messages: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
+    return [
+        part
+        for message in messages
+        if isinstance(content := message.get("content"), list)
+        for part in content
+        if isinstance(part, Mapping) and part.get("type") == kind
+    ]
+
+
+def _inline(part: Mapping[str, Any], kind: str) -> Any:
+    return next((part[key] for key in (kind, "url", "path") if key in part), None)
+
+
+def _image_source(value: Any) -> Any:
+    """Return a PIL image or array as it is, anything else as what PIL can open."""
+    if isinstance(value, Mapping):
+        value = value.get("path") if value.get("bytes") is None else value["bytes"]
+    if isinstance(value, bytes):
+        return io.BytesIO(value)
+    if isinstance(value, str) and value.startswith("data:"):
+        _, _, encoded = value.partition(";base64,")
+        try:
+            return io.BytesIO(base64.b64decode(encoded, validate=True))
+        except binascii.Error as error:
+            raise ValueError(f"not base64: {error}") from None
+    if isinstance(value, str) and value.startswith(("http://", "https://")):
+        with urllib.request.urlopen(value, timeout=DOWNLOAD_TIMEOUT_S) as response:
+            return io.BytesIO(response.read())
+    if isinstance(value, str):
+        return Path(value.removeprefix("file://"))
+    if isinstance(value, np.ndarray) and value.dtype != np.uint8:
+        raise ValueError(f"its dtype is {value.dtype}, not uint8")
+    if isinstance(value, Path | np.ndarray) or hasattr(value, "convert"):
+        return value
+    raise TypeError(f"a {type(value).__name__} is no image")
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of dtype {value.dtype} and shape {list(value.shape)}"
+    return f"{str(value)[:80]!r}" if isinstance(value, str | Path) else f"a {type(value).__name__}"

@@ -1,0 +1,195 @@
+"""The packer of Qwen2.5-VL, and the pattern for other models that read images: one transform of the row for both sides.
+
+Guarantees that the ids the policy trains on hold as many placeholder tokens as its vision tower makes of each
+image, whether the engine recorded one placeholder per image or all, and that the rest of the sequence is what
+was recorded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from areal_lite.api.config import DatasetConfig
+from areal_lite.data.batch.training_sample import TrainingSample
+from areal_lite.data.chat.prompt_text import render_prompt
+from areal_lite.data.packer.data_packer import DataPacker, RolloutOutput
+from areal_lite.data.packer.decoder_only_llm_packer import (
+    answered,
+    collate,
+    longest,
+    row_sample,
+    training_sample,
+)
+from areal_lite.data.source.sample import Sample
+from areal_lite.data.vision.multimodal import (
+    build_messages,
+    column_values,
+    load_images,
+    load_videos,
+    media_values,
+    processor_inputs,
+)
+from areal_lite.errors import ConfigError
+
+_PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
+
+
+class Qwen2_5_VLM_DataPacker(DataPacker):
+    """Rows are conversations, or dicts with a prompt and, perhaps, columns of images and videos."""
+
+    tokens_per_second: float = 2.0
+    """``vision_config.tokens_per_second`` of the model's config: positions in a second of video."""
+
+    def setup(self, *, tokenizer: Any, processor: Any = None, config: DatasetConfig | None = None) -> None:
+        """As :meth:`DataPacker.setup`; ConfigError where there is no processor."""
+        if processor is None:
+            raise ConfigError(
+                f"{type(self).__name__} needs the model's processor, and none was loaded: pip "
+                "install pillow torchvision, and name a model folder with preprocessor_config.json"
+            )
+        super().setup(tokenizer=tokenizer, processor=processor, config=config)
+
+    def get_rollout_input(self, item: Any) -> dict[str, Any]:
+        """Return the prompt as an engine with a vision tower takes it.
+
+        Args:
+            item: A list of messages whose content is text or parts, ``{"type": "image", "image": path or URL}``
+                and ``{"type": "text", "text": ...}``; or a dict with such a prompt (or text, which is one
+                message of the user), where ``<image>`` and parts without an image take theirs from the
+                column of images. What this method returned is a row, too.
+
+        Returns:
+            ``{"prompt": text, "multi_modal_data": {"image": [PIL images], "video": [[frames]]}}``, the text
+            under the config's ``prompt_key`` and with one placeholder token for each image, and only the
+            kinds there are. A dict's other columns are in it as well.
+
+        Raises:
+            ConfigError: If the row breaks a rule of :mod:`areal_lite.data.vision.multimodal`.
+        """
+        config = self.config
+        if isinstance(item, Mapping) and "multi_modal_data" in item:
+            return dict(item)
+        row = item if isinstance(item, Mapping) else {config.prompt_key: item}
+        messages = build_messages(
+            row, prompt_key=config.prompt_key, image_key=config.image_key, video_key=config.video_key
+        )
+        images = media_values(messages, "image", column_values(row, config.image_key))
+        videos = media_values(messages, "video", column_values(row, config.video_key))
+        data = {"image": load_images(images), "video": load_videos(videos)}
+        renderer = self.processor if self.processor.chat_template else self.tokenizer
+        others = {key: row[key] for key in row if key not in (config.image_key, config.video_key)}
+        return others | {
+            config.prompt_key: render_prompt(
+                renderer, messages, config=config, tools=row.get(config.tools_key)
+            ),
+            "multi_modal_data": {kind: values for kind, values in data.items() if values},
+        }
+
+    def get_policy_input(
+        self, sample: Any, rollout_output: RolloutOutput, n_ignore_prefix_tokens: int = 0
+    ) -> TrainingSample:
+        """Return what trains of one answer, with ``multi_modal_inputs`` where the row has images or videos.
+
+        Args:
+            sample: What :meth:`get_rollout_input` takes, or a :class:`Sample` with it as its row or prompt.
+            rollout_output: As for decoder-only models; of a recorded one, the images are those of ``sample``.
+            n_ignore_prefix_tokens: Leave out the first so many of the answer's tokens.
+
+        Raises:
+            As for decoder-only models, and:
+            ValueError: If the recorded placeholders do not fit the images.
+        """
+        row = (sample.row or sample.prompt) if isinstance(sample, Sample) else sample
+        item = self.get_rollout_input(row)
+        data = item["multi_modal_data"]
+        inputs = processor_inputs(
+            self.processor, item[self.config.prompt_key], data.get("image", ()), data.get("video", ())
+        )
+        prompt_ids = inputs["input_ids"][0].tolist()
+        multi_modal_inputs = {name: value for name, value in inputs.items() if name not in _PER_TOKEN}
+        if not isinstance(rollout_output, Sample):
+            source = row_sample(sample if isinstance(sample, Sample) else item, self.config)
+            rollout_output = answered(source, prompt_ids, rollout_output, self.tokenizer)
+        trained = training_sample(
+            rollout_output, n_ignore_prefix_tokens, multi_modal_inputs=multi_modal_inputs or None
+        )
+        return expand_placeholders(trained, self.processor)
+
+    def policy_compute_max_len(self, processed_samples: Sequence[TrainingSample]) -> int:
+        """Return the length, in tokens, of the longest; ValueError where there is none."""
+        return longest(processed_samples)
+
+    def policy_collate_fn(
+        self, processed_samples: Sequence[TrainingSample], computed_max_len: int
+    ) -> dict[str, Any]:
+        """Return the batch as for decoder-only models, and ``position_ids`` ``[B, 4, T]`` int64.
+
+        A model whose positions are plain gets none. Others take them as ``[4, B, T]``, and
+        ``multi_modal_inputs`` through :func:`areal_lite.data.vision.multimodal.concatenate_inputs`.
+
+        Raises:
+            As for decoder-only models.
+        """
+        import torch
+
+        from areal_lite.data.vision.rope_positions import multimodal_position_ids
+
+        batch = collate(processed_samples, computed_max_len, self.tokenizer)
+        rows = zip(batch["input_ids"], batch["attention_mask"], processed_samples, strict=True)
+        positions = [
+            multimodal_position_ids(
+                self.processor,
+                ids,
+                mask,
+                sample.multi_modal_inputs or {},
+                tokens_per_second=self.tokens_per_second,
+            )
+            for ids, mask, sample in rows
+        ]
+        placed = [position for position in positions if position is not None]
+        return batch | {"position_ids": torch.stack(placed)} if placed else batch
+
+
+def expand_placeholders(sample: TrainingSample, processor: Any) -> TrainingSample:
+    """Return the sample with each placeholder as many tokens long as its image or video is.
+
+    An image of grid ``[1, 4, 6]`` at merge size 2 has 6 tokens; one placeholder becomes 6, and 6 stay.
+
+    Raises:
+        ValueError: If there are more or fewer placeholders than images, or one has another length.
+    """
+    inputs = sample.multi_modal_inputs or {}
+    ids = sample.input_ids
+    repeats = np.ones(len(ids), np.int64)
+    for kind in ("image", "video"):
+        grids = inputs.get(f"{kind}_grid_thw")
+        sizes = [] if grids is None else (grids.prod(-1) // processor.image_processor.merge_size**2).tolist()
+        places = np.flatnonzero(ids == getattr(processor, f"{kind}_token_id"))
+        runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if places.size else []
+        if len(runs) != len(sizes):
+            raise ValueError(
+                f"task {sample.task_id}: the tokens hold {len(runs)} {kind} placeholders, but the row has {len(sizes)} "
+                f"{kind}s: record the prompt with one for each, and keep the policy from sampling the token"
+            )
+        for number, (run, size) in enumerate(zip(runs, sizes, strict=True)):
+            if len(run) not in (1, size):
+                raise ValueError(
+                    f"task {sample.task_id}: {kind} {number} has {len(run)} tokens, but its grid says {size}: the "
+                    "engine must see the same images, processed with the same settings"
+                )
+            repeats[run] = size // len(run)
+
+    def longer(column: np.ndarray[Any, Any] | None) -> Any:
+        return None if column is None else np.repeat(column, repeats)
+
+    return dataclasses.replace(
+        sample,
+        input_ids=longer(ids),
+        loss_mask=longer(sample.loss_mask),
+        behaviour_logprobs=longer(sample.behaviour_logprobs),
+        versions=longer(sample.versions),
+    )
