@@ -1,7 +1,8 @@
 """Every error a user can meet, each with the exit code the command line ends with.
 
 ArealLiteError            70  internal: an invariant of ours is broken
-├── ConfigError           64  a value the user can mend: config, workflow, row, request
+├── ConfigError           64  a value the user can fix: config, workflow, row, request
+│   └── ContextOverflowError  a prompt leaves no room in the context window
 ├── RunDirBusyError       73  another run holds the run directory
 ├── StorageError          74  disk full or not writable
 ├── ServerError           75  inference servers gone or out of order; trying again may help
@@ -21,9 +22,15 @@ class ArealLiteError(Exception):
 
 
 class ConfigError(ArealLiteError, ValueError):
-    """A value that breaks a rule; the message says value, rule and mend."""
+    """A value that breaks a rule; the message says value, rule and fix."""
 
     exit_code = 64
+
+
+class ContextOverflowError(ConfigError):
+    """A prompt leaves no room for an answer in the context window."""
+
+    failure_kind = "context_overflow"
 
 
 class RunDirBusyError(ArealLiteError):
@@ -42,6 +49,7 @@ class ServerError(ArealLiteError):
     """An inference server gave no usable answer within the retry budget."""
 
     exit_code = 75
+    failure_kind = "engine"
 
 
 class StarvationError(ArealLiteError):

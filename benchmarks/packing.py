@@ -34,8 +34,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.batch.packing_plan import plan_packing
-from areal_lite.data.batch.training_sample import TrainingSample
 from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.microbatches import Row, num_inputs, plan_microbatches
 from areal_lite.trainer.packed_model import pack
@@ -60,11 +60,11 @@ def make_scorer(layers: int, device: torch.device) -> TokenScorer:
     return TokenScorer(LlamaForCausalLM(config).to(device), temperature=1.0)
 
 
-def make_samples() -> list[TrainingSample]:
+def make_samples() -> list[TokenSequence]:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(150), 1.0, 64), 2, 2048).astype(int)
     return [
-        TrainingSample(
+        TokenSequence(
             input_ids=rng.integers(0, VOCABULARY, length),
             loss_mask=np.arange(length) > 0,
             reward=0.0,
@@ -114,7 +114,7 @@ WAYS: dict[str, Callable[[list[int]], Plan]] = {
 
 
 def run(
-    scorer: TokenScorer, samples: list[TrainingSample], plan: Plan, device: torch.device, *, ragged: bool
+    scorer: TokenScorer, samples: list[TokenSequence], plan: Plan, device: torch.device, *, ragged: bool
 ) -> tuple[float, float]:
     """Return the seconds of forward and backward (on a CPU those it computed, whatever else runs), and the loss."""
     scorer.zero_grad()

@@ -35,9 +35,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from areal_lite.api.trainer_config import TrainerConfig
+from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.batch.data_proto import DataProto
-from areal_lite.data.batch.training_batch import collate_training_samples
-from areal_lite.data.batch.training_sample import TrainingSample
+from areal_lite.data.batch.training_batch import collate_sequences
 from areal_lite.trainer.microbatches import plan_microbatches
 from areal_lite.trainer.policy_trainer import PolicyTrainer
 from areal_lite.trainer.weights import publish_weights
@@ -62,7 +62,7 @@ def make_model(folder: str) -> str:
     return folder
 
 
-def make_batch(seed: int) -> list[TrainingSample]:
+def make_batch(seed: int) -> list[TokenSequence]:
     rng = np.random.default_rng(seed)
     batch = []
     for group in range(8):
@@ -71,7 +71,7 @@ def make_batch(seed: int) -> list[TrainingSample]:
             ids = np.concatenate([prompt, rng.integers(3, 49152, rng.integers(2, 17))])
             mask = np.arange(len(ids)) >= len(prompt)
             batch.append(
-                TrainingSample(input_ids=ids, loss_mask=mask, reward=float(member % 2), group_id=str(group))
+                TokenSequence(input_ids=ids, loss_mask=mask, reward=float(member % 2), group_id=str(group))
             )
     return batch
 
@@ -83,7 +83,7 @@ class PlainTrainer:
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
 
-    def train_step(self, samples: Sequence[TrainingSample]) -> float:
+    def train_step(self, samples: Sequence[TokenSequence]) -> float:
         rewards = np.array([s.reward for s in samples]).reshape(8, 8)
         centred = rewards - rewards.mean(1, keepdims=True)
         advantages = (centred / (centred.std(1, ddof=1, keepdims=True) + 1e-6)).ravel()
@@ -137,7 +137,7 @@ def main() -> None:
         for step in range(arguments.steps + 1):  # the first warms up
             samples = make_batch(step)
             length = max(len(sample.input_ids) for sample in samples)
-            columns = collate_training_samples(samples, length, pad_token_id=0)
+            columns = collate_sequences(samples, length, pad_token_id=0)
             metrics = ours.train_step(DataProto.from_single_dict(columns), version=step)
             began = time.perf_counter()
             loss = plain.train_step(samples)

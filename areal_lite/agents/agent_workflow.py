@@ -14,19 +14,20 @@ from areal_lite.agents.http_transport import BASE_URL, SharedClient
 from areal_lite.api import episode_context
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.engine_api import InferenceEngine
+from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.api.reward_worker import as_reward
 from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.data.chat.tokenizer import load_tokenizer
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, ContextOverflowError
 
 
 class AgentWorkflow(RolloutWorkflow):
     """Runs any object with ``async def run(self, data, **extra_kwargs)`` as a workflow.
 
-    ``run`` is given ``base_url``, ``api_key`` and ``http_client`` for an OpenAI SDK client. What it
-    returns is the reward: a number rewards every sequence of the episode, one row each, all answers
-    trained; a dict rewards answers by completion id, each its own row, and answers it leaves out are
-    not trained; None rejects the episode.
+    ``run`` gets ``base_url``, ``api_key`` and ``http_client`` for an OpenAI SDK client. What it
+    returns is the reward: a number rewards the episode, all answers trained; a dict rewards answers by
+    completion id, each a sequence of its own, and answers it leaves out are not trained; None rejects
+    the episode.
 
     Sampling is ``config.gconfig``'s while training, whatever the agent asks; in evaluation the agent's
     temperature and top_p count, and ``config.eval_gconfig`` where it gives none.
@@ -65,12 +66,15 @@ class AgentWorkflow(RolloutWorkflow):
         except Exception as error:
             if session.error is not None:
                 raise session.error from error
+            if session.refusal is not None and session.refusal.code == "context_length_exceeded":
+                raise ContextOverflowError(str(session.refusal)) from error
             raise
         finally:
             self._service.close(key)
         if session.error is not None:  # a reward after a failed call says nothing about the model
             raise session.error
-        return rewarded(session, reward)
+        with attributed_to(FailureKind.REWARD):
+            return rewarded(session, reward)
 
     async def _load_renderer(self) -> ChatRenderer:
         path = self._config.tokenizer_path

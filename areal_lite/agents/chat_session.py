@@ -10,7 +10,6 @@ only the new ones are rendered; the work per turn does not grow with the turns.
 from __future__ import annotations
 
 import logging
-import re
 import time
 import uuid
 from collections.abc import Hashable, Sequence
@@ -26,13 +25,12 @@ from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, ContextOverflowError
 
 logger = logging.getLogger(__name__)
 
 Style = Literal["individual", "concat"]
 Interactions = dict[str, InteractionWithTokenLogpReward]
-_TOO_LONG = re.compile(r"context|too long|longer than|max_tokens", re.IGNORECASE)
 
 
 @dataclass(slots=True)
@@ -123,7 +121,8 @@ class ChatSession:
                 ModelRequest(input_ids=prompt, gconfig=gconfig, tokenizer=self._renderer.tokenizer)
             )
         except ConfigError as error:
-            code = "context_length_exceeded" if _TOO_LONG.search(str(error)) else None
+            too_long = isinstance(error, ContextOverflowError)
+            code = "context_length_exceeded" if too_long else None
             raise RequestError(str(error)[:500], param="messages", code=code) from error
         message, finish_reason = self._message(request, response)
         completion = _completion(request, response, message, finish_reason, self._renderer)
@@ -209,12 +208,12 @@ class ChatSession:
         return message, finish_reason
 
     def export(self, style: Style) -> Interactions:
-        """Return the rows to train on, by completion id; the originals stay as they are.
+        """Return the sequences to train on, by completion id; the originals stay as they are.
 
         Args:
-            style: "individual": every answer is a row of its own, its prompt not trained. "concat":
-                every sequence is one row that trains all its answers; where sequences branch, the
-                earlier one trains what they share, so each sampled token is trained once.
+            style: "individual": every answer is a sequence of its own, its prompt not trained. "concat":
+                every conversation is one sequence that trains all its answers; where conversations branch,
+                the earlier one trains what they share, so each sampled token is trained once.
         """
         if style == "individual":
             return {key: replace(answer, concat=False) for key, answer in self.interactions.items()}
@@ -222,21 +221,17 @@ class ChatSession:
             raise ValueError(f"style is {style!r}: use 'individual' or 'concat'")
         parents = {id(answer.parent) for answer in self.interactions.values()}
         trained: set[int] = set()
-        rows = {}
+        sequences = {}
         for key, leaf in self.interactions.items():
             if id(leaf) in parents:
                 continue
-            chain = [leaf]
-            trained.add(id(leaf))
-            while (node := chain[-1].parent) is not None and id(node) not in trained:
+            sequence: InteractionWithTokenLogpReward | None = None
+            for node in leaf.chain():
+                sequence = replace(node, parent=sequence, concat=True, trained=id(node) not in trained)
                 trained.add(id(node))
-                chain.append(node)
-            row: InteractionWithTokenLogpReward | None = None
-            for node in reversed(chain):
-                row = replace(node, parent=row, concat=True)
-            assert row is not None
-            rows[key] = row
-        return rows
+            assert sequence is not None
+            sequences[key] = sequence
+        return sequences
 
 
 def _completion(

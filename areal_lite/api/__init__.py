@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from areal_lite.api.config import InferenceEngineConfig, RunConfig
 from areal_lite.api.engine_api import InferenceEngine
-from areal_lite.api.episode import EpisodeResult, EpisodeStatus
+from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.api.reward_api import AsyncRewardWrapper
+from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence, Trajectory, Turn, TurnRole
 from areal_lite.api.workflow_api import Agent, RolloutWorkflow, WorkflowLike
 
 __all__ = [
     "Agent",
     "AsyncRewardWrapper",
-    "EpisodeResult",
     "EpisodeStatus",
+    "Failure",
+    "FailureKind",
     "GenerationHyperparameters",
+    "Group",
     "InferenceEngine",
     "InferenceEngineConfig",
     "InteractionWithTokenLogpReward",
@@ -24,5 +27,9 @@ __all__ = [
     "ModelResponse",
     "RolloutWorkflow",
     "RunConfig",
+    "TokenSequence",
+    "Trajectory",
+    "Turn",
+    "TurnRole",
     "WorkflowLike",
 ]

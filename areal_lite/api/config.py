@@ -93,6 +93,10 @@ class InferenceEngineConfig:
     mask_offpolicy_in_partial_rollout: bool = False
     """Train a group of which some tokens grew too old on its other tokens, instead of drawing its row again."""
 
+    stale_groups: Literal["wait", "redraw"] = "wait"
+    """What happens to a group that is still running when the next batch would find it too old: the batch waits for it,
+    at most episode_timeout_s, so that slow rows train as often as fast ones; or it is thrown away and drawn again."""
+
     failed_group_retries: Annotated[int, Field(ge=0)] = 1
     """Times a row is drawn again after its group failed."""
 

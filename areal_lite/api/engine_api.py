@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from areal_lite.api.episode import EpisodeResult, TaskId
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
-from areal_lite.api.workflow_api import WorkflowLike
+from areal_lite.api.trajectory import Group, TaskId
+from areal_lite.api.workflow_forms import WorkflowLike
 
 
 class FilterDecision(NamedTuple):
@@ -50,10 +50,8 @@ class InferenceEngine(ABC):
         """Queue one row and return its task id at once."""
 
     @abstractmethod
-    def wait(
-        self, count: int = 1, timeout: float | None = None, raise_timeout: bool = True
-    ) -> list[EpisodeResult]:
-        """Return ``count`` results of :meth:`submit`, whatever their status.
+    def wait(self, count: int = 1, timeout: float | None = None, raise_timeout: bool = True) -> list[Group]:
+        """Return ``count`` groups of :meth:`submit`, whatever their status.
 
         Raises:
             TimeoutError: After ``timeout`` seconds; nothing that had finished is lost.
@@ -68,8 +66,8 @@ class InferenceEngine(ABC):
         should_accept_fn: ShouldAcceptFn | str | None = None,
         group_size: int | None = None,
         is_eval: bool = False,
-    ) -> list[EpisodeResult]:
-        """Run all rows and return one result per row, in the order of the rows."""
+    ) -> list[Group]:
+        """Run all rows and return one group per row, in the order of the rows."""
 
     @abstractmethod
     def prepare_batch(
@@ -79,8 +77,8 @@ class InferenceEngine(ABC):
         workflow_kwargs: dict[str, Any] | None = None,
         should_accept_fn: ShouldAcceptFn | str | None = None,
         group_size: int | None = None,
-    ) -> list[EpisodeResult]:
-        """Return exactly ``consumer_batch_size`` accepted results within the staleness bound.
+    ) -> list[Group]:
+        """Return exactly ``consumer_batch_size`` accepted groups within the staleness bound.
 
         Groups are drawn from ``source``, a ``RolloutDataSource`` or any iterable of rows, ahead of need, so
         generation goes on while the caller trains.

@@ -3,9 +3,47 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from areal_lite.api.episode import MemberRecord, TaskId
+from areal_lite.api.failure import Failure
+from areal_lite.api.io_struct import ModelResponse
+from areal_lite.api.tensor_dict import unfinished_trajectory
+from areal_lite.api.trajectory import EpisodeStatus, TaskId, Trajectory
+
+
+@dataclass(slots=True, eq=False)
+class Episode:
+    """One episode while it runs: its model calls, and what the engine must know to make them.
+
+    It becomes a :class:`Trajectory` when it ends.
+    """
+
+    member_idx: int = 0
+    calls: list[ModelResponse] = field(default_factory=list)
+    """Answers in the order they came."""
+    trajectory: Trajectory | None = None
+    """Set when it has ended."""
+    seed_name: str | None = None
+    """Separates the seeds of its model calls from those of other episodes; None leaves seeds to the server."""
+    num_calls: int = 0
+    """Model calls begun."""
+    oldest_version: int | None = None
+    """Policy version at its first model call: none of its tokens can be older. None before it."""
+    recorded: dict[tuple[int, ...], list[ModelResponse]] = field(default_factory=dict)
+    """Answers that an earlier, stopped run of this episode got, by prompt: given again instead of sampled."""
+    interrupted: bool = False
+    """Whether it is being stopped: its calls end with what they have and return no more."""
+    server: Any = None
+    """The server that its calls prefer."""
+
+    def end(self, status: EpisodeStatus, failure: Failure | None = None) -> Trajectory:
+        """Return the trajectory of an episode that ends without data; one that ended before stays as it is."""
+        if self.trajectory is None:
+            calls = [*self.calls, *(answer for answers in self.recorded.values() for answer in answers)]
+            self.trajectory = unfinished_trajectory(calls, member_idx=self.member_idx, status=status)
+            self.trajectory.failure = failure
+        return self.trajectory
 
 
 class EpisodeContext(NamedTuple):
@@ -16,14 +54,14 @@ class EpisodeContext(NamedTuple):
     """Id of the submission; None outside an episode."""
     group_id: str | None = None
     """Group whose rewards are this episode's baseline."""
-    sample_idx: int = 0
-    """Which episode of the group this is, from 0."""
+    member_idx: int = 0
+    """Place of this episode in its group, from 0."""
     version: int = 0
-    """Policy version when the episode started."""
-    members: list[MemberRecord] | None = None
-    """The records of the whole group, in the order of sample_idx."""
-    member: MemberRecord | None = None
-    """This episode's own record; the engine notes its model calls there."""
+    """Policy version when the group started."""
+    episodes: list[Episode] | None = None
+    """All episodes of the group, by ``member_idx``."""
+    episode: Episode | None = None
+    """This episode; the engine records its model calls there."""
     http: Any = None
     """The engine's shared HTTP clients."""
 

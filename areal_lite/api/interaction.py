@@ -26,10 +26,24 @@ class InteractionWithTokenLogpReward:
     output_message_list: list[dict[str, Any]] = field(default_factory=list)
     completion: Any = None
     concat: bool = False
-    """True where the row trains the answers of all ancestors too, False where only its own."""
+    """True where the sequence trains the answers of all ancestors too, False where only its own."""
+    trained: bool = True
+    """False where another sequence of the episode trains this answer."""
+
+    def chain(self) -> list[InteractionWithTokenLogpReward]:
+        """Return its ancestors and itself, the first answer first."""
+        chain = [self]
+        while (parent := chain[-1].parent) is not None:
+            chain.append(parent)
+        return chain[::-1]
+
+    def trained_chain(self) -> list[InteractionWithTokenLogpReward]:
+        """Return those of :meth:`chain` whose answers this sequence trains."""
+        nodes = self.chain() if self.concat else [self]
+        return [node for node in nodes if node.trained]
 
     def to_tensor_dict(self) -> dict[str, torch.Tensor]:
-        """Return this interaction as one row: ``[1, T]`` tensors and ``rewards`` ``[1]``.
+        """Return this interaction as AReaL's tensor dict: ``[1, T]`` tensors and ``rewards`` ``[1]``.
 
         Raises:
             ValueError: If ``reward`` is None.
@@ -47,14 +61,12 @@ class InteractionWithTokenLogpReward:
         loss_mask = [0] * len(ids)
         logprobs = [0.0] * len(ids)
         versions = [-1] * len(ids)
-        node: InteractionWithTokenLogpReward | None = self
-        while node is not None:
+        for node in self.trained_chain():
             answer = node.model_response
             start, end = answer.input_len, answer.input_len + answer.output_len
             loss_mask[start:end] = [1] * answer.output_len
             logprobs[start:end] = answer.output_logprobs
             versions[start:end] = answer.output_versions
-            node = node.parent if self.concat else None
         return {
             "input_ids": torch.tensor([ids], dtype=torch.int32),
             "attention_mask": torch.ones(1, len(ids), dtype=torch.bool),

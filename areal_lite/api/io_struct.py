@@ -50,6 +50,8 @@ class ModelResponse:
     """Wall clock at the first request, seconds since the epoch."""
     attempts: int = 1
     """HTTP requests it took, retries and continuations after an abort included."""
+    rid: str = ""
+    """Id of the request."""
     tokenizer: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
 

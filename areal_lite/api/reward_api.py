@@ -26,6 +26,7 @@ from typing import Any
 
 from areal_lite.api import reward_worker as wire
 from areal_lite.api.dotted_path import load_object
+from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.errors import ConfigError
 
 START_SECONDS = 120.0
@@ -95,7 +96,8 @@ class AsyncRewardWrapper:
                 return await self._call(args, kwargs)
             except Exception:
                 continue  # the last try's error is the one that counts
-        return await self._call(args, kwargs)
+        with attributed_to(FailureKind.REWARD):
+            return await self._call(args, kwargs)
 
     async def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         if self._is_async:

@@ -1,4 +1,4 @@
-"""The tensor dict of a trajectory: its contract, checked, and the two ways to merge.
+"""AReaL's tensor dict, in and out: checked where a workflow returns one, made again where someone asks.
 
 | key | shape | kind | required | meaning |
 |---|---|---|---|---|
@@ -10,19 +10,23 @@
 | rewards | [B] | float | no | reward of each sequence |
 
 Other keys pass through: tensors and lists with B entries are merged, anything else is taken from the
-first. torch is loaded only when a dict is merged.
+first. torch is loaded only when a dict is made or merged.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
+from areal_lite.api.io_struct import ModelResponse
 from areal_lite.api.reward_worker import LARGEST_REWARD
+from areal_lite.api.trajectory import EpisodeStatus, TokenSequence, Trajectory, Turn, TurnRole
 
 TOKEN_KEYS = {
     "input_ids": "iu",
@@ -40,58 +44,378 @@ _KIND_WORDS = {
 }
 PADDING = {"versions": -1}
 """Right-padding value per key; 0 where not named."""
+_VIEW = {"input_ids": np.int32, "loss_mask": np.int32, "logprobs": np.float32, "versions": np.int32}
+"""Dtypes of the view, which are AReaL's."""
+
+Arrays = Mapping[str, NDArray[Any]]
 
 
-Outcome = dict[str, Any]
-"""What an episode that was not rejected returned: a tensor dict or a dict of interactions."""
+# -- in: what a workflow returned, and the calls it made, become a trajectory ------------------------------
 
 
-def check_outcome(outcome: Any) -> int:
-    """Return how many rows of training data ``arun_episode`` returned; 0 is a rejection (None).
+def trajectory_of(
+    returned: dict[str, Any] | None, calls: Sequence[ModelResponse], *, member_idx: int = 0
+) -> Trajectory:
+    """Return the trajectory of an episode that finished.
+
+    Sequences are what the workflow returned. Turns come from the recorded calls, matched to the sequences
+    token by token; where no call matches, the loss mask separates answers from the rest.
+
+    Args:
+        returned: What ``arun_episode`` returned; None rejects the episode.
+        calls: The episode's model calls in the order they ended.
+        member_idx: The episode's place in its group.
 
     Raises:
-        ValueError: If it is none of the three return types, or breaks the contract.
+        ValueError: If ``returned`` is none of the three types or breaks the contract; attributed to the output.
     """
-    if outcome is None:
-        return 0
-    if not isinstance(outcome, dict):
+    status = EpisodeStatus.REJECTED if returned is None else EpisodeStatus.ACCEPTED
+    trajectory = Trajectory(member_idx=member_idx, status=status)
+    tree = _TurnTree(trajectory.turns)
+    if returned is not None:
+        with attributed_to(FailureKind.OUTPUT):
+            check_returned(returned)
+            if is_interactions(returned):
+                for interaction in returned.values():
+                    trajectory.sequences.append(_interaction_sequence(interaction, tree))
+            else:
+                arrays = check_tensor_dict(returned)
+                trajectory.sequences.extend(_row_sequences(arrays, calls, tree))
+                trajectory.extras = {
+                    key: value for key, value in returned.items() if key not in (*TOKEN_KEYS, "rewards")
+                }
+        rewards = [s.reward for s in trajectory.sequences if s.reward is not None]
+        trajectory.reward = sum(rewards) / len(rewards) if rewards else None
+    tree.add_calls(calls)
+    return trajectory
+
+
+def unfinished_trajectory(
+    calls: Sequence[ModelResponse], *, member_idx: int, status: EpisodeStatus
+) -> Trajectory:
+    """Return the trajectory of an episode that failed or was stopped: its model calls, nothing that trains."""
+    trajectory = Trajectory(member_idx=member_idx, status=status)
+    _TurnTree(trajectory.turns).add_calls(calls)
+    return trajectory
+
+
+def check_returned(returned: Any) -> None:
+    """Check the type of what ``arun_episode`` returned.
+
+    Raises:
+        ValueError: If it is neither a tensor dict nor a dict of interactions, each with a reward.
+    """
+    if not isinstance(returned, dict):
         raise ValueError(
-            f"arun_episode returned {type(outcome).__name__}: return a tensor dict, a dict of interactions, or None"
+            f"arun_episode returned {type(returned).__name__}: return a tensor dict, a dict of interactions, or None"
         )
-    if not outcome:
+    if not returned:
         raise ValueError("arun_episode returned an empty dict: return None to reject an episode")
-    if not is_interactions(outcome):
-        return check_tensor_dict(outcome)
-    for name, interaction in outcome.items():
-        reward = interaction.reward
-        if reward is None or reward - reward != 0.0:
-            raise ValueError(
-                f"interaction {name} has the reward {reward}: give each a finite number with set_reward()"
-            )
-    return len(outcome)
+    if is_interactions(returned):
+        for name, interaction in returned.items():
+            reward = interaction.reward
+            if reward is None or reward - reward != 0.0:
+                raise ValueError(
+                    f"interaction {name} has the reward {reward}: give each a finite number with set_reward()"
+                )
 
 
-def is_interactions(outcome: Outcome) -> bool:
-    """Return whether ``outcome`` is a dict of interactions by id."""
-    return all(isinstance(value, InteractionWithTokenLogpReward) for value in outcome.values())
+def is_interactions(returned: dict[str, Any]) -> bool:
+    """Return whether ``returned`` is a dict of interactions by id."""
+    return all(isinstance(value, InteractionWithTokenLogpReward) for value in returned.values())
 
 
-def merge_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the outcomes of a group as one: interactions stay interactions, else one tensor dict."""
+def split_rows(returned: dict[str, Any], counts: Sequence[int]) -> list[dict[str, Any] | None]:
+    """Return a merged dict as one dict per episode, which have ``counts`` rows of it in order; None for no rows.
+
+    What the counts leave over belongs to the last episode.
+    """
+    ends = np.cumsum(counts).tolist()
+    total = len(returned) if is_interactions(returned) else len(returned["input_ids"])
+    starts, ends[-1] = [0, *ends[:-1]], total
+    parts: list[dict[str, Any] | None] = []
+    for start, end in zip(starts, ends, strict=True):
+        if start >= end:
+            parts.append(None)
+        elif is_interactions(returned):
+            parts.append(dict(list(returned.items())[start:end]))
+        else:
+            parts.append({key: _rows(value, start, end, total) for key, value in returned.items()})
+    return parts
+
+
+def _rows(value: Any, start: int, end: int, total: int) -> Any:
+    if hasattr(value, "shape") and value.shape[:1] == (total,):
+        return value[start:end]
+    return value[start:end] if isinstance(value, list) and len(value) == total else value
+
+
+class _TurnTree:
+    """The turns of an episode; a call, and what leads to it, is added once."""
+
+    def __init__(self, turns: list[Turn]) -> None:
+        self.turns = turns
+        self._places: dict[Any, int] = {}
+        self._calls: set[tuple[str, float]] = set()
+
+    def add_path(
+        self, sequence: TokenSequence, spans: Iterator[tuple[int, int, ModelResponse | None, bool]]
+    ) -> None:
+        """Add the spans ``(start, end, call, sampled)`` of a sequence as turns, and note its path.
+
+        Columns of the turns are views of the sequence's, except for an untrained call, whose log-probs and
+        versions only the call knows.
+        """
+        path: list[int] = []
+        parent: int | None = None
+        for start, end, call, sampled in spans:
+            here = slice(start, end)
+            ids, loss_mask = sequence.input_ids[here], sequence.loss_mask[here]
+            key = (parent, *_identity(call)) if call is not None else (parent, sampled, ids.tobytes())
+            place = self._places.get(key)
+            trained = bool(loss_mask.any())
+            if place is None or (trained and not self.turns[place].loss_mask.any()):
+                turn = Turn(
+                    role=_role(sampled, parent),
+                    parent=parent,
+                    start=start,
+                    ids=ids,
+                    loss_mask=loss_mask,
+                    logprobs=None if sequence.logprobs is None else sequence.logprobs[here],
+                    versions=None if sequence.versions is None else sequence.versions[here],
+                )
+                if call is not None:
+                    _note_call(turn, call, recorded=trained)
+                    self._calls.add(_identity(call))
+                if place is None:
+                    place = self._places[key] = len(self.turns)
+                    self.turns.append(turn)
+                else:
+                    self.turns[place] = turn
+            path.append(place)
+            parent = place
+        sequence.path = tuple(path)
+        sequence.turn_idx = max(0, sum(self.turns[i].role is TurnRole.ASSISTANT for i in path) - 1)
+
+    def add_calls(self, calls: Sequence[ModelResponse]) -> None:
+        """Add the calls that no sequence holds, each after the longest call that its prompt extends."""
+        if len(self._calls) == len(calls):
+            return
+        known: list[tuple[list[int], int]] = []
+        for call in calls:
+            before, parent = _longest_prefix(known, call.input_tokens)
+            place = self._places_of_call(call)
+            if place is None:
+                start = len(before)
+                if given := call.input_tokens[start:]:
+                    key = (parent, False, tuple(given))
+                    if key not in self._places:
+                        self._places[key] = len(self.turns)
+                        self.turns.append(_untrained(given, start, parent, role=_role(False, parent)))
+                    parent = self._places[key]
+                place = len(self.turns)
+                turn = _untrained(call.output_tokens, call.input_len, parent, role=TurnRole.ASSISTANT)
+                _note_call(turn, call, recorded=False)
+                self.turns.append(turn)
+            known.append((call.input_tokens + call.output_tokens, place))
+
+    def _places_of_call(self, call: ModelResponse) -> int | None:
+        identity = _identity(call)
+        if identity not in self._calls:
+            return None
+        return next(place for key, place in self._places.items() if key[1:] == identity)
+
+
+def _identity(call: ModelResponse) -> tuple[str, float]:
+    return call.rid, call.started
+
+
+def _role(sampled: bool, parent: int | None) -> TurnRole:
+    if sampled:
+        return TurnRole.ASSISTANT
+    return TurnRole.PROMPT if parent is None else TurnRole.ENVIRONMENT
+
+
+def _untrained(ids: Sequence[int], start: int, parent: int | None, *, role: TurnRole) -> Turn:
+    count = len(ids)
+    return Turn(
+        role=role,
+        parent=parent,
+        start=start,
+        ids=np.array(ids, np.int32),
+        loss_mask=np.zeros(count, np.bool_),
+        logprobs=np.zeros(count, np.float32),
+        versions=np.full(count, -1, np.int32),
+    )
+
+
+def _note_call(turn: Turn, call: ModelResponse, *, recorded: bool) -> None:
+    """Note what is known of a call; log-probs and versions too, unless the columns have them ``recorded``."""
+    turn.stop_reason, turn.started, turn.latency_s = call.stop_reason, call.started, call.latency
+    if not recorded:
+        turn.logprobs = np.array(call.output_logprobs, np.float32)
+        turn.versions = np.array(call.output_versions, np.int32)
+
+
+def _longest_prefix(known: Sequence[tuple[list[int], int]], ids: list[int]) -> tuple[list[int], int | None]:
+    best: tuple[list[int], int | None] = ([], None)
+    for tokens, place in known:
+        count = len(tokens)
+        if (
+            len(best[0]) < count <= len(ids)
+            and tokens[-1:] == ids[count - 1 : count]
+            and ids[:count] == tokens
+        ):
+            best = (tokens, place)
+    return best
+
+
+def _interaction_sequence(interaction: InteractionWithTokenLogpReward, tree: _TurnTree) -> TokenSequence:
+    chain = interaction.chain()
+    response = interaction.model_response
+    ids = np.array(response.input_tokens + response.output_tokens, np.int32)
+    loss_mask = np.zeros(len(ids), np.bool_)
+    logprobs = np.zeros(len(ids), np.float32)
+    versions = np.full(len(ids), -1, np.int32)
+    for node in interaction.trained_chain():
+        answer = node.model_response
+        here = slice(answer.input_len, answer.input_len + answer.output_len)
+        loss_mask[here], logprobs[here], versions[here] = True, answer.output_logprobs, answer.output_versions
+    sequence = TokenSequence(
+        input_ids=ids, loss_mask=loss_mask, logprobs=logprobs, versions=versions, reward=interaction.reward
+    )
+
+    def spans() -> Iterator[tuple[int, int, ModelResponse | None, bool]]:
+        at = 0
+        for node in chain:
+            answer = node.model_response
+            start, end = answer.input_len, answer.input_len + answer.output_len
+            if at < start:
+                yield at, start, None, False
+            yield start, end, answer, True
+            at = end
+
+    tree.add_path(sequence, spans())
+    return sequence
+
+
+def _row_sequences(
+    arrays: Arrays, calls: Sequence[ModelResponse], tree: _TurnTree
+) -> Iterator[TokenSequence]:
+    """Yield the rows of a checked tensor dict without their padding."""
+    attention = arrays["attention_mask"] != 0
+    padded = not attention.all()
+    by_length = sorted(calls, key=lambda call: call.input_len) if len(calls) > 1 else calls
+    rewards = arrays["rewards"].tolist() if "rewards" in arrays else None
+    for row, ids in enumerate(arrays["input_ids"]):
+        keep: Any = attention[row] if padded else slice(None)
+        columns = {key: arrays[key][row][keep] for key in ("logprobs", "versions") if key in arrays}
+        mask = arrays["loss_mask"][row][keep] != 0 if "loss_mask" in arrays else None
+        ids = ids[keep]
+        sequence = TokenSequence(
+            input_ids=ids,
+            loss_mask=np.zeros(len(ids), np.bool_) if mask is None else mask,
+            reward=None if rewards is None else rewards[row],
+            **columns,
+        )
+        tree.add_path(sequence, _spans(sequence, by_length))
+        yield sequence
+
+
+def _spans(
+    sequence: TokenSequence, calls: Sequence[ModelResponse]
+) -> Iterator[tuple[int, int, ModelResponse | None, bool]]:
+    """Yield the turns of a sequence in order: calls that match it, and runs of the loss mask between them."""
+    ids: list[int] = sequence.input_ids.tolist()
+    at = 0
+    for call in calls:
+        start, end = call.input_len, call.input_len + call.output_len
+        if start < at or end > len(ids) or start == end:
+            continue
+        if ids[start:end] != call.output_tokens or ids[:start] != call.input_tokens:
+            continue  # a call of another branch
+        yield from _runs(sequence.loss_mask, at, start)
+        yield start, end, call, True
+        at = end
+    yield from _runs(sequence.loss_mask, at, len(ids))
+
+
+def _runs(mask: NDArray[np.bool_], start: int, end: int) -> Iterator[tuple[int, int, None, bool]]:
+    if start == end:
+        return
+    borders = np.flatnonzero(mask[start + 1 : end] != mask[start : end - 1])
+    edges = [start, *(borders + start + 1).tolist(), end]
+    for first, last in zip(edges, edges[1:], strict=False):
+        yield first, last, None, bool(mask[first])
+
+
+# -- out: the view -----------------------------------------------------------------------------------------
+
+
+def tensor_dict_of(trajectories: Sequence[Trajectory]) -> dict[str, Any] | None:
+    """Return AReaL's tensor dict of the trajectories' sequences, right-padded; None where there are none.
+
+    ``logprobs``, ``versions`` and ``rewards`` are there if every sequence has them; other keys of the
+    workflows' dicts if every episode has them.
+    """
+    import torch
+
+    having = [trajectory for trajectory in trajectories if trajectory.sequences]
+    sequences = [sequence for trajectory in having for sequence in trajectory.sequences]
+    if not sequences:
+        return None
+    lengths = np.array([len(sequence) for sequence in sequences])
+    present = np.arange(lengths.max()) < lengths[:, None]
+    view: dict[str, Any] = {"input_ids": None, "attention_mask": torch.from_numpy(present)}
+    for key, dtype in _VIEW.items():
+        columns = [getattr(sequence, key) for sequence in sequences]
+        if all(column is not None for column in columns):
+            padded = np.full(present.shape, PADDING.get(key, 0), dtype)
+            padded[present] = np.concatenate(columns)
+            view[key] = torch.from_numpy(padded)
+    rewards = [sequence.reward for sequence in sequences]
+    if None not in rewards:
+        view["rewards"] = torch.tensor(rewards, dtype=torch.float32)
+    if all(trajectory.extras.keys() == having[0].extras.keys() for trajectory in having):
+        view |= _merged([trajectory.extras for trajectory in having])
+    return view
+
+
+def merge_outcomes(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the episodes of a group returned as one: interactions stay interactions, else one tensor dict.
+
+    Raises:
+        ValueError: If tensor dicts have different keys.
+    """
     if all(is_interactions(outcome) for outcome in outcomes):
         return {key: value for outcome in outcomes for key, value in outcome.items()}
-    return concat_padded_tensors([trajectory_tensors(outcome) for outcome in outcomes])
+    return concat_padded_tensors(
+        [
+            concat_padded_tensors([value.to_tensor_dict() for value in outcome.values()])
+            if is_interactions(outcome)
+            else outcome
+            for outcome in outcomes
+        ]
+    )
 
 
-def trajectory_tensors(outcome: Outcome) -> dict[str, Any]:
-    """Return a checked outcome as one tensor dict, one row per interaction."""
-    if is_interactions(outcome):
-        return concat_padded_tensors([value.to_tensor_dict() for value in outcome.values()])
-    return outcome
+def check_same_keys(outcomes: Sequence[dict[str, Any]]) -> None:
+    """Refuse tensor dicts of one group that have different keys.
+
+    Raises:
+        ValueError: With both lists of keys.
+    """
+    first = outcomes[0]
+    for other in outcomes[1:]:
+        if other.keys() != first.keys():
+            raise ValueError(
+                f"tensor dicts of one group have different keys, {sorted(first)} and {sorted(other)}: "
+                "return the same keys from every episode"
+            )
 
 
-def check_tensor_dict(tensors: Mapping[str, Any]) -> int:
-    """Return the number of rows; raise ValueError, naming key, shape and mend, if the contract is broken."""
+def check_tensor_dict(tensors: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """Return the token keys and rewards as numpy arrays; raise ValueError, naming key, rule and fix, for a bad dict."""
     for key in ("input_ids", "attention_mask"):
         if key not in tensors:
             raise ValueError(
@@ -119,7 +443,7 @@ def check_tensor_dict(tensors: Mapping[str, Any]) -> int:
         raise ValueError(f"input_ids has shape {list(shape)}: return None for an empty trajectory")
     _check_values(arrays)
     if "rewards" in tensors:
-        rewards = _as_numpy("rewards", tensors["rewards"])
+        rewards = arrays["rewards"] = _as_numpy("rewards", tensors["rewards"])
         if rewards.shape != shape[:1]:
             raise ValueError(
                 f"rewards has shape {list(rewards.shape)}: it must be [{shape[0]}], one number per row of input_ids"
@@ -130,7 +454,7 @@ def check_tensor_dict(tensors: Mapping[str, Any]) -> int:
             raise ValueError(
                 f"rewards holds {rewards.tolist()}: every reward must be finite in float32; raise instead of nan"
             )
-    return shape[0]
+    return arrays
 
 
 def _check_values(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
@@ -168,19 +492,17 @@ def concat_padded_tensors(dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError: If the dicts do not have the same keys.
     """
+    if len(dicts) == 1:
+        return dict(dicts[0])
+    check_same_keys([dict(d) for d in dicts])
+    return _merged(dicts)
+
+
+def _merged(dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     import torch
 
-    first = dicts[0]
-    if len(dicts) == 1:
-        return dict(first)
-    for other in dicts[1:]:
-        if other.keys() != first.keys():
-            raise ValueError(
-                f"tensor dicts of one group have different keys, {sorted(first)} and {sorted(other)}: "
-                "return the same keys from every episode"
-            )
     merged: dict[str, Any] = {}
-    for key, value in first.items():
+    for key, value in dicts[0].items():
         values = [d[key] for d in dicts]
         if isinstance(value, torch.Tensor):
             merged[key] = _concat(values, PADDING.get(key, 0))
@@ -203,14 +525,3 @@ def _concat(values: Sequence[Any], padding: int) -> Any:
         out[(slice(row, row + value.shape[0]), *(slice(size) for size in value.shape[1:]))] = value
         row += value.shape[0]
     return out
-
-
-def trained_version_range(tensors: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return (oldest, newest) policy version over the trained tokens, None where nothing says."""
-    if "versions" not in tensors:
-        return None
-    trained = tensors["versions"].numpy()
-    if "loss_mask" in tensors:
-        trained = trained[tensors["loss_mask"].numpy() != 0]
-    versions = set(trained.ravel().tolist()) - {-1}
-    return (min(versions), max(versions)) if versions else None

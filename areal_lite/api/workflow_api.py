@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+from areal_lite.api.engine_api import InferenceEngine
+from areal_lite.api.interaction import InteractionWithTokenLogpReward
+from areal_lite.api.workflow_forms import Agent as Agent
+from areal_lite.api.workflow_forms import WorkflowLike as WorkflowLike
 
 if TYPE_CHECKING:
     import torch
-
-    from areal_lite.api.engine_api import InferenceEngine
-    from areal_lite.api.interaction import InteractionWithTokenLogpReward
 
 
 class RolloutWorkflow(ABC):
@@ -27,20 +29,3 @@ class RolloutWorkflow(ABC):
 
         An exception is a failure, recorded with its cause; it never becomes a reward of 0.
         """
-
-
-class Agent(Protocol):
-    """Any object with this method; no base class is needed."""
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | dict[str, float] | None:
-        """Run one episode and return its reward.
-
-        ``extra_kwargs`` holds ``base_url``, ``api_key`` and ``http_client`` for an OpenAI SDK client.
-
-        Returns:
-            A finite number for the whole episode, rewards by completion id, or None to reject.
-        """
-
-
-WorkflowLike = RolloutWorkflow | type[RolloutWorkflow] | Agent | type[Any] | str
-"""An instance, a class (with kwargs), an agent object or class, or a dotted path to any of them."""

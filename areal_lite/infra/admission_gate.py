@@ -7,12 +7,17 @@ where a batch is cut, in :mod:`areal_lite.infra.row_feed`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from areal_lite.infra.lead import Lead
 
 
 @dataclass(slots=True)
 class AdmissionGate:
-    """Capacity as in AReaL: ``min(concurrency - running, (bound + version + 1) * batch + extra - taken)``."""
+    """AReaL's capacity with a lead: ``min(concurrency - running, (version + 1) * batch + lead + extra - taken)``.
+
+    ``lead`` is at most ``bound * batch``, AReaL's own, and no more than keeps the trainer fed.
+    """
 
     max_concurrent: int | None
     """Most groups running at once; None is no limit of its own."""
@@ -29,6 +34,11 @@ class AdmissionGate:
     """Groups running now, evaluation included."""
     taken: int = 0
     """Training groups that run, or ended accepted and were not given back as stale."""
+    lead: Lead = field(init=False)
+    """How many groups may start before the batch that needs them."""
+
+    def __post_init__(self) -> None:
+        self.lead = Lead(batch_size=self.batch_size, max_staleness=self.max_staleness)
 
     def may_start(self) -> bool:
         """Return whether a group that no staleness bound holds (evaluation, rollout_batch) may start."""
@@ -39,9 +49,17 @@ class AdmissionGate:
         return self.may_start() and self.taken < self._limit
 
     @property
+    def ahead(self) -> int:
+        """Groups that may run or wait for a batch at once."""
+        return self.batch_size + self.lead.groups + self._extra
+
+    @property
     def _limit(self) -> int:
-        extra = 0 if self.cut and self.max_staleness == 0 else self.extra
-        return (self.max_staleness + self.version + 1) * self.batch_size + extra
+        return self.version * self.batch_size + self.ahead
+
+    @property
+    def _extra(self) -> int:
+        return 0 if self.cut and self.max_staleness == 0 else self.extra
 
     def start(self, *, training: bool) -> None:
         """Count a group that starts."""
@@ -56,7 +74,7 @@ class AdmissionGate:
         assert self.running >= 0 and self.taken >= 0
 
     def give_back(self) -> None:
-        """Free the place of an accepted group that was too stale to train."""
+        """Free the place of an accepted group that will not train."""
         self.taken -= 1
         assert self.taken >= 0
 

@@ -22,9 +22,9 @@ import orjson
 
 from areal_lite.api import episode_context
 from areal_lite.api.config import InferenceEngineConfig
-from areal_lite.api.episode import MemberRecord
+from areal_lite.api.episode_context import Episode
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
-from areal_lite.errors import ConfigError, ServerError
+from areal_lite.errors import ConfigError, ContextOverflowError, ServerError
 from areal_lite.infra.backends import dialect_of
 from areal_lite.infra.backends.dialect import BadResponse, Chunk, ControlCall, ServerInfo
 from areal_lite.infra.deadlines import Deadlines
@@ -60,11 +60,11 @@ class _Request:
 class _Call:
     """A call of ``generate`` that is under way."""
 
-    __slots__ = ("member", "parked", "rid", "server")
+    __slots__ = ("episode", "parked", "rid", "server")
 
-    def __init__(self, rid: str, member: MemberRecord | None, server: Server | None) -> None:
+    def __init__(self, rid: str, episode: Episode | None, server: Server | None) -> None:
         self.rid = rid
-        self.member = member
+        self.episode = episode
         self.server = server
         """Where it was sent last; before that, where it would like to go."""
         self.parked: asyncio.Event | None = None
@@ -72,7 +72,7 @@ class _Call:
 
     @property
     def interrupted(self) -> bool:
-        return self.member is not None and self.member.interrupted
+        return self.episode is not None and self.episode.interrupted
 
 
 class EngineClient:
@@ -145,14 +145,16 @@ class EngineClient:
 
     async def generate(self, req: ModelRequest) -> ModelResponse:
         """Return one whole answer; see ``InferenceEngine.agenerate``."""
-        member = episode_context.current().member
-        call = _Call(req.rid, member, None if member is None else member.server)
+        episode = episode_context.current().episode
+        call = _Call(req.rid, episode, None if episode is None else episode.server)
+        if episode is not None and episode.oldest_version is None:
+            episode.oldest_version = self.version
         self._calls.add(call)
         try:
             response = await self._generate(req, call)
-            if member is not None:
-                member.server = call.server
-                member.turns.append(_own_copy(response))
+            if episode is not None:
+                episode.server = call.server
+                episode.calls.append(_own_copy(response))
             if call.interrupted:
                 await self._park(call)
             return response
@@ -161,7 +163,7 @@ class EngineClient:
 
     async def _generate(self, req: ModelRequest, call: _Call) -> ModelResponse:
         gconfig = req.gconfig
-        seed = self._seed(call.member) if gconfig.seed is None else gconfig.seed
+        seed = self._seed(call.episode) if gconfig.seed is None else gconfig.seed
         budget = self._budget(req)
         input_ids = list(req.input_ids)  # the caller may extend its list while the answer is sampled
         attempts = fruitless = 0
@@ -171,7 +173,7 @@ class EngineClient:
         logprobs: list[float] = []
         versions: list[int] = []
         finish = "abort"
-        if call.member is not None and (recorded := _recorded(call.member, input_ids)) is not None:
+        if call.episode is not None and (recorded := _recorded(call.episode, input_ids)) is not None:
             tokens += recorded.output_tokens
             logprobs += recorded.output_logprobs
             versions += recorded.output_versions
@@ -214,20 +216,21 @@ class EngineClient:
             ttft=ttft,
             started=started,
             attempts=attempts,
+            rid=req.rid,
             tokenizer=req.tokenizer,
             metadata=req.metadata,
         )
 
-    async def interrupt(self, members: Sequence[MemberRecord]) -> None:
+    async def interrupt(self, episodes: Sequence[Episode]) -> None:
         """End the calls of these episodes with what they have sampled, noted in their records.
 
         The calls do not return any more: whoever interrupts an episode cancels it next. A server that
         does not answer in time costs the tokens of its calls, nothing else.
         """
-        chosen = {id(member) for member in members}
-        for member in members:
-            member.interrupted = True
-        calls = [call for call in self._calls if id(call.member) in chosen]
+        chosen = {id(episode) for episode in episodes}
+        for episode in episodes:
+            episode.interrupted = True
+        calls = [call for call in self._calls if id(call.episode) in chosen]
         for call in calls:
             call.parked = asyncio.Event()
         with contextlib.suppress(TimeoutError):
@@ -247,13 +250,18 @@ class EngineClient:
             call.parked.set()
         await asyncio.Event().wait()  # until the cancellation that follows every interruption
 
-    def _seed(self, member: MemberRecord | None) -> int | None:
-        """Return the seed of the member's next call: the same in every run of the same seed."""
+    def _seed(self, episode: Episode | None) -> int | None:
+        """Return the seed of the episode's next call: the same in every run of the same seed."""
         config = self._config
-        if member is None or member.seed_name is None or config.seed is None or config.backend != "embedded":
+        if (
+            episode is None
+            or episode.seed_name is None
+            or config.seed is None
+            or config.backend != "embedded"
+        ):
             return None
-        name = f"{config.seed}/{member.seed_name}/{member.sample_idx}/{member.num_calls}"
-        member.num_calls += 1
+        name = f"{config.seed}/{episode.seed_name}/{episode.member_idx}/{episode.num_calls}"
+        episode.num_calls += 1
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1
 
     def _budget(self, req: ModelRequest) -> int:
@@ -275,7 +283,7 @@ class EngineClient:
         window = min(gconfig.max_tokens, self._limits.context_length or gconfig.max_tokens)
         budget = min(gconfig.max_new_tokens, window - len(ids))
         if budget < 1:
-            raise ConfigError(
+            raise ContextOverflowError(
                 f"the prompt has {len(ids)} tokens and the window {window}, so no token can be sampled: shorten the "
                 "prompt, or raise gconfig.max_tokens or the server's context length"
             )
@@ -443,11 +451,11 @@ def _own_copy(response: ModelResponse) -> ModelResponse:
     )
 
 
-def _recorded(member: MemberRecord, input_ids: list[int]) -> ModelResponse | None:
+def _recorded(episode: Episode, input_ids: list[int]) -> ModelResponse | None:
     """Take the answer an earlier run of the episode was given to this prompt."""
-    if not member.recorded:
+    if not episode.recorded:
         return None
-    answers = member.recorded.get(tuple(input_ids))
+    answers = episode.recorded.get(tuple(input_ids))
     return answers.pop(0) if answers else None
 
 

@@ -1,15 +1,23 @@
-"""Several episodes of one dataset row, run at once and merged into one trajectory."""
+"""Several episodes of one dataset row, run at once and merged into one group."""
 
 from __future__ import annotations
 
 import asyncio
-import traceback
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
-from areal_lite.api.episode import EpisodeStatus, MemberRecord
-from areal_lite.api.tensor_dict import Outcome, check_outcome, merge_outcomes
+from areal_lite.api.episode_context import Episode
+from areal_lite.api.failure import Failure, FailureKind, attributed_to
+from areal_lite.api.tensor_dict import (
+    check_same_keys,
+    is_interactions,
+    merge_outcomes,
+    split_rows,
+    trajectory_of,
+)
+from areal_lite.api.trajectory import EpisodeStatus
 from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.data.source.sample import with_own_containers
 from areal_lite.errors import ConfigError
@@ -17,22 +25,14 @@ from areal_lite.errors import ConfigError
 OnError = Literal["drop_sample", "drop_group", "raise"]
 
 
-def error_text(error: BaseException) -> str:
-    """Return type, message and the last frames of ``error``, at most 4,000 characters."""
-    return "".join(traceback.format_exception(error))[-4000:]
-
-
 class GroupedRolloutWorkflow(RolloutWorkflow):
     """Runs ``workflow`` ``group_size`` times on one row; siblings never outlive the group.
 
-    Tensor dicts are concatenated along the batch, dicts of interactions are merged. Members that
-    return None are left out; if all do, so does the group.
-
     Args:
-        workflow: What one member runs.
-        group_size: Members, at least 1.
-        on_error: What a failing member does: ``drop_sample`` trains the others (all failing raises the
-            first error), ``drop_group`` stops the others and returns None, ``raise`` stops the others
+        workflow: What one episode runs.
+        group_size: Episodes, at least 1.
+        on_error: What a failing episode does: ``drop_sample`` trains the others (all failing raises the
+            first error), ``drop_group`` stops the others and drops the group, ``raise`` stops the others
             and raises the error.
     """
 
@@ -45,51 +45,98 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         self.group_size = group_size
         self.on_error = on_error
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Outcome | None:
-        """Run all members at once and return their merged trajectory, or None if none has one."""
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
+        """Run all episodes at once and return what they returned as one.
+
+        Tensor dicts are concatenated along the batch, dicts of interactions are merged. Episodes that
+        returned None are left out; if all did, so does the group.
+        """
+        episodes = episode_context.current().episodes
+        kept = await self.run_episodes(engine, data, [Episode()] if episodes is None else episodes)
+        return merge_outcomes(kept) if kept else None
+
+    async def run_episodes(
+        self, engine: InferenceEngine, data: dict[str, Any], episodes: list[Episode]
+    ) -> list[dict[str, Any]]:
+        """Run ``episodes``, changed in place to the group's size; each gets its trajectory.
+
+        Returns:
+            What the episodes that finished with data returned, by ``member_idx``; none of a dropped group.
+        """
+        if len(episodes) != self.group_size:
+            seed_name = episodes[0].seed_name if episodes else None
+            episodes[:] = [Episode(member_idx=i, seed_name=seed_name) for i in range(self.group_size)]
         context = episode_context.current()
-        members = context.members
-        if members is None or len(members) != self.group_size:
-            members = [MemberRecord(sample_idx=i) for i in range(self.group_size)]
-            if context.members is not None:
-                context.members[:] = members
         errors: list[Exception] = []
 
-        async def run_member(member: MemberRecord) -> Outcome | None:
+        async def run_one(episode: Episode) -> dict[str, Any] | None:
             episode_context.enter(
-                context._replace(sample_idx=member.sample_idx, member=member, members=[member])
+                context._replace(member_idx=episode.member_idx, episode=episode, episodes=[episode])
             )
             try:
-                outcome = await self.workflow.arun_episode(engine, with_own_containers(dict(data)))
-                member.num_rows = check_outcome(outcome)
-            except BaseException as error:  # the boundary where a member's error becomes data
-                cancelled = isinstance(error, asyncio.CancelledError)
-                if cancelled and _cancelled_from_outside():
-                    member.status = EpisodeStatus.CANCELLED
+                returned = await self.workflow.arun_episode(engine, with_own_containers(dict(data)))
+                episode.trajectory = trajectory_of(returned, episode.calls, member_idx=episode.member_idx)
+            except BaseException as error:  # the boundary where an episode's error becomes data
+                if isinstance(error, asyncio.CancelledError) and _cancelled_from_outside():
                     raise
-                member.status, member.error = EpisodeStatus.FAILED, error_text(error)
+                episode.end(EpisodeStatus.FAILED, Failure.of(error))
                 failure = error if isinstance(error, Exception) else RuntimeError(f"episode raised {error!r}")
                 errors.append(failure)
                 if self.on_error == "drop_sample":
                     return None
                 raise failure from error
-            member.status = EpisodeStatus.REJECTED if outcome is None else EpisodeStatus.ACCEPTED
-            return outcome
+            return returned
 
         dropped = False
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(run_member(member)) for member in members]
+                tasks = [group.create_task(run_one(episode)) for episode in episodes]
         except* Exception as failures:
+            _drop(episodes)
             if self.on_error == "raise":
                 raise errors[0] from failures
             dropped = True
         if dropped:
-            return None
-        kept = [outcome for task in tasks if (outcome := task.result()) is not None]
+            return []
+        kept = [returned for task in tasks if (returned := task.result()) is not None]
         if not kept and errors:
             raise errors[0]
-        return merge_outcomes(kept) if kept else None
+        with attributed_to(FailureKind.OUTPUT):
+            check_same_keys([returned for returned in kept if not is_interactions(returned)])
+        return kept
+
+
+async def run_group(
+    workflow: RolloutWorkflow, engine: InferenceEngine, data: dict[str, Any], episodes: list[Episode]
+) -> None:
+    """Run ``workflow`` once on ``data``; each of ``episodes`` that finished gets its trajectory.
+
+    Raises:
+        Exception: What the workflow raised, if no episode is left to train.
+    """
+    if isinstance(workflow, GroupedRolloutWorkflow):
+        await workflow.run_episodes(engine, data, episodes)
+        return
+    returned = await workflow.arun_episode(engine, data)
+    if len(episodes) == 1 and episodes[0].trajectory is None:
+        episodes[0].trajectory = trajectory_of(returned, episodes[0].calls)
+    elif returned is None:
+        _drop(episodes)
+    else:  # a workflow around a group: it may have changed what the group returned
+        counts = [0 if e.trajectory is None else len(e.trajectory.sequences) for e in episodes]
+        for episode, part in zip(episodes, split_rows(returned, counts), strict=True):
+            if part is not None:
+                episode.trajectory = trajectory_of(part, episode.calls, member_idx=episode.member_idx)
+
+
+def _drop(episodes: Sequence[Episode]) -> None:
+    """End the episodes of a group of which nothing trains."""
+    failure = Failure.cancelled("the group was dropped with another of its episodes")
+    for episode in episodes:
+        trajectory = episode.end(EpisodeStatus.CANCELLED, failure)
+        if trajectory.sequences:
+            trajectory.sequences.clear()
+            trajectory.status, trajectory.failure = EpisodeStatus.CANCELLED, failure
 
 
 def _cancelled_from_outside() -> bool:

@@ -27,7 +27,7 @@ class LoopThread:
         """Return whether the caller runs on this loop."""
         return threading.get_ident() == self._thread.ident
 
-    def call(self, coroutine: Coroutine[Any, Any, T], *, unclaimed: Callable[[T], object] | None = None) -> T:
+    def call(self, coroutine: Coroutine[Any, Any, T], unclaimed: Callable[[T], object] | None = None) -> T:
         """Run ``coroutine`` on the loop and return its result; blocks the calling thread.
 
         An interrupt of the waiting thread (Ctrl-C) cancels the coroutine. Where that comes too late, its result
@@ -52,7 +52,7 @@ class LoopThread:
             raise
 
     async def acall(
-        self, coroutine: Coroutine[Any, Any, T], *, unclaimed: Callable[[T], object] | None = None
+        self, coroutine: Coroutine[Any, Any, T], unclaimed: Callable[[T], object] | None = None
     ) -> T:
         """Run ``coroutine`` on the loop from any loop; a cancellation of the caller is as in :meth:`call`."""
         if self.is_current():

@@ -1,80 +1,85 @@
-"""What a stopped or surplus group has sampled, kept as samples, and given again when it is run again.
+"""What a stopped or surplus group has sampled, kept as samples, and given again when the group runs again.
 
-An episode is code, so it is not continued but run again: each of its calls that asks what was asked
-before gets the answer of then, tokens, log-probs and versions; a call that was cut off goes on from its
-tokens. An episode that asks something else goes its own way.
+An episode is code, so it is not resumed but run again: each of its calls that sends a prompt it sent
+before gets the same answer, tokens, log-probs and versions; a call that was cut off continues from its
+tokens. An episode that sends something else diverges and samples anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from areal_lite.api.episode import EpisodeResult, EpisodeStatus, MemberRecord
+from areal_lite.api.episode_context import Episode
 from areal_lite.api.io_struct import ModelResponse
-from areal_lite.data.source.rollout_data_source import Group, restarted
+from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory, TurnRole
+from areal_lite.data.source.rollout_data_source import SampleGroup, restarted
 from areal_lite.data.source.sample import Sample, SampleStatus
 
 _STATUS = {EpisodeStatus.ACCEPTED: SampleStatus.COMPLETED, EpisodeStatus.FAILED: SampleStatus.FAILED}
 
 
-def sampled_group(result: EpisodeResult) -> Group:
-    """Return the group of a result with what its members have sampled.
+def sampled_group(group: Group) -> SampleGroup:
+    """Return the group as samples that hold what its episodes have sampled.
 
-    A member is one sample per linear sequence, all with its index; one that sampled nothing is pending.
-    A workflow that ran another number of members than were drawn begins anew: nobody knows whose tokens are whose.
+    An episode is one sample per path through its turns, all with its index; one that sampled nothing is pending.
+    A workflow that ran another number of episodes than were drawn begins anew, since tokens and samples
+    cannot be matched.
     """
-    by_index = {sample.index: sample for sample in reversed(result.samples)}
-    drawn = [by_index[index] for index in dict.fromkeys(sample.index for sample in result.samples)]
-    if len(drawn) != len(result.members):
-        return restarted(result.samples)
-    rewards = iter(result.rewards)
-    group: Group = []
-    for sample, member in zip(drawn, result.members, strict=True):
-        own = [next(rewards) for _ in range(member.num_rows)] if result.rewards else []
-        sequences = _sequences(sample, member)
-        status = _STATUS.get(member.status or result.status, SampleStatus.ABORTED)
-        for sequence in sequences:
-            cut_off = status is SampleStatus.COMPLETED and sequence.spans[-1].stop_reason == "length"
-            sequence.status = SampleStatus.TRUNCATED if cut_off else status
-            sequence.reward = sum(own) / len(own) if own else None
-        group += sequences or [sample.sibling(sample.index)]
-    return group
+    by_index = {sample.index: sample for sample in reversed(group.samples)}
+    drawn = [by_index[index] for index in dict.fromkeys(sample.index for sample in group.samples)]
+    if len(drawn) != len(group.trajectories):
+        return restarted(group.samples)
+    samples: SampleGroup = []
+    for sample, trajectory in zip(drawn, group.trajectories, strict=True):
+        paths = list(_paths(sample, trajectory))
+        finished = trajectory.reward is not None  # in a stopped group, too
+        status = SampleStatus.COMPLETED if finished else _STATUS.get(trajectory.status, SampleStatus.ABORTED)
+        for path in paths:
+            cut_off = status is SampleStatus.COMPLETED and path.spans[-1].stop_reason == "length"
+            path.status = SampleStatus.TRUNCATED if cut_off else status
+            path.reward = trajectory.reward
+        samples += paths or [sample.sibling(sample.index)]
+    return samples
 
 
-def _sequences(sample: Sample, member: MemberRecord) -> list[Sample]:
-    """Return the linear sequences of a member's answers, those of an earlier run it has not come to included."""
-    ahead = [answer for answers in member.recorded.values() for answer in answers]
-    sequences: list[Sample] = []
-    for call in sorted([*member.turns, *ahead], key=lambda call: call.input_len):
-        if not call.output_tokens:
+def _paths(sample: Sample, trajectory: Trajectory) -> Iterator[Sample]:
+    """Yield one sample per path through the turns; an answer that paths share is sampled in the first."""
+    turns = trajectory.turns
+    sampled = [place for place, turn in enumerate(turns) if turn.role is TurnRole.ASSISTANT and len(turn.ids)]
+    ancestors = {above for place in sampled for above in trajectory.path_to(place)[:-1]}
+    taken: set[int] = set()
+    for leaf in sampled:
+        if leaf in ancestors:
             continue
-        fitting = [s for s in sequences if call.input_tokens[: len(s.tokens)] == s.tokens]
-        if fitting:
-            sequence = max(fitting, key=lambda s: len(s.tokens))
-        else:
-            sequence = sample.sibling(sample.index)
-            sequences.append(sequence)
-        sequence.append(call.input_tokens[len(sequence.tokens) :])
-        sequence.append(
-            call.output_tokens,
-            logprobs=call.output_logprobs,
-            versions=call.output_versions,
-            sampled=True,
-            stop_reason=call.stop_reason,
-        )
-    return sequences
+        linear = sample.sibling(sample.index)
+        for place in trajectory.path_to(leaf):
+            turn = turns[place]
+            if turn.role is not TurnRole.ASSISTANT or place in taken:
+                linear.append(turn.ids.tolist())
+                continue
+            taken.add(place)
+            linear.append(
+                turn.ids.tolist(),
+                logprobs=None if turn.logprobs is None else turn.logprobs.tolist(),
+                versions=None if turn.versions is None else turn.versions.tolist(),
+                sampled=True,
+                stop_reason=turn.stop_reason or "stop",
+            )
+        yield linear
 
 
-def record_answers(group: Group, members: Sequence[MemberRecord], *, oldest_version: int) -> None:
-    """Give the members the answers their samples hold.
+def record_answers(samples: SampleGroup, episodes: Sequence[Episode], *, oldest_version: int) -> None:
+    """Give the episodes the answers that their samples hold.
 
     Nothing is given where a token is older than ``oldest_version``: what grew out of it could not be trained.
     """
-    if any(version < oldest_version for sample in group for version in _sampled_versions(sample)):
+    versions = {version for sample in samples for version in _sampled_versions(sample)}
+    if any(version < oldest_version for version in versions):
         return
-    places = {index: place for place, index in enumerate(dict.fromkeys(sample.index for sample in group))}
-    for sample in group:
-        recorded = members[places[sample.index]].recorded
+    places = {index: place for place, index in enumerate(dict.fromkeys(sample.index for sample in samples))}
+    for sample in samples:
+        episode = episodes[places[sample.index]]
+        episode.oldest_version = min(_sampled_versions(sample), default=episode.oldest_version)
         for start, end, stop_reason in sample.spans:
             answer = ModelResponse(
                 input_tokens=list(sample.tokens[:start]),
@@ -83,7 +88,7 @@ def record_answers(group: Group, members: Sequence[MemberRecord], *, oldest_vers
                 output_versions=list(sample.versions[start:end]),
                 stop_reason=stop_reason,
             )
-            recorded.setdefault(tuple(answer.input_tokens), []).append(answer)
+            episode.recorded.setdefault(tuple(answer.input_tokens), []).append(answer)
 
 
 def _sampled_versions(sample: Sample) -> set[int]:

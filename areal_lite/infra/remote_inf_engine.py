@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Self, TypeVar
 
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.dotted_path import load_object
 from areal_lite.api.engine_api import InferenceEngine, Row, ShouldAcceptFn
-from areal_lite.api.episode import EpisodeResult, TaskId
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
+from areal_lite.api.trajectory import Group, TaskId
 from areal_lite.api.workflow_api import RolloutWorkflow, WorkflowLike
 from areal_lite.errors import ConfigError
 from areal_lite.infra import collector_pace
@@ -26,13 +27,44 @@ from areal_lite.infra.workflow_resolution import resolve_workflow
 
 __all__ = ["GroupedRolloutWorkflow", "RemoteInfEngine"]
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Operation(NamedTuple, Generic[T]):
+    """Something to run on the engine's loop."""
+
+    coroutine: Coroutine[Any, Any, T]
+    unclaimed: Callable[[T], object] | None = None
+    """Gets a result whose caller left before it arrived."""
+
+
+def both_forms(
+    operation: Callable[Concatenate[RemoteInfEngine, P], Operation[T]],
+) -> tuple[
+    Callable[Concatenate[RemoteInfEngine, P], T],
+    Callable[Concatenate[RemoteInfEngine, P], Coroutine[Any, Any, T]],
+]:
+    """Return the blocking and the async method of an operation."""
+
+    def blocking(self: RemoteInfEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._running_loop.call(*operation(self, *args, **kwargs))
+
+    async def asynchronous(self: RemoteInfEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._running_loop.acall(*operation(self, *args, **kwargs))
+
+    functools.update_wrapper(blocking, operation)
+    functools.update_wrapper(asynchronous, operation)
+    return blocking, asynchronous
+
 
 class RemoteInfEngine(InferenceEngine):
     """Runs episodes against inference servers. A context manager, or ``initialize`` and ``destroy``.
 
     Every blocking method has an async form for callers that have a loop of their own: ``asubmit``,
-    ``await_results``, ``arollout_batch``, ``aprepare_batch``, ``apause``, ``aresume``, ``aset_version``,
-    ``aupdate_weights_from_disk``.
+    ``await_results``, ``arollout_batch``, ``aprepare_batch``, ``aclose_source``, ``apause``, ``aresume``,
+    ``aset_version``, ``aupdate_weights_from_disk``. Both are made of one operation that runs on the
+    engine's loop.
     """
 
     def __init__(self, config: InferenceEngineConfig) -> None:
@@ -104,9 +136,9 @@ class RemoteInfEngine(InferenceEngine):
             )
         return self._loop
 
-    def _on_end(self, result: EpisodeResult) -> None:
+    def _on_end(self, group: Group) -> None:
         if self._dumper is not None:
-            self._dumper.put(result)
+            self._dumper.put(group)
 
     def _recipe(
         self,
@@ -168,26 +200,22 @@ class RemoteInfEngine(InferenceEngine):
         """:meth:`submit`, which never blocks, for symmetry."""
         return self.submit(*args, **kwargs)
 
-    def wait(
+    def _wait(
         self, count: int = 1, timeout: float | None = None, raise_timeout: bool = True
-    ) -> list[EpisodeResult]:
-        """Return ``count`` results of :meth:`submit`; see ``InferenceEngine.wait``."""
-        try:
-            return self._running_loop.call(
-                self._executor.wait(count, timeout), unclaimed=self._executor.wait_unclaimed
-            )
-        except TimeoutError:
-            if raise_timeout:
-                raise
-            return []
+    ) -> Operation[list[Group]]:
+        """Return ``count`` groups of :meth:`submit`; see ``InferenceEngine.wait``."""
 
-    async def await_results(self, count: int = 1, timeout: float | None = None) -> list[EpisodeResult]:
-        """Async form of :meth:`wait`."""
-        return await self._running_loop.acall(
-            self._executor.wait(count, timeout), unclaimed=self._executor.wait_unclaimed
-        )
+        async def wait() -> list[Group]:
+            try:
+                return await self._executor.wait(count, timeout)
+            except TimeoutError:
+                if raise_timeout:
+                    raise
+                return []
 
-    def rollout_batch(
+        return Operation(wait(), self._executor.wait_unclaimed)
+
+    def _rollout_batch(
         self,
         data: Sequence[Row],
         workflow: WorkflowLike,
@@ -195,118 +223,92 @@ class RemoteInfEngine(InferenceEngine):
         should_accept_fn: ShouldAcceptFn | str | None = None,
         group_size: int | None = None,
         is_eval: bool = False,
-    ) -> list[EpisodeResult]:
-        """Run all rows now, free of the staleness bound; one result per row, in order."""
+    ) -> Operation[list[Group]]:
+        """Run all rows now, free of the staleness bound; one group per row, in order."""
         recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
-        return self._running_loop.call(self._executor.rollout_batch(data, recipe))
+        return Operation(self._executor.rollout_batch(data, recipe))
 
-    async def arollout_batch(
-        self,
-        data: Sequence[Row],
-        workflow: WorkflowLike,
-        workflow_kwargs: dict[str, Any] | None = None,
-        should_accept_fn: ShouldAcceptFn | str | None = None,
-        group_size: int | None = None,
-        is_eval: bool = False,
-    ) -> list[EpisodeResult]:
-        """Async form of :meth:`rollout_batch`."""
-        recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
-        return await self._running_loop.acall(self._executor.rollout_batch(data, recipe))
-
-    def prepare_batch(
+    def _prepare_batch(
         self,
         source: Iterable[Any],
         workflow: WorkflowLike,
         workflow_kwargs: dict[str, Any] | None = None,
         should_accept_fn: ShouldAcceptFn | str | None = None,
         group_size: int | None = None,
-    ) -> list[EpisodeResult]:
-        """Return ``consumer_batch_size`` accepted results; see ``InferenceEngine.prepare_batch``."""
+    ) -> Operation[list[Group]]:
+        """Return ``consumer_batch_size`` accepted groups; see ``InferenceEngine.prepare_batch``."""
         recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn, group_size)
-        return self._running_loop.call(
-            self._executor.prepare_batch(source, recipe),
-            unclaimed=partial(self._executor.batch_unclaimed, source),
+        return Operation(
+            self._executor.prepare_batch(source, recipe), partial(self._executor.batch_unclaimed, source)
         )
 
-    async def aprepare_batch(
-        self,
-        source: Iterable[Any],
-        workflow: WorkflowLike,
-        workflow_kwargs: dict[str, Any] | None = None,
-        should_accept_fn: ShouldAcceptFn | str | None = None,
-        group_size: int | None = None,
-    ) -> list[EpisodeResult]:
-        """Async form of :meth:`prepare_batch`."""
-        recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn, group_size)
-        return await self._running_loop.acall(
-            self._executor.prepare_batch(source, recipe),
-            unclaimed=partial(self._executor.batch_unclaimed, source),
-        )
-
-    def close_source(self, source: Iterable[Any]) -> None:
+    def _close_source(self, source: Iterable[Any]) -> Operation[None]:
         """Draw no more of ``source``; what of it is not in a batch yet ends as cancelled and is given back."""
-        self._running_loop.call(self._executor.close_source(source))
+        return Operation(self._executor.close_source(source))
+
+    wait, await_results = both_forms(_wait)
+    rollout_batch, arollout_batch = both_forms(_rollout_batch)
+    prepare_batch, aprepare_batch = both_forms(_prepare_batch)
+    close_source, aclose_source = both_forms(_close_source)
 
     # -- pause, version, weights -----------------------------------------------------------------
 
-    def pause(self) -> None:
+    def _pause(self) -> Operation[None]:
         """Start no episode and send no request until :meth:`resume`."""
-        self._running_loop.call(self._pause())
 
-    async def apause(self) -> None:
-        """Async form of :meth:`pause`."""
-        await self._running_loop.acall(self._pause())
+        async def pause() -> None:
+            if not self._executor.gate.paused:
+                self._executor.pause()
+                self._client.hold()
 
-    async def _pause(self) -> None:
-        if not self._executor.gate.paused:
-            self._executor.pause()
-            self._client.hold()
+        return Operation(pause())
 
-    def resume(self) -> None:
+    def _resume(self) -> Operation[None]:
         """End :meth:`pause`."""
-        self._running_loop.call(self._resume())
 
-    async def aresume(self) -> None:
-        """Async form of :meth:`resume`."""
-        await self._running_loop.acall(self._resume())
+        async def resume() -> None:
+            if self._executor.gate.paused:
+                self._client.release()
+                self._executor.resume()
 
-    async def _resume(self) -> None:
-        if self._executor.gate.paused:
-            self._client.release()
-            self._executor.resume()
+        return Operation(resume())
 
     def get_version(self) -> int:
         """Return the policy version."""
         return self._client.version
 
-    def set_version(self, version: int) -> None:
+    def _set_version(self, version: int) -> Operation[None]:
         """Set the policy version and start the episodes it lets start."""
-        self._running_loop.call(self._set_version(version))
 
-    async def aset_version(self, version: int) -> None:
-        """Async form of :meth:`set_version`."""
-        await self._running_loop.acall(self._set_version(version))
+        async def set_version() -> None:
+            self._executor.set_version(version)
+            self._client.version = version
 
-    async def _set_version(self, version: int) -> None:
-        self._executor.set_version(version)
-        self._client.version = version
+        return Operation(set_version())
 
-    def update_weights_from_disk(self, path: str, version: int) -> None:
+    def _update_weights_from_disk(self, path: str, version: int) -> Operation[None]:
         """Have the servers load the checkpoint folder at ``path`` and make ``version`` the policy version.
 
         Raises:
             ServerError: If no server took it; the policy version then stays.
         """
-        self._running_loop.call(self._update_weights(path, version))
 
-    async def aupdate_weights_from_disk(self, path: str, version: int) -> None:
-        """Async form of :meth:`update_weights_from_disk`."""
-        await self._running_loop.acall(self._update_weights(path, version))
+        async def update() -> None:
+            await self._client.update_weights_from_disk(path, version)
+            await self._set_version(version).coroutine
 
-    async def _update_weights(self, path: str, version: int) -> None:
-        await self._client.update_weights_from_disk(path, version)
-        await self._set_version(version)
+        return Operation(update())
+
+    pause, apause = both_forms(_pause)
+    resume, aresume = both_forms(_resume)
+    set_version, aset_version = both_forms(_set_version)
+    update_weights_from_disk, aupdate_weights_from_disk = both_forms(_update_weights_from_disk)
 
     def export_stats(self) -> dict[str, int]:
         """Return ended groups by status, and ``abandoned``: episodes that swallowed their cancellation."""
         return {**self._executor.counts, "abandoned": self._executor.abandoned}
+
+    def rollout_metrics(self) -> dict[str, float]:
+        """Return what pacing cost so far and whether it was fair; see docs/metrics.md, ``rollout/``."""
+        lead = float(self._executor.gate.lead.groups)
+        return {**self._executor.statistics.metrics(), "lead_groups": lead}

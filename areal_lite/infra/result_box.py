@@ -1,32 +1,32 @@
-"""Finished episodes and those who wait for them. Nothing leaves the box unless a wait succeeds."""
+"""Finished groups and those who wait for them. Nothing leaves the box unless a wait succeeds."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
-from areal_lite.api.episode import EpisodeResult
+from areal_lite.api.trajectory import Group
 
 
 class ResultBox:
-    """Results in the order they finished; lives on the event loop.
+    """Groups in the order they finished; lives on the event loop.
 
     A waiter gives a condition that is asked once per change, so a completion costs O(waiters), which
     is one.
     """
 
     def __init__(self) -> None:
-        self.results: list[EpisodeResult] = []
+        self.groups: list[Group] = []
         self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
 
-    def put(self, result: EpisodeResult) -> None:
-        """Add a finished episode."""
-        self.results.append(result)
+    def put(self, group: Group) -> None:
+        """Add a finished group."""
+        self.groups.append(group)
         self.changed()
 
-    def put_back(self, results: list[EpisodeResult]) -> None:
-        """Put results that were taken back to the front."""
-        self.results[:0] = results
+    def put_back(self, groups: list[Group]) -> None:
+        """Put groups that were taken back to the front."""
+        self.groups[:0] = groups
         self.changed()
 
     def changed(self) -> None:
@@ -45,7 +45,7 @@ class ResultBox:
             finally:
                 self._waiters.remove((condition, future))
 
-    def take(self, count: int) -> list[EpisodeResult]:
-        """Remove and return the ``count`` results that finished first."""
-        taken, self.results = self.results[:count], self.results[count:]
+    def take(self, count: int) -> list[Group]:
+        """Remove and return the ``count`` groups that finished first."""
+        taken, self.groups = self.groups[:count], self.groups[count:]
         return taken

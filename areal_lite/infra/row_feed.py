@@ -1,20 +1,19 @@
 """Groups drawn ahead of the trainer, and the cut of a batch that keeps the staleness bound.
 
-A feed belongs to one data source. The executor starts its groups as the gate lets it; accepted results
+A feed belongs to one data source. The executor starts its groups as the gate lets it; accepted groups
 gather here until a batch is cut, and whatever is not trained goes back to the source.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from areal_lite.api.episode import EpisodeResult, EpisodeStatus
-from areal_lite.api.tensor_dict import trained_version_range
-from areal_lite.data.source.rollout_data_source import Group, RolloutDataSource, restarted
+from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
+from areal_lite.data.source.rollout_data_source import RolloutDataSource, SampleGroup, restarted
 from areal_lite.errors import ConfigError, StarvationError
 from areal_lite.infra.partial_rollout import sampled_group
 from areal_lite.infra.result_box import ResultBox
@@ -26,63 +25,61 @@ STALE = "stale: older than max_head_offpolicyness allows"
 class Cut:
     """A batch within the bound, and what was too stale to be in it."""
 
-    fresh: list[EpisodeResult]
-    stale: list[EpisodeResult]
+    fresh: list[Group]
+    stale: list[Group]
+    masked_tokens: int = 0
 
 
 def cut_batch(
-    results: list[EpisodeResult],
-    count: int,
-    *,
-    version: int,
-    max_staleness: int,
-    mask_off_policy: bool = False,
+    groups: list[Group], count: int, *, version: int, max_staleness: int, mask_off_policy: bool = False
 ) -> Cut:
-    """Take the ``count`` results submitted first among those within the staleness bound.
+    """Take ``count`` groups within the staleness bound: those of the oldest tokens, then those started first.
 
-    Staleness is ``version`` minus the version of the oldest trained token. Older results come out as
-    stale; the rest stays in ``results``, which is changed in place. With fewer than ``count`` fresh
-    results nothing fresh is taken.
+    Staleness is ``version`` minus the version of the oldest trained token. Older groups come out as
+    stale; the rest stays in ``groups``, which is changed in place. With fewer than ``count`` fresh
+    groups nothing fresh is taken.
 
     Args:
-        results: Accepted results that wait.
+        groups: Accepted groups that wait.
         count: Groups of the batch.
         version: The trainer's policy version.
         max_staleness: The bound.
-        mask_off_policy: Take older tokens out of the training of a result that has newer ones too.
+        mask_off_policy: Mask tokens beyond the bound and train on the rest.
     """
     oldest_version = version - max_staleness
-    if mask_off_policy:
-        for result in results:
-            if _oldest(result) < oldest_version:
-                _mask_older(result, oldest_version)
-    stale = [r for r in results if _oldest(r) < oldest_version]
-    fresh = [r for r in results if _oldest(r) >= oldest_version]
-    fresh.sort(key=lambda r: r.start_order)
+    too_old = [group for group in groups if _oldest(group) < oldest_version] if mask_off_policy else []
+    masked_tokens = sum(_mask_older(group, oldest_version) for group in too_old)
+    stale = [group for group in groups if _oldest(group) < oldest_version]
+    fresh = [group for group in groups if _oldest(group) >= oldest_version]
+    fresh.sort(key=lambda group: (_oldest(group), group.start_order))
     taken = fresh[:count] if len(fresh) >= count else []
-    results[:] = fresh[len(taken) :]
-    return Cut(taken, stale)
+    groups[:] = fresh[len(taken) :]
+    return Cut(taken, stale, masked_tokens)
 
 
-def _mask_older(result: EpisodeResult, oldest_version: int) -> None:
-    """Set loss_mask to 0 where a token is older, unless nothing would be left."""
-    trajectory = result.trajectory or {}
-    if "versions" not in trajectory or "loss_mask" not in trajectory:
-        return
-    newer = trajectory["loss_mask"] * (trajectory["versions"] >= oldest_version)
-    masked = trajectory | {"loss_mask": newer.to(trajectory["loss_mask"].dtype)}
-    versions = trained_version_range(masked)
-    if versions is not None:
-        result.trajectory = masked
-        result.head_version, result.tail_version = versions
+def _mask_older(group: Group, oldest_version: int) -> int:
+    """Take older tokens out of the loss mask, unless nothing would be left; return how many."""
+    kept = [
+        (sequence, sequence.versions >= oldest_version)
+        for sequence in group.sequences
+        if sequence.versions is not None
+    ]
+    before = sum(sequence.num_trained_tokens for sequence, _ in kept)
+    after = sum(int((sequence.loss_mask & newer).sum()) for sequence, newer in kept)
+    if not after:
+        return 0
+    for sequence, newer in kept:
+        sequence.loss_mask &= newer  # in place: the turns see it
+    group.note_versions()
+    return before - after
 
 
-def _oldest(result: EpisodeResult) -> int:
-    return result.start_version if result.head_version is None else result.head_version
+def _oldest(group: Group) -> int:
+    return group.start_version if group.head_version is None else group.head_version
 
 
 class RowFeed:
-    """One data source with the accepted results that wait for a batch."""
+    """One data source with the accepted groups that wait for a batch."""
 
     def __init__(self, source: RolloutDataSource, *, retries: int) -> None:
         self.source = source
@@ -91,11 +88,18 @@ class RowFeed:
         self.exhausted = False
         self.error: Exception | None = None
         """What ended the feed: the source's own exception, or an episode's under ``on_error: raise``."""
+        self.overdue: set[TaskId] = set()
+        """Running groups that the batch waits for: at the next cut they would be too old."""
+        self.last_chance_version = -1
+        """Oldest version that this batch may train and the next one may not."""
+        self.waited_for_oldest_s = 0.0
+        """Seconds that a full batch waited for ``overdue`` groups."""
+        self._full_since: float | None = None
         self._retries = retries
-        self._handed_over: list[Group] = []
+        self._handed_over: list[SampleGroup] = []
         self._misses: Counter[str] = Counter()
 
-    def next_group(self) -> Group | None:
+    def next_group(self) -> SampleGroup | None:
         """Return the next group; None once the source has ended."""
         if not self.exhausted and self.error is None:
             with self._source_at_work():
@@ -123,52 +127,53 @@ class RowFeed:
     @property
     def ahead(self) -> int:
         """Groups that run or wait for a batch."""
-        return self.running + len(self.box.results)
+        return self.running + len(self.box.groups)
 
-    def accept(self, result: EpisodeResult) -> None:
+    def accept(self, group: Group) -> None:
         """Keep an accepted group for a batch; groups missed before it are forgiven, stale ones are not."""
         self._misses = Counter({STALE: self._misses[STALE]})
-        self.box.put(result)
+        self.box.put(group)
 
-    def hand_over(self, results: list[EpisodeResult]) -> None:
+    def hand_over(self, groups: list[Group]) -> None:
         """Note the batch that is cut: by the time of the next one it was trained."""
-        self.settle()
-        self._handed_over = [result.samples for result in results]
+        self.mark_trained()
+        self._handed_over = [group.samples for group in groups]
 
-    def take_back(self, batch: list[EpisodeResult]) -> None:
+    def take_back(self, batch: list[Group]) -> None:
         """Keep the batch handed over last, which nobody got, for the next cut."""
         self._handed_over = []
         self.box.put_back(batch)
 
-    def settle(self) -> None:
-        """The batch handed over last was trained."""
+    def mark_trained(self) -> None:
+        """Note that the batch handed over last was trained."""
         self.source.mark_trained(self._handed_over)
         self._handed_over = []
 
-    def owe(self, result: EpisodeResult) -> None:
+    def owe(self, group: Group) -> None:
         """Put the row of a stale group back, to be drawn before all others."""
         with self._source_at_work():
-            self._return(restarted(result.samples))
+            self._return(restarted(group.samples))
         self.count_miss(STALE)
 
-    def keep(self, result: EpisodeResult) -> None:
+    def keep(self, group: Group) -> None:
         """Put a stopped or surplus group back with what it has sampled."""
         with self._source_at_work():
-            self._return(sampled_group(result))
+            self._return(sampled_group(group))
+        self.box.changed()
 
-    def miss(self, result: EpisodeResult) -> None:
+    def miss(self, group: Group) -> None:
         """Note a group that ended without training data; the row of a failed one is drawn again a few times."""
         with self._source_at_work():
-            if result.status is EpisodeStatus.FAILED and result.samples[0].attempts < self._retries:
-                for sample in result.samples:
+            if group.status is EpisodeStatus.FAILED and group.samples[0].attempts < self._retries:
+                for sample in group.samples:
                     sample.attempts += 1
-                self._return(restarted(result.samples))
+                self._return(restarted(group.samples))
             else:
-                self.source.drop(result.samples, drop_reason(result))
-        self.count_miss(miss_reason(result))
+                self.source.drop(group.samples, drop_reason(group))
+        self.count_miss(miss_reason(group))
 
-    def _return(self, group: Group) -> None:
-        self.source.give_back([group])
+    def _return(self, samples: SampleGroup) -> None:
+        self.source.give_back([samples])
         self.exhausted = False
 
     def count_miss(self, reason: str) -> None:
@@ -181,13 +186,30 @@ class RowFeed:
 
         def condition() -> bool:
             return (
-                len(self.box.results) >= count
+                self._complete(count)
                 or self.error is not None
                 or self._misses.total() >= max_misses
                 or self._ended()
             )
 
         return condition
+
+    def _complete(self, count: int) -> bool:
+        """Return whether a batch is there, and with it whatever cannot be in a later one."""
+        if len(self.box.groups) < count:
+            return False
+        now = time.monotonic()
+        self._full_since = self._full_since or now
+        if self.overdue and sum(_oldest(g) <= self.last_chance_version for g in self.box.groups) < count:
+            return False
+        self.waited_for_oldest_s += now - self._full_since
+        self._full_since = None
+        return True
+
+    def ended(self, group: Group) -> None:
+        """Note that a running group ended, however."""
+        self.running -= 1
+        self.overdue.discard(group.task_id)
 
     def check(self, count: int) -> None:
         """Raise what ended the wait of :meth:`ready` unless a batch is there.
@@ -198,14 +220,14 @@ class RowFeed:
         """
         if self.error is not None:
             raise self.error
-        if len(self.box.results) >= count:
+        if len(self.box.groups) >= count:
             self._misses.clear()
             return
         if self._ended():
             what = (
                 "has no rows"
                 if not self.source.sample_index
-                else f"ended with {len(self.box.results)} groups left"
+                else f"ended with {len(self.box.groups)} groups left"
             )
             raise ConfigError(
                 f"the source of rows {what}, fewer than consumer_batch_size={count}: give an iterable that can be "
@@ -223,22 +245,15 @@ class RowFeed:
         return self.exhausted and self.running == 0
 
 
-_RAISED = re.compile(r'^  File ".*\n(?:  .*\n)*(?:[\w<>]+\.)*(\w+)', re.MULTILINE)
-"""The last frames of a formatted traceback, and the type of the exception in the line below."""
+def drop_reason(group: Group) -> str:
+    """Return the kind of miss to count by; without messages, which hold ids, since the counts are saved for ever."""
+    if group.failure is None:
+        return miss_reason(group)
+    return f"{group.status}: {group.failure.type or group.failure.kind}"
 
 
-def drop_reason(result: EpisodeResult) -> str:
-    """Return the kind of miss to count by: messages of errors hold ids, and the counts are saved for ever."""
-    error = result.error or ""
-    if result.status is EpisodeStatus.REJECTED or "\n" not in error:
-        return miss_reason(result)
-    raised = _RAISED.findall(re.sub(r"^ +\| ", "", error, flags=re.MULTILINE))  # of exception groups, too
-    return f"{result.status}: {raised[-1] if raised else 'an error of a long message'}"
-
-
-def miss_reason(result: EpisodeResult) -> str:
-    """Return why a result is not trained, in a line."""
-    if result.status is EpisodeStatus.REJECTED:
-        return result.error or "rejected by the workflow"
-    last_line = (result.error or "").strip().rsplit("\n", 1)[-1]
-    return f"{result.status}: {last_line[:200]}"
+def miss_reason(group: Group) -> str:
+    """Return why a group is not trained, in a line."""
+    if group.failure is None:
+        return group.rejection or "rejected by the workflow"
+    return f"{group.status}: {group.failure.summary}"

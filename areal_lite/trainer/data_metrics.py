@@ -1,4 +1,4 @@
-"""What a batch was and how fast it went, as numbers: pure functions over rows and seconds.
+"""What a batch was and how fast it went, as numbers: pure functions over sequences and seconds.
 
 Knows nothing of models and losses. The names are those of docs/metrics.md, without their prefix.
 """
@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_lite.data.batch.training_sample import TrainingSample
+from areal_lite.api.trajectory import TokenSequence
 
 Floats = NDArray[np.float32] | NDArray[np.float64]
 
 
 def batch_metrics(
-    samples: Sequence[TrainingSample],
+    sequences: Sequence[TokenSequence],
+    episodes: Sequence[int],
     advantages: Floats,
     *,
     version: int,
@@ -27,56 +28,74 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Return the metrics of one training batch; mean, max and min of most.
 
-    A response begins at a row's first trained token and ends with the row, so what the world answered
-    between counts; rows without a trained token have no lengths. ``response_length_clip_ratio`` is the
-    share of rows in which the policy wrote ``max_new_tokens`` tokens in one go.
+    Rewards count episodes, however many sequences these were cut into. A response begins at a sequence's first
+    trained token and ends with the sequence, so what the world answered between counts; sequences without a
+    trained token have no lengths. ``response_length_clip_ratio`` is the share of sequences in which the policy
+    wrote ``max_new_tokens`` tokens in one go.
 
     Args:
-        samples: ``B`` rows, at least one.
-        advantages: ``[T]``, one per trained token, row by row.
+        sequences: ``B`` of them, at least one.
+        episodes: ``[B]`` the episode of each, numbered from 0.
+        advantages: ``[T]``, one per trained token, sequence by sequence.
         version: The trainer's policy version, for staleness.
-        penalised_rewards: ``[B]`` rewards less their KL penalty, where there is one.
+        penalised_rewards: ``[E]`` rewards of episodes less their KL penalty, where there is one.
         returns: ``[T]``, where there is a critic.
         values: ``[T]``, likewise.
         max_new_tokens: Most tokens of one model call; None leaves the clip ratio out.
 
     Raises:
-        ValueError: If there are no samples, or an array has another length.
+        ValueError: If there are no sequences, or an array has another length.
     """
-    if not samples:
-        raise ValueError("there are no samples to describe: give at least one")
-    counts = [sample.num_trained_tokens for sample in samples]
+    if not sequences:
+        raise ValueError("there are no sequences to describe: give at least one")
+    counts = [sequence.num_trained_tokens for sequence in sequences]
     per_token = {"advantage": advantages, "return": returns, "value": values}
     for name, array in per_token.items():
-        _check_length(f"{name}s", array, sum(counts), "one per trained token, as np.repeat(per_row, counts)")
-    _check_length("penalised_rewards", penalised_rewards, len(samples), "one per sample")
-    rewards = np.array([sample.reward for sample in samples])
-    ages = [age for sample in samples if (age := sample.staleness(version)) is not None] or [0]
-    rows = np.repeat(np.arange(len(samples)), counts)
-    teaching = np.unique(rows[np.asarray(advantages) != 0])
-    trained = [sample.loss_mask for sample, count in zip(samples, counts, strict=True) if count]
-    prompts = np.array([mask.argmax() for mask in trained])
+        _check_length(
+            f"{name}s", array, sum(counts), "one per trained token, as np.repeat(per_sequence, counts)"
+        )
+    numbers = np.asarray(episodes)
+    sizes = np.bincount(numbers)
+    _check_length("penalised_rewards", penalised_rewards, len(sizes), "one per episode")
+    rewards = np.bincount(numbers, [sequence.reward or 0.0 for sequence in sequences]) / sizes
+    teaching = np.unique(np.repeat(numbers, counts)[np.asarray(advantages) != 0])
     metrics = {
-        "samples": float(len(samples)),
-        "groups": float(len({sample.group_id for sample in samples})),
+        "sequences": float(len(sequences)),
+        "episodes": float(len(sizes)),
+        "groups": float(len({sequence.group_id for sequence in sequences})),
         **_spread("reward", rewards),
         "reward_std": float(rewards.std()),
         **_spread("penalised_reward", penalised_rewards),
         **{key: number for name, array in per_token.items() for key, number in _spread(name, array).items()},
         "advantage_std": float(np.std(advantages, dtype=np.float64)) if len(advantages) else 0.0,
-        "advantage_zero_fraction": 1 - len(teaching) / len(samples),
-        "staleness_mean": float(np.mean(ages)),
-        "staleness_max": float(max(ages)),
-        **_spread("prompt_length", prompts),
-        **_spread("response_length", np.array([len(mask) for mask in trained]) - prompts),
+        "advantage_zero_fraction": 1 - len(teaching) / len(sizes),
+        **_ages(sequences, version),
+        **_lengths(sequences, counts, max_new_tokens),
     }
     if returns is not None and values is not None and (spread := np.var(returns, dtype=np.float64)) > 0:
         unexplained = np.var(np.subtract(returns, values, dtype=np.float64))
         metrics["value_explained_variance"] = float(1 - unexplained / spread)
+    return metrics
+
+
+def _ages(sequences: Sequence[TokenSequence], version: int) -> dict[str, float]:
+    ages = [age for sequence in sequences if (age := sequence.staleness(version)) is not None] or [0]
+    return {"staleness_mean": float(np.mean(ages)), "staleness_max": float(max(ages))}
+
+
+def _lengths(
+    sequences: Sequence[TokenSequence], counts: Sequence[int], max_new_tokens: int | None
+) -> dict[str, float]:
+    trained = [sequence.loss_mask for sequence, count in zip(sequences, counts, strict=True) if count]
+    prompts = np.array([mask.argmax() for mask in trained])
+    lengths = {
+        **_spread("prompt_length", prompts),
+        **_spread("response_length", np.array([len(mask) for mask in trained]) - prompts),
+    }
     if max_new_tokens is not None:
         clipped = sum(_longest_run(mask) >= max_new_tokens for mask in trained)
-        metrics["response_length_clip_ratio"] = clipped / len(samples)
-    return metrics
+        lengths["response_length_clip_ratio"] = clipped / len(sequences)
+    return lengths
 
 
 def timing_metrics(phases: Mapping[str, float], total: float, *, num_tokens: int) -> dict[str, float]:
@@ -113,6 +132,6 @@ def _longest_run(mask: NDArray[np.bool_]) -> int:
     return int((borders[1::2] - borders[::2]).max(initial=0))
 
 
-def _check_length(name: str, array: Floats | None, length: int, mend: str) -> None:
+def _check_length(name: str, array: Floats | None, length: int, fix: str) -> None:
     if array is not None and np.shape(array) != (length,):
-        raise ValueError(f"{name} is of shape {np.shape(array)}, it must be [{length}]: give {mend}")
+        raise ValueError(f"{name} is of shape {np.shape(array)}, it must be [{length}]: give {fix}")

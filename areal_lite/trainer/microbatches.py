@@ -1,8 +1,8 @@
-"""Which samples share a forward pass; pure plans over token counts.
+"""Which sequences share a forward pass; pure plans over token counts.
 
-A *row* holds samples of one group: their common prompt once, then each one's own tokens. A
-*micro-batch* holds rows of like length, right-padded. Both only save work: what a token attends to,
-and so the loss, does not depend on the plan. :mod:`areal_lite.trainer.logprobs` makes the tensors.
+A *block* holds sequences of one group as a tree: what a sequence begins with in common with one before it is
+computed once. A *micro-batch* holds blocks of like length, right-padded. Both only save work: what a token
+attends to, and so the loss, does not depend on the plan. :mod:`areal_lite.trainer.packed_model` makes the tensors.
 """
 
 from __future__ import annotations
@@ -12,77 +12,94 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from areal_lite.data.batch.training_sample import TrainingSample
+from areal_lite.api.trajectory import TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """Samples of one group that share their first ``prefix`` tokens in one row."""
+class Block:
+    """Sequences laid out one after another, each without the prefix it shares with one before it."""
 
-    samples: tuple[int, ...]
-    """Indices into the step's samples."""
-    prefix: int
-    """Leading tokens computed once for all of them."""
+    sequences: tuple[int, ...]
+    """Indices into the step's sequences."""
+    sources: tuple[int, ...]
+    """For each the place in ``sequences`` of the one whose prefix it shares; the first has itself."""
+    shared: tuple[int, ...]
+    """Tokens of that prefix; 0 for the first."""
     length: int
-    """Tokens of the row."""
+    """Tokens of the block."""
+    is_chain: bool = True
+    """Whether each sequence goes on where the one before ends, so that plain causal attention is right."""
 
 
-def num_inputs(sample: TrainingSample) -> int:
+def num_inputs(sequence: TokenSequence) -> int:
     """Return how many leading tokens the model must read: all before the last trained one."""
-    return int(np.flatnonzero(sample.loss_mask)[-1])
+    return int(np.flatnonzero(sequence.loss_mask)[-1])
 
 
-def shared_prefix(samples: Sequence[TrainingSample]) -> int:
-    """Return the length of the longest common prefix that ends before anyone's first trained token."""
-    limit = min(int(np.flatnonzero(sample.loss_mask)[0]) for sample in samples)
-    heads = np.stack([sample.input_ids[:limit] for sample in samples])
-    differs = (heads != heads[0]).any(axis=0)
+def common_prefix(first: TokenSequence, second: TokenSequence) -> int:
+    """Return how many leading tokens two sequences have in common, of those that the model must read of both."""
+    limit = min(num_inputs(first), num_inputs(second))
+    differs = first.input_ids[:limit] != second.input_ids[:limit]
     return int(differs.argmax()) if differs.any() else limit
 
 
-def plan_rows(
-    samples: Sequence[TrainingSample],
+def shared_prefix(sequences: Sequence[TokenSequence]) -> int:
+    """Return how many leading tokens all sequences have in common, of those that the model must read."""
+    return min(common_prefix(sequences[0], other) for other in sequences)
+
+
+def plan_blocks(
+    sequences: Sequence[TokenSequence],
     chosen: Sequence[int],
     *,
     max_tokens: int,
     balance_length: int,
     share: bool = True,
-) -> list[Row]:
-    """Return rows that hold each chosen sample exactly once, samples of one group side by side.
+) -> list[Block]:
+    """Return blocks that hold each chosen sequence exactly once, sequences of one group side by side.
 
-    A sample joins its group's current row while that is cheaper than a row of its own: it saves the
-    prefix, but pays attention over its siblings. A row stays within ``max_tokens`` unless one sample
-    alone is longer.
+    A sequence joins its group's current block while that is cheaper than a block of its own: it saves the
+    common prefix, but pays attention over its siblings. A block stays within ``max_tokens`` unless one
+    sequence alone is longer.
 
     Args:
-        samples: The step's samples.
+        sequences: The step's sequences.
         chosen: Indices of those to compute; each has a trained token.
-        max_tokens: Most tokens of a row.
-        balance_length: Row length at which attention costs as much as the layers' matrices, about
+        max_tokens: Most tokens of a block.
+        balance_length: Block length at which attention costs as much as the layers' matrices, about
             six times the hidden size.
-        share: False gives every sample its own row, for models whose layers are not all plain attention.
+        share: False gives every sequence its own block, for models whose layers are not all plain attention.
     """
     groups: dict[str, list[int]] = {}
     for index in chosen:
-        groups.setdefault(samples[index].group_id if share else str(index), []).append(index)
-    rows: list[Row] = []
+        groups.setdefault(sequences[index].group_id if share else str(index), []).append(index)
+    blocks: list[Block] = []
     for members in groups.values():
-        prefix = shared_prefix([samples[index] for index in members])
-        row, length = [members[0]], num_inputs(samples[members[0]])
+        members.sort(key=lambda index: (sequences[index].member_idx or 0, num_inputs(sequences[index])))
+        open_block = _alone(sequences, members[0])
         for index in members[1:]:
-            alone = num_inputs(samples[index])
-            joined = length + alone - prefix
-            saves = _cost(joined, balance_length) - _cost(length, balance_length) < _cost(
-                alone, balance_length
-            )
-            if saves and joined <= max_tokens:
-                row.append(index)
-                length = joined
+            alone = num_inputs(sequences[index])
+            prefixes = [common_prefix(sequences[other], sequences[index]) for other in open_block.sequences]
+            shared = max(prefixes)
+            joined = open_block.length + alone - shared
+            added = _cost(joined, balance_length) - _cost(open_block.length, balance_length)
+            if joined <= max_tokens and added < _cost(alone, balance_length):
+                open_block = Block(
+                    (*open_block.sequences, index),
+                    (*open_block.sources, prefixes.index(shared)),
+                    (*open_block.shared, shared),
+                    joined,
+                    open_block.is_chain and shared == open_block.length,
+                )
             else:
-                rows.append(Row(tuple(row), prefix, length))
-                row, length = [index], alone
-        rows.append(Row(tuple(row), prefix, length))
-    return rows
+                blocks.append(open_block)
+                open_block = _alone(sequences, index)
+        blocks.append(open_block)
+    return blocks
+
+
+def _alone(sequences: Sequence[TokenSequence], index: int) -> Block:
+    return Block((index,), (0,), (0,), num_inputs(sequences[index]))
 
 
 def _cost(length: int, balance_length: int) -> float:

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from areal_lite.data.batch.training_sample import TrainingSample
-from areal_lite.trainer.microbatches import Row, num_inputs
+from areal_lite.api.trajectory import TokenSequence
+from areal_lite.trainer.microbatches import Block, num_inputs
 from areal_lite.trainer.ragged_attention import RAGGED, Segments
 
 logger = logging.getLogger(__name__)
@@ -44,66 +45,68 @@ class PackedRows:
 
 
 def pack(
-    samples: Sequence[TrainingSample], rows: Sequence[Row], *, device: torch.device, ragged: bool = False
+    sequences: Sequence[TokenSequence], blocks: Sequence[Block], *, device: torch.device, ragged: bool = False
 ) -> PackedRows:
-    """Lay the rows out: the common prefix, then each sample's own tokens, which see only the prefix and themselves.
+    """Lay the blocks out: each sequence without its shared prefix, its tokens seeing that prefix and themselves.
 
     Args:
-        samples: The step's samples.
-        rows: Which of them, and how they share prefixes.
+        sequences: The step's sequences.
+        blocks: Which of them, and how they share prefixes.
         device: Where the tensors go.
-        ragged: Set the rows side by side in one, without padding, instead of one below the other.
+        ragged: Set the blocks side by side in one row, without padding, instead of one below the other.
     """
-    lengths = [row.length for row in rows]
-    starts = np.cumsum([0, *lengths]) if ragged else max(lengths) * np.arange(len(rows) + 1)
+    lengths = [block.length for block in blocks]
+    width = max(lengths)
+    starts = np.cumsum([0, *lengths]) if ragged else width * np.arange(len(blocks) + 1)
     ids = np.zeros(starts[-1], np.int64)
     positions = np.zeros_like(ids)
-    owner = np.full_like(ids, -1)  # 0 the prefix, 1.. the samples, -1 padding
-    spans: list[tuple[int, int, int, int]] = []  # prefix and own tokens of each sample
-    predicted_at: list[np.ndarray[Any, Any]] = []
-    targets: list[np.ndarray[Any, Any]] = []
-    for row, start in zip(rows, starts.tolist(), strict=False):
-        own = end = start + row.prefix
-        ids[start:own] = samples[row.samples[0]].input_ids[: row.prefix]
-        positions[start:own] = np.arange(row.prefix)
-        owner[start:own] = 0
-        for number, index in enumerate(row.samples, start=1):
-            sample, inputs = samples[index], num_inputs(samples[index])
-            begin, end = end, end + inputs - row.prefix
-            ids[begin:end] = sample.input_ids[row.prefix : inputs]
-            positions[begin:end] = np.arange(row.prefix, inputs)
-            owner[begin:end] = number
-            spans.append((start, own, begin, end))
-            trained = np.flatnonzero(sample.loss_mask)
-            before = trained - 1
-            predicted_at.append(np.where(before < row.prefix, start, begin - row.prefix) + before)
-            targets.append(sample.input_ids[trained])
-    mask = segments = None
-    if ragged:
-        segments = _segments(spans, device)
-    elif any(len(row.samples) > 1 for row in rows):
-        owners = torch.from_numpy(owner.reshape(len(rows), -1)).to(device)
-        seen = (owners[:, None, :] == 0) | (owners[:, None, :] == owners[:, :, None])
-        mask = (seen & torch.ones(seen.shape[1:], dtype=torch.bool, device=device).tril())[:, None]
-    shape = (1 if ragged else len(rows), -1)
+    causal = all(block.is_chain for block in blocks)
+    seen = None if ragged or causal else torch.zeros(len(blocks), width, width, dtype=torch.bool)
+    own: list[tuple[NDArray[np.int64], int, int]] = []
+    predicted_at: list[NDArray[np.int64]] = []
+    targets: list[NDArray[Any]] = []
+    for row, (block, start) in enumerate(zip(blocks, starts.tolist(), strict=False)):
+        end = start
+        places: list[NDArray[np.int64]] = []  # flat position of every token the model reads of a sequence
+        for index, source, shared in zip(block.sequences, block.sources, block.shared, strict=True):
+            sequence = sequences[index]
+            inputs = num_inputs(sequence)
+            begin, end = end, end + inputs - shared
+            prefix = places[source][:shared] if shared else np.empty(0, np.int64)
+            places.append(np.concatenate((prefix, np.arange(begin, end))))
+            ids[begin:end] = sequence.input_ids[shared:inputs]
+            positions[begin:end] = np.arange(shared, inputs)
+            own.append((prefix, begin, end))
+            if seen is not None:
+                here = seen[row, begin - start : end - start]
+                here[:, torch.from_numpy(prefix - start)] = True
+                here[:, begin - start : end - start] = torch.ones(end - begin, end - begin).tril().bool()
+            trained = np.flatnonzero(sequence.loss_mask)
+            predicted_at.append(places[-1][trained - 1])
+            targets.append(sequence.input_ids[trained])
+    shape = (1 if ragged else len(blocks), -1)
     return PackedRows(
         input_ids=torch.from_numpy(ids.reshape(shape)).to(device),
         position_ids=torch.from_numpy(positions.reshape(shape)).to(device),
-        attention_mask=mask,
-        segments=segments,
+        attention_mask=None if seen is None else _visible(seen)[:, None].to(device),
+        segments=_segments(own, device) if ragged else None,
         predicted_at=torch.from_numpy(np.concatenate(predicted_at)).to(device),
-        targets=torch.from_numpy(np.concatenate(targets)).to(device),
+        targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device),
     )
 
 
-def _segments(spans: Sequence[tuple[int, int, int, int]], device: torch.device) -> Segments:
-    """Return the segments of samples side by side; the first of a row computes its prefix too."""
+def _visible(seen: Tensor) -> Tensor:
+    """Let padding see itself: a query that sees nothing is NaN in some attention kernels."""
+    return seen | torch.eye(seen.shape[-1], dtype=torch.bool)
+
+
+def _segments(own: Sequence[tuple[NDArray[np.int64], int, int]], device: torch.device) -> Segments:
+    """Return the segments of sequences side by side: which queries, and the keys they see."""
     queries, keys = [0], [np.arange(0)]
-    for start, own, begin, end in spans:
-        first = start if begin == own else begin
-        if first < end:
+    for prefix, begin, end in own:
+        if begin < end:
             queries.append(end)
-            keys.append(np.concatenate((np.arange(start, own), np.arange(begin, end))))
+            keys.append(np.concatenate((prefix, np.arange(begin, end))))
     key_ends = np.cumsum([len(places) for places in keys])
     return Segments(
         query_ends=torch.tensor(queries, dtype=torch.int32, device=device),
@@ -188,16 +191,11 @@ class PackedModel(nn.Module):
 
 
 def _probe(device: torch.device, *, shared: bool = True, ragged: bool = False) -> PackedRows:
-    """Return two samples of four tokens that begin alike."""
-    samples = [
-        TrainingSample(
-            input_ids=np.array([1, 2, *tail]),
-            loss_mask=np.array([False, False, True, True]),
-            reward=0.0,
-            group_id="",
-        )
+    """Return two sequences of four tokens that begin alike."""
+    sequences = [
+        TokenSequence(input_ids=np.array([1, 2, *tail]), loss_mask=np.array([False, False, True, True]))
         for tail in ([3, 4], [4, 3])
     ]
-    apart = [Row((index,), prefix=2, length=3) for index in (0, 1)]
-    rows = [Row((0, 1), prefix=2, length=4)] if shared else apart
-    return pack(samples, rows, device=device, ragged=ragged)
+    apart = [Block((index,), (0,), (0,), length=3) for index in (0, 1)]
+    together = [Block((0, 1), (0, 0), (0, 2), length=4, is_chain=False)]
+    return pack(sequences, together if shared else apart, device=device, ragged=ragged)

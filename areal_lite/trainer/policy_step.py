@@ -9,74 +9,125 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from areal_lite.api.trajectory import Group, TokenSequence
 from areal_lite.data.batch.data_proto import DataProto
-from areal_lite.data.batch.training_batch import check_training_batch, training_rows
-from areal_lite.data.batch.training_sample import TrainingSample
+from areal_lite.data.batch.training_batch import training_sequences
 from areal_lite.errors import TrainingError
 from areal_lite.trainer.data_metrics import batch_metrics
+from areal_lite.trainer.estimators.inputs import Turns
 from areal_lite.trainer.hand_over import gather_json
 from areal_lite.trainer.objectives.mismatch import mismatch_statistics
 from areal_lite.trainer.phase_clock import PhaseClock
 from areal_lite.trainer.ranks import Ranks
-from areal_lite.trainer.step_tokens import StepTokens
+from areal_lite.trainer.step_tokens import StepTokens, by_episode, number_episodes
+
+Batch = Sequence[Group] | DataProto
+"""What a step trains on."""
 
 
 @dataclass(slots=True)
 class Step:
     """A batch on its way through the stages."""
 
-    samples: list[TrainingSample]
+    sequences: list[TokenSequence]
+    """Those of an episode side by side."""
+    episodes: list[int]
+    """The episode of each sequence."""
     version: int
     tokens: StepTokens
     scores: Tensor
-    """``[N]`` reward of each sample."""
-    baselines: Tensor | None
-    """``[N]`` reward of the greedy answer to its prompt."""
+    """``[E]`` reward of each episode: the mean over its sequences, which are rewarded alike or turn by turn."""
     clock: PhaseClock
+    baselines: Tensor | None = None
+    """``[E]`` reward of a greedy episode on the same row."""
     minibatches: list[list[int]] = field(default_factory=list)
-    """Samples of each update."""
+    """Sequences of each update."""
     metrics: dict[str, float] = field(default_factory=dict)
     statistics: dict[str, Tensor] = field(default_factory=dict)
-    """``[T]`` what the losses tell of each token, NaN where nothing."""
+    """``[T]`` what the losses recorded of each token, NaN where nothing."""
     choice: Tensor | None = None
     """``[T]`` bool, what a loss that chooses chose among the tokens of the minibatch being trained."""
 
     @classmethod
-    def of(cls, batch: DataProto, *, version: int, device: torch.device) -> Step:
-        """Return the step of a batch with the keys of :mod:`areal_lite.data.batch.training_batch`.
+    def of(cls, batch: Batch, *, version: int, device: torch.device) -> Step:
+        """Return the step of accepted groups, or of a DataProto (:mod:`areal_lite.data.batch.training_batch`).
 
         Raises:
-            ValueError: If the batch breaks one of their rules.
-            TrainingError: If a number in it is not finite; a log-prob may be NaN.
+            ValueError: If a DataProto breaks one of its rules.
+            TrainingError: If there is nothing to train, or a number is not finite; a log-prob may be NaN.
         """
         clock = PhaseClock(device)
-        task_ids = list(batch.non_tensor_batch.get("task_ids", range(len(batch))))
-        mend = "let an episode fail where its reward or a log-prob of the engine is no number"
-        for key in ("rewards", "baselines", "logprobs"):
-            if key in batch.batch:
-                column = batch.batch[key]
-                broken = column.isinf() if key == "logprobs" else ~column.isfinite()
-                _refuse(key, broken.nonzero()[:, 0], task_ids, version, mend)
-        check_training_batch(batch)
-        samples = training_rows(batch)
-        return cls(
-            samples=samples,
+        if isinstance(batch, DataProto):
+            _check_proto(batch, version)
+        sequences = by_episode(training_sequences(batch))
+        if not sequences:
+            raise TrainingError(
+                f"step {version}: no group of the batch was accepted, so there is nothing to train: look at the dump "
+                "for what became of them"
+            )
+        episodes = number_episodes(sequences)
+        rewards = torch.tensor([sequence.reward for sequence in sequences])
+        numbers = torch.tensor(episodes)
+        sizes = torch.bincount(numbers)
+        scores = torch.zeros(len(sizes)).index_add_(0, numbers, rewards) / sizes
+        first = torch.zeros_like(scores).scatter_reduce(0, numbers, rewards, "amin", include_self=False)
+        alike = first == torch.zeros_like(scores).scatter_reduce(
+            0, numbers, rewards, "amax", include_self=False
+        )
+        scores = torch.where(alike, first, scores)  # a mean of equal rewards may differ in the last bit
+        _refuse(
+            "rewards", (~rewards.isfinite()).nonzero()[:, 0], _task_ids(sequences), version, _FIX_EPISODES
+        )
+        step = cls(
+            sequences=sequences,
+            episodes=episodes,
             version=version,
-            tokens=StepTokens.of(samples, device=device),
-            scores=torch.tensor([sample.reward for sample in samples], device=device),
-            baselines=batch.batch["baselines"].to(device) if "baselines" in batch.batch else None,
+            tokens=StepTokens.of(sequences, device=device),
+            scores=scores.to(device),
             clock=clock,
         )
+        if (baselines := _baselines(batch)) is not None:
+            step.baselines = torch.tensor([baselines[name] for name in step.group_ids], device=device)
+        return step
 
     @property
     def group_ids(self) -> list[str]:
-        """The group of each sample."""
-        return [sample.group_id for sample in self.samples]
+        """``[E]`` the group of each episode."""
+        return list(dict(zip(self.episodes, (s.group_id for s in self.sequences), strict=True)).values())
 
     @property
     def everyone(self) -> range:
-        """All samples."""
-        return range(len(self.samples))
+        """All sequences."""
+        return range(len(self.sequences))
+
+    def turns(self) -> Turns:
+        """Return the rewards turn by turn, for estimators that ask for them; a sequence is a rewarded turn."""
+        device = self.scores.device
+        return Turns(
+            of_token=self.tokens.sequences,
+            rewards=torch.tensor([sequence.reward for sequence in self.sequences], device=device),
+            episodes=torch.tensor(self.episodes, device=device),
+            index=torch.tensor([sequence.turn_idx for sequence in self.sequences], device=device),
+            parents=torch.tensor(self._parents(), device=device),
+        )
+
+    def _parents(self) -> list[int]:
+        """Return for each sequence the one of its episode whose path it extends, the longest; -1 for none."""
+        places = {
+            (episode, sequence.path): place
+            for place, (episode, sequence) in enumerate(zip(self.episodes, self.sequences, strict=True))
+        }
+        return [
+            next(
+                (
+                    places[episode, sequence.path[:length]]
+                    for length in range(len(sequence.path) - 1, 0, -1)
+                    if (episode, sequence.path[:length]) in places
+                ),
+                -1,
+            )
+            for episode, sequence in zip(self.episodes, self.sequences, strict=True)
+        ]
 
     def check_finite(self, *names: str) -> None:
         """Check what the models gave for the tokens under these ``names``, as far as it is known.
@@ -84,14 +135,13 @@ class Step:
         Raises:
             TrainingError: Naming the tasks whose numbers are not finite.
         """
-        task_ids = [sample.task_id for sample in self.samples]
-        mend = "the model has diverged on them: go on from an earlier checkpoint with a lower learning rate"
+        fix = "the model has diverged on them: resume from an earlier checkpoint with a lower learning rate"
         for name in names:
             broken = ~getattr(self.tokens, name).isfinite()
-            _refuse(name, self.tokens.rows[broken], task_ids, self.version, mend)
+            _refuse(name, self.tokens.sequences[broken], _task_ids(self.sequences), self.version, fix)
 
-    def tell(self, here: Tensor, statistics: Mapping[str, Tensor]) -> None:
-        """Keep what a loss told of the tokens ``here``."""
+    def record_statistics(self, here: Tensor, statistics: Mapping[str, Tensor]) -> None:
+        """Record per-token statistics of a loss at the tokens ``here``."""
         for name, values in statistics.items():
             whole = self.statistics.setdefault(name, torch.full_like(self.tokens.proximal, math.nan))
             whole[here] = values.detach().float()
@@ -107,12 +157,13 @@ class Step:
     ) -> dict[str, float]:
         """Return data, loss, token and timing metrics of the whole step."""
         tokens = self.tokens
-        earned = torch.zeros_like(self.scores).index_add_(0, tokens.rows, tokens.rewards)
-        has_tokens = torch.bincount(tokens.rows, minlength=len(earned)) > 0
+        earned = torch.zeros_like(self.scores).index_add_(0, tokens.episodes, tokens.rewards)
+        has_tokens = torch.bincount(tokens.episodes, minlength=len(earned)) > 0
         earned = torch.where(has_tokens, earned, self.scores)
         return {
             **batch_metrics(
-                self.samples,
+                self.sequences,
+                self.episodes,
                 tokens.advantages.cpu().numpy(),
                 version=self.version,
                 penalised_rewards=earned.cpu().numpy() if penalized else None,
@@ -123,11 +174,11 @@ class Step:
             **self.metrics,
             **self._token_metrics(ranks),
             **(self._engine_metrics(ranks) if compares_engine else {}),
-            **self.clock.metrics(num_tokens=sum(len(sample.input_ids) for sample in self.samples)),
+            **self.clock.metrics(num_tokens=sum(map(len, self.sequences))),
         }
 
     def _token_metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Return means over the tokens of all ranks that a loss told something of."""
+        """Return means over the tokens of all ranks that a loss recorded something of."""
         tokens, own = self.tokens, self.tokens.computed
         # A rank that computed nothing has no statistics of its own.
         names = dict.fromkeys(name for names in gather_json(list(self.statistics)) for name in names)
@@ -135,8 +186,8 @@ class Step:
         metrics = {}
         for name in names:
             values = self.statistics.get(name, nothing)
-            told = ~values.isnan()
-            sums = ranks.sum_(torch.stack([values[told].sum(), told.sum().to(values.dtype)]))
+            recorded = ~values.isnan()
+            sums = ranks.sum_(torch.stack([values[recorded].sum(), recorded.sum().to(values.dtype)]))
             metrics[name] = (sums[0] / sums[1].clamp(min=1)).item()
         rejected = ranks.sum_((own & (tokens.correction == 0)).float().sum())
         return {
@@ -155,16 +206,43 @@ class Step:
             proximal[recorded],
             tokens.behaviour[recorded],
             tokens.versions[recorded],
-            tokens.rows[recorded],
+            tokens.episodes[recorded],
             self.version,
         )
 
 
-def _refuse(name: str, rows: Tensor, task_ids: Sequence[object], version: int, mend: str) -> None:
-    """Raise the error of ``name`` not being finite in ``rows``, which may be none, or hold one several times."""
-    tasks = [str(task_ids[row]) for row in sorted(set(rows.tolist()))]
+def _baselines(batch: Batch) -> dict[str, float] | None:
+    """Return the reward of a greedy episode by group, where the batch has any."""
+    if not isinstance(batch, DataProto):
+        found = {group.group_id: group.baseline for group in batch}
+        return {name: baseline for name, baseline in found.items() if baseline is not None} or None
+    if "baselines" not in batch.batch:
+        return None
+    return dict(zip(batch.non_tensor_batch["group_ids"], batch.batch["baselines"].tolist(), strict=True))
+
+
+_FIX_EPISODES = "fail the episode if its reward or a log-prob of the engine is NaN or inf"
+
+
+def _check_proto(batch: DataProto, version: int) -> None:
+    """Name the tasks of numbers that are not finite, before the rules of a batch name rows."""
+    task_ids = list(batch.non_tensor_batch.get("task_ids", range(len(batch))))
+    for key in ("rewards", "baselines", "logprobs"):
+        if key in batch.batch:
+            column = batch.batch[key]
+            broken = column.isinf() if key == "logprobs" else ~column.isfinite()
+            _refuse(key, broken.nonzero()[:, 0], task_ids, version, _FIX_EPISODES)
+
+
+def _task_ids(sequences: Sequence[TokenSequence]) -> list[str]:
+    return [sequence.task_id for sequence in sequences]
+
+
+def _refuse(name: str, places: Tensor, task_ids: Sequence[object], version: int, fix: str) -> None:
+    """Raise the error of ``name`` not being finite at ``places``, which may be none, or hold one several times."""
+    tasks = list(dict.fromkeys(str(task_ids[place]) for place in sorted(set(places.tolist()))))
     if tasks:
         more = f" and {len(tasks) - 8} more" if len(tasks) > 8 else ""
         raise TrainingError(
-            f"step {version}: {name} of task {', '.join(tasks[:8])}{more} must be finite and are not: {mend}"
+            f"step {version}: {name} of task {', '.join(tasks[:8])}{more} must be finite and are not: {fix}"
         )

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from areal_lite.api.trainer_config import TrainerConfig
-from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.errors import ConfigError, TrainingError
 from areal_lite.trainer.algorithm import Algorithm
 from areal_lite.trainer.learner import Learner, Update
@@ -31,7 +30,7 @@ from areal_lite.trainer.objectives.policy_loss import PolicyInputs
 from areal_lite.trainer.objectives.value_loss import value_loss
 from areal_lite.trainer.packed_model import PackedRows
 from areal_lite.trainer.policy_model import load_policy, resolve_device
-from areal_lite.trainer.policy_step import Step
+from areal_lite.trainer.policy_step import Batch, Step
 from areal_lite.trainer.seeding import seed_process
 from areal_lite.trainer.sharding import shard
 from areal_lite.trainer.step_tokens import Microbatch, StepCut, split_groups
@@ -55,7 +54,7 @@ class PolicyTrainer:
         seed: Seeds python, numpy and torch, and the order of minibatches.
         temperature: What the inference engine divides logits by; log-probs here are of the same.
         max_new_tokens: Limit of an answer, for the share of answers cut off and the penalty on overlong ones.
-        on_skip: Told of updates that were not applied.
+        on_skip: Called with updates that were skipped.
 
     Raises:
         ConfigError: If the model cannot be loaded, the device is not there, the temperature is not above 0, or an
@@ -96,26 +95,29 @@ class PolicyTrainer:
             critic = ValueScorer(load_critic(path, device=self.device, gradient_checkpointing=recompute))
             self.critic = Learner(critic, config, config.critic, total_steps=config.total_steps)
         self._on_skip = on_skip
+        self._warned = False
 
     @property
     def steps_done(self) -> int:
         """Training steps finished."""
         return self.learner.steps_done
 
-    def train_step(self, batch: DataProto, *, version: int) -> dict[str, float]:
+    def train_step(self, batch: Batch, *, version: int) -> dict[str, float]:
         """Train on one batch of groups and return its metrics.
 
-        Samples without a gradient (advantage 0 and neither KL nor entropy term, or no trained token) are left out of
-        the forward pass but stay in every denominator; ``computed_tokens`` against ``trained_tokens`` says how much,
+        Sequences without a gradient (advantage 0 and neither KL nor entropy term, or no trained token) skip the
+        forward pass but stay in every denominator; ``computed_tokens`` against ``trained_tokens`` says how much,
         and the token statistics are over the computed ones.
 
         Args:
-            batch: Whole groups, in any order, with the keys of :mod:`areal_lite.data.batch.training_batch`.
+            batch: Groups as the engine returns them, of which the accepted ones train; or a ``DataProto`` with the
+                keys of :mod:`areal_lite.data.batch.training_batch`. Whole groups, in any order.
             version: The trainer's policy version, for staleness.
 
         Raises:
-            ValueError: If the batch breaks a rule of a training batch.
-            TrainingError: If nothing in the batch is trained, samples have more inputs than tokens, numbers that
+            ValueError: If a ``DataProto`` breaks a rule of a training batch.
+            ConfigError: If a trajectory has no reward.
+            TrainingError: If nothing in the batch is trained, sequences have more inputs than tokens, numbers that
                 advantages are made of are not finite, or the third update in a row is not.
         """
         step = self.begin(batch, version=version)
@@ -131,23 +133,23 @@ class PolicyTrainer:
 
     # -- the stages, in order ----------------------------------------------------------------------
 
-    def begin(self, batch: DataProto, *, version: int) -> Step:
+    def begin(self, batch: Batch, *, version: int) -> Step:
         """Check the batch, lay out its tokens and choose the minibatches; see :meth:`train_step`."""
         step = Step.of(batch, version=version, device=self.device)
-        seeing = sum(bool(sample.multi_modal_inputs) for sample in step.samples)
+        seeing = sum(bool(sequence.multi_modal_inputs) for sequence in step.sequences)
         if seeing:
             raise TrainingError(
-                f"step {self.steps_done}: {seeing} of {len(step.samples)} rows have multi_modal_inputs, but this "
-                "trainer's forward pass reads tokens alone, so log-probs would be wrong: train on rows of text"
+                f"step {self.steps_done}: {seeing} of {len(step.sequences)} sequences have multi_modal_inputs, but "
+                "this trainer's forward pass reads tokens alone, so log-probs would be wrong: train on rows of text"
             )
         step.minibatches = split_groups(
-            step.samples,
+            step.sequences,
             self.config.minibatches_per_step,
             rng=np.random.default_rng([self.seed, self.steps_done]),
         )
         if not step.minibatches:
             raise TrainingError(
-                f"step {self.steps_done}: none of the {len(step.samples)} samples has a trained token: "
+                f"step {self.steps_done}: none of the {len(step.sequences)} sequences has a trained token: "
                 "loss_mask must be True where the policy sampled"
             )
         self.algorithm.shape(step.scores, step.tokens)
@@ -198,21 +200,38 @@ class PolicyTrainer:
         """Take the KL penalty from the reward of each token, where it belongs there."""
         if self.algorithm.penalizes_reward:
             step.check_finite("proximal", "reference")
-            step.metrics |= self.algorithm.penalize(step.tokens, len(step.samples))
+            step.metrics |= self.algorithm.penalize(step.tokens, len(step.scores))
 
     def correct(self, step: Step) -> None:
         """Weigh tokens that the proximal policy did not sample; later, where it is known only then."""
         if self.algorithm.needs_proximal_early:
             tokens = step.tokens
             tokens.correction = self.algorithm.correction(
-                tokens.proximal, tokens.behaviour_or_proximal(), tokens.rows
+                tokens.proximal, tokens.behaviour_or_proximal(), tokens.episodes
             )
 
     def estimate_advantages(self, step: Step) -> None:
         """Turn rewards, and values where there is a critic, into the advantage of each token."""
         with step.clock("advantages"):
             step.check_finite("rewards", "values", "proximal", "sum_squared_probs", "correction")
-            self.algorithm.advantages(step.tokens, step.scores, step.baselines, step.group_ids)
+            turns = step.turns() if "turns" in self.algorithm.needs else None
+            self.algorithm.advantages(step.tokens, step.scores, step.baselines, step.group_ids, turns)
+        self._warn_of_turn_rewards(step)
+
+    def _warn_of_turn_rewards(self, step: Step) -> None:
+        if self._warned or "turns" in self.algorithm.needs:
+            return
+        scores = step.scores.tolist()
+        for sequence, episode in zip(step.sequences, step.episodes, strict=True):
+            if np.float32(sequence.reward) != np.float32(scores[episode]):
+                self._warned = True
+                logger.warning(
+                    "task %s rewards its turns one by one, but trainer.advantage %s compares whole episodes, by their "
+                    "mean reward; turn_grpo and turn_returns compare turns",
+                    sequence.task_id,
+                    self.config.advantage,
+                )
+                return
 
     def update_critic(self, step: Step) -> None:
         """Move the critic's values towards the returns."""
@@ -227,7 +246,7 @@ class PolicyTrainer:
             if not microbatch.counts:
                 return idle(values)
             terms = value_loss(values, tokens.values[here], tokens.returns[here], clip=config.clip_eps)
-            step.tell(here, terms.statistics)
+            step.record_statistics(here, terms.statistics)
             return aggregate(terms.losses, weights[here])
 
         rate = critic.learning_rate
@@ -245,7 +264,7 @@ class PolicyTrainer:
         updates: list[Update] = []
         if config.critic is None or self.steps_done >= config.critic.updates_before_policy:
             trains = self._with_gradient(step)
-            computed = [[index for index in chosen if trains[index]] for chosen in step.minibatches]
+            computed = [[i for i in chosen if trains[step.episodes[i]]] for chosen in step.minibatches]
             later = [index for chosen in computed[1:] for index in chosen]
             ahead = step.everyone if self.algorithm.chooses else later
             if ahead and not bool(tokens.known.any()):
@@ -320,7 +339,7 @@ class PolicyTrainer:
             proximal=tokens.proximal[here],
             behaviour=tokens.behaviour_or_proximal()[here],
             advantages=tokens.advantages[here],
-            rows=tokens.rows[here],
+            rows=tokens.episodes[here],
             chosen=None if step.choice is None else step.choice[here],
         )
 
@@ -333,7 +352,7 @@ class PolicyTrainer:
         model: Any,
         score: Callable[[PackedRows], dict[str, Tensor]],
     ) -> dict[str, Tensor]:
-        """Return ``[T]`` what ``score`` gives for the samples' tokens, over all ranks; 0 elsewhere."""
+        """Return ``[T]`` what ``score`` gives for the sequences' tokens, over all ranks; 0 elsewhere."""
 
         def run(max_tokens: int) -> dict[str, Tensor]:
             found: dict[str, Tensor] = {}
@@ -357,33 +376,33 @@ class PolicyTrainer:
         mode: AggregationMode,
         loss: Callable[[Microbatch, Tensor], Tensor],
     ) -> Update:
-        """Make one update: ``computed`` samples go through the model, ``counted`` ones are what is averaged over."""
+        """Make one update: ``computed`` sequences go through the model, ``counted`` ones are averaged over."""
         here = step.tokens.chosen(counted)
         weights = torch.zeros_like(step.tokens.proximal)
-        weights[here] = token_weights(mode, step.tokens.rows[here], scale=self.config.loss_scale).float()
+        weights[here] = token_weights(mode, step.tokens.episodes[here], scale=self.config.loss_scale).float()
         cut = self._cut(step, learner.module, computed)
         update = learner.update(cut, lambda microbatch: loss(microbatch, weights), clock=step.clock)
         if not update.applied:
-            task_ids = [step.samples[index].task_id for index in counted]
+            task_ids = list(dict.fromkeys(step.sequences[index].task_id for index in counted))
             role = "critic" if learner is self.critic else "policy"
-            told = {"step": self.steps_done, "role": role, **update._asdict(), "task_ids": task_ids}
-            logger.warning(
-                "an update was left out, for it is not finite: %s", told | {"task_ids": len(task_ids)}
-            )
+            skipped = {"step": self.steps_done, "role": role, **update._asdict(), "task_ids": task_ids}
+            logger.warning("skipped a non-finite update: %s", skipped | {"task_ids": len(task_ids)})
             if self._on_skip is not None:
-                self._on_skip(told)
+                self._on_skip(skipped)
         learner.check(update)
         return update
 
     def _cut(self, step: Step, model: Any, chosen: Sequence[int]) -> Callable[[int], Iterator[Microbatch]]:
-        return partial(StepCut(step.samples, model, ranks=self.learner.ranks, device=self.device), chosen)
+        together = step.episodes if self.algorithm.couples_tokens else None
+        cut = StepCut(step.sequences, model, ranks=self.learner.ranks, device=self.device, together=together)
+        return partial(cut, chosen)
 
     def _with_gradient(self, step: Step) -> list[bool]:
-        """Return which samples must be computed: every term of the others is 0."""
+        """Return which episodes must be computed: every term of the others is 0."""
         if self.algorithm.needs_every_sample:
-            return [True] * len(step.samples)
-        trains = torch.zeros(len(step.samples), dtype=torch.bool, device=self.device)
-        trains[step.tokens.rows[step.tokens.advantages != 0]] = True
+            return [True] * len(step.scores)
+        trains = torch.zeros(len(step.scores), dtype=torch.bool, device=self.device)
+        trains[step.tokens.episodes[step.tokens.advantages != 0]] = True
         return [bool(value) for value in trains.tolist()]
 
     def _policy_update_loss(self, step: Step, microbatch: Microbatch, weights: Tensor) -> Tensor:
@@ -398,17 +417,17 @@ class PolicyTrainer:
         terms = self.algorithm.policy_loss(self._inputs(step, scores.logprobs, here))
         if not self.algorithm.needs_proximal_early:
             tokens.correction[here] = self.algorithm.correction(
-                tokens.proximal[here], tokens.behaviour_or_proximal()[here], tokens.rows[here]
+                tokens.proximal[here], tokens.behaviour_or_proximal()[here], tokens.episodes[here]
             )
-        told = {"entropy": scores.entropy, "correction_weight": tokens.correction[here]}
-        step.tell(here, terms.statistics | told)
+        own = {"entropy": scores.entropy, "correction_weight": tokens.correction[here]}
+        step.record_statistics(here, terms.statistics | own)
         losses = tokens.correction[here] * terms.losses
         if config.kl is not None:
             behaviour = tokens.behaviour_or_proximal()[here] if config.kl.unbiased else None
             penalty = kl_penalty(
                 scores.logprobs, tokens.reference[here], config.kl.estimator, behaviour=behaviour
             )
-            step.tell(here, {"kl": penalty})
+            step.record_statistics(here, {"kl": penalty})
             if not self.algorithm.penalizes_reward:
                 losses = losses + config.kl.coef * penalty
         if config.entropy_coef != 0:

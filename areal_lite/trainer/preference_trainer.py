@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from areal_lite.api.supervised_config import DPOTrainerConfig, RewardModelTrainerConfig
-from areal_lite.data.batch.training_sample import TrainingSample
+from areal_lite.api.trajectory import TokenSequence
 from areal_lite.trainer.lora import adapters_off
 from areal_lite.trainer.objectives.aggregation import LossTerms
 from areal_lite.trainer.objectives.preference import dpo_loss, reward_model_loss
@@ -21,7 +21,7 @@ from areal_lite.trainer.policy_model import resolve_device
 from areal_lite.trainer.reward_model import RewardScorer, ending, load_reward_model
 from areal_lite.trainer.sharding import shard
 from areal_lite.trainer.step_tokens import Microbatch
-from areal_lite.trainer.supervised_trainer import C, Item, SupervisedStep, SupervisedTrainer, training_sample
+from areal_lite.trainer.supervised_trainer import C, Item, SupervisedStep, SupervisedTrainer, masked_sequence
 
 
 class PreferenceTrainer(SupervisedTrainer[C]):
@@ -30,17 +30,17 @@ class PreferenceTrainer(SupervisedTrainer[C]):
     statistics = ("accuracy", "margin", "chosen_reward", "rejected_reward")
     together = True
 
-    def _samples(self, items: Sequence[Item]) -> list[TrainingSample]:
-        """Return the samples of pair i at 2i, the chosen one, and 2i + 1."""
+    def _sequences(self, items: Sequence[Item]) -> list[TokenSequence]:
+        """Return the sequences of pair i at 2i, the chosen one, and 2i + 1."""
         return [
-            training_sample(item[f"{name}_ids"], item[f"{name}_mask"], number)
+            masked_sequence(item[f"{name}_ids"], item[f"{name}_mask"], number)
             for number, item in enumerate(items)
             for name in ("chosen", "rejected")
         ]
 
-    def _weights(self, rows: Tensor) -> Tensor:
-        pairs = len(torch.unique(rows)) // 2
-        return rows.new_full((pairs,), 1 / pairs, dtype=torch.float64)
+    def _weights(self, of_token: Tensor) -> Tensor:
+        pairs = len(torch.unique(of_token)) // 2
+        return of_token.new_full((pairs,), 1 / pairs, dtype=torch.float64)
 
 
 class DPOTrainer(PreferenceTrainer[DPOTrainerConfig]):
@@ -64,7 +64,7 @@ class DPOTrainer(PreferenceTrainer[DPOTrainerConfig]):
     def _terms(
         self, scores: Tensor, step: SupervisedStep, microbatch: Microbatch
     ) -> tuple[LossTerms, Tensor]:
-        chosen, rejected = _pair_sums(scores, step.rows[microbatch.tokens])
+        chosen, rejected = _pair_sums(scores, step.of_token[microbatch.tokens])
         terms = dpo_loss(
             chosen,
             rejected,
@@ -100,8 +100,8 @@ class RewardModelTrainer(PreferenceTrainer[RewardModelTrainerConfig]):
         )
         return RewardScorer(model)
 
-    def _samples(self, items: Sequence[Item]) -> list[TrainingSample]:
-        return [ending(sample) for sample in super()._samples(items)]
+    def _sequences(self, items: Sequence[Item]) -> list[TokenSequence]:
+        return [ending(sequence) for sequence in super()._sequences(items)]
 
     def _scores(self, packed: PackedRows) -> Tensor:
         rewards: Tensor = self.scorer(packed)
@@ -110,12 +110,12 @@ class RewardModelTrainer(PreferenceTrainer[RewardModelTrainerConfig]):
     def _terms(
         self, scores: Tensor, step: SupervisedStep, microbatch: Microbatch
     ) -> tuple[LossTerms, Tensor]:
-        terms = reward_model_loss(*_pair_sums(scores, step.rows[microbatch.tokens]))
+        terms = reward_model_loss(*_pair_sums(scores, step.of_token[microbatch.tokens]))
         return terms, step.weights[: len(terms.losses)]
 
 
-def _pair_sums(values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``[P]`` the sum over chosen, and over rejected, samples of the pairs in a micro-batch."""
-    samples, index = torch.unique(rows, return_inverse=True)
-    sums = values.new_zeros(len(samples)).index_add(0, index, values).view(-1, 2)
+def _pair_sums(values: Tensor, of_token: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``[P]`` the sum over chosen, and over rejected, sequences of the pairs in a micro-batch."""
+    sequences, index = torch.unique(of_token, return_inverse=True)
+    sums = values.new_zeros(len(sequences)).index_add(0, index, values).view(-1, 2)
     return sums[:, 0], sums[:, 1]

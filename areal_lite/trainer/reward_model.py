@@ -1,7 +1,7 @@
 """A reward model: a language model with a head of one number, read at the last token of a whole sequence.
 
 What stands at the last token is the value before the token that would come next. So a sequence is turned
-into a sample whose one trained token is that next one (:func:`ending`), and rows, micro-batches and
+into one whose one trained token is that next one (:func:`ending`), and rows, micro-batches and
 shared prompts are those of every other model.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from areal_lite.data.batch.training_sample import TrainingSample
+from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.policy_model import load_scalar_model, prepare
 from areal_lite.trainer.ranks import Ranks
@@ -47,20 +47,20 @@ def load_reward_model(
     return prepare(model, device=device, gradient_checkpointing=gradient_checkpointing)
 
 
-def ending(sample: TrainingSample) -> TrainingSample:
-    """Return the sample whose one trained token is the one after the last of ``sample``; its id means nothing."""
-    length = len(sample.input_ids)
+def ending(sequence: TokenSequence) -> TokenSequence:
+    """Return ``sequence`` with one token more, the only trained one; its id means nothing."""
+    length = len(sequence.input_ids)
     return dataclasses.replace(
-        sample,
-        input_ids=np.append(sample.input_ids, 0),
+        sequence,
+        input_ids=np.append(sequence.input_ids, 0),
         loss_mask=np.arange(length + 1) == length,
-        behaviour_logprobs=None,
+        logprobs=None,
         versions=None,
     )
 
 
 class RewardScorer(ValueScorer):
-    """A reward model seen as a function from packed :func:`ending` samples to ``[N]`` float32 rewards, with gradient.
+    """A reward model seen as a function from packed :func:`ending` sequences to ``[N]`` float32 rewards, with gradient.
 
     Transformers' own forward pass reads the last token that is not the padding token instead; the two differ where a
     sequence ends with that token.
@@ -78,19 +78,19 @@ class RewardModel:
         self.scorer = RewardScorer(model)
 
     @torch.no_grad()
-    def score(self, samples: Sequence[TrainingSample], *, max_tokens: int) -> Tensor:
-        """Return ``[N]`` float32, the reward of each sample's whole sequence, on the model's device.
+    def score(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> Tensor:
+        """Return ``[N]`` float32, the reward of each sequence's whole sequence, on the model's device.
 
         Args:
-            samples: In any order; those of one group share the computation of what they begin with.
+            sequences: In any order; those of one group share the computation of what they begin with.
             max_tokens: Most tokens of a forward pass, padding included.
 
         Raises:
-            ValueError: If a sample has no token.
+            ValueError: If a sequence has no token.
         """
         device: torch.device = self.scorer.model.device
-        cut = StepCut([ending(sample) for sample in samples], self.scorer, ranks=Ranks(), device=device)
-        rewards = torch.zeros(len(samples), device=device)
-        for microbatch in cut(range(len(samples)), max_tokens):
+        cut = StepCut([ending(sequence) for sequence in sequences], self.scorer, ranks=Ranks(), device=device)
+        rewards = torch.zeros(len(sequences), device=device)
+        for microbatch in cut(range(len(sequences)), max_tokens):
             rewards[microbatch.tokens] = self.scorer(microbatch.packed)
         return rewards

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from areal_lite.api.supervised_config import SFTTrainerConfig
-from areal_lite.data.batch.training_sample import TrainingSample
+from areal_lite.api.trajectory import TokenSequence
 from areal_lite.trainer.microbatches import num_inputs, shared_prefix
 from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms, token_weights
 from areal_lite.trainer.packed_model import PackedRows
 from areal_lite.trainer.step_tokens import Microbatch
-from areal_lite.trainer.supervised_trainer import Item, SupervisedStep, SupervisedTrainer, training_sample
+from areal_lite.trainer.supervised_trainer import Item, SupervisedStep, SupervisedTrainer, masked_sequence
 
 WORTH_SHARING = 0.25
 """Where the sequences of a batch begin alike (one system prompt, say) for this share of their mean length, that part
@@ -23,17 +23,17 @@ is computed once for several of them; the mask costs more than a shorter one sav
 class SFTTrainer(SupervisedTrainer[SFTTrainerConfig]):
     """Trains on items of an ``SFTDataset``; the loss is in nats, per token or per sequence."""
 
-    def _samples(self, items: Sequence[Item]) -> list[TrainingSample]:
-        samples = [training_sample(item["input_ids"], item["loss_mask"], group=0) for item in items]
-        mean_length = sum(num_inputs(sample) for sample in samples) / len(samples)
-        if shared_prefix(samples) >= WORTH_SHARING * mean_length:
-            return samples
-        return [dataclasses.replace(sample, group_id=str(number)) for number, sample in enumerate(samples)]
+    def _sequences(self, items: Sequence[Item]) -> list[TokenSequence]:
+        sequences = [masked_sequence(item["input_ids"], item["loss_mask"], group=0) for item in items]
+        mean_length = sum(map(num_inputs, sequences)) / len(sequences)
+        if shared_prefix(sequences) >= WORTH_SHARING * mean_length:
+            return sequences
+        return [dataclasses.replace(one, group_id=str(number)) for number, one in enumerate(sequences)]
 
-    def _weights(self, rows: Tensor) -> Tensor:
+    def _weights(self, of_token: Tensor) -> Tensor:
         by_token = self.config.averaging == "token"
         mode = AggregationMode.TOKEN_MEAN if by_token else AggregationMode.SEQ_MEAN_TOKEN_MEAN
-        return token_weights(mode, rows)
+        return token_weights(mode, of_token)
 
     def _scores(self, packed: PackedRows) -> Tensor:
         logprobs: Tensor = self.scorer(packed).logprobs

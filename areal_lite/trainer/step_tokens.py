@@ -1,36 +1,37 @@
 """One training step's trained tokens as flat tensors, and how the step is cut; no model, no optimizer.
 
-``[T]`` counts the trained tokens of all samples, sample by sample. A micro-batch names its tokens by
-their place in it, so every cut reads and writes the same tensors.
+``[T]`` counts the trained tokens of all sequences, sequence by sequence, those of an episode side by side.
+Advantages, losses and weights know episodes only, so it does not matter into how many sequences an episode
+was cut. A micro-batch names its tokens by their place in ``[T]``, so every cut reads and writes the same
+tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.batch.partition import get_seqlen_balanced_partitions
-from areal_lite.data.batch.training_sample import TrainingSample
-from areal_lite.trainer.microbatches import num_inputs, plan_microbatches, plan_rows
+from areal_lite.trainer.microbatches import Block, num_inputs, plan_blocks, plan_microbatches
 from areal_lite.trainer.packed_model import PackedModel, PackedRows, pack
 from areal_lite.trainer.ranks import Ranks
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class StepTokens:
     """Per-token values of a step, ``[T]`` float32 unless said; what forward passes fill in starts at 0."""
 
-    rows: Tensor
-    """``[T]`` int64, the sample each token is of."""
+    sequences: Tensor
+    """``[T]`` int64, the sequence of each token."""
+    episodes: Tensor
+    """``[T]`` int64, the episode of each token; never falls."""
     ends: Tensor
-    """``[T]`` bool, True at the last trained token of a sample."""
+    """``[T]`` bool, True at the last trained token of an episode."""
     versions: Tensor
     """``[T]`` int64, the policy version that sampled it, -1 where unknown."""
     behaviour: Tensor
@@ -42,7 +43,7 @@ class StepTokens:
     correction: Tensor
     """What its loss is multiplied by for not being sampled from the proximal policy."""
     rewards: Tensor
-    """What each token earned: its sample's reward at the last trained one, less a KL penalty."""
+    """What each token earned: its episode's reward at the last trained one, less a KL penalty."""
     advantages: Tensor
     returns: Tensor
     known: Tensor
@@ -51,46 +52,76 @@ class StepTokens:
     """``[T]`` bool, True once the policy's log-prob is there."""
 
     @classmethod
-    def of(cls, samples: Sequence[TrainingSample], *, device: torch.device) -> StepTokens:
-        counts = torch.tensor([sample.num_trained_tokens for sample in samples])
-        tokens = cls.zeros(torch.repeat_interleave(torch.arange(len(samples)), counts).to(device))
-        tokens.versions = _trained(samples, "versions", -1, np.int64).to(device)
-        tokens.behaviour = _trained(samples, "behaviour_logprobs", np.nan, np.float32).to(device)
+    def of(cls, sequences: Sequence[TokenSequence], *, device: torch.device) -> StepTokens:
+        """Return the trained tokens of ``sequences``, which :func:`by_episode` has sorted."""
+        counts = torch.tensor([sequence.num_trained_tokens for sequence in sequences])
+        episodes = torch.tensor(number_episodes(sequences))
+        tokens = cls.zeros(
+            torch.repeat_interleave(episodes, counts).to(device),
+            torch.repeat_interleave(torch.arange(len(sequences)), counts).to(device),
+        )
+        tokens.versions = _trained(sequences, "versions", -1, np.int64).to(device)
+        tokens.behaviour = _trained(sequences, "logprobs", np.nan, np.float32).to(device)
         return tokens
 
     @classmethod
-    def zeros(cls, rows: Tensor) -> StepTokens:
-        """Return tokens of the given ``rows [T]`` of which nothing is known."""
-        ends = torch.ones_like(rows, dtype=torch.bool)
-        ends[:-1] = rows[1:] != rows[:-1]
-        given = {"rows": rows, "ends": ends, "versions": torch.full_like(rows, -1)}
+    def zeros(cls, episodes: Tensor, sequences: Tensor | None = None) -> StepTokens:
+        """Return tokens of the given ``episodes [T]`` of which nothing is known; None: one sequence each."""
+        ends = torch.ones_like(episodes, dtype=torch.bool)
+        ends[:-1] = episodes[1:] != episodes[:-1]
+        given = {
+            "episodes": episodes,
+            "sequences": episodes if sequences is None else sequences,
+            "ends": ends,
+            "versions": torch.full_like(episodes, -1),
+        }
         flags = {name: torch.zeros_like(ends) for name in ("known", "computed")}
         names = [field.name for field in fields(cls) if field.name not in {*given, *flags}]
-        return cls(**given, **flags, **{name: torch.zeros(len(rows), device=rows.device) for name in names})
+        zeros = {name: torch.zeros(len(episodes), device=episodes.device) for name in names}
+        return cls(**given, **flags, **zeros)
 
     def behaviour_or_proximal(self) -> Tensor:
         """Return behaviour log-probs, the proximal ones where none were recorded (ratio 1)."""
         return torch.where(self.behaviour.isnan(), self.proximal, self.behaviour)
 
-    def fill(self, samples: Sequence[int], found: Mapping[str, Tensor]) -> None:
-        """Take over values ``[T]`` by name at the tokens of the samples."""
-        here = self.chosen(samples)
-        for name, values in found.items():
+    def fill(self, sequences: Sequence[int], scores: Mapping[str, Tensor]) -> None:
+        """Take over values ``[T]`` by name at the tokens of the sequences."""
+        here = self.chosen(sequences)
+        for name, values in scores.items():
             getattr(self, name)[here] = values[here]
 
-    def chosen(self, samples: Sequence[int]) -> Tensor:
-        """Return ``[T]`` bool, True at the tokens of the samples."""
-        wanted = torch.zeros(int(self.rows.max()) + 1, dtype=torch.bool, device=self.rows.device)
-        wanted[torch.tensor([s for s in samples if s < len(wanted)], dtype=torch.int64)] = True
-        return wanted[self.rows]
+    def chosen(self, sequences: Sequence[int]) -> Tensor:
+        """Return ``[T]`` bool, True at the tokens of the sequences."""
+        wanted = torch.zeros(int(self.sequences.max()) + 1, dtype=torch.bool, device=self.sequences.device)
+        wanted[torch.tensor([s for s in sequences if s < len(wanted)], dtype=torch.int64)] = True
+        return wanted[self.sequences]
 
 
-def _trained(samples: Sequence[TrainingSample], name: str, missing: float, dtype: type) -> Tensor:
+def episode_of(sequence: TokenSequence, place: int) -> Hashable:
+    """Return what names the episode of a sequence that stands at ``place``."""
+    return place if sequence.member_idx is None else (sequence.group_id, sequence.member_idx)
+
+
+def by_episode(sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
+    """Return the sequences with those of an episode side by side, in the order they come."""
+    episodes: dict[Hashable, list[TokenSequence]] = {}
+    for place, sequence in enumerate(sequences):
+        episodes.setdefault(episode_of(sequence, place), []).append(sequence)
+    return [sequence for episode in episodes.values() for sequence in episode]
+
+
+def number_episodes(sequences: Sequence[TokenSequence]) -> list[int]:
+    """Return the episode of each sequence, numbered in the order they first appear."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(episode_of(s, place), len(numbers)) for place, s in enumerate(sequences)]
+
+
+def _trained(sequences: Sequence[TokenSequence], name: str, missing: float, dtype: type) -> Tensor:
     columns = [
-        np.full(sample.num_trained_tokens, missing, dtype)
-        if (values := getattr(sample, name)) is None
-        else values[sample.loss_mask].astype(dtype)
-        for sample in samples
+        np.full(sequence.num_trained_tokens, missing, dtype)
+        if (values := getattr(sequence, name)) is None
+        else values[sequence.loss_mask].astype(dtype)
+        for sequence in sequences
     ]
     return torch.from_numpy(np.concatenate(columns))
 
@@ -107,75 +138,75 @@ class Microbatch:
 
 
 def split_groups(
-    samples: Sequence[TrainingSample], count: int, *, rng: np.random.Generator
+    sequences: Sequence[TokenSequence], count: int, *, rng: np.random.Generator
 ) -> list[list[int]]:
     """Return ``count`` shares of whole groups in random order, fewer where some have no trained token.
 
     Which groups share an update depends on their ids, and not on the order of the batch.
     """
     groups: dict[str, list[int]] = {}
-    for index, sample in enumerate(samples):
-        groups.setdefault(sample.group_id, []).append(index)
+    for index, sequence in enumerate(sequences):
+        groups.setdefault(sequence.group_id, []).append(index)
     members = [groups[name] for name in sorted(groups)]
     shares = (
         [index for group in sorted(share) for index in members[group]]
         for share in np.array_split(rng.permutation(len(members)), count)
     )
-    return [share for share in shares if any(samples[index].num_trained_tokens for index in share)]
+    return [share for share in shares if any(sequences[index].num_trained_tokens for index in share)]
 
 
 class StepCut:
-    """Cuts samples of one step into this rank's micro-batches for one model.
+    """Cuts sequences of one step into this rank's micro-batches for one model.
 
     Args:
-        samples: All of the step, on every rank.
-        model: Says which rows it can read.
-        ranks: The samples are divided among them, with nearly equally many tokens for each.
+        sequences: All of the step, on every rank.
+        model: Says which blocks it can read.
+        ranks: The sequences are divided among them, with nearly equally many tokens for each.
         device: Where the micro-batches go.
-        together: Keep the samples of a group on one rank and in one micro-batch, as a loss over pairs needs.
+        together: ``[N]`` what names the unit of each sequence that must not be divided among ranks or
+            micro-batches, as a loss over pairs or whole episodes needs; None: each sequence alone.
     """
 
     def __init__(
         self,
-        samples: Sequence[TrainingSample],
+        sequences: Sequence[TokenSequence],
         model: PackedModel,
         *,
         ranks: Ranks,
         device: torch.device,
-        together: bool = False,
+        together: Sequence[Hashable] | None = None,
     ) -> None:
-        self._samples = samples
+        self._sequences = sequences
         self._model = model
         self._ranks = ranks
         self._device = device
-        self._together = together
-        self._offsets = np.cumsum([0, *(sample.num_trained_tokens for sample in samples)])
+        self._units = range(len(sequences)) if together is None else together
+        self._offsets = np.cumsum([0, *(sequence.num_trained_tokens for sequence in sequences)])
 
     def __call__(self, chosen: Sequence[int], max_tokens: int) -> Iterator[Microbatch]:
-        """Yield micro-batches of this rank's share of the ``chosen`` samples, as many as on every other rank."""
-        chosen = [index for index in chosen if self._samples[index].num_trained_tokens]
-        own = self._share(chosen)
-        rows = plan_rows(
-            self._samples,
-            own,
+        """Yield micro-batches of this rank's share of the ``chosen`` sequences, as many as on every other rank."""
+        chosen = [index for index in chosen if self._sequences[index].num_trained_tokens]
+        blocks = plan_blocks(
+            self._sequences,
+            self._share(chosen),
             max_tokens=max_tokens,
             balance_length=self._model.balance_length,
             share=self._model.shares_prefixes,
         )
-        blocks = self._by_group(rows, lambda row: row.samples[0])
-        ragged = self._model.ragged  # side by side, a block is as wide as its tokens and needs no padding
-        sums, widths = ([f(row.length for row in block) for block in blocks] for f in (sum, max))
+        bundles = self._bundles(blocks)
+        ragged = self._model.ragged  # side by side, a bundle is as wide as its tokens and needs no padding
+        sums, widths = ([f(block.length for block in bundle) for bundle in bundles] for f in (sum, max))
         plan = plan_microbatches(
-            [1] * len(blocks) if ragged else widths,
+            [1] * len(bundles) if ragged else widths,
             max_tokens=max_tokens,
-            num_rows=sums if ragged else [len(block) for block in blocks],
+            num_rows=sums if ragged else [len(bundle) for bundle in bundles],
         )
         num_idle = self._ranks.most(len(plan), self._device) - len(plan)
         for numbers in plan:
-            batch = [row for number in numbers for row in blocks[number]]
-            places = [np.arange(*self._offsets[[i, i + 1]]) for row in batch for i in row.samples]
+            batch = [block for number in numbers for block in bundles[number]]
+            places = [np.arange(*self._offsets[[i, i + 1]]) for block in batch for i in block.sequences]
             yield Microbatch(
-                packed=pack(self._samples, batch, device=self._device, ragged=ragged),
+                packed=pack(self._sequences, batch, device=self._device, ragged=ragged),
                 tokens=torch.from_numpy(np.concatenate(places)).to(self._device),
             )
         for _ in range(num_idle):
@@ -184,24 +215,33 @@ class StepCut:
     def _share(self, chosen: list[int]) -> list[int]:
         if self._ranks.size == 1:
             return chosen
-        units = self._by_group(chosen, lambda index: index)
-        lengths = [sum(num_inputs(self._samples[index]) for index in unit) for unit in units]
-        lengths += [0] * (self._ranks.size - len(units))  # some ranks have nothing
+        units: dict[Hashable, list[int]] = {}
+        for index in chosen:
+            units.setdefault(self._units[index], []).append(index)
+        members = list(units.values())
+        lengths = [sum(num_inputs(self._sequences[index]) for index in unit) for unit in members]
+        lengths += [0] * (self._ranks.size - len(members))  # some ranks have nothing
         parts = get_seqlen_balanced_partitions(lengths, self._ranks.size)
-        return [index for place in parts[self._ranks.rank] if place < len(units) for index in units[place]]
+        return [i for place in parts[self._ranks.rank] if place < len(members) for i in members[place]]
 
-    def _by_group(self, items: Sequence[T], sample_of: Callable[[T], int]) -> list[list[T]]:
-        """Return the items of each group where groups stay together, else each alone."""
-        if not self._together:
-            return [[item] for item in items]
-        groups: dict[str, list[T]] = {}
-        for item in items:
-            groups.setdefault(self._samples[sample_of(item)].group_id, []).append(item)
-        return list(groups.values())
+    def _bundles(self, blocks: Sequence[Block]) -> list[list[Block]]:
+        """Return the blocks in bundles that no unit reaches out of."""
+        bundles: list[list[Block]] = []
+        bundle_of: dict[Hashable, list[Block]] = {}
+        for block in blocks:
+            units = {self._units[index] for index in block.sequences}
+            joined = [block]
+            for other in {id(b): b for unit in units if (b := bundle_of.get(unit)) is not None}.values():
+                joined = other + joined
+                units |= {self._units[index] for b in other for index in b.sequences}
+                bundles = [bundle for bundle in bundles if bundle is not other]
+            bundles.append(joined)
+            bundle_of |= dict.fromkeys(units, joined)
+        return bundles
 
     def _idle(self, chosen: Sequence[int]) -> Microbatch:
-        shortest = min(chosen, key=lambda index: num_inputs(self._samples[index]))
-        (row,) = plan_rows(self._samples, [shortest], max_tokens=1, balance_length=1, share=False)
+        shortest = min(chosen, key=lambda index: num_inputs(self._sequences[index]))
+        (block,) = plan_blocks(self._sequences, [shortest], max_tokens=1, balance_length=1, share=False)
         place = torch.arange(*self._offsets[[shortest, shortest + 1]].tolist(), device=self._device)
-        packed = pack(self._samples, [row], device=self._device, ragged=self._model.ragged)
+        packed = pack(self._sequences, [block], device=self._device, ragged=self._model.ragged)
         return Microbatch(packed, place, counts=False)

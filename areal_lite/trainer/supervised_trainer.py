@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from areal_lite.api.supervised_config import SupervisedTrainerConfig
-from areal_lite.data.batch.training_sample import TrainingSample
+from areal_lite.api.trajectory import TokenSequence
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.objectives.aggregation import LossTerms, aggregate
@@ -37,11 +37,11 @@ C = TypeVar("C", bound=SupervisedTrainerConfig)
 
 @dataclasses.dataclass(slots=True)
 class SupervisedStep:
-    """The samples of one update, or of one evaluation."""
+    """The sequences of one update, or of one evaluation."""
 
-    samples: list[TrainingSample]
-    rows: Tensor
-    """``[T]`` int64, the sample each trained token is of."""
+    sequences: list[TokenSequence]
+    of_token: Tensor
+    """``[T]`` int64, the sequence of each trained token."""
     weights: Tensor
     """What the loss of each token, or of each pair, counts for."""
     totals: Tensor
@@ -65,7 +65,7 @@ class SupervisedTrainer(ABC, Generic[C]):
     statistics: ClassVar[tuple[str, ...]] = ()
     """Metrics beside the loss."""
     together: ClassVar[bool] = False
-    """Whether samples of one group share a micro-batch."""
+    """Whether sequences of one group share a micro-batch."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class SupervisedTrainer(ABC, Generic[C]):
             self._on_skip({"step": self.learner.steps_done, **update._asdict(), "rows": rows})
         self.learner.check(update)
         self.learner.steps_done += 1
-        tokens = sum(len(sample.input_ids) for sample in step.samples)
+        tokens = sum(map(len, step.sequences))
         return {
             "loss": update.loss,
             **self._averages(step),
@@ -120,7 +120,7 @@ class SupervisedTrainer(ABC, Generic[C]):
             "skipped_updates": float(not update.applied),
             "learning_rate": rate,
             "tokens": float(tokens),
-            "trained_tokens": float(len(step.rows)),
+            "trained_tokens": float(len(step.of_token)),
             "tokens_per_second": tokens / (time.perf_counter() - began),
         }
 
@@ -147,12 +147,12 @@ class SupervisedTrainer(ABC, Generic[C]):
         return TokenScorer(model, temperature=1.0)
 
     @abstractmethod
-    def _samples(self, items: Sequence[Item]) -> list[TrainingSample]:
-        """Return the samples of the items, each with a trained token."""
+    def _sequences(self, items: Sequence[Item]) -> list[TokenSequence]:
+        """Return the sequences of the items, each with a trained token."""
 
     @abstractmethod
-    def _weights(self, rows: Tensor) -> Tensor:
-        """Return what each token's or pair's loss counts for, given each token's sample ``[T]``."""
+    def _weights(self, of_token: Tensor) -> Tensor:
+        """Return what each token's or pair's loss counts for, given each token's sequence ``[T]``."""
 
     @abstractmethod
     def _scores(self, packed: PackedRows) -> Tensor:
@@ -165,22 +165,22 @@ class SupervisedTrainer(ABC, Generic[C]):
         """Return the losses of a micro-batch, and the weight of each."""
 
     def _lay_out(self, items: Sequence[Item]) -> SupervisedStep:
-        samples = self._samples(items)
-        counts = torch.tensor([sample.num_trained_tokens for sample in samples])
-        rows = torch.repeat_interleave(torch.arange(len(samples)), counts).to(self.device)
+        sequences = self._sequences(items)
+        counts = torch.tensor([sequence.num_trained_tokens for sequence in sequences])
+        of_token = torch.repeat_interleave(torch.arange(len(sequences)), counts).to(self.device)
         totals = torch.zeros(len(self.statistics), device=self.device)
-        return SupervisedStep(samples, rows, self._weights(rows), totals)
+        return SupervisedStep(sequences, of_token, self._weights(of_token), totals)
 
     def _cut(self, step: SupervisedStep, max_tokens: int) -> Iterator[Microbatch]:
         step.totals.zero_()  # a cut that ran out of memory is begun anew
         cut = StepCut(
-            step.samples,
+            step.sequences,
             self.scorer,
             ranks=self.learner.ranks,
             device=self.device,
-            together=self.together,
+            together=[s.group_id for s in step.sequences] if self.together else None,
         )
-        yield from cut(range(len(step.samples)), max_tokens)
+        yield from cut(range(len(step.sequences)), max_tokens)
 
     def _loss(self, step: SupervisedStep, microbatch: Microbatch) -> Tensor:
         with self.learner.autocast():
@@ -204,8 +204,8 @@ def with_warmup(config: SupervisedTrainerConfig, total_steps: int) -> Supervised
     return dataclasses.replace(config, warmup_steps=int(config.warmup_ratio * total_steps), warmup_ratio=None)
 
 
-def training_sample(ids: Tensor, mask: Tensor, group: int) -> TrainingSample:
-    """Return a sequence ``[T]`` with its mask as a sample of the group."""
-    return TrainingSample(
+def masked_sequence(ids: Tensor, mask: Tensor, group: int) -> TokenSequence:
+    """Return ids ``[T]`` with their loss mask as a sequence of the group."""
+    return TokenSequence(
         input_ids=ids.numpy(), loss_mask=mask.numpy().astype(np.bool_), reward=0.0, group_id=str(group)
     )

@@ -106,7 +106,7 @@ def test_a_function_that_gives_no_rows_says_why(name, kwargs, message):
         ({"kwargs": {"seed": 1, "size": 10}, "max_samples": 2}, {"kwargs": {"seed": 3}}, True),
     ],
 )
-def test_held_out_rows_of_a_task_must_not_be_training_rows(train, held_out, overlap):
+def test_held_out_rows_of_a_task_must_not_be_training_sequences(train, held_out, overlap):
     configs = DatasetConfig(path=SUM, **train), DatasetConfig(path=SUM, **held_out)
     if not overlap:
         check_held_out(*configs)

@@ -370,7 +370,7 @@ def test_a_class_of_the_users_wins_over_a_generator(config):
         assert dataset.given == ("p", "t", "q", settings, 2)
 
 
-def test_a_generator_is_for_training_rows_only(write, config):
+def test_a_generator_is_for_training_sequences_only(write, config):
     # V1, V-B5
     settings = config(datagen=named("Generator"))
     path = write(*prompts("a", "b"))

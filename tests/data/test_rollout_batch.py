@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from areal_lite.api.config import DatasetConfig
-from areal_lite.api.episode import EpisodeResult, EpisodeStatus
+from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
 from areal_lite.data.batch.training_batch import check_training_batch
-from areal_lite.data.batch.training_sample import TrainingSample
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
 from areal_lite.data.packer.rollout_batch import result_samples, rollout_inputs, training_batch
@@ -28,7 +27,7 @@ def packer(tmp_path_factory: pytest.TempPathFactory) -> DecoderOnlyLLMDataPacker
     return packer
 
 
-def result(status: EpisodeStatus = EpisodeStatus.ACCEPTED, **changes: Any) -> EpisodeResult:
+def result(status: EpisodeStatus = EpisodeStatus.ACCEPTED, **changes: Any) -> Group:
     tensors = {
         "input_ids": torch.tensor([[5, 6, 7, 0], [0, 0, 8, 9]]),
         "attention_mask": torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1]]),
@@ -38,7 +37,7 @@ def result(status: EpisodeStatus = EpisodeStatus.ACCEPTED, **changes: Any) -> Ep
         "rewards": torch.tensor([1.0, 0.5]),
     }
     trajectory = {key: value for key, value in (tensors | changes).items() if value is not None}
-    return EpisodeResult(task_id=7, group_id="seven", status=status, data={}, trajectory=trajectory)
+    return Group(task_id=7, group_id="seven", status=status, data={}, trajectory=trajectory)
 
 
 def test_rows_lose_their_padding_on_either_side() -> None:
@@ -118,6 +117,6 @@ def test_a_collate_that_changes_the_number_of_inputs_is_refused(packer: DecoderO
         rollout_inputs(Losing(), [{}, {}])
 
 
-def samples_of(episode: EpisodeResult) -> list[TrainingSample]:
+def samples_of(episode: Group) -> list[TokenSequence]:
     packer = DecoderOnlyLLMDataPacker()
     return [packer.get_policy_input(sample.row, sample) for sample in result_samples(episode)]

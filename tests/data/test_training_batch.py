@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.batch.data_proto import DataProto
-from areal_lite.data.batch.training_batch import check_training_batch, collate_training_samples, training_rows
-from areal_lite.data.batch.training_sample import TrainingSample
+from areal_lite.data.batch.training_batch import check_training_batch, collate_sequences, training_sequences
 from areal_lite.data.rows.collate import object_array
 
 
-def sample(tokens: int = 3, *, trained: int = 1, **changes: Any) -> TrainingSample:
+def sample(tokens: int = 3, *, trained: int = 1, **changes: Any) -> TokenSequence:
     """A sample whose last ``trained`` tokens train."""
     given = {
         "input_ids": np.arange(5, 5 + tokens),
@@ -24,23 +24,23 @@ def sample(tokens: int = 3, *, trained: int = 1, **changes: Any) -> TrainingSamp
         "group_id": "g",
         "task_id": "t",
     }
-    return TrainingSample(**given | changes)
+    return TokenSequence(**given | changes)
 
 
-def batch_of(samples: list[TrainingSample], *, spare: int = 0) -> DataProto:
+def batch_of(samples: list[TokenSequence], *, spare: int = 0) -> DataProto:
     length = max(len(one.input_ids) for one in samples) + spare
-    return DataProto.from_single_dict(collate_training_samples(samples, length, pad_token_id=2))
+    return DataProto.from_single_dict(collate_sequences(samples, length, pad_token_id=2))
 
 
 def test_samples_are_padded_on_the_right_with_what_each_key_means_there() -> None:
     first = sample(
         3,
-        behaviour_logprobs=np.array([0, 0, -1.5], np.float32),
+        logprobs=np.array([0, 0, -1.5], np.float32),
         versions=np.array([-1, -1, 4]),
         multi_modal_inputs={"pixel_values": torch.zeros(1)},
     )
     second = sample(2, reward=1.0, group_id="h", task_id="u")
-    columns = collate_training_samples([first, second], 4, pad_token_id=2)
+    columns = collate_sequences([first, second], 4, pad_token_id=2)
     expected = {
         "input_ids": torch.tensor([[5, 6, 7, 2], [5, 6, 2, 2]]),
         "attention_mask": torch.tensor([[True, True, True, False], [True, True, False, False]]),
@@ -61,32 +61,30 @@ def test_samples_are_padded_on_the_right_with_what_each_key_means_there() -> Non
 
 
 def test_what_no_sample_has_is_no_column() -> None:
-    assert {"logprobs", "multi_modal_inputs"}.isdisjoint(
-        collate_training_samples([sample()], 3, pad_token_id=0)
-    )
+    assert {"logprobs", "multi_modal_inputs"}.isdisjoint(collate_sequences([sample()], 3, pad_token_id=0))
 
 
 def test_nothing_is_cut_off() -> None:
     with pytest.raises(
         ValueError, match="task long: the sample has 5 tokens, length is 4: nothing is cut here"
     ):
-        collate_training_samples([sample(3), sample(5, task_id="long")], 4, pad_token_id=0)
+        collate_sequences([sample(3), sample(5, task_id="long")], 4, pad_token_id=0)
     with pytest.raises(ValueError, match="no samples to collate"):
-        collate_training_samples([], 4, pad_token_id=0)
+        collate_sequences([], 4, pad_token_id=0)
 
 
 @st.composite
-def drawn_samples(draw: st.DrawFn) -> list[TrainingSample]:
+def drawn_samples(draw: st.DrawFn) -> list[TokenSequence]:
     samples = []
     for number in range(draw(st.integers(1, 5))):
         tokens = draw(st.integers(1, 6))
         trained = [False, *draw(st.lists(st.booleans(), min_size=tokens - 1, max_size=tokens - 1))]
         recorded, versioned = draw(st.booleans()), draw(st.booleans())
         samples.append(
-            TrainingSample(
+            TokenSequence(
                 input_ids=np.array(draw(st.lists(st.integers(0, 9), min_size=tokens, max_size=tokens))),
                 loss_mask=np.array(trained),
-                behaviour_logprobs=np.where(trained, -1.25, 0).astype(np.float32) if recorded else None,
+                logprobs=np.where(trained, -1.25, 0).astype(np.float32) if recorded else None,
                 versions=np.where(trained, number, -1) if versioned else None,
                 reward=draw(st.floats(-10, 10, width=32)),
                 group_id=f"group-{number // 2}",
@@ -99,7 +97,7 @@ def drawn_samples(draw: st.DrawFn) -> list[TrainingSample]:
 @settings(deadline=None)
 @given(samples=drawn_samples(), spare=st.integers(0, 3), left=st.booleans())
 def test_the_rows_of_a_batch_are_the_samples_it_was_made_of(
-    samples: list[TrainingSample], spare: int, left: bool
+    samples: list[TokenSequence], spare: int, left: bool
 ) -> None:
     """V64: and padding may stand on either side."""
     batch = batch_of(samples, spare=spare)
@@ -110,7 +108,7 @@ def test_the_rows_of_a_batch_are_the_samples_it_was_made_of(
             if tensor.ndim == 2:
                 batch.batch[key] = tensor.gather(1, (places - shift[:, None]) % len(places))
     check_training_batch(batch)
-    for row, one in zip(training_rows(batch), samples, strict=True):
+    for row, one in zip(training_sequences(batch), samples, strict=True):
         assert row.input_ids.tolist() == one.input_ids.tolist()
         assert row.loss_mask.tolist() == one.loss_mask.tolist()
         assert (row.reward, row.group_id, row.task_id) == (one.reward, one.group_id, one.task_id)
@@ -126,7 +124,7 @@ def test_the_rows_of_a_batch_are_the_samples_it_was_made_of(
 def test_rows_are_views_of_the_batch() -> None:
     batch = batch_of([sample(3), sample(2)])
     batch.batch["logprobs"] = torch.zeros(2, 3)
-    row = training_rows(batch)[1]
+    row = training_sequences(batch)[1]
     for key, array in (
         ("input_ids", row.input_ids),
         ("loss_mask", row.loss_mask),
@@ -138,8 +136,8 @@ def test_rows_are_views_of_the_batch() -> None:
 
 
 def test_other_dtypes_of_the_same_kind_are_read_too() -> None:
-    batch = batch_of([sample(3, behaviour_logprobs=np.array([0, 0, -1.5], np.float32)), sample(2)])
-    plain = training_rows(batch)
+    batch = batch_of([sample(3, logprobs=np.array([0, 0, -1.5], np.float32)), sample(2)])
+    plain = training_sequences(batch)
     for key, dtype in (
         ("input_ids", torch.int32),
         ("attention_mask", torch.int64),
@@ -150,7 +148,7 @@ def test_other_dtypes_of_the_same_kind_are_read_too() -> None:
     ):
         batch.batch[key] = batch.batch[key].to(dtype)
     check_training_batch(batch)
-    for row, expected in zip(training_rows(batch), plain, strict=True):
+    for row, expected in zip(training_sequences(batch), plain, strict=True):
         for name in ("input_ids", "loss_mask", "behaviour_logprobs", "versions"):
             np.testing.assert_array_equal(getattr(row, name), getattr(expected, name), strict=True)
 
@@ -200,7 +198,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_each_broken_rule_is_told_where_a_batch_enters(name: str) -> None:
     changes, message = BROKEN[name]
-    columns = collate_training_samples([sample(3), sample(2)], 4, pad_token_id=0)
+    columns = collate_sequences([sample(3), sample(2)], 4, pad_token_id=0)
     check_training_batch(DataProto.from_single_dict(columns))
     kept = {key: value for key, value in (columns | changes).items() if value is not None}
     batch = DataProto()
@@ -211,7 +209,7 @@ def test_each_broken_rule_is_told_where_a_batch_enters(name: str) -> None:
 
 
 def test_a_log_prob_that_nobody_recorded_may_be_nan() -> None:
-    batch = batch_of([sample(3, behaviour_logprobs=np.array([0, 0, math.nan], np.float32)), sample(2)])
+    batch = batch_of([sample(3, logprobs=np.array([0, 0, math.nan], np.float32)), sample(2)])
     check_training_batch(batch)
 
 

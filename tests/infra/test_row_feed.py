@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from areal_lite.api.episode import EpisodeResult, EpisodeStatus
-from areal_lite.data.source.rollout_data_source import Group, RolloutDataSource
-from areal_lite.infra.grouped_rollout import error_text
+from areal_lite.api.trajectory import EpisodeStatus, Group
+from areal_lite.data.source.rollout_data_source import RolloutDataSource
+from areal_lite.api.failure import Failure
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.infra.row_feed import drop_reason
 from tests.infra.scripted import OneTurn
@@ -70,8 +70,8 @@ def test_what_we_say_ourselves_is_counted_as_said() -> None:
     assert drop_reason(ended("rejected", "should_accept_fn said no: too short")).endswith("no: too short")
 
 
-def ended(status: str, error: str) -> EpisodeResult:
-    return EpisodeResult(task_id=1, group_id="1", status=EpisodeStatus(status), data={}, error=error)
+def ended(status: str, error: str) -> Group:
+    return Group(task_id=1, group_id="1", status=EpisodeStatus(status), data={}, error=error)
 
 
 class Broken(RolloutDataSource):

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from areal_lite.api.config import TrainerConfig
-from areal_lite.data.batch.training_sample import TrainingSample
+from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.source.data_source_state import state_bytes, state_path
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.trainer.checkpoint import checkpoint_step, find_checkpoint, load_checkpoint
@@ -101,9 +101,9 @@ class LoopTrainer:
         }
 
 
-def _sample(ids: list[int]) -> TrainingSample:
+def _sample(ids: list[int]) -> TokenSequence:
     mask = np.arange(len(ids)) >= 2
-    return TrainingSample(input_ids=np.array(ids), loss_mask=mask, reward=0.0, group_id="")
+    return TokenSequence(input_ids=np.array(ids), loss_mask=mask, reward=0.0, group_id="")
 
 
 def train(run_dir: Path, model: Path) -> None:

@@ -14,7 +14,7 @@ import orjson
 import pytest
 
 from areal_lite.api import InferenceEngineConfig
-from areal_lite.api.episode import EpisodeResult, EpisodeStatus, MemberRecord
+from areal_lite.api.trajectory import EpisodeStatus, Group, MemberRecord
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.infra.trajectory_dumper import TrajectoryDumper
 from areal_lite.inspect.jsonl import read_records
@@ -141,9 +141,7 @@ def test_t6_a_dump_on_a_disk_that_fills_up_at_any_byte_takes_whole_records_after
     config = InferenceEngineConfig(
         fileroot=str(tmp_path), experiment_name="e", trial_name="t", consumer_batch_size=1
     )
-    result = EpisodeResult(
-        task_id=0, group_id="0", status=EpisodeStatus.FAILED, data={}, members=[MemberRecord()]
-    )
+    result = Group(task_id=0, group_id="0", status=EpisodeStatus.FAILED, data={}, members=[MemberRecord()])
     path = tmp_path / "e" / "t" / "rollout" / "0" / "0.jsonl"
 
     def dump() -> TrajectoryDumper:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from areal_lite.data.batch.training_sample import TrainingSample
+from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import ConfigError
 from areal_lite.trainer import logprobs
 from areal_lite.trainer.logprobs import ChunkedScores, TokenScorer, TokenScores
@@ -34,14 +34,14 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs, "LOGIT_BYTES", 3 * 4 * 7)  # three positions over seven tokens
 
 
-def packed_scores(scorer: TokenScorer, batch: list[TrainingSample], **how: Any) -> TokenScores:
+def packed_scores(scorer: TokenScorer, batch: list[TokenSequence], **how: Any) -> TokenScores:
     rows = plan_rows(
         batch, range(len(batch)), max_tokens=10_000, balance_length=10_000, share=scorer.shares_prefixes
     )
     return scorer(pack(batch, rows, device=CPU), **how)
 
 
-def scores_alone(model: Any, one: TrainingSample, temperature: float) -> list[Tensor]:
+def scores_alone(model: Any, one: TokenSequence, temperature: float) -> list[Tensor]:
     """The scores of a sample's trained tokens from full logits of that sequence."""
     ids, trained = torch.from_numpy(one.input_ids), torch.from_numpy(one.loss_mask.nonzero()[0])
     logits = model(input_ids=ids[None]).logits[0, trained - 1].double() / temperature
@@ -54,7 +54,7 @@ def full_scores(logits: Tensor, targets: Tensor) -> list[Tensor]:
     return [every.gather(1, targets[:, None])[:, 0], -(probs * every).sum(1), probs.square().sum(1)]
 
 
-def assert_scores_are_those_alone(model: Any, batch: list[TrainingSample], temperature: float) -> None:
+def assert_scores_are_those_alone(model: Any, batch: list[TokenSequence], temperature: float) -> None:
     scorer = TokenScorer(model, temperature=temperature)
     with torch.no_grad():
         ours = packed_scores(scorer, batch)

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from areal_lite.api.trainer_config import LearnerConfig
-from areal_lite.data.batch.training_sample import TrainingSample
+from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
@@ -45,7 +45,7 @@ ARCHITECTURES = {  # config, settings, whether rows may hold several samples
 }
 
 
-def packed_rows(model: PackedModel, batch: Sequence[TrainingSample]) -> PackedRows:
+def packed_rows(model: PackedModel, batch: Sequence[TokenSequence]) -> PackedRows:
     rows = plan_rows(
         batch, range(len(batch)), max_tokens=10_000, balance_length=10_000, share=model.shares_prefixes
     )
@@ -53,7 +53,7 @@ def packed_rows(model: PackedModel, batch: Sequence[TrainingSample]) -> PackedRo
     return pack(batch, rows, device=CPU)
 
 
-def states_alone(model: PackedModel, one: TrainingSample) -> Tensor:
+def states_alone(model: PackedModel, one: TokenSequence) -> Tensor:
     states = model._decoder[0](input_ids=torch.from_numpy(one.input_ids)[None])[0][0]
     return states[torch.from_numpy(one.loss_mask.nonzero()[0] - 1)]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_lite.data.batch.training_sample import TrainingSample
+from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.microbatches import plan_rows
 from areal_lite.trainer.packed_model import pack
@@ -27,7 +27,7 @@ def model(tiny: Path) -> Any:
     return model
 
 
-def alone(model: Any, one: TrainingSample) -> Tensor:
+def alone(model: Any, one: TokenSequence) -> Tensor:
     return model(input_ids=torch.from_numpy(one.input_ids)[None]).logits[0, 0]
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.batch.data_proto import DataProto
-from areal_lite.data.batch.training_batch import collate_training_samples
-from areal_lite.data.batch.training_sample import TrainingSample
+from areal_lite.data.batch.training_batch import collate_sequences
 from areal_lite.trainer.objectives.aggregation import LossTerms
 from areal_lite.trainer.objectives.policy_loss import PolicyInputs
 
@@ -23,27 +23,27 @@ def sample(
     group: str = "g",
     behaviour: Sequence[float] | None = None,
     versions: Sequence[int] | None = None,
-) -> TrainingSample:
+) -> TokenSequence:
     """Return a sample that trains the tokens at the places ``trained``."""
     mask = np.zeros(len(ids), dtype=bool)
     mask[list(trained)] = True
-    return TrainingSample(
+    return TokenSequence(
         input_ids=np.array(ids, dtype=np.int64),
         loss_mask=mask,
-        behaviour_logprobs=None if behaviour is None else np.array(behaviour, dtype=np.float32),
+        logprobs=None if behaviour is None else np.array(behaviour, dtype=np.float32),
         versions=None if versions is None else np.array(versions, dtype=np.int64),
         reward=reward,
         group_id=group,
     )
 
 
-def training_batch(samples: Sequence[TrainingSample]) -> DataProto:
+def training_batch(samples: Sequence[TokenSequence]) -> DataProto:
     """Return what the trainer takes."""
     length = max(len(one.input_ids) for one in samples)
-    return DataProto.from_single_dict(collate_training_samples(samples, length, pad_token_id=0))
+    return DataProto.from_single_dict(collate_sequences(samples, length, pad_token_id=0))
 
 
-def drawn_batch(seed: int, *, groups: int = 3, group_size: int = 4) -> list[TrainingSample]:
+def drawn_batch(seed: int, *, groups: int = 3, group_size: int = 4) -> list[TokenSequence]:
     """Return multi-turn groups: a shared prompt, then answers with untrained tool tokens between."""
     rng = np.random.default_rng(seed)
     batch = []

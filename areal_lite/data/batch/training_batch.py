@@ -5,8 +5,12 @@ The per-token keys, all aligned to the token itself, and ``rewards`` are those o
 
 | key | shape | kind | required | meaning |
 |---|---|---|---|---|
-| group_ids | [B] | str | yes | rows with the same id are each other's baseline |
-| task_ids | [B] | str | yes | the episode of each row, for messages |
+| group_ids | [B] | str | yes | episodes with the same id are each other's baseline |
+| task_ids | [B] | str | yes | the group of each sequence, for messages |
+| member_idx | [B] | int or None | no | which episode of the group it is of; None: one of its own |
+| turn_paths | [B] | list of int | no | its turns, as indices into the episode's |
+| turn_idx | [B] | int | no | model calls on its path before the last one |
+| baselines | [B] float | no | reward of a greedy episode on the same row |
 | multi_modal_inputs | [B] | dict or None | no | what the model reads beside the tokens |
 
 A row's tokens stand side by side, padding on either end. ``logprobs`` may be NaN, where nobody recorded
@@ -25,9 +29,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_lite.api.tensor_dict import check_tensor_dict
+from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
 from areal_lite.data.batch.data_proto import DataProto
-from areal_lite.data.batch.training_sample import TrainingSample
 from areal_lite.data.rows.collate import form_of, object_array
+from areal_lite.errors import ConfigError
 
 _DTYPES = {
     "input_ids": torch.int64,
@@ -37,39 +42,40 @@ _DTYPES = {
     "versions": torch.int64,
     "rewards": torch.float32,
 }
-"""What :func:`collate_training_samples` makes; other dtypes of the same kind are converted when rows are read."""
+"""What :func:`collate_sequences` makes; other dtypes of the same kind are converted when sequences are read."""
+_COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions")
 _REQUIRED = {
     "loss_mask": "which tokens the policy sampled",
     "rewards": "how good each sequence is",
 }
 
 
-def collate_training_samples(
-    samples: Sequence[TrainingSample], length: int, *, pad_token_id: int
+def collate_sequences(
+    sequences: Sequence[TokenSequence], length: int, *, pad_token_id: int
 ) -> dict[str, Any]:
-    """Return the training batch of ``samples``, in order, for :meth:`DataProto.from_single_dict`.
+    """Return the training batch of ``sequences``, in order, for :meth:`DataProto.from_single_dict`.
 
     Args:
-        samples: At least one.
-        length: Tokens per row; shorter samples are padded on the right.
+        sequences: At least one.
+        length: Tokens per row; shorter sequences are padded on the right.
         pad_token_id: What ``input_ids`` holds there; the masks are False.
 
     Returns:
-        The keys of a training batch. ``logprobs`` is absent if no sample recorded them, and NaN at the
-        trained tokens of a sample that did not; ``versions`` is -1 where unknown; ``multi_modal_inputs``
-        is absent if no sample has any.
+        The keys of a training batch. ``logprobs`` is absent if no sequence recorded them, and NaN at the
+        trained tokens of one that did not; ``versions`` is -1 where unknown; ``multi_modal_inputs`` and
+        ``member_idx`` are absent if no sequence has any.
 
     Raises:
-        ValueError: If there are no samples, or one is longer than ``length``.
+        ValueError: If there are no sequences, or one is longer than ``length``.
     """
-    if not samples:
-        raise ValueError("there are no samples to collate: give at least one")
-    lengths = torch.tensor([len(sample.input_ids) for sample in samples])
+    if not sequences:
+        raise ValueError("there are no sequences to collate: give at least one")
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
     if int(lengths.max()) > length:
-        longest = samples[int(lengths.argmax())]
+        longest = sequences[int(lengths.argmax())]
         raise ValueError(
-            f"task {longest.task_id}: the sample has {len(longest.input_ids)} tokens, length is {length}: nothing is "
-            "cut here, so give a length that no sample exceeds"
+            f"task {longest.task_id}: the sequence has {len(longest)} tokens, length is {length}: nothing is cut here, "
+            "so give a length that no sequence exceeds"
         )
     present = torch.arange(length) < lengths[:, None]
 
@@ -80,29 +86,33 @@ def collate_training_samples(
         return tensor
 
     columns = {
-        "input_ids": padded("input_ids", (sample.input_ids for sample in samples), pad_token_id),
+        "input_ids": padded("input_ids", (s.input_ids for s in sequences), pad_token_id),
         "attention_mask": present,
-        "loss_mask": padded("loss_mask", (sample.loss_mask for sample in samples), 0),
-        "versions": padded("versions", map(_versions, samples), -1),
-        "rewards": torch.tensor([sample.reward for sample in samples], dtype=_DTYPES["rewards"]),
-        "group_ids": object_array(sample.group_id for sample in samples),
-        "task_ids": object_array(sample.task_id for sample in samples),
+        "loss_mask": padded("loss_mask", (s.loss_mask for s in sequences), 0),
+        "versions": padded("versions", map(_versions, sequences), -1),
+        "rewards": torch.tensor([s.reward for s in sequences], dtype=_DTYPES["rewards"]),
+        "group_ids": object_array(s.group_id for s in sequences),
+        "task_ids": object_array(s.task_id for s in sequences),
     }
-    if any(sample.behaviour_logprobs is not None for sample in samples):
-        columns["logprobs"] = padded("logprobs", map(_logprobs, samples), 0)
-    if any(sample.multi_modal_inputs is not None for sample in samples):
-        columns["multi_modal_inputs"] = object_array(sample.multi_modal_inputs for sample in samples)
+    if any(s.logprobs is not None for s in sequences):
+        columns["logprobs"] = padded("logprobs", map(_logprobs, sequences), 0)
+    if any(s.multi_modal_inputs is not None for s in sequences):
+        columns["multi_modal_inputs"] = object_array(s.multi_modal_inputs for s in sequences)
+    if any(s.member_idx is not None for s in sequences):
+        columns["member_idx"] = object_array(s.member_idx for s in sequences)
+        columns["turn_paths"] = object_array(list(s.path) for s in sequences)
+        columns["turn_idx"] = object_array(s.turn_idx for s in sequences)
     return columns
 
 
-def _versions(sample: TrainingSample) -> NDArray[np.int64]:
-    return np.full(len(sample.input_ids), -1) if sample.versions is None else sample.versions
+def _versions(sequence: TokenSequence) -> NDArray[Any]:
+    return np.full(len(sequence), -1) if sequence.versions is None else sequence.versions
 
 
-def _logprobs(sample: TrainingSample) -> NDArray[np.float32]:
-    if sample.behaviour_logprobs is None:
-        return np.where(sample.loss_mask, np.float32(np.nan), np.float32(0))
-    return sample.behaviour_logprobs
+def _logprobs(sequence: TokenSequence) -> NDArray[Any]:
+    if sequence.logprobs is None:
+        return np.where(sequence.loss_mask, np.float32(np.nan), np.float32(0))
+    return sequence.logprobs
 
 
 def check_training_batch(batch: DataProto) -> None:
@@ -138,6 +148,13 @@ def check_training_batch(batch: DataProto) -> None:
     )
     for key in ("group_ids", "task_ids"):
         _check_objects(batch, key, str, "a str")
+    for key, kind, words in (
+        ("member_idx", int | None, "an int or None"),
+        ("turn_paths", list, "a list of ints"),
+        ("turn_idx", int, "an int"),
+    ):
+        if key in batch.non_tensor_batch:
+            _check_objects(batch, key, kind, words)
     if "multi_modal_inputs" in batch.non_tensor_batch:
         _check_objects(batch, "multi_modal_inputs", dict | None, "a dict or None")
 
@@ -158,29 +175,48 @@ def _check_objects(batch: DataProto, key: str, kind: Any, words: str) -> None:
             raise ValueError(f"{key!r} of row {row} is {form_of(value)}: it must be {words}")
 
 
-def training_rows(batch: DataProto) -> list[TrainingSample]:
-    """Return the rows of a checked batch without their padding, as views where dtypes are the declared ones."""
+def training_sequences(batch: Sequence[Group] | DataProto) -> list[TokenSequence]:
+    """Return what trains of a batch, unpadded: of accepted groups as they are, of a DataProto as views.
+
+    Raises:
+        ConfigError: If a trajectory has no reward.
+        ValueError: If a DataProto breaks a rule of a training batch.
+    """
+    if isinstance(batch, DataProto):
+        check_training_batch(batch)
+        return _unpadded(batch)
+    groups = [group for group in batch if group.status is EpisodeStatus.ACCEPTED]
+    for group in groups:
+        if any(sequence.reward is None for sequence in group.sequences):
+            raise ConfigError(
+                f"task {group.task_id}: the trajectory has no 'rewards', so training cannot know how good each "
+                "sequence is: return 'rewards' from the workflow"
+            )
+    return [sequence for group in groups for sequence in group.sequences]
+
+
+def _unpadded(batch: DataProto) -> list[TokenSequence]:
     columns = {key: _array(batch, key) for key in _DTYPES if key in batch.batch}
     starts = columns["attention_mask"].argmax(axis=1)
     ends = starts + columns["attention_mask"].sum(axis=1)
+    tokens: dict[str, Any] = {key: columns[key] for key in _COLUMNS if key in columns}
     objects = batch.non_tensor_batch
-    inputs = objects.get("multi_modal_inputs", object_array([None] * len(batch)))
-    samples = []
-    for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-        tokens = {key: column[row, start:end] for key, column in columns.items() if column.ndim == 2}
-        samples.append(
-            TrainingSample(
-                input_ids=tokens["input_ids"],
-                loss_mask=tokens["loss_mask"],
-                behaviour_logprobs=tokens.get("logprobs"),
-                versions=tokens.get("versions"),
-                reward=float(columns["rewards"][row]),
-                group_id=objects["group_ids"][row],
-                task_id=objects["task_ids"][row],
-                multi_modal_inputs=inputs[row],
-            )
+    nothing = object_array([None] * len(batch))
+    members, inputs = (objects.get(key, nothing) for key in ("member_idx", "multi_modal_inputs"))
+    paths, turns = (objects.get(key, nothing) for key in ("turn_paths", "turn_idx"))
+    return [
+        TokenSequence(
+            **{key: column[row, start:end] for key, column in tokens.items()},
+            reward=float(columns["rewards"][row]),
+            group_id=objects["group_ids"][row],
+            task_id=objects["task_ids"][row],
+            member_idx=members[row],
+            path=tuple(paths[row] or ()),
+            turn_idx=turns[row] or 0,
+            multi_modal_inputs=inputs[row],
         )
-    return samples
+        for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True))
+    ]
 
 
 def _array(batch: DataProto, key: str) -> NDArray[Any]:

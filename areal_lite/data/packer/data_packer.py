@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 
 from areal_lite.api.config import DatasetConfig
 from areal_lite.api.dotted_path import load_object
+from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.source.sample import Sample
 from areal_lite.errors import ConfigError
 
-RolloutOutput = str | list[int] | Sample
-"""An answer's text, its ids, or the recorded sequence: prompt, answers and what came between."""
+RolloutOutput = str | list[int] | TokenSequence | Sample
+"""An answer's text, its ids, or the recorded sequence: prompt, answers and what came between. A run gives the last."""
 
 
 class DataPacker(ABC):

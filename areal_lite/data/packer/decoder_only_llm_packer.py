@@ -7,6 +7,7 @@ shift by one is the loss's business.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from areal_lite.api.config import DatasetConfig
-from areal_lite.data.batch.training_sample import TrainingSample
+from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.chat.prompt_text import render_prompt
 from areal_lite.data.packer.data_packer import DataPacker, RolloutOutput
 from areal_lite.data.source.sample import Sample
@@ -47,13 +48,13 @@ class DecoderOnlyLLMDataPacker(DataPacker):
 
     def get_policy_input(
         self, sample: Any, rollout_output: RolloutOutput, n_ignore_prefix_tokens: int = 0
-    ) -> TrainingSample:
+    ) -> TokenSequence:
         """Return what trains of one answer.
 
         Args:
             sample: The dataset row, or a :class:`Sample` with its prompt. Not read where the output is recorded.
-            rollout_output: A recorded :class:`Sample`, whose tokens are taken as they are; or, for a single
-                turn, the answer's ids, or its text where there never were any.
+            rollout_output: A recorded :class:`TokenSequence` or :class:`Sample`, whose tokens are taken as they
+                are; or, for a single turn, the answer's ids, or its text where there never were any.
             n_ignore_prefix_tokens: Leave out the first so many of the answer's tokens.
 
         Returns:
@@ -66,19 +67,19 @@ class DecoderOnlyLLMDataPacker(DataPacker):
             ValueError: If there is no finite reward, more tokens shall be ignored than there are, or the
                 prompt is empty, so that nothing predicts the answer's first token.
         """
-        if not isinstance(rollout_output, Sample):
+        if not isinstance(rollout_output, Sample | TokenSequence):
             source = row_sample(sample, self.config)
             rollout_output = answered(source, self._prompt_ids(source), rollout_output, self.tokenizer)
-        return training_sample(rollout_output, n_ignore_prefix_tokens)
+        return without_prefix(recorded(rollout_output), n_ignore_prefix_tokens)
 
-    def policy_compute_max_len(self, processed_samples: Sequence[TrainingSample]) -> int:
+    def policy_compute_max_len(self, processed_samples: Sequence[TokenSequence]) -> int:
         """Return the length, in tokens, of the longest; ValueError where there is none."""
         return longest(processed_samples)
 
     def policy_collate_fn(
-        self, processed_samples: Sequence[TrainingSample], computed_max_len: int
+        self, processed_samples: Sequence[TokenSequence], computed_max_len: int
     ) -> dict[str, Any]:
-        """Return the batch of :func:`collate_training_samples`, padded on the right.
+        """Return the batch of :func:`collate_sequences`, padded on the right.
 
         Raises:
             ValueError: If ``computed_max_len`` is below the longest sample; nothing is cut off.
@@ -118,6 +119,11 @@ def row_sample(row: Any, config: DatasetConfig) -> Sample:
     return sample
 
 
+def recorded(output: Sample | TokenSequence) -> TokenSequence:
+    """Return a recorded output as a sequence."""
+    return output.to_sequence() if isinstance(output, Sample) else output
+
+
 def answered(source: Sample, prompt_ids: Sequence[int], output: str | list[int], tokenizer: Any) -> Sample:
     """Return a new sample of one turn: the prompt, and ``output`` as what was sampled.
 
@@ -128,7 +134,7 @@ def answered(source: Sample, prompt_ids: Sequence[int], output: str | list[int],
         output = encode(tokenizer, output)
     elif not isinstance(output, list):
         raise TypeError(
-            f"a rollout output is a Sample, a list of token ids or text, not {type(output).__name__}: hand over "
+            f"a rollout output is a TokenSequence, a list of token ids or text, not {type(output).__name__}: hand over "
             "what the engine sampled"
         )
     sample = Sample(source.index, group_index=source.group_index, row=source.row, prompt=source.prompt)
@@ -138,72 +144,51 @@ def answered(source: Sample, prompt_ids: Sequence[int], output: str | list[int],
     return sample
 
 
-def training_sample(
-    sample: Sample, n_ignore_prefix_tokens: int = 0, *, multi_modal_inputs: dict[str, Any] | None = None
-) -> TrainingSample:
-    """Return what trains of a recorded sample.
-
-    Log-probs are None where no trained token has one, and NaN at those that have none beside others that do;
-    versions are None where no token has one.
-
-    Args:
-        sample: Tokens and a reward.
-        n_ignore_prefix_tokens: Of the tokens that train, leave out the first so many.
-        multi_modal_inputs: What the model reads besides tokens.
+def without_prefix(sequence: TokenSequence, n_ignore_prefix_tokens: int) -> TokenSequence:
+    """Return the sequence without the first so many of its trained tokens in the loss mask.
 
     Raises:
-        ValueError: As :meth:`DecoderOnlyLLMDataPacker.get_policy_input`.
+        ValueError: If it has fewer, or the number is below 0.
     """
-    loss_mask = np.array(sample.loss_mask, np.bool_)
-    trained = np.flatnonzero(loss_mask)
+    trained = np.flatnonzero(sequence.loss_mask)
     if not 0 <= n_ignore_prefix_tokens <= len(trained):
         raise ValueError(
             f"n_ignore_prefix_tokens is {n_ignore_prefix_tokens}: the answer has {len(trained)} tokens to train, so "
             f"it must be from 0 to {len(trained)}"
         )
+    if not n_ignore_prefix_tokens:
+        return sequence
+    loss_mask = sequence.loss_mask.copy()
     loss_mask[trained[:n_ignore_prefix_tokens]] = False
-    logprobs = np.array(sample.logprobs, np.float32)
-    versions = np.array(sample.versions, np.int64)
-    recorded = np.isfinite(logprobs[loss_mask]).any()
-    logprobs[~loss_mask & np.isnan(logprobs)] = 0
-    return TrainingSample(
-        input_ids=np.array(sample.tokens, np.int64),
-        loss_mask=loss_mask,
-        behaviour_logprobs=logprobs if recorded else None,
-        versions=versions if (versions >= 0).any() else None,
-        reward=sample.get_reward_value(),
-        group_id="" if sample.group_index is None else str(sample.group_index),
-        task_id=str(sample.metadata.get("task_id", "")),
-        multi_modal_inputs=multi_modal_inputs,
-    )
+    return dataclasses.replace(sequence, loss_mask=loss_mask)
 
 
-def longest(samples: Sequence[TrainingSample]) -> int:
-    """Return the length, in tokens, of the longest sample.
+def longest(sequences: Sequence[TokenSequence]) -> int:
+    """Return the length, in tokens, of the longest sequence.
 
     Raises:
-        ValueError: If there are no samples.
+        ValueError: If there are no sequences.
     """
-    if not samples:
+    if not sequences:
         raise ValueError("there are no samples, so none is the longest: collate one or more")
-    return max(len(sample.input_ids) for sample in samples)
+    return max(map(len, sequences))
 
 
-def collate(samples: Sequence[TrainingSample], length: int, tokenizer: Any) -> dict[str, Any]:
+def collate(samples: Sequence[TokenSequence], length: int, tokenizer: Any) -> dict[str, Any]:
     """Return the training batch of ``samples``, each padded on the right to ``length`` tokens.
 
     Raises:
         ValueError: If there are no samples, or one is longer.
         ConfigError: If the tokenizer has neither a padding nor an end token.
     """
-    from areal_lite.data.batch.training_batch import collate_training_samples
+    from areal_lite.data.batch.training_batch import collate_sequences
 
     if length < longest(samples):
         raise ValueError(
             f"computed_max_len is {length}, but the longest sample has {longest(samples)} tokens, and cutting it "
             "would lose what the policy wrote: pad to its length or more"
         )
-    return collate_training_samples(samples, length, pad_token_id=_pad_token_id(tokenizer))
+    return collate_sequences(samples, length, pad_token_id=_pad_token_id(tokenizer))
 
 
 def _pad_token_id(tokenizer: Any) -> int:

@@ -11,11 +11,11 @@ import numpy as np
 
 from areal_lite.api.dotted_path import load_object
 from areal_lite.data.source.data_source_state import saved_group
-from areal_lite.data.source.rollout_data_source import Group, RolloutDataSource, group_index_of
+from areal_lite.data.source.rollout_data_source import RolloutDataSource, SampleGroup, group_index_of
 from areal_lite.data.source.sample import Sample
 from areal_lite.errors import ConfigError
 
-BufferFilter = Callable[[Any, int | None, list[Group], int], list[Group]]
+BufferFilter = Callable[[Any, int | None, list[SampleGroup], int], list[SampleGroup]]
 """``filter(source, rollout_id, buffer, num_samples)`` returns at most ``num_samples`` groups of ``buffer``.
 
 ``source`` is the data source, ``rollout_id`` is None. It may leave the buffer alone or delete from it:
@@ -23,7 +23,9 @@ what it returns is handed out and leaves the buffer; what it deletes and does no
 """
 
 
-def pop_first(source: Any, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
+def pop_first(
+    source: Any, rollout_id: int | None, buffer: list[SampleGroup], num_samples: int
+) -> list[SampleGroup]:
     """Take the groups that were added first."""
     taken = buffer[:num_samples]
     del buffer[:num_samples]
@@ -31,13 +33,13 @@ def pop_first(source: Any, rollout_id: int | None, buffer: list[Group], num_samp
 
 
 def highest_reward_first(
-    source: Any, rollout_id: int | None, buffer: list[Group], num_samples: int
-) -> list[Group]:
+    source: Any, rollout_id: int | None, buffer: list[SampleGroup], num_samples: int
+) -> list[SampleGroup]:
     """Take the groups of the highest mean reward; those without a reward yet come last."""
     return sorted(buffer, key=_mean_reward, reverse=True)[:num_samples]
 
 
-def _mean_reward(group: Group) -> float:
+def _mean_reward(group: SampleGroup) -> float:
     rewards = [sample.get_reward_value() for sample in group if isinstance(sample.reward, Real)]
     return sum(rewards) / len(rewards) if rewards else -math.inf
 
@@ -63,10 +65,10 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             buffer_filter = load_object(buffer_filter, where="buffer_filter")
         if buffer_filter is not None and not callable(buffer_filter):
             raise ConfigError(f"buffer_filter is {buffer_filter!r}: it must be a function or its dotted path")
-        self.buffer: list[Group] = []
+        self.buffer: list[SampleGroup] = []
         self.buffer_filter: BufferFilter = buffer_filter or pop_first
 
-    def add_samples(self, samples: list[Group]) -> None:
+    def add_samples(self, samples: list[SampleGroup]) -> None:
         """Append groups to the buffer, all or, on an error, none.
 
         Samples of one group that share an index count as one member; groups and samples without a number get one.
@@ -100,7 +102,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
                 self._owed.pop(number, None)
                 self.buffer.append(group)
 
-    def _check_group(self, place: int, group: Group) -> None:
+    def _check_group(self, place: int, group: SampleGroup) -> None:
         if not all(isinstance(sample, Sample) for sample in group):
             raise ValueError(
                 f"group {place} holds {[type(sample).__name__ for sample in group]}, not Samples"
@@ -120,11 +122,11 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
                     "None where there is none yet; nothing was added"
                 )
 
-    def give_back(self, groups: Sequence[Group]) -> None:
+    def give_back(self, groups: Sequence[SampleGroup]) -> None:
         """Put the groups into the buffer with what they have."""
         self.add_samples(list(groups))
 
-    def _get_samples_from_buffer(self, num_samples: int) -> list[Group]:
+    def _get_samples_from_buffer(self, num_samples: int) -> list[SampleGroup]:
         if not self.buffer or num_samples == 0:
             return []
         left = list(self.buffer)

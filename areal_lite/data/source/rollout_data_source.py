@@ -32,7 +32,7 @@ from areal_lite.data.source.data_source_state import (
 from areal_lite.data.source.sample import Sample, copied, with_own_containers
 from areal_lite.errors import ConfigError
 
-Group = list[Sample]
+SampleGroup = list[Sample]
 
 SCHEMA = 1
 """Version of the state file."""
@@ -94,8 +94,8 @@ class RolloutDataSource:
         self._name = name
         self._lock = threading.RLock()
         self._next_group = 0
-        self._owed: dict[int, Group] = {}
-        self._returned: list[Group] = []
+        self._owed: dict[int, SampleGroup] = {}
+        self._returned: list[SampleGroup] = []
         """Groups to hand out before any row is drawn."""
         self._ahead: deque[tuple[int | None, dict[str, Any]]] = deque()
         """Rows read and not drawn yet, with their positions."""
@@ -114,7 +114,7 @@ class RolloutDataSource:
 
     # -- drawing ---------------------------------------------------------------------------------
 
-    def get_samples(self, num_samples: int) -> list[Group]:
+    def get_samples(self, num_samples: int) -> list[SampleGroup]:
         """Return ``num_samples`` groups; they are owed from here on.
 
         What was taken before an error is handed out next time.
@@ -139,19 +139,19 @@ class RolloutDataSource:
                 self._owed[group_index_of(group)] = group
             return groups
 
-    def rollout_input(self, group: Group) -> dict[str, Any]:
+    def rollout_input(self, group: SampleGroup) -> dict[str, Any]:
         """Return what the workflow gets for a group."""
         row = group[0].row
         if self._packer is None:
             return row
         return rollout_inputs(self._packer, [with_own_containers(row)], prompt_key=self._prompt_key)[0]
 
-    def __iter__(self) -> Iterator[Group]:
+    def __iter__(self) -> Iterator[SampleGroup]:
         """Return an endless iterator over groups."""
         while groups := self.get_samples(1):
             yield from groups
 
-    def _get_samples_from_buffer(self, num_samples: int) -> list[Group]:
+    def _get_samples_from_buffer(self, num_samples: int) -> list[SampleGroup]:
         return []
 
     def _draw(self, count: int) -> Iterator[tuple[int | None, dict[str, Any]]]:
@@ -178,7 +178,7 @@ class RolloutDataSource:
         positions = self._order[self.sample_offset : end].tolist()
         self._ahead.extend(zip(positions, self._read(positions), strict=True))
 
-    def _new_group(self, position: int | None, row: dict[str, Any]) -> Group:
+    def _new_group(self, position: int | None, row: dict[str, Any]) -> SampleGroup:
         of_row = self._of_row(copied(_checked(row)))
         number, self._next_group = self._next_group, self._next_group + 1
         first, self.sample_index = self.sample_index, self.sample_index + self.n_samples_per_prompt
@@ -225,7 +225,7 @@ class RolloutDataSource:
 
     # -- how an owed group ends ------------------------------------------------------------------
 
-    def mark_trained(self, groups: Iterable[Group]) -> None:
+    def mark_trained(self, groups: Iterable[SampleGroup]) -> None:
         """The groups, as they were handed out, were trained: they are owed no longer.
 
         Those that are not owed, or were given back and handed out again since, are passed over.
@@ -234,13 +234,13 @@ class RolloutDataSource:
             for group in groups:
                 self._settle(group)
 
-    def drop(self, group: Group, reason: str) -> None:
+    def drop(self, group: SampleGroup, reason: str) -> None:
         """The group ends without training, and its row waits for the next epoch."""
         with self._lock:
             if self._settle(group):
                 self.dropped[reason] += 1
 
-    def _settle(self, group: Group) -> bool:
+    def _settle(self, group: SampleGroup) -> bool:
         """Owe this hand-out no longer; return whether it was owed."""
         number = group_index_of(group)
         owed = self._owed.get(number) is group
@@ -248,14 +248,14 @@ class RolloutDataSource:
             del self._owed[number]
         return owed
 
-    def give_back(self, groups: Sequence[Group]) -> None:
+    def give_back(self, groups: Sequence[SampleGroup]) -> None:
         """Hand the groups out again, before any row is drawn; what was sampled is forgotten."""
         with self._lock:
             for group in groups:
                 self._owed.pop(group_index_of(group), None)
                 self._returned.append(restarted(group))
 
-    def add_samples(self, samples: list[Group]) -> None:
+    def add_samples(self, samples: list[SampleGroup]) -> None:
         """Refuse: this source has no buffer.
 
         Raises:
@@ -372,7 +372,7 @@ class RolloutDataSource:
         self.load_state_dict(read_state(path))
         return True
 
-    def _revived(self, saved: Iterable[list[dict[str, Any]]]) -> list[Group]:
+    def _revived(self, saved: Iterable[list[dict[str, Any]]]) -> list[SampleGroup]:
         """Return saved groups as samples, with the rows of their positions."""
         groups = list(saved)
         positions = {v["position"] for group in groups for v in group if v.get("position") is not None}
@@ -392,7 +392,7 @@ def _checked(row: Any) -> Any:
     return row
 
 
-def group_index_of(group: Group) -> int:
+def group_index_of(group: SampleGroup) -> int:
     """Return the number of a group that a data source gave."""
     index = group[0].group_index
     if not isinstance(index, int):
@@ -400,7 +400,7 @@ def group_index_of(group: Group) -> int:
     return index
 
 
-def restarted(group: Group) -> Group:
+def restarted(group: SampleGroup) -> SampleGroup:
     """Return one pending sample per member of the group: what was sampled is forgotten."""
     first = {sample.index: sample for sample in reversed(group)}
     members = [first[index] for index in dict.fromkeys(sample.index for sample in group)]

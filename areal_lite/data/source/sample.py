@@ -15,6 +15,10 @@ from enum import StrEnum
 from numbers import Real
 from typing import Any, NamedTuple, Self
 
+import numpy as np
+
+from areal_lite.api.trajectory import TokenSequence
+
 Prompt = str | list[dict[str, Any]]
 Reward = float | dict[str, Any]
 
@@ -229,6 +233,31 @@ class Sample:
                 f"{self.reward!r}: it must be a finite number; name the right reward_key, or skip samples without one"
             )
         return float(reward)
+
+    def to_sequence(self) -> TokenSequence:
+        """Return the tokens as a sequence to train on.
+
+        Log-probs are None where no trained token has one, and NaN at those that have none beside others that
+        do; versions are None where no token has one.
+
+        Raises:
+            ValueError: If there is no finite reward, or the first token is to be trained.
+        """
+        loss_mask = np.array(self.loss_mask, np.bool_)
+        logprobs = np.array(self.logprobs, np.float32)
+        versions = np.array(self.versions, np.int64)
+        recorded = np.isfinite(logprobs[loss_mask]).any()
+        logprobs[~loss_mask & np.isnan(logprobs)] = 0
+        return TokenSequence(
+            input_ids=np.array(self.tokens, np.int64),
+            loss_mask=loss_mask,
+            logprobs=logprobs if recorded else None,
+            versions=versions if (versions >= 0).any() else None,
+            reward=self.get_reward_value(),
+            group_id="" if self.group_index is None else str(self.group_index),
+            task_id=str(self.metadata.get("task_id", "")),
+            member_idx=self.index,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as a dict of its own; the status is its string value."""

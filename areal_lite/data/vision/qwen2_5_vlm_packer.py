@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 
 from areal_lite.api.config import DatasetConfig
-from areal_lite.data.batch.training_sample import TrainingSample
+from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.chat.prompt_text import render_prompt
 from areal_lite.data.packer.data_packer import DataPacker, RolloutOutput
 from areal_lite.data.packer.decoder_only_llm_packer import (
     answered,
     collate,
     longest,
+    recorded,
     row_sample,
-    training_sample,
+    without_prefix,
 )
 from areal_lite.data.source.sample import Sample
 from areal_lite.data.vision.multimodal import (
@@ -91,7 +92,7 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
 
     def get_policy_input(
         self, sample: Any, rollout_output: RolloutOutput, n_ignore_prefix_tokens: int = 0
-    ) -> TrainingSample:
+    ) -> TokenSequence:
         """Return what trains of one answer, with ``multi_modal_inputs`` where the row has images or videos.
 
         Args:
@@ -111,20 +112,19 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
         )
         prompt_ids = inputs["input_ids"][0].tolist()
         multi_modal_inputs = {name: value for name, value in inputs.items() if name not in _PER_TOKEN}
-        if not isinstance(rollout_output, Sample):
+        if not isinstance(rollout_output, Sample | TokenSequence):
             source = row_sample(sample if isinstance(sample, Sample) else item, self.config)
             rollout_output = answered(source, prompt_ids, rollout_output, self.tokenizer)
-        trained = training_sample(
-            rollout_output, n_ignore_prefix_tokens, multi_modal_inputs=multi_modal_inputs or None
-        )
+        trained = without_prefix(recorded(rollout_output), n_ignore_prefix_tokens)
+        trained = dataclasses.replace(trained, multi_modal_inputs=multi_modal_inputs or None)
         return expand_placeholders(trained, self.processor)
 
-    def policy_compute_max_len(self, processed_samples: Sequence[TrainingSample]) -> int:
+    def policy_compute_max_len(self, processed_samples: Sequence[TokenSequence]) -> int:
         """Return the length, in tokens, of the longest; ValueError where there is none."""
         return longest(processed_samples)
 
     def policy_collate_fn(
-        self, processed_samples: Sequence[TrainingSample], computed_max_len: int
+        self, processed_samples: Sequence[TokenSequence], computed_max_len: int
     ) -> dict[str, Any]:
         """Return the batch as for decoder-only models, and ``position_ids`` ``[B, 4, T]`` int64.
 
@@ -154,7 +154,7 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
         return batch | {"position_ids": torch.stack(placed)} if placed else batch
 
 
-def expand_placeholders(sample: TrainingSample, processor: Any) -> TrainingSample:
+def expand_placeholders(sample: TokenSequence, processor: Any) -> TokenSequence:
     """Return the sample with each placeholder as many tokens long as its image or video is.
 
     An image of grid ``[1, 4, 6]`` at merge size 2 has 6 tokens; one placeholder becomes 6, and 6 stay.
@@ -190,6 +190,6 @@ def expand_placeholders(sample: TrainingSample, processor: Any) -> TrainingSampl
         sample,
         input_ids=longer(ids),
         loss_mask=longer(sample.loss_mask),
-        behaviour_logprobs=longer(sample.behaviour_logprobs),
+        logprobs=longer(sample.logprobs),
         versions=longer(sample.versions),
     )

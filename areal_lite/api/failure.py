@@ -1,0 +1,91 @@
+"""Why an episode failed or was stopped: a kind to decide and count by, and the text for people.
+
+Each error is attributed once, where it crosses a boundary (:func:`attributed_to`) or by its class
+(``failure_kind`` in :mod:`areal_lite.errors`). Nothing decides by searching an error's text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+MAX_TRACEBACK = 4000
+"""Characters kept of a traceback: its last frames."""
+
+
+class FailureKind(StrEnum):
+    """Whose fault a failure is."""
+
+    DEADLINE = "deadline"
+    """The episode ran longer than ``rollout.episode_timeout_s``."""
+    ENGINE = "engine"
+    """No inference server gave a usable answer."""
+    CONTEXT_OVERFLOW = "context_overflow"
+    """A prompt leaves no room in the model's context window."""
+    AGENT = "agent"
+    """The agent or workflow raised."""
+    REWARD = "reward"
+    """The reward function raised, timed out, or returned no finite number."""
+    OUTPUT = "output"
+    """The workflow returned something that breaks its contract."""
+    DATA = "data"
+    """The dataset row could not be turned into workflow input."""
+    CANCELLED = "cancelled"
+    """The run stopped the episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The cause of an episode that failed or was cancelled."""
+
+    kind: FailureKind
+    type: str
+    """Class name of the exception; empty where nothing was raised."""
+    message: str
+    traceback: str = ""
+    """The last frames, at most ``MAX_TRACEBACK`` characters; empty where nothing was raised."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Return the failure of an exception; one that nothing claims is the agent's."""
+        leaf = _first_leaf(error)
+        kind: str = getattr(error, "failure_kind", "") or getattr(leaf, "failure_kind", FailureKind.AGENT)
+        text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
+        return cls(FailureKind(kind), type(leaf).__name__, str(leaf), text)
+
+    @classmethod
+    def cancelled(cls, reason: str) -> Failure:
+        """Return the cause of an episode that the run stopped."""
+        return cls(FailureKind.CANCELLED, "", reason)
+
+    @property
+    def text(self) -> str:
+        """All that is known, for logs and dumps."""
+        return self.traceback or self.message
+
+    @property
+    def summary(self) -> str:
+        """One line: type and message."""
+        first_line = self.message.strip().partition("\n")[0][:200]
+        return f"{self.type}: {first_line}" if self.type else first_line
+
+
+@contextlib.contextmanager
+def attributed_to(kind: FailureKind) -> Iterator[None]:
+    """Attribute an exception raised inside to ``kind``, unless it is attributed already."""
+    try:
+        yield
+    except Exception as error:
+        if not hasattr(error, "failure_kind"):
+            with contextlib.suppress(AttributeError):  # a class with slots keeps the default
+                error.failure_kind = kind  # type: ignore[attr-defined]
+        raise
+
+
+def _first_leaf(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

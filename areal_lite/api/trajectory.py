@@ -1,0 +1,269 @@
+"""The record of an episode, and of the group of episodes of one dataset row.
+
+A model call becomes a :class:`Turn` when its episode ends; the turns of an episode are a tree, because an
+agent may continue a conversation in several ways. Each :class:`TokenSequence` is a path through that tree
+that trains; its columns and those of its turns share memory. Nothing is padded here, and nothing that was
+sampled is ever tokenized again. The tensor dict of AReaL is a view (:mod:`areal_lite.api.tensor_dict`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_lite.api.failure import Failure
+
+TaskId = int | str
+
+
+class EpisodeStatus(StrEnum):
+    """The four ends of an episode; each episode has exactly one."""
+
+    ACCEPTED = "accepted"
+    """Trains."""
+    REJECTED = "rejected"
+    """Finished, but refused by the workflow, by the filter, or as stale."""
+    FAILED = "failed"
+    """Broken by our or the world's fault; see ``failure``."""
+    CANCELLED = "cancelled"
+    """Stopped by the run."""
+
+
+class TurnRole(StrEnum):
+    """Who wrote the tokens of a turn."""
+
+    PROMPT = "prompt"
+    """The environment, at the beginning of a conversation."""
+    ASSISTANT = "assistant"
+    """The model, in one call."""
+    ENVIRONMENT = "environment"
+    """The environment, after a call: user, tool, chat template."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Turn:
+    """One model call, or what the environment wrote before one; ``n`` tokens."""
+
+    role: TurnRole
+    parent: int | None = None
+    """Index in ``Trajectory.turns`` of the turn before it; None at the beginning of a conversation."""
+    start: int = 0
+    """Tokens before it on its path."""
+    ids: NDArray[Any]
+    """``[n]`` integer."""
+    loss_mask: NDArray[np.bool_]
+    """``[n]`` True where the policy sampled the token and it trains."""
+    logprobs: NDArray[Any] | None = None
+    """``[n]`` float, behaviour log-probs in nats, 0 where not sampled; None where nobody recorded them."""
+    versions: NDArray[Any] | None = None
+    """``[n]`` integer, policy version of each sampled token, -1 elsewhere; None where nobody recorded them."""
+    stop_reason: str | None = None
+    """Of a model call: stop, length, tool_calls, or abort where it was cut off."""
+    started: float | None = None
+    """Wall clock of the call, seconds since the epoch."""
+    latency_s: float | None = None
+    """Seconds the call took."""
+    text: str | None = None
+    """The tokens as text, where someone with a tokenizer filled it in: a view, never the truth."""
+
+    @property
+    def end(self) -> int:
+        """Tokens on its path, its own included."""
+        return self.start + len(self.ids)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TokenSequence:
+    """One path of tokens that trains, unpadded; every column is aligned to the token itself.
+
+    Raises:
+        ValueError: If lengths differ, or the first token, which nothing predicts, is to be trained.
+    """
+
+    input_ids: NDArray[Any]
+    """``[T]`` integer: prompt, answers and whatever came between."""
+    loss_mask: NDArray[np.bool_]
+    """``[T]`` True where the policy sampled the token and this sequence trains it."""
+    logprobs: NDArray[Any] | None = None
+    """``[T]`` float, behaviour log-probs in nats; None where nobody recorded them, NaN where one is missing."""
+    versions: NDArray[Any] | None = None
+    """``[T]`` integer, policy version of each sampled token, -1 elsewhere; None where unknown."""
+    reward: float | None = None
+    path: tuple[int, ...] = ()
+    """Its turns, as indices into ``Trajectory.turns``."""
+    turn_idx: int = 0
+    """Model calls on its path before the last one."""
+    group_id: str = ""
+    """Episodes with the same id are each other's baseline."""
+    task_id: str = ""
+    member_idx: int | None = None
+    """Which episode of the group it belongs to; None: one of its own."""
+    multi_modal_inputs: dict[str, Any] | None = None
+    """What the model reads beside the tokens, such as pixel values; None for text alone."""
+
+    def __post_init__(self) -> None:
+        length = len(self.input_ids)
+        for name in ("loss_mask", "logprobs", "versions"):
+            column = getattr(self, name)
+            if column is not None and len(column) != length:
+                raise ValueError(
+                    f"task {self.task_id}: {name} has {len(column)} entries but input_ids has {length}: give one "
+                    "per token"
+                )
+        if length and self.loss_mask[0]:
+            raise ValueError(
+                f"task {self.task_id}: loss_mask is True at the first token, which no token predicts: "
+                "set it to False there, or start the sequence with a BOS token"
+            )
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self.input_ids)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Tokens that train."""
+        return int(np.count_nonzero(self.loss_mask))
+
+    def trained_versions(self) -> tuple[int, int] | None:
+        """Return the oldest and newest policy version of the trained tokens; None where unknown."""
+        if self.versions is None:
+            return None
+        known = self.versions[self.loss_mask]
+        if len(known) and known.min() < 0:
+            known = known[known >= 0]
+        return (int(known.min()), int(known.max())) if len(known) else None
+
+    def staleness(self, version: int) -> int | None:
+        """Return ``version`` minus the version of the oldest trained token; None where unknown."""
+        versions = self.trained_versions()
+        return None if versions is None else version - versions[0]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Trajectory:
+    """What one episode left behind."""
+
+    member_idx: int = 0
+    """Its place in the group."""
+    task_id: TaskId = ""
+    group_id: str = ""
+    status: EpisodeStatus
+    failure: Failure | None = None
+    """Why it failed or was cancelled; None otherwise."""
+    turns: list[Turn] = field(default_factory=list)
+    """All model calls and what came between, parents before children."""
+    sequences: list[TokenSequence] = field(default_factory=list)
+    """What trains; empty unless the episode finished with data."""
+    reward: float | None = None
+    """Of the episode; the mean over its sequences where it rewards its turns one by one."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """Keys of a workflow's tensor dict that are not about tokens or rewards, per sequence."""
+
+    def trained_versions(self) -> tuple[int, int] | None:
+        """Return the oldest and newest policy version of all trained tokens; None where unknown."""
+        ranges = [versions for s in self.sequences if (versions := s.trained_versions()) is not None]
+        if not ranges:
+            return None
+        return min(low for low, _ in ranges), max(high for _, high in ranges)
+
+    def path_to(self, place: int) -> list[int]:
+        """Return the indices of the turns from the beginning of a conversation to ``turns[place]``."""
+        path = [place]
+        while (parent := self.turns[path[-1]].parent) is not None:
+            path.append(parent)
+        return path[::-1]
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens the model wrote in this episode, trained or not."""
+        return sum(len(turn.ids) for turn in self.turns if turn.role is TurnRole.ASSISTANT)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Group:
+    """The episodes of one dataset row: the unit of baselines and of the batch."""
+
+    task_id: TaskId
+    group_id: str
+    status: EpisodeStatus
+    data: Mapping[str, Any]
+    """What the workflow got."""
+    trajectories: list[Trajectory] = field(default_factory=list)
+    """One per episode, by ``member_idx``."""
+    failure: Failure | None = None
+    """Why the group failed or was cancelled; None otherwise."""
+    rejection: str | None = None
+    """Why the group was rejected; None otherwise."""
+    samples: list[Any] = field(default_factory=list)
+    """The group as its data source handed it out; empty for a row that was submitted by hand."""
+    baseline: float | None = None
+    """Reward of a greedy episode on the same row, where an estimator asks for it."""
+    is_eval: bool = False
+    start_order: int = 0
+    """Place in the order groups were started in."""
+    start_version: int = 0
+    """Policy version when the group started."""
+    head_version: int | None = None
+    """Version of the oldest trained token."""
+    tail_version: int | None = None
+    """Version of the newest trained token."""
+    queued_s: float = 0.0
+    """Seconds from submission to start."""
+    run_s: float = 0.0
+    """Seconds from start to end."""
+    finished_at: float = 0.0
+    """Wall clock, seconds since the epoch."""
+
+    def __post_init__(self) -> None:
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """Take ``head_version`` and ``tail_version`` from the trained tokens."""
+        ranges = [v for t in self.trajectories if (v := t.trained_versions()) is not None]
+        self.head_version = min((low for low, _ in ranges), default=None)
+        self.tail_version = max((high for _, high in ranges), default=None)
+
+    def name_parts(self) -> None:
+        """Write the group's ids and status into its trajectories and sequences; an episode's own end stays."""
+        for trajectory in self.trajectories:
+            trajectory.task_id, trajectory.group_id = self.task_id, self.group_id
+            if trajectory.status is EpisodeStatus.ACCEPTED:
+                trajectory.status, trajectory.failure = self.status, self.failure
+            for sequence in trajectory.sequences:
+                sequence.group_id, sequence.task_id = self.group_id, str(self.task_id)
+                sequence.member_idx = trajectory.member_idx
+
+    def end_as(
+        self, status: EpisodeStatus, *, failure: Failure | None = None, rejection: str | None = None
+    ) -> None:
+        """Change how an accepted group ends: rejected as stale, or cancelled."""
+        self.status, self.failure, self.rejection = status, failure, rejection
+        self.name_parts()
+
+    @property
+    def sequences(self) -> list[TokenSequence]:
+        """What trains of all episodes, episode by episode."""
+        return [sequence for trajectory in self.trajectories for sequence in trajectory.sequences]
+
+    @property
+    def error(self) -> str | None:
+        """Why the group does not train, as text; None for an accepted one."""
+        return self.rejection if self.failure is None else self.failure.text
+
+    @property
+    def rewards(self) -> list[float]:
+        """The reward of each episode that left data and a reward."""
+        return [t.reward for t in self.trajectories if t.sequences and t.reward is not None]
+
+    @property
+    def trajectory(self) -> dict[str, Any] | None:
+        """AReaL's tensor dict of the group, made when asked for; None where no episode left data."""
+        from areal_lite.api.tensor_dict import tensor_dict_of
+
+        return tensor_dict_of(self.trajectories)

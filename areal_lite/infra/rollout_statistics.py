@@ -1,0 +1,64 @@
+"""What pacing costs and whether it is fair: tokens thrown away, seconds waited, slow groups among the trained."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from areal_lite.api.trajectory import Group
+
+WINDOW = 4096
+"""Groups that the shares are of."""
+
+
+class RolloutStatistics:
+    """Counts over all batches of an engine."""
+
+    def __init__(self) -> None:
+        self.discarded_tokens = 0
+        """Sampled tokens that will not train because they grew too old."""
+        self.trained_tokens = 0
+        """Trained tokens handed to the trainer."""
+        self.waited_for_oldest_s = 0.0
+        """Seconds a full batch waited for groups that the next one would have found too old."""
+        self._drawn: deque[float] = deque(maxlen=WINDOW)
+        self._trained: deque[float] = deque(maxlen=WINDOW)
+
+    def group_ended(self, group: Group) -> None:
+        """Count a group that ran to its end, whatever that was."""
+        self._drawn.append(group.run_s)
+
+    def batch_cut(self, fresh: Sequence[Group], stale: Sequence[Group], *, masked_tokens: int) -> None:
+        """Count a batch and the groups that were too old for it."""
+        self._trained.extend(group.run_s for group in fresh)
+        self.trained_tokens += sum(sequence.num_trained_tokens for g in fresh for sequence in g.sequences)
+        stale_tokens = sum(trajectory.num_sampled_tokens for g in stale for trajectory in g.trajectories)
+        self.discarded_tokens += stale_tokens + masked_tokens
+
+    def metrics(self) -> dict[str, float]:
+        """Return all of it by name; the shares only once there are groups enough for quartiles."""
+        shares = trained_shares(self._drawn, self._trained)
+        return {
+            "discarded_tokens": float(self.discarded_tokens),
+            "waited_for_oldest_s": self.waited_for_oldest_s,
+            **{f"trained_share_q{quartile}": share for quartile, share in enumerate(shares, 1)},
+        }
+
+
+def trained_shares(drawn_s: Sequence[float], trained_s: Sequence[float]) -> list[float]:
+    """Return which share of the trained groups falls into each quartile of the drawn groups' durations.
+
+    Each is 0.25 where durations do not decide what trains. Empty where there are fewer than 4 drawn groups
+    or no trained ones.
+
+    Args:
+        drawn_s: Seconds that each group ran.
+        trained_s: The same of those that were trained.
+    """
+    if len(drawn_s) < 4 or not trained_s:
+        return []
+    edges = np.quantile(np.array(drawn_s), [0.25, 0.5, 0.75])
+    counts = np.bincount(np.searchsorted(edges, np.array(trained_s)), minlength=4)
+    return [float(share) for share in counts / counts.sum()]
