@@ -14,7 +14,7 @@ import torch
 
 from areal_lite.embedded.scheduler import Scheduler
 from areal_lite.embedded.serve import build, listening
-from areal_lite.embedded.settings import ServerSettings
+from areal_lite.embedded.settings import server_config
 
 
 class Client:
@@ -68,10 +68,14 @@ class Client:
 
 
 @asynccontextmanager
-async def serving(path: Path, **settings: Any) -> AsyncIterator[Client]:
+async def serving(
+    path: Path, *, seed: int = 0, weight_version: str = "0", deterministic: bool = False, **settings: Any
+) -> AsyncIterator[Client]:
     """Serve ``path`` in float32 on one thread."""
-    settings = {"dtype": "float32", "device": "cpu", "num_threads": 1, "weight_version": "0"} | settings
-    dialect, scheduler = build(ServerSettings(model_path=str(path), **settings), path)
+    config = server_config(**{"dtype": "float32", "device": "cpu", "num_threads": 1} | settings)
+    dialect, scheduler = build(
+        config, path, seed=seed, weight_version=weight_version, deterministic=deterministic
+    )
     async with (
         listening(dialect, scheduler, host="127.0.0.1", port=0) as port,
         aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
