@@ -113,9 +113,9 @@ def build(
         raise ConfigError(
             f"context_length is {context_length}: {directory} attends to at most {longest} tokens."
         )
-    # Alone in the batch, a request meets the same shapes in the same slot each time.
+    # If a request is alone in the batch, its shapes and its slot are always the same.
     rows = 1 if deterministic else config.max_running_requests
-    # Some slots beyond the batch keep the KV of finished turns, so that an agent's next turn starts from it.
+    # Slots beyond the batch keep the KV of finished turns for an agent's next turn.
     slots = rows + max(4, rows // 2)
     runner = ModelRunner(model, slots=slots, context_length=context_length)
     runner.check_against_plain_forward()
@@ -157,11 +157,11 @@ def build(
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return every id that ends an output, by generation config, config and tokenizer."""
-    found: set[int] = set()
+    """Return the ids that end an output: those of the generation config, the config and the tokenizer."""
+    ids: set[int] = set()
     for given in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
-        found |= set(given) if isinstance(given, list) else {given} if given is not None else set()
-    return frozenset(found)
+        ids |= set(given) if isinstance(given, list) else {given} if given is not None else set()
+    return frozenset(ids)
 
 
 async def _serve_until_signal(
@@ -183,7 +183,7 @@ async def _serve_until_signal(
 async def listening(
     dialect: SGLangDialect, scheduler: Scheduler, *, host: str, port: int
 ) -> AsyncIterator[int]:
-    """Answer requests inside the ``async with``; gives the port."""
+    """Answer requests inside the ``async with``; yields the port."""
     scheduler.start(asyncio.get_running_loop())
     runner = web.AppRunner(dialect.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()

@@ -65,7 +65,7 @@ def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer:
             what = "is a file" if path.is_file() else "does not exist"
             raise ConfigError(
                 f"{key} {model_path!r} {what}: it must be a directory with config.json and weights, or the "
-                "name of a model on the Hugging Face Hub, like 'HuggingFaceTB/SmolLM2-135M-Instruct'."
+                "name of a model on the Hugging Face Hub, such as 'HuggingFaceTB/SmolLM2-135M-Instruct'."
             )
         return
     if not (path / "config.json").is_file():
@@ -82,7 +82,7 @@ def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer:
         (path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     ):
         raise ConfigError(
-            f"{key} {model_path!r} has no tokenizer: save it there too, with tokenizer.save_pretrained."
+            f"{key} {model_path!r} has no tokenizer: save it there with tokenizer.save_pretrained."
         )
 
 
