@@ -98,7 +98,7 @@ class Fit:
 
     @property
     def served_dtype(self) -> torch.dtype:
-        """What the weights are written in for servers; float32 where the server chooses its own."""
+        """Number format of the published weights; float32 if server.dtype is auto."""
         name = self.config.server.dtype
         dtype: torch.dtype = getattr(torch, name if name != "auto" else "float32")
         return dtype

@@ -1,4 +1,4 @@
-"""The child process: it starts, says where, ends with its parent, and its failures are errors of the parent."""
+"""The child process starts, reports its address, ends with its parent, and its failures become errors there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def get(address: str, path: str) -> bytes:
 
 
 def wait_for_end(pid: int) -> None:
-    """Return when the process is gone, by the kernel's word."""
+    """Wait until the kernel reports that the process ended."""
     descriptor = os.pidfd_open(pid)
     try:
         assert select.select([descriptor], [], [], 20)[0], f"process {pid} is still there"
@@ -111,7 +111,7 @@ def test_it_ends_with_a_parent_that_is_killed(tiny: Path) -> None:
     script = (
         "import sys, threading, time; from areal_lite.embedded import EmbeddedServer\n"
         f"server = EmbeddedServer(model_path={str(tiny)!r}, num_threads=1)\n"
-        "starter = threading.Thread(target=server.start); starter.start(); starter.join()\n"  # its thread is gone
+        "starter = threading.Thread(target=server.start); starter.start(); starter.join()\n"  # that thread has ended
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
         "print(server.pid, flush=True); sys.stdin.read()"
     )
@@ -128,7 +128,7 @@ def test_it_ends_with_a_parent_that_is_killed(tiny: Path) -> None:
         wait_for_end(child)
 
 
-def test_it_refuses_what_it_cannot_serve_before_it_starts(tiny: Path, tmp_path: Path) -> None:
+def test_bad_settings_fail_before_the_start(tiny: Path, tmp_path: Path) -> None:
     half = tmp_path / "half"
     half.mkdir()
     for content, message in (
@@ -162,7 +162,7 @@ def test_it_refuses_what_it_cannot_serve_before_it_starts(tiny: Path, tmp_path: 
             EmbeddedServer(model_path=str(tiny), port=held.getsockname()[1])
 
 
-def test_what_only_the_child_can_know_is_an_error_of_the_parent(tiny: Path, tmp_path: Path) -> None:
+def test_errors_of_the_child_are_raised_in_the_parent(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="context_length is 999.*at most 256"):
         EmbeddedServer(model_path=str(tiny), context_length=999, **FAST).start()
     broken = tmp_path / "broken"
@@ -175,7 +175,7 @@ def test_what_only_the_child_can_know_is_an_error_of_the_parent(tiny: Path, tmp_
     assert server.returncode == 1
 
 
-def test_a_hub_name_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(
         ConfigError,
