@@ -1,9 +1,8 @@
-"""From messages to token ids with a tokenizer's chat template; holds no conversation.
+"""Turn messages into token ids with a tokenizer's chat template. Stores no conversation.
 
-Guarantees that a later turn is rendered without its history: ``continuation`` renders a stand-in
-conversation [user, answer] with the new messages behind it and keeps what follows the answer, so that
-it costs the new messages only and includes what the template puts behind an answer (its end token,
-a line break).
+Guarantees that a later turn is rendered without its history: ``continuation`` renders a placeholder conversation
+[user, answer] plus the new messages, and keeps the text after the answer. So the cost depends on the new messages
+only, and the text includes what the template writes after an answer (its end token, a line break).
 """
 
 from __future__ import annotations
@@ -13,31 +12,31 @@ import contextlib
 import functools
 from typing import Any
 
-from areal_lite.agents.request_error import RequestError
+from areal_lite.agents.chat_request import RequestError
 from areal_lite.errors import ConfigError
 
-_STAND_IN = "kJ7qPlaceholderAnswerX3v"
-_BASE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _STAND_IN}]
+_PLACEHOLDER = "kJ7qPlaceholderAnswerX3v"
+_BASE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PLACEHOLDER}]
 _LONG_TEXT = 200_000
-"""Characters from which a text is tokenized in a thread, so that the event loop goes on."""
+"""Texts of this many characters are tokenized in a thread, so the event loop is not blocked."""
 
 
 class ChatRenderer:
-    """A tokenizer with its chat template, as sessions use it.
+    """A tokenizer with its chat template.
 
     Args:
-        tokenizer: A Hugging Face tokenizer, or an object with its ``apply_chat_template``, ``encode``
-            and ``decode``.
+        tokenizer: A Hugging Face tokenizer, or an object with the methods ``apply_chat_template``, ``encode`` and
+            ``decode``.
 
     Raises:
-        ConfigError: If it has no chat template.
+        ConfigError: If the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         if getattr(tokenizer, "chat_template", "") is None:
             raise ConfigError(
-                f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template, so messages cannot "
-                "become a prompt: use an instruction-tuned model's tokenizer, or set tokenizer.chat_template"
+                f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template to render messages "
+                "with: use an instruction-tuned model's tokenizer, or set tokenizer.chat_template"
             )
         self.tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -45,9 +44,9 @@ class ChatRenderer:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
         self.stop_ids: list[int] = []
-        """Ids an answer ends at: the tokenizer's end token and the chat template's."""
+        """Ids that end an answer: the end tokens of the tokenizer and of the chat template."""
         ends = [tokenizer.eos_token_id]
-        # A template that cannot be continued has no such end; every turn is then rendered whole.
+        # A template that cannot be continued has no end token; then each turn renders the whole conversation.
         with contextlib.suppress(RequestError):
             ends += self._encode(self._text_after_answer([], None, {}))[:1]
         for token in ends:
@@ -60,10 +59,10 @@ class ChatRenderer:
         tools: list[dict[str, Any]] | None,
         template_kwargs: dict[str, Any],
     ) -> list[int]:
-        """Return the ids of a whole conversation, up to where the answer begins.
+        """Return the ids of a whole conversation, up to the start of the answer.
 
         Raises:
-            RequestError: If the template refuses the messages.
+            RequestError: If the template rejects the messages.
         """
         return await self._ids(self._render(messages, tools, template_kwargs))
 
@@ -75,17 +74,17 @@ class ChatRenderer:
         tools: list[dict[str, Any]] | None,
         template_kwargs: dict[str, Any],
     ) -> list[int]:
-        """Return the ids that follow a sampled answer, up to where the next answer begins.
+        """Return the ids after a sampled answer, up to the start of the next answer.
 
         Args:
-            answer: Sampled ids; an end token they end with is not given again.
-            ended: True where the answer stopped by itself, False where it was cut by length.
+            answer: Sampled ids. If they include the end token, it is not repeated.
+            ended: True if the answer stopped by itself, False if the length limit cut it.
             messages: The new messages.
             tools: Declared tools.
-            template_kwargs: Extra variables of the template.
+            template_kwargs: Extra variables for the template.
 
         Raises:
-            RequestError: If the template refuses the messages or cannot be continued.
+            RequestError: If the template rejects the messages or cannot be continued.
         """
         ids = await self._ids(self._text_after_answer(messages, tools, template_kwargs))
         if answer and ids and ids[0] in self.special_ids:
@@ -100,8 +99,8 @@ class ChatRenderer:
 
     def _text_after_answer(self, messages: list[Any], tools: Any, template_kwargs: dict[str, Any]) -> str:
         text = self._render([*_BASE, *messages], tools, template_kwargs)
-        _, found, rest = text.partition(_STAND_IN)
-        if not found:
+        _, placeholder, rest = text.partition(_PLACEHOLDER)
+        if not placeholder:
             raise RequestError("the chat template leaves out earlier answers, so it cannot be continued")
         return rest
 
@@ -110,9 +109,9 @@ class ChatRenderer:
             text = self.tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=True, tokenize=False, **template_kwargs
             )
-        except Exception as error:  # templates raise what they like: jinja2's errors, TypeError, ...
+        except Exception as error:  # templates raise anything: jinja2 errors, TypeError, ...
             raise RequestError(
-                f"the chat template refuses these messages: {error}"[:500], param="messages"
+                f"the chat template rejects these messages: {error}"[:500], param="messages"
             ) from error
         return str(text)
 
@@ -134,9 +133,9 @@ class ChatRenderer:
 
 @functools.lru_cache(maxsize=8)
 def chat_renderer(tokenizer: Any) -> ChatRenderer:
-    """Return the renderer of a tokenizer; the same one for the same tokenizer.
+    """Return the cached renderer of a tokenizer.
 
     Raises:
-        ConfigError: If it has no chat template.
+        ConfigError: If the tokenizer has no chat template.
     """
     return ChatRenderer(tokenizer)

@@ -1,7 +1,7 @@
-"""A chat completion body, checked and normalised. Pure: nothing here knows tokens or sessions.
+"""Check and normalise the body of a chat completion. Pure: nothing here knows tokens or sessions.
 
-What the run decides (temperature, nucleus, penalties) is read only to be compared; what cannot be
-served is refused by name, so that no setting of an agent is silently without effect.
+Guarantees that no setting of an agent is silently ignored: an unsupported value is an error that names its field.
+``ChatRequest.sampling`` keeps temperature, top_p and penalties; ``chat_sampling`` decides whether they apply.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ import contextlib
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
-from areal_lite.agents.request_error import RequestError
+T = TypeVar("T")
 
 MAX_MESSAGES = 512
 MAX_TOOLS = 128
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_NO_EFFECT = {
+_IGNORED = {
     "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort",
     "safety_identifier", "service_tier", "store", "stream_options", "user", "verbosity",
 }  # fmt: skip
-"""Fields that change nothing about the tokens: accepted and ignored."""
+"""Fields without effect on the tokens: accepted and ignored."""
 _SAMPLING: dict[str, tuple[float, float]] = {
     "temperature": (0, 2), "top_p": (1e-6, 1), "top_k": (-1, 2**31), "min_p": (0, 1),
     "frequency_penalty": (-2, 2), "presence_penalty": (-2, 2), "repetition_penalty": (0, 2),
 }  # fmt: skip
-"""Fields that change the sampling distribution, with their bounds."""
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+"""Fields that change the sampling distribution, with their limits."""
+_ALLOWED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "stream": (False,),
     "top_logprobs": (0,),
@@ -40,43 +40,64 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("auto", "none"),
     "tool_choice": ("auto", "none"),
 }
-"""Fields served with these values only."""
-_MENDS = {
+"""Fields accepted with these values only."""
+_HINTS = {
     "n": "one answer per call; call again, or raise rollout.group_size, for more",
-    "stream": "streaming is not served; leave stream out and read the whole answer",
-    "top_logprobs": "only the sampled token's log-prob is known; leave top_logprobs out",
-    "tool_choice": "the model is not constrained; use 'auto' or 'none'",
+    "stream": "streaming is not supported; leave stream out and read the whole answer",
+    "top_logprobs": "only the log-prob of the sampled token is known; leave top_logprobs out",
+    "tool_choice": "the model's choice cannot be forced; use 'auto' or 'none'",
     "functions": "use tools",
 }
-_READ = {"messages", "model", "tools", "max_tokens", "max_completion_tokens", "stop", "seed", "logprobs"}
+_READ = {
+    "messages", "model", "tools", "max_tokens", "max_completion_tokens", "stop", "seed", "logprobs",
+    "chat_template_kwargs",
+}  # fmt: skip
 _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
                             "tokenize", "chat_template", "conversation"}  # fmt: skip
 
 
+class RequestError(Exception):
+    """An invalid request, answered with HTTP ``status`` and OpenAI's error object."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """Return ``{"error": {message, type, param, code}}``."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """One checked request."""
+    """One checked chat completion request."""
 
     messages: list[dict[str, Any]]
-    """Role and content as the chat template takes them: content a string, arguments parsed."""
+    """Messages for the chat template: content is a string, arguments of tool calls are parsed."""
     keys: list[Hashable]
-    """What tells each message from another, in the order of ``messages``."""
+    """One key per message; equal keys mean equal messages."""
     model: str = "default"
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra variables of the chat template, such as ``enable_thinking``."""
     parse_tools: bool = False
-    """True where an answer's tool calls are to be parsed."""
+    """Whether to parse tool calls in the answer."""
     max_tokens: int | None = None
     stop: list[str] = field(default_factory=list)
     seed: int | None = None
     logprobs: bool = False
     sampling: dict[str, float] = field(default_factory=dict)
-    """What the agent asked of the distribution: temperature, top_p, ..."""
+    """Sampling parameters that the agent set: temperature, top_p, ..."""
 
     @property
     def render_key(self) -> bytes:
-        """What tells two renderings of the same messages apart."""
+        """Key of everything besides the messages that changes the rendered prompt."""
         return _canonical([self.tools, self.template_kwargs]) if self.tools or self.template_kwargs else b""
 
 
@@ -84,46 +105,16 @@ def parse_chat_request(body: Any) -> ChatRequest:
     """Return the checked request.
 
     Raises:
-        RequestError: 400 that names field, rule and mend.
+        RequestError: With status 400; the message gives field, value and fix.
     """
     if not isinstance(body, dict):
         raise RequestError(f"the body is a {type(body).__name__}: send a JSON object with 'messages'")
-    sampling: dict[str, float] = {}
-    for name, value in body.items():
-        if name in _READ or name in _NO_EFFECT or value is None or name == "chat_template_kwargs":
-            continue
-        if name in _SAMPLING:
-            sampling[name] = _number(name, value, *_SAMPLING[name])
-        elif name in _NEUTRAL:
-            if value not in _NEUTRAL[name] or (isinstance(value, bool) and name in ("n", "top_logprobs")):
-                raise RequestError(
-                    f"{name} is {_short(value)}: {_MENDS.get(name, 'leave it out')}", param=name
-                )
-        else:
-            raise RequestError(
-                f"unknown field {_short(name)}: leave it out", param=name[:80], code="unknown_parameter"
-            )
+    sampling = _sampling(body)
     tools = _tools(body.get("tools"))
-    raw_messages = body.get("messages")
-    if not isinstance(raw_messages, list) or not raw_messages:
-        raise RequestError(
-            f"messages is {_short(raw_messages)}: send a list of at least one", param="messages"
-        )
-    if len(raw_messages) > MAX_MESSAGES:
-        raise RequestError(
-            f"messages has {len(raw_messages)} entries: at most {MAX_MESSAGES}", param="messages"
-        )
-    messages, keys = [], []
-    for index, raw in enumerate(raw_messages):
-        message, key = parse_message(raw, f"messages[{index}]")
-        messages.append(message)
-        keys.append(key)
+    messages, keys = _messages(body.get("messages"))
     limits = [_whole(name, body.get(name), 1) for name in ("max_completion_tokens", "max_tokens")]
-    model, logprobs = body.get("model"), body.get("logprobs")
-    if model is not None and not isinstance(model, str):
-        raise RequestError(f"model is {_short(model)}: send any string", param="model")
-    if logprobs is not None and not isinstance(logprobs, bool):
-        raise RequestError(f"logprobs is {_short(logprobs)}: send true or false", param="logprobs")
+    model = _typed("model", body.get("model"), str, "send any string")
+    logprobs = _typed("logprobs", body.get("logprobs"), bool, "send true or false")
     return ChatRequest(
         messages=messages,
         keys=keys,
@@ -139,11 +130,42 @@ def parse_chat_request(body: Any) -> ChatRequest:
     )
 
 
-def parse_message(raw: Any, where: str) -> tuple[dict[str, Any], Hashable]:
-    """Return one message as the template takes it, and its key.
+def _sampling(body: dict[str, Any]) -> dict[str, float]:
+    """Return the sampling parameters of a body; raise on unknown fields and unsupported values."""
+    sampling: dict[str, float] = {}
+    for name, value in body.items():
+        if name in _READ or name in _IGNORED or value is None:
+            continue
+        if name in _SAMPLING:
+            sampling[name] = _number(name, value, *_SAMPLING[name])
+        elif name not in _ALLOWED:
+            raise RequestError(
+                f"unknown field {_short(name)}: leave it out", param=name[:80], code="unknown_parameter"
+            )
+        elif value not in _ALLOWED[name] or (isinstance(value, bool) and name in ("n", "top_logprobs")):
+            raise RequestError(f"{name} is {_short(value)}: {_HINTS.get(name, 'leave it out')}", param=name)
+    return sampling
 
-    Two messages have one key where role, text and tool calls agree; null, missing and "" are one,
-    and an assistant's text and arguments are compared without surrounding or JSON white space.
+
+def _messages(raw: Any) -> tuple[list[dict[str, Any]], list[Hashable]]:
+    """Return the messages for the chat template, and their keys."""
+    if not isinstance(raw, list) or not raw:
+        raise RequestError(f"messages is {_short(raw)}: send a list of at least one", param="messages")
+    if len(raw) > MAX_MESSAGES:
+        raise RequestError(f"messages has {len(raw)} entries: at most {MAX_MESSAGES}", param="messages")
+    messages, keys = [], []
+    for index, one in enumerate(raw):
+        message, key = parse_message(one, f"messages[{index}]")
+        messages.append(message)
+        keys.append(key)
+    return messages, keys
+
+
+def parse_message(raw: Any, where: str) -> tuple[dict[str, Any], Hashable]:
+    """Return one message for the chat template, and its key.
+
+    Messages with equal role, text and tool calls have equal keys. Null, missing and "" are equal; white space around
+    an assistant's text and in the JSON of its arguments makes no difference.
     """
     if not isinstance(raw, dict):
         raise RequestError(f"{where} is {_short(raw)}: send an object with role and content", param=where)
@@ -155,12 +177,8 @@ def parse_message(raw: Any, where: str) -> tuple[dict[str, Any], Hashable]:
     content = _text(raw.get("content"), where)
     message: dict[str, Any] = {"role": role, "content": content}
     for name in ("name", "tool_call_id"):
-        value = raw.get(name)
+        value = _typed(f"{where}.{name}", raw.get(name), str, "send a string")
         if value is not None:
-            if not isinstance(value, str):
-                raise RequestError(
-                    f"{where}.{name} is {_short(value)}: send a string", param=f"{where}.{name}"
-                )
             message[name] = value
     if role != "assistant":
         return message, (role, content, message.get("name"), message.get("tool_call_id"))
@@ -183,7 +201,7 @@ def _text(content: Any, where: str) -> str:
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else part
             raise RequestError(
-                f"{where}.content has a part of type {_short(kind)}: only text parts are served",
+                f"{where}.content has a part of type {_short(kind)}: only text parts are supported",
                 param=f"{where}.content",
             )
         parts.append(text)
@@ -205,7 +223,7 @@ def _tool_calls(raw: Any, where: str) -> tuple[list[dict[str, Any]], Hashable]:
                 f"{where} has {_short(call)}: send id, function.name, function.arguments", param=where
             )
         if isinstance(arguments, str):
-            with contextlib.suppress(ValueError):  # not JSON: the template is given the text
+            with contextlib.suppress(ValueError):  # not JSON: the template gets the text
                 arguments = orjson.loads(arguments)
         calls.append({"type": "function", "function": {"name": name, "arguments": arguments}})
         if isinstance(call.get("id"), str):
@@ -253,6 +271,12 @@ def _stop(raw: Any) -> list[str]:
     if not isinstance(stop, list) or len(stop) > 4 or not all(isinstance(s, str) and s for s in stop):
         raise RequestError(f"stop is {_short(raw)}: send a string or up to 4 strings", param="stop")
     return stop
+
+
+def _typed(name: str, value: Any, kind: type[T], hint: str) -> T | None:
+    if value is not None and not isinstance(value, kind):
+        raise RequestError(f"{name} is {_short(value)}: {hint}", param=name)
+    return value
 
 
 def _whole(name: str, value: Any, minimum: int) -> int | None:

@@ -1,7 +1,7 @@
-"""Which sampling one request gets: what the run decides and what an agent may. Pure, but for one warning.
+"""Combine the run's sampling parameters with those an agent asks for. Pure, except for one warning.
 
-An agent may shorten an answer (max_tokens, stop) and seed it. What changes the distribution is the
-run's while training: the trainer divides by the run's temperature.
+An agent may shorten an answer (max_tokens, stop) and set its seed. While training, the run alone sets what changes the
+distribution, because the trainer divides logits by the run's temperature.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from areal_lite.agents.chat_request import ChatRequest
-from areal_lite.agents.request_error import RequestError
+from areal_lite.agents.chat_request import ChatRequest, RequestError
 from areal_lite.api.generation import GenerationHyperparameters
 
 logger = logging.getLogger(__name__)
@@ -21,22 +20,22 @@ logger = logging.getLogger(__name__)
 def request_gconfig(
     gconfig: GenerationHyperparameters, request: ChatRequest, *, prompt_tokens: int, agent_samples: bool
 ) -> GenerationHyperparameters:
-    """Return the sampling of one request.
+    """Return the sampling parameters of one request.
 
     Args:
-        gconfig: The run's.
-        request: What the agent asks for.
-        prompt_tokens: Length of the prompt; ``gconfig.max_tokens`` bounds prompt and answer together.
-        agent_samples: Whether the agent's temperature, top_p, top_k and frequency_penalty count.
+        gconfig: The run's sampling parameters.
+        request: The agent's request.
+        prompt_tokens: Length of the prompt; ``gconfig.max_tokens`` limits prompt and answer together.
+        agent_samples: Whether to apply the agent's temperature, top_p, top_k and frequency_penalty.
 
     Raises:
-        RequestError: ``context_length_exceeded`` if no room is left for an answer.
+        RequestError: ``context_length_exceeded`` if the prompt leaves no room for an answer.
     """
     room = gconfig.max_tokens - prompt_tokens
     if room < 1:
         raise RequestError(
-            f"the prompt has {prompt_tokens} tokens and gconfig.max_tokens is {gconfig.max_tokens}, so no room is "
-            "left for an answer: shorten the messages, or raise gconfig.max_tokens",
+            f"the prompt has {prompt_tokens} tokens and gconfig.max_tokens is {gconfig.max_tokens}, which leaves no "
+            "room for an answer: shorten the messages, or raise gconfig.max_tokens",
             param="messages",
             code="context_length_exceeded",
         )
@@ -58,33 +57,33 @@ def request_gconfig(
 def _distribution(
     gconfig: GenerationHyperparameters, asked: Mapping[str, float], agent_samples: bool
 ) -> dict[str, Any]:
-    """Return the wishes that are followed; warn of the others."""
-    of_run = {
+    """Return the agent's parameters that apply; warn about the others."""
+    run_values = {
         "temperature": gconfig.effective_temperature,
         "top_p": gconfig.top_p,
         "top_k": gconfig.top_k or -1,
         "frequency_penalty": gconfig.frequency_penalty,
         "repetition_penalty": 1,
     }
-    others = {name: value for name, value in asked.items() if value != of_run.get(name, 0)}
-    followed: dict[str, Any] = {}
+    ignored = {name: value for name, value in asked.items() if value != run_values.get(name, 0)}
+    applied: dict[str, Any] = {}
     if agent_samples:
         for name in ("temperature", "top_p", "top_k", "frequency_penalty"):
-            if name in others:
-                followed[name] = others.pop(name)
-        if "temperature" in followed:
-            followed["greedy"] = False
-        if "top_k" in followed:
-            followed["top_k"] = int(followed["top_k"]) if followed["top_k"] >= 1 else None
-    if others:
-        warn_once(", ".join(f"{name}={value}" for name, value in others.items()))
-    return followed
+            if name in ignored:
+                applied[name] = ignored.pop(name)
+        if "temperature" in applied:
+            applied["greedy"] = False
+        if "top_k" in applied:
+            applied["top_k"] = int(applied["top_k"]) if applied["top_k"] >= 1 else None
+    if ignored:
+        warn_once(", ".join(f"{name}={value}" for name, value in ignored.items()))
+    return applied
 
 
 @functools.lru_cache(maxsize=64)
-def warn_once(asked: str) -> None:
-    """Warn of wishes that are not followed, once per process and not once per episode."""
+def warn_once(ignored: str) -> None:
+    """Warn about ignored parameters, once per process instead of once per episode."""
     logger.warning(
-        "the agent asks for %s: not followed, the run's gconfig decides, for the trainer learns from that",
-        asked,
+        "the agent sets %s: ignored, because the trainer assumes the distribution of the run's gconfig",
+        ignored,
     )

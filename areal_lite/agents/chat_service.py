@@ -1,7 +1,7 @@
-"""What an agent's HTTP client can reach: chat completions in its own session, and nothing else.
+"""The HTTP interface for agents.
 
-Knows no socket: :mod:`areal_lite.agents.http_transport` serves it inside the process; a proxy can
-serve it to other processes.
+Guarantees that an agent reaches chat completions in its own session and nothing else. Knows no sockets:
+:mod:`areal_lite.agents.http_transport` serves it inside the process; a proxy can serve it to other processes.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import Any
 
 import orjson
 
+from areal_lite.agents.chat_request import RequestError
 from areal_lite.agents.chat_session import ChatSession
-from areal_lite.agents.request_error import RequestError
 
 MAX_BODY_BYTES = 8 * 2**20
 _ENDED_KEPT = 10_000
 HEADERS = {"content-type": "application/json", "x-should-retry": "false"}
-"""Of every answer. There is one retry loop, in the engine's client: an SDK must not add its own."""
+"""Headers of every answer. SDKs must not retry: the engine client has the only retry loop."""
 
 
 class ChatService:
-    """Chat sessions behind random keys; a key generates in its own session only."""
+    """Chat sessions by random key; a key gives access to its own session only."""
 
     def __init__(self) -> None:
         self._sessions: dict[bytes, ChatSession] = {}
         self._ended: dict[bytes, None] = {}
 
     def open(self, session: ChatSession) -> str:
-        """Return a new key of ``session``; only its digest is kept."""
+        """Return a new key for ``session``; the service stores only its digest."""
         key = "al_" + secrets.token_urlsafe(32)
         self._sessions[_digest(key)] = session
         return key
 
     def close(self, key: str) -> None:
-        """End the session of ``key``; its requests are answered 410 from here on."""
+        """End the session of ``key``; later requests with it get status 410."""
         digest = _digest(key)
         self._sessions.pop(digest).close()
         self._ended[digest] = None
@@ -50,10 +50,10 @@ class ChatService:
         """Answer one HTTP request.
 
         Args:
-            method: In upper case.
-            path: Without the query.
-            headers: With lower-case names, or a mapping that ignores case.
-            body: As it came.
+            method: HTTP method in upper case.
+            path: Path without the query.
+            headers: Lower-case names, or a mapping that ignores case.
+            body: Raw bytes.
 
         Returns:
             Status, headers and a JSON body; errors have OpenAI's shape.
@@ -95,12 +95,12 @@ class ChatService:
             return session
         if digest in self._ended:
             raise RequestError(
-                "the episode of this key has ended: await every call of the model before run() returns",
+                "the episode of this key has ended: await all model calls before run() returns",
                 status=410,
                 code="session_ended",
             )
         raise RequestError(
-            "no session has this key: pass the api_key that run() was given",
+            "no session has this key: use the api_key passed to run()",
             status=401,
             code="invalid_api_key",
         )

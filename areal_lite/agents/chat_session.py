@@ -17,9 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from areal_lite.agents.chat_renderer import ChatRenderer
-from areal_lite.agents.chat_request import ChatRequest, parse_chat_request, parse_message
+from areal_lite.agents.chat_request import ChatRequest, RequestError, parse_chat_request, parse_message
 from areal_lite.agents.chat_sampling import request_gconfig
-from areal_lite.agents.request_error import RequestError
 from areal_lite.agents.tool_calls import parse_tool_calls
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.generation import GenerationHyperparameters

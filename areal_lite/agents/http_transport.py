@@ -1,7 +1,7 @@
-"""The chat service as an ``httpx`` client: no sockets, no serialization beyond the JSON bodies.
+"""An ``httpx`` client that calls the chat service in this process: no sockets, and only JSON bodies are serialized.
 
-The OpenAI SDK builds on ``httpx`` up to its version 2 and on ``httpx2`` since; a client of ``httpx``,
-where that is installed, suits both and other vendors' SDKs.
+The OpenAI SDK uses ``httpx`` up to version 2 and ``httpx2`` since. If ``httpx`` is installed, a client built on it
+works with both and with other vendors' SDKs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BASE_URL = "http://areal-lite.local/v1"
 
 
 class ChatTransport(httpx.AsyncBaseTransport):
-    """Hands each request to a chat service in the same process."""
+    """Passes each request to a chat service in the same process."""
 
     def __init__(self, service: ChatService) -> None:
         self._service = service
@@ -37,9 +37,9 @@ class ChatTransport(httpx.AsyncBaseTransport):
 
 
 class SharedClient(httpx.AsyncClient):
-    """One client for all episodes of a process. It holds no sockets and is bound to no event loop.
+    """One client for all episodes of a process, without sockets and for any event loop.
 
-    Closing it does nothing: an agent that closes its SDK client must not close the others'.
+    Closing it does nothing, so an agent that closes its SDK client does not close those of other agents.
     """
 
     def __init__(self, service: ChatService) -> None:

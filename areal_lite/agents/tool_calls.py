@@ -1,4 +1,4 @@
-"""Tool calls in an answer's text: Hermes and Qwen's tags, and bare JSON. Never raises."""
+"""Parse tool calls from an answer's text: the tags of Hermes and Qwen, and bare JSON. Never raises."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 class ParsedAnswer(NamedTuple):
-    """An answer split into its text and its calls in OpenAI's shape."""
+    """An answer split into its text and its tool calls, in OpenAI's shape."""
 
     content: str
     tool_calls: list[dict[str, Any]]
     unparsable: bool = False
-    """True where the model began a tool call that cannot be read; the text is then left whole."""
+    """True if a tool call cannot be parsed; ``content`` is then the whole text."""
 
 
 def parse_tool_calls(text: str, names: Collection[str]) -> ParsedAnswer:
-    """Return the calls in ``text``.
+    """Split ``text`` into content and tool calls.
 
-    Calls are ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, or an answer that is
-    nothing but such an object (or a list of them) naming a tool in ``names``; ``parameters`` is
-    read as ``arguments``. One call that cannot be read leaves the whole answer as text.
+    A call is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. An answer that is only such an object, or a
+    list of them, also counts if it calls tools in ``names``. ``parameters`` is an alias of ``arguments``. If one call
+    cannot be parsed, the whole answer stays text.
     """
     if _OPEN in text:
-        calls = [_read_call(match) for match in _TAGGED.findall(text)]
-        read = [call for call in calls if call is not None]
-        if len(read) < len(calls):
+        calls = [_parse_call(match) for match in _TAGGED.findall(text)]
+        parsed = [call for call in calls if call is not None]
+        if len(parsed) < len(calls):
             return ParsedAnswer(text, [], unparsable=True)
-        return ParsedAnswer(_TAGGED.sub("", text).strip(), read)
+        return ParsedAnswer(_TAGGED.sub("", text).strip(), parsed)
     bare = text.strip()
     if bare[:1] in ("{", "["):
         try:
@@ -42,13 +42,13 @@ def parse_tool_calls(text: str, names: Collection[str]) -> ParsedAnswer:
         except (ValueError, RecursionError):
             return ParsedAnswer(text, [])
         calls = [_call(item) for item in (value if isinstance(value, list) else [value])]
-        read = [call for call in calls if call is not None and call["function"]["name"] in names]
-        if read and len(read) == len(calls):
-            return ParsedAnswer("", read)
+        parsed = [call for call in calls if call is not None and call["function"]["name"] in names]
+        if parsed and len(parsed) == len(calls):
+            return ParsedAnswer("", parsed)
     return ParsedAnswer(text, [])
 
 
-def _read_call(text: str) -> dict[str, Any] | None:
+def _parse_call(text: str) -> dict[str, Any] | None:
     try:
         return _call(_loads(text))
     except (ValueError, RecursionError):
@@ -75,8 +75,8 @@ def _call(value: Any) -> dict[str, Any] | None:
 
 
 def _loads(text: str) -> Any:
-    return json.loads(text, parse_constant=_refuse)  # keeps whole numbers of any size, which orjson rounds
+    return json.loads(text, parse_constant=_reject_constant)  # orjson would round large integers
 
 
-def _refuse(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")

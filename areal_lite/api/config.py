@@ -130,27 +130,36 @@ class InferenceEngineConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EmbeddedServerConfig:
-    """The server started on this machine where rollout.backend is embedded."""
+    """Settings of the embedded server, for a run, for ``areal-lite serve`` and for ``EmbeddedServer``."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; anything but loopback lets others generate and change weights."""
+    """Address to listen on. The server has no authentication: on anything but loopback, others can generate and
+    change weights."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port to listen on; 0 takes a free one."""
 
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Number format of the served weights."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "bfloat16"
+    """Number format of the served weights; auto takes the one in config.json."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto takes a GPU if there is one."""
 
     num_threads: Annotated[int, Field(ge=0)] = 0
-    """CPU threads of the model; 0 shares the cores with the trainer."""
+    """CPU threads of the model; 0 takes half of the cores, or all of them in an on-policy run, where server and
+    trainer take turns."""
 
     max_running_requests: Positive = 64
     """Requests decoded together; more wait in a queue."""
 
-    context_length: Positive | None = None
+    max_total_tokens: Positive | None = None
+    """Limit on prompt plus max_new_tokens, summed over running requests; null is what the KV cache holds."""
+
+    max_prefill_tokens: Positive | None = None
+    """Prompt tokens, padding included, computed in one step while running requests wait; null is 512 on a CPU and
+    8192 on a GPU."""
+
+    context_length: Annotated[int, Field(ge=16)] | None = None
     """Most tokens of prompt and answer together; null is the model's own limit."""
 
 

@@ -8,40 +8,50 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from typing import Any
 
+from areal_lite.api.config import EmbeddedServerConfig
+from areal_lite.api.config_help import describe_fields
 from areal_lite.embedded.serve import serve, write_ready_line
-from areal_lite.embedded.settings import DEVICES, DTYPES, ServerSettings
+from areal_lite.embedded.settings import server_config
 from areal_lite.errors import ArealLiteError
-
-_CHOICES = {"dtype": DTYPES, "device": DEVICES}
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    """Return the parser; each field of ``ServerSettings`` is an option."""
+    """Return the parser; each field of ``EmbeddedServerConfig`` is an option."""
     parser = argparse.ArgumentParser(
         prog="areal-lite serve",
         description="Serve a Hugging Face model in SGLang's HTTP dialect, without SGLang.",
     )
     parser.add_argument(
-        "model_path", metavar="MODEL", help="model directory, or name on the Hugging Face Hub"
+        "model_path",
+        metavar="MODEL",
+        help="folder with config.json, tokenizer and safetensors weights, or a name on the Hugging Face Hub",
     )
-    for field in fields(ServerSettings):
-        option = "--" + field.name.replace("_", "-")
-        if field.default is MISSING:
-            continue
-        if isinstance(field.default, bool):
-            parser.add_argument(option, action="store_true", help="default: off")
-            continue
-        kind = str if field.name in _CHOICES or isinstance(field.default, str) else int
+    for field in describe_fields(EmbeddedServerConfig):
+        details = f"{field.type}; default {field.default}"
         parser.add_argument(
-            option,
-            type=kind,
-            default=field.default,
-            choices=_CHOICES.get(field.name),
-            help=f"default: {field.default}",
+            f"--{field.key.replace('_', '-')}",
+            metavar="VALUE",
+            default=argparse.SUPPRESS,
+            help=f"{field.meaning} ({details})".replace("%", "%%"),
         )
-    # Set by EmbeddedServer: where to say that the server is ready, and that the parent's end is ours too.
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="Seed for requests without a seed of their own, in order of arrival (default 0)",
+    )
+    parser.add_argument(
+        "--weight-version", default="0", metavar="NAME", help="Name of the first weights (default 0)"
+    )
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="Make the bits of each answer depend on its request, the weights and num_threads only: requests run one "
+        "by one and share no KV cache. Several times slower with many requests at once",
+    )
+    # EmbeddedServer sets these: where to report the address, and that this process ends with its parent.
     parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--die-with-stdin", action="store_true", help=argparse.SUPPRESS)
     return parser
@@ -61,15 +71,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_ready_line(ready_fd, host, port)
 
     try:
-        serve(ServerSettings(**arguments), on_ready=announce)
+        config, served = split_arguments(arguments)
+        serve(config, **served, on_ready=announce)
     except ArealLiteError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     return 0
 
 
+def split_arguments(arguments: dict[str, Any]) -> tuple[EmbeddedServerConfig, dict[str, Any]]:
+    """Split parsed arguments into the server's settings and what it serves (model, seed, ...).
+
+    Raises:
+        ConfigError: If a setting is out of range.
+    """
+    names = EmbeddedServerConfig.__dataclass_fields__
+    config = server_config(**{name: value for name, value in arguments.items() if name in names})
+    return config, {name: value for name, value in arguments.items() if name not in names}
+
+
 def _exit_when_stdin_closes() -> None:
-    """End this process with its parent, even one killed with SIGKILL: nobody else holds the pipe's other end."""
+    """End this process with its parent, even after SIGKILL: only the parent holds the other end of the pipe."""
     while os.read(0, 1024):
         pass
     os._exit(0)

@@ -1,7 +1,7 @@
-"""Reading and judging a checkpoint directory before a weight is touched. Needs no torch.
+"""Check a checkpoint directory before any weight is changed. Needs no torch.
 
-A directory is good when its safetensors files are whole, their names and shapes are those of the served model, and,
-where a ``manifest.json`` lies beside them, when every file it names has the size and SHA-256 it says.
+A directory is valid if its safetensors files are complete, their tensors have the names and shapes of the served model,
+and, if it has a ``manifest.json``, each file has the size and SHA-256 in it.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _DTYPE_BYTES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointHeader:
-    """What the headers of a directory's safetensors files say."""
+    """Tensors of a directory's safetensors files, read from their headers."""
 
     path: Path
     files: tuple[Path, ...]
     shapes: Mapping[str, tuple[int, ...]]
     locations: Mapping[str, tuple[Path, int, int]]
-    """File, first byte and end byte of each tensor's data."""
+    """File, first byte and end byte (exclusive) of each tensor's data."""
 
 
 def read_checkpoint_header(path: Path) -> CheckpointHeader:
     """Read names and shapes of a checkpoint directory.
 
     Raises:
-        ConfigError: If there are no weights, or a file is cut off or no safetensors file.
+        ConfigError: If there are no weights, or a file is truncated or not a safetensors file.
     """
     if not path.is_dir():
         raise ConfigError(
-            f"model_path {str(path)!r} is not a directory; give the directory a trainer saved into."
+            f"model_path {str(path)!r} is not a directory; give the directory that a trainer wrote."
         )
     index = path / "model.safetensors.index.json"
     if index.is_file():
@@ -58,7 +58,7 @@ def read_checkpoint_header(path: Path) -> CheckpointHeader:
     else:
         files = tuple(sorted(path.glob("*.safetensors")))
     if not files:
-        raise ConfigError(f"Cannot find any model weights with `{path}`: no *.safetensors file there.")
+        raise ConfigError(f"Cannot find any model weights with `{path}`: it has no *.safetensors file.")
     shapes: dict[str, tuple[int, ...]] = {}
     locations: dict[str, tuple[Path, int, int]] = {}
     for file in files:
@@ -66,22 +66,18 @@ def read_checkpoint_header(path: Path) -> CheckpointHeader:
             shapes[name] = shape
             locations[name] = (file, start, end)
     if index.is_file() and (missing := sorted(set(weight_map) - set(shapes))):
-        raise ConfigError(
-            f"{index} names {missing[0]!r}, which none of its files holds; save the checkpoint again."
-        )
+        raise ConfigError(f"{index} lists {missing[0]!r}, but no file has it; save the checkpoint again.")
     return CheckpointHeader(path=path, files=files, shapes=shapes, locations=locations)
 
 
 def _read_file_header(file: Path) -> dict[str, tuple[tuple[int, ...], int, int]]:
-    broken = f"{file} is not a whole safetensors file"
+    broken = f"{file} is not a complete safetensors file"
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
             header_size = int.from_bytes(stream.read(8), "little")
             if header_size > size - 8:
-                raise ConfigError(
-                    f"{broken}: its header ends behind the end of the file. Save the checkpoint again."
-                )
+                raise ConfigError(f"{broken}: its header is cut off. Save the checkpoint again.")
             header: dict[str, Any] = json.loads(stream.read(header_size))
         tensors = {}
         for name, entry in header.items():
@@ -89,8 +85,8 @@ def _read_file_header(file: Path) -> dict[str, tuple[tuple[int, ...], int, int]]
                 continue
             shape = tuple(entry["shape"])
             start, end = (8 + header_size + offset for offset in entry["data_offsets"])
-            wanted = math.prod(shape) * _DTYPE_BYTES.get(entry["dtype"], 0)
-            if end > size or (wanted and wanted != end - start):
+            expected = math.prod(shape) * _DTYPE_BYTES.get(entry["dtype"], 0)
+            if end > size or (expected and expected != end - start):
                 raise ConfigError(f"{broken}: the data of {name!r} is cut off. Save the checkpoint again.")
             tensors[name] = (shape, start, end)
         return tensors
@@ -106,7 +102,7 @@ def check_manifest(path: Path) -> None:
     The manifest is ``{"files": {NAME: {"size": BYTES, "sha256": HEX}}}``, written after the files.
 
     Raises:
-        ConfigError: If a file is missing, or its size or hash is another.
+        ConfigError: If a file is missing, or its size or hash differs.
     """
     manifest = path / "manifest.json"
     if not manifest.is_file():
@@ -116,11 +112,13 @@ def check_manifest(path: Path) -> None:
             name: (int(entry["size"]), str(entry["sha256"])) for name, entry in _manifest_files(manifest)
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{manifest} is no manifest ({error!r}); save the checkpoint again.") from error
+        raise ConfigError(
+            f"{manifest} is not a valid manifest ({error!r}); save the checkpoint again."
+        ) from error
     for name, (size, sha256) in entries.items():
         file = path / name
         if not file.is_file():
-            raise ConfigError(f"{manifest} names {name!r}, which is not there; save the checkpoint again.")
+            raise ConfigError(f"{manifest} lists {name!r}, which is missing; save the checkpoint again.")
         if file.stat().st_size != size:
             raise ConfigError(
                 f"{file} has {file.stat().st_size} bytes, {manifest.name} says {size}; save the checkpoint again."
@@ -145,10 +143,10 @@ def check_weights(
     Args:
         header: The checkpoint.
         shapes: Names and shapes of the served model's weights, tied names included.
-        tied: Second names of tied weights, each with the first name of the same tensor.
+        tied: Maps the second name of a tied weight to the first name of the same tensor.
 
     Raises:
-        ConfigError: If a weight is missing, unknown or of another shape, or if the checkpoint gives two different
+        ConfigError: If a weight is missing or unknown or has a wrong shape, or if the checkpoint has two different
             tensors for weights that the served model ties.
     """
     groups: dict[str, list[str]] = {}
@@ -157,13 +155,13 @@ def check_weights(
     missing = [group[0] for group in groups.values() if not any(name in header.shapes for name in group)]
     unknown = [name for name in header.shapes if name not in shapes]
     wrong = [name for name, shape in header.shapes.items() if name in shapes and shapes[name] != shape]
-    for names, what in ((missing, "lacks"), (unknown, "has unknown"), (wrong, "has another shape for")):
+    for names, what in ((missing, "lacks"), (unknown, "has unknown"), (wrong, "has a wrong shape for")):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             detail = f" {header.shapes[names[0]]} instead of {shapes[names[0]]}" if names is wrong else ""
             raise ConfigError(
-                f"checkpoint {str(header.path)!r} {what} {names[0]!r}{detail}{more}; the served weights stay. "
-                "Save the whole model, of the same architecture as the served one."
+                f"checkpoint {str(header.path)!r} {what} {names[0]!r}{detail}{more}; the server keeps its "
+                "weights. Save the whole model, with the architecture of the served one."
             )
     for second, first in tied.items():
         if {first, second} <= set(header.shapes) and _tensor_hash(header, first) != _tensor_hash(
@@ -171,7 +169,7 @@ def check_weights(
         ):
             raise ConfigError(
                 f"checkpoint {str(header.path)!r} has different tensors for {first!r} and {second!r}, which the served "
-                "model ties; the served weights stay. Train with tied embeddings, or serve an untied model."
+                "model ties; the server keeps its weights. Train with tied embeddings, or serve an untied model."
             )
 
 

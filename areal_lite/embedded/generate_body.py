@@ -1,6 +1,7 @@
-"""From the JSON body of ``/generate`` to requests: every rule of SGLang's wire that can be checked beforehand.
+"""Check the JSON body of ``/generate`` and turn it into requests.
 
-Token ids outside the vocabulary are refused here; they would end a real SGLang server.
+Guarantees that the scheduler can run each request. Token ids outside the vocabulary, which crash a real SGLang server,
+are an error here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_lite.embedded.generation_request import GenerationRequest
-from areal_lite.embedded.sampling_params import parse_sampling_params, rule_broken, wrong_type
+from areal_lite.embedded.sampling_params import (
+    SamplingParams,
+    invalid_value,
+    parse_sampling_params,
+    wrong_type,
+)
 
 _UNSUPPORTED = (
     "input_embeds",
@@ -26,7 +32,7 @@ _UNSUPPORTED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What the served model can take."""
+    """Sizes of the served model and its cache."""
 
     context_length: int
     vocab_size: int
@@ -35,11 +41,11 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateCall:
-    """One call of ``/generate``: its requests in the order of the reply."""
+    """One call of ``/generate``, with its requests in the order of the reply."""
 
     requests: list[GenerationRequest]
     owners: list[str]
-    """The rid that aborts each request: for ``n > 1`` the caller's, shared by its outputs."""
+    """The caller's rid of each request, which aborts it; the ``n`` outputs of a prompt share one."""
 
     as_list: bool
     stream: bool
@@ -47,16 +53,25 @@ class GenerateCall:
     return_text_in_logprobs: bool
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PromptOptions:
+    rid: str
+    params: SamplingParams
+    return_logprob: bool
+    logprob_start: int
+    top_logprobs_num: int
+
+
 def parse_generate(
     body: Any, *, encode: Callable[[str], list[int]], limits: Limits, draw: random.Random
 ) -> GenerateCall:
-    """Check a ``/generate`` body and make its requests.
+    """Check a ``/generate`` body and create its requests.
 
     Args:
-        body: The parsed JSON. Unknown top-level fields are ignored, as SGLang does.
+        body: The parsed JSON. Unknown top-level fields are ignored, as in SGLang.
         encode: Text to token ids.
         limits: Context and vocabulary of the served model.
-        draw: Source of the seeds that are not given.
+        draw: Source of seeds for requests without one.
 
     Raises:
         BadRequest: With the status and JSON body to answer.
@@ -65,56 +80,25 @@ def parse_generate(
         raise wrong_type(f"the body must be a JSON object, got {type(body).__name__}.")
     for name in _UNSUPPORTED:
         if body.get(name):
-            raise rule_broken(
+            raise invalid_value(
                 f"{name} is not supported by the embedded server; leave it out, or serve with SGLang."
             )
     prompts, is_batch = _prompts(body, encode)
-    count = len(prompts)
-    sampling = body.get("sampling_params")
-    params = [
-        parse_sampling_params(given, vocab_size=limits.vocab_size)
-        for given in _per_prompt("sampling_params", sampling, count, is_batch and isinstance(sampling, list))
-    ]
-    rids = _rids(body.get("rid"), count, is_batch)
-    with_logprob = _per_prompt_typed(body, "return_logprob", bool, False, count)
-    starts = _per_prompt_typed(body, "logprob_start_len", int, -1, count)
-    tops = _per_prompt_typed(body, "top_logprobs_num", int, 0, count)
-    stream, prompt_ids, with_text = (
+    options = _options(body, len(prompts), is_batch, limits)
+    stream, return_prompt_token_ids, return_text_in_logprobs = (
         _flag(body, name) for name in ("stream", "return_prompt_token_ids", "return_text_in_logprobs")
     )
-    requests, owners = [], []
-    for i, prompt in enumerate(prompts):
+    requests: list[GenerationRequest] = []
+    owners: list[str] = []
+    for prompt, option in zip(prompts, options, strict=True):
         _check_prompt(prompt, limits)
-        _check_length(prompt, params[i].max_new_tokens, limits)
-        if not -1 <= starts[i] < len(prompt):
-            raise rule_broken(
-                f"logprob_start_len must be -1 (off) or in [0, {len(prompt)}) for this prompt, got {starts[i]}."
-            )
-        if not 0 <= tops[i] <= limits.vocab_size:
-            raise rule_broken(f"top_logprobs_num must be in [0, {limits.vocab_size}], got {tops[i]}.")
-        given_seed = params[i].sampling_seed
-        for copy in range(params[i].n):
-            seed = (
-                draw.getrandbits(64)
-                if given_seed is None
-                else (given_seed + copy * 0xD1342543DE82EF95) % 2**64
-            )
-            requests.append(
-                GenerationRequest(
-                    rid=rids[i] if params[i].n == 1 else f"{rids[i]}_{copy}",
-                    prompt=prompt,
-                    params=params[i],
-                    seed=seed,
-                    return_logprob=with_logprob[i],
-                    logprob_start=starts[i] if with_logprob[i] and starts[i] >= 0 else None,
-                    top_logprobs_num=tops[i] if with_logprob[i] else 0,
-                    stream=stream,
-                )
-            )
-            owners.append(rids[i])
+        _check_length(prompt, option.params.max_new_tokens, limits)
+        _check_logprob_options(prompt, option, limits)
+        requests += _requests(prompt, option, draw, stream=stream)
+        owners += [option.rid] * option.params.n
     as_list = is_batch or len(requests) > 1
     if stream and as_list:
-        raise rule_broken(
+        raise invalid_value(
             "stream is for one prompt with n = 1; send one call per output, or leave stream out."
         )
     return GenerateCall(
@@ -122,22 +106,73 @@ def parse_generate(
         owners=owners,
         as_list=as_list,
         stream=stream,
-        return_prompt_token_ids=prompt_ids,
-        return_text_in_logprobs=with_text,
+        return_prompt_token_ids=return_prompt_token_ids,
+        return_text_in_logprobs=return_text_in_logprobs,
     )
+
+
+def _options(body: dict[str, Any], count: int, is_batch: bool, limits: Limits) -> list[_PromptOptions]:
+    """Return the options of each prompt; the body gives one value for all prompts, or a list."""
+    sampling = body.get("sampling_params")
+    params = [
+        parse_sampling_params(given, vocab_size=limits.vocab_size)
+        for given in _per_prompt("sampling_params", sampling, count, is_batch and isinstance(sampling, list))
+    ]
+    rids = _rids(body.get("rid"), count, is_batch)
+    return_logprob = _per_prompt_typed(body, "return_logprob", bool, False, count)
+    starts = _per_prompt_typed(body, "logprob_start_len", int, -1, count)
+    tops = _per_prompt_typed(body, "top_logprobs_num", int, 0, count)
+    return [
+        _PromptOptions(
+            rid=rids[i],
+            params=params[i],
+            return_logprob=return_logprob[i],
+            logprob_start=starts[i],
+            top_logprobs_num=tops[i],
+        )
+        for i in range(count)
+    ]
+
+
+def _requests(
+    prompt: list[int], option: _PromptOptions, draw: random.Random, *, stream: bool
+) -> list[GenerationRequest]:
+    """Return the ``n`` requests of one prompt, each with a seed of its own."""
+    params = option.params
+    seeds = [
+        draw.getrandbits(64)
+        if params.sampling_seed is None
+        else (params.sampling_seed + copy * 0xD1342543DE82EF95) % 2**64
+        for copy in range(params.n)
+    ]
+    return [
+        GenerationRequest(
+            rid=option.rid if params.n == 1 else f"{option.rid}_{copy}",
+            prompt=prompt,
+            params=params,
+            seed=seed,
+            return_logprob=option.return_logprob,
+            logprob_start=option.logprob_start
+            if option.return_logprob and option.logprob_start >= 0
+            else None,
+            top_logprobs_num=option.top_logprobs_num if option.return_logprob else 0,
+            stream=stream,
+        )
+        for copy, seed in enumerate(seeds)
+    ]
 
 
 def _prompts(body: dict[str, Any], encode: Callable[[str], list[int]]) -> tuple[list[list[int]], bool]:
     text, input_ids = body.get("text"), body.get("input_ids")
     if text is None and input_ids is None:
-        raise rule_broken("Either text, input_ids or input_embeds should be provided.")
+        raise invalid_value("Either text, input_ids or input_embeds should be provided.")
     if text is not None and input_ids is not None:
-        raise rule_broken("text and input_ids are both given; give one of them.")
+        raise invalid_value("text and input_ids are both given; give one of them.")
     if input_ids is not None:
         if not isinstance(input_ids, list):
             raise wrong_type(f"input_ids: must be list or null; got {type(input_ids).__name__}.")
         if not input_ids:
-            raise rule_broken("input_ids cannot be empty.")
+            raise invalid_value("input_ids cannot be empty.")
         is_batch = isinstance(input_ids[0], list)
         return (input_ids if is_batch else [input_ids]), is_batch
     texts: list[Any] = text if isinstance(text, list) else [text]
@@ -150,13 +185,13 @@ def _check_prompt(prompt: list[int], limits: Limits) -> None:
     if not isinstance(prompt, list):
         raise wrong_type(f"input_ids: a batch must hold lists only; got {type(prompt).__name__}.")
     if not prompt:
-        raise rule_broken("input_ids cannot be empty.")
+        raise invalid_value("input_ids cannot be empty.")
     if any(type(token) is not int for token in prompt):
         odd = next(token for token in prompt if type(token) is not int)
         raise wrong_type(f"input_ids: elements must be int or list; got {type(odd).__name__}.")
     if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
         odd = min(prompt) if min(prompt) < 0 else max(prompt)
-        raise rule_broken(
+        raise invalid_value(
             f"input_ids holds {odd}, which is not in the vocabulary [0, {limits.vocab_size}); was the prompt tokenized "
             "with this model's tokenizer?"
         )
@@ -165,17 +200,27 @@ def _check_prompt(prompt: list[int], limits: Limits) -> None:
 def _check_length(prompt: list[int], max_new_tokens: int, limits: Limits) -> None:
     context, length = limits.context_length, len(prompt)
     if length > context or (length == context and max_new_tokens > 0):
-        raise rule_broken(
+        raise invalid_value(
             f"The input ({length} tokens) is longer than the model's context length ({context} tokens)."
         )
     total = length + max_new_tokens
     if total > context:
-        raise rule_broken(
+        raise invalid_value(
             f"Requested token count exceeds the model's maximum context length of {context} tokens. You requested a "
             f"total of {total} tokens: {length} tokens from the input messages and {max_new_tokens} tokens for the "
             "completion. Please reduce the number of tokens in the input messages or the completion to fit within "
             "the limit."
         )
+
+
+def _check_logprob_options(prompt: list[int], option: _PromptOptions, limits: Limits) -> None:
+    start, top = option.logprob_start, option.top_logprobs_num
+    if not -1 <= start < len(prompt):
+        raise invalid_value(
+            f"logprob_start_len must be -1 (off) or in [0, {len(prompt)}) for this prompt, got {start}."
+        )
+    if not 0 <= top <= limits.vocab_size:
+        raise invalid_value(f"top_logprobs_num must be in [0, {limits.vocab_size}], got {top}.")
 
 
 def _rids(given: Any, count: int, is_batch: bool) -> list[str]:
@@ -186,10 +231,10 @@ def _rids(given: Any, count: int, is_batch: bool) -> list[str]:
     if not all(isinstance(rid, str) and rid for rid in rids) or (isinstance(given, list) and not is_batch):
         raise wrong_type(f"rid must be a string, or for a batch a list of strings; got {given!r}.")
     if len(rids) != count:
-        raise rule_broken(f"rid has {len(rids)} entries for {count} prompts; give one per prompt.")
+        raise invalid_value(f"rid has {len(rids)} entries for {count} prompts; give one per prompt.")
     twice = sorted({rid for rid in rids if rids.count(rid) > 1}) if len(set(rids)) < count else []
     if twice:
-        raise rule_broken(f"Duplicate request IDs detected within the request: {twice}")
+        raise invalid_value(f"Duplicate request IDs detected within the request: {twice}")
     return rids
 
 
@@ -197,7 +242,7 @@ def _per_prompt(name: str, value: Any, count: int, is_list: bool) -> list[Any]:
     if not is_list:
         return [value] * count
     if len(value) != count:
-        raise rule_broken(
+        raise invalid_value(
             f"{name} has {len(value)} entries for {count} prompts; give one, or one per prompt."
         )
     return list(value)

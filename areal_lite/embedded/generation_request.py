@@ -1,6 +1,6 @@
-"""One output being generated: what was asked, what was sampled so far, and its reply in SGLang's form.
+"""One output being generated: its request, the tokens so far, and its reply in SGLang's format.
 
-The model thread writes a ``GenerationRequest``, the event loop reads it; ``finish_reason`` is written last.
+The model thread writes a ``GenerationRequest`` and the event loop reads it; ``finish_reason`` is written last.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Decode = Callable[[list[int], bool], str]
 
 
 def aborted(message: str = "Aborted") -> FinishReason:
-    """Return the finish reason of a request that somebody stopped."""
+    """Return the finish reason of an aborted request."""
     return {"type": "abort", "message": message, "status_code": None, "err_type": None}
 
 
@@ -30,22 +30,22 @@ class GenerationRequest:
     """One prompt, one output."""
 
     rid: str
-    """Unique among live requests; for ``n > 1`` the caller's rid with ``_0``, ``_1``, ... behind it."""
+    """Unique among live requests; for ``n > 1`` the caller's rid plus ``_0``, ``_1``, ..."""
 
     prompt: list[int]
     params: SamplingParams
     seed: int
-    """64 bits that, with the position, decide every random choice of this output."""
+    """64 bits. Seed and position decide every random choice of this output."""
 
     return_logprob: bool = False
     logprob_start: int | None = None
-    """First prompt position whose log-probs are asked for; None for none."""
+    """First prompt position to score; None scores none."""
 
     top_logprobs_num: int = 0
     stream: bool = False
 
     output_ids: list[int] = field(default_factory=list)
-    """Sampled ids, the stop token among them."""
+    """Sampled ids, including the stop token."""
 
     output_logprobs: list[float] = field(default_factory=list)
     """One per output id: log_softmax(logits / temperature), before any filter."""
@@ -54,16 +54,16 @@ class GenerationRequest:
     input_logprobs: list[float | None] = field(default_factory=list)
     input_top_logprobs: list[list[tuple[float, int]] | None] = field(default_factory=list)
     version_spans: list[list[Any]] = field(default_factory=list)
-    """``[version, start, end]`` over the output ids, in order and without gaps."""
+    """``[version, start, end]`` ranges of the output ids, in order and without gaps."""
 
     cached_tokens: int = 0
-    """Prompt tokens whose KV was copied instead of computed, at the first prefill."""
+    """Prompt tokens whose KV the first prefill copied instead of computing."""
 
     num_retractions: int = 0
     finish_reason: FinishReason | None = None
     arrived_at: float = field(default_factory=time.perf_counter)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set on the event loop when the request ended, or gained tokens while it streams."""
+    """Set on the event loop when the request ends or, if it streams, has new tokens."""
 
     prompt_array: npt.NDArray[np.int64] = field(init=False)
 
@@ -72,21 +72,21 @@ class GenerationRequest:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and output ids: what a prefill has to cover."""
+        """Prompt and output ids, all of which a prefill must compute."""
         return self.prompt + self.output_ids
 
     @property
     def reserved_tokens(self) -> int:
-        """Length this request may grow to."""
+        """Maximum length of prompt and output."""
         return len(self.prompt) + self.params.max_new_tokens
 
     @property
     def needs_scores(self) -> bool:
-        """Whether the prompt's log-probs are asked for and not there yet."""
+        """Whether the prompt still has to be scored."""
         return self.logprob_start is not None and not self.input_logprobs
 
     def append(self, token: int, logprob: float, version: str) -> None:
-        """Record one sampled token and the weight version that wrote it."""
+        """Record one sampled token and the version of the weights that computed it."""
         if not self.version_spans or self.version_spans[-1][0] != version:
             self.version_spans.append([version, len(self.output_ids), len(self.output_ids)])
         self.version_spans[-1][2] += 1
@@ -94,16 +94,15 @@ class GenerationRequest:
         self.output_ids.append(token)
 
     def reply(self, decode: Decode, *, current_version: str, token_texts: bool) -> dict[str, Any]:
-        """Return the reply in the form of SGLang's ``/generate``, with what is sampled so far.
+        """Return the reply in the format of SGLang's ``/generate``, with the tokens so far.
 
         Args:
-            decode: Ids and skip_special_tokens to text.
-            current_version: Weight version to name when no token was sampled.
-            token_texts: Whether to give the text of each token beside its log-prob.
+            decode: ``(ids, skip_special_tokens)`` to text.
+            current_version: Weight version to report if no token was sampled.
+            token_texts: Whether to add the text of each token to its log-prob.
         """
-        finished = (
-            self.finish_reason
-        )  # read first, since it is written last: from here on nothing changes if set
+        # Read first because it is written last: once it is set, nothing else changes.
+        finished = self.finish_reason
         count = len(self.output_ids)
         meta: dict[str, Any] = {
             "id": self.rid,
@@ -144,10 +143,10 @@ class GenerationRequest:
         }
 
     def _text(self, decode: Decode, count: int, finished: FinishReason | None) -> str:
-        """Return the text of the first ``count`` ids: without what stopped it, and without half a character."""
+        """Return the text of the first ``count`` ids, without the stop text and without incomplete characters."""
         matched = None if finished is None or self.params.no_stop_trim else finished.get("matched")
         ids = self.output_ids[: count - 1 if isinstance(matched, int) else count]
         text = decode(ids, self.params.skip_special_tokens)
         if finished is None:
-            return text.rstrip("\ufffd")  # its other bytes are still to come
+            return text.rstrip("\ufffd")  # the other bytes of the character are not sampled yet
         return text[: text.index(matched)] if isinstance(matched, str) and matched in text else text

@@ -1,7 +1,7 @@
 """SGLang's native HTTP dialect in front of the scheduler.
 
-Guarantees: a bad request gets a 4xx with a JSON body and costs the model nothing; a client that goes away aborts its
-requests; ``/health`` answers at once in every state. Sampling, batching and weights are the scheduler's business.
+Guarantees: an invalid request gets a 4xx with a JSON body and never reaches the model; when a client disconnects, its
+requests are aborted; ``/health`` answers at once in every state. The scheduler owns sampling, batching and weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from areal_lite import __version__
 from areal_lite.embedded import checkpoint
 from areal_lite.embedded.generate_body import GenerateCall, Limits, parse_generate
 from areal_lite.embedded.generation_request import Decode, GenerationRequest
-from areal_lite.embedded.sampling_params import BadRequest, SamplingParams, rule_broken, wrong_type
+from areal_lite.embedded.sampling_params import BadRequest, SamplingParams, invalid_value, wrong_type
 from areal_lite.embedded.scheduler import Scheduler
 from areal_lite.errors import ArealLiteError, ConfigError
 
@@ -49,16 +49,16 @@ class SGLangDialect:
         seed: int,
         description: dict[str, Any],
     ) -> None:
-        """Prepare the application; ``app`` makes it.
+        """Prepare the application; ``app`` builds it.
 
         Args:
-            scheduler: Where requests go.
+            scheduler: Runs the requests.
             encode: Text to token ids.
-            decode: Ids and skip_special_tokens to text.
-            model_path: Where the served weights came from; updates change it.
-            limits: What the model can take.
-            seed: Decides the seeds of requests that bring none.
-            description: What ``/server_info`` shows besides the counters.
+            decode: ``(ids, skip_special_tokens)`` to text.
+            model_path: Directory of the served weights; updates change it.
+            limits: Sizes of the served model and its cache.
+            seed: Seed of the generator that draws seeds for requests without one.
+            description: Fields that ``/server_info`` shows besides the counters.
         """
         self._scheduler = scheduler
         self._encode = encode
@@ -69,10 +69,11 @@ class SGLangDialect:
         self._description = description
         self._live: dict[str, list[GenerationRequest]] = {}
         self._updating = asyncio.Lock()
-        # One thread: a tokenizer may not be used from two at once, and a long text must not hold up the event loop.
+        # One thread: a tokenizer is not thread-safe, and a long text must not block the event loop.
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
     def app(self) -> web.Application:
+        """Return the application with all routes."""
         app = web.Application(middlewares=[_errors_as_json], client_max_size=_MAX_BODY_BYTES)
         both = ("GET", "POST")
         for methods, path, handler in (
@@ -89,9 +90,9 @@ class SGLangDialect:
             (("GET",), "/get_server_info", self._server_info),
             (("GET",), "/v1/loads", self._loads),
             (("GET",), "/v1/models", self._models),
-            (("GET",), "/health", self._alive),
-            (("GET",), "/ready", self._alive),
-            (("GET",), "/ping", self._alive),
+            (("GET",), "/health", self._health),
+            (("GET",), "/ready", self._health),
+            (("GET",), "/ping", self._health),
             (("GET",), "/health_generate", self._health_generate),
             (("POST",), "/tokenize", self._tokenize),
         ):
@@ -125,7 +126,7 @@ class SGLangDialect:
                 replies.append(await self._reply(one, call))
             for one in call.requests:
                 if one.finish_reason is not None and one.finish_reason.get("status_code"):
-                    raise rule_broken(one.finish_reason["message"], status=one.finish_reason["status_code"])
+                    raise invalid_value(one.finish_reason["message"], status=one.finish_reason["status_code"])
             return _reply_json(replies if call.as_list else replies[0])
         finally:
             for owner in set(call.owners):
@@ -136,7 +137,7 @@ class SGLangDialect:
     def _register(self, call: GenerateCall) -> None:
         for owner in set(call.owners):
             if owner in self._live:
-                raise rule_broken(f"Duplicate request ID detected: {owner}")
+                raise invalid_value(f"Duplicate request ID detected: {owner}")
         for owner, one in zip(call.owners, call.requests, strict=True):
             self._live.setdefault(owner, []).append(one)
 
@@ -211,7 +212,7 @@ class SGLangDialect:
         return _reply_json({"success": True, "message": message, "new_version": version})
 
     async def _update_weights(self, request: web.Request) -> web.Response:
-        """Check the checkpoint beside the model thread, then load it between two steps."""
+        """Check the checkpoint outside the model thread, then load it between two steps."""
         fields = _fields(await _json(request))
         path, version = fields.get("model_path"), _version(fields.get("weight_version"))
         if not isinstance(path, str):
@@ -245,18 +246,18 @@ class SGLangDialect:
         return header
 
     def _load(self, header: checkpoint.CheckpointHeader) -> None:
-        """Load checked weights; if even so that fails, half of them are new: put the served ones back."""
+        """Load checked weights; if loading fails halfway, restore the served ones."""
         try:
             self._scheduler.runner.load_weights(header)
         except Exception as error:
             self._scheduler.runner.load_weights(checkpoint.read_checkpoint_header(Path(self._model_path)))
             raise ConfigError(
-                f"loading {str(header.path)!r} failed ({error}); the served weights were put back."
+                f"loading {str(header.path)!r} failed ({error}); the server restored its weights."
             ) from error
 
-    # -- looking -----------------------------------------------------------------------------------------------------
+    # -- information -------------------------------------------------------------------------------------------------
 
-    async def _alive(self, _request: web.Request) -> web.Response:
+    async def _health(self, _request: web.Request) -> web.Response:
         return web.Response(status=200 if self._scheduler.alive else 503)
 
     async def _health_generate(self, request: web.Request) -> web.Response:
@@ -264,7 +265,7 @@ class SGLangDialect:
             one = GenerationRequest(rid="health", prompt=[0], params=SamplingParams(max_new_tokens=1), seed=0)
             self._scheduler.submit([one])
             await one.changed.wait()
-        return await self._alive(request)
+        return await self._health(request)
 
     async def _model_info(self, _request: web.Request) -> web.Response:
         return _reply_json(self._info())

@@ -1,7 +1,7 @@
-"""The model: loading it, one forward pass over any mixture of rows, and new weights in place.
+"""Load the model, run forward passes over a batch of slots, and update weights in place.
 
-Guarantees next-token logits that equal a plain forward pass over the row's whole sequence, to float tolerance; a
-model for which that does not hold is refused at the start. Who owns which slot is the scheduler's business.
+Guarantees that next-token logits equal those of a plain forward pass over the whole sequence, to float tolerance; a
+model that fails this check is rejected at the start. The scheduler decides which request uses which slot.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class ModelRunner:
         head.register_forward_pre_hook(self._keep_last_positions)
 
     def _keep_last_positions(self, _head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        # A hook and not ``logits_to_keep``: rows end at different positions, and scaled or capped logits stay right.
+        # A hook and not ``logits_to_keep``, which keeps the same positions of all rows; rows end at different ones.
+        # The model still scales or caps its logits.
         if self._last is None:
             return inputs
         hidden = inputs[0]
@@ -47,13 +48,13 @@ class ModelRunner:
     def forward(
         self, rows: list[int], tokens: list[list[int]], past: list[int], *, all_positions: bool
     ) -> Tensor:
-        """Compute ``tokens`` behind the ``past`` columns of each slot in ``rows`` and keep their KV.
+        """Run ``tokens`` after the first ``past`` columns of each slot in ``rows``, and store their KV.
 
         Args:
             rows: ``[n]`` slots, all different.
-            tokens: ``[n][<= q]`` ids, at least one a row; shorter rows are padded on the right.
-            past: ``[n]`` columns of the slot that are valid and come before these tokens.
-            all_positions: Logits of every position instead of each row's last.
+            tokens: ``[n][<= q]`` ids, at least one per row; shorter rows are padded on the right.
+            past: ``[n]`` number of columns per slot that precede these tokens.
+            all_positions: Return logits of every position instead of each row's last.
 
         Returns:
             ``[n, vocab]`` logits of each row's last token, or ``[n, q, vocab]``.
@@ -83,28 +84,28 @@ class ModelRunner:
 
     @torch.inference_mode()
     def check_against_plain_forward(self) -> None:
-        """Refuse a model whose attention the slot cache does not reproduce.
+        """Check that the slot cache reproduces the model's attention.
 
         Raises:
-            ConfigError: If prefill, extension and decoding together do not give the logits of one plain pass.
+            ConfigError: If prefill, extension and decoding do not give the logits of one plain pass.
         """
         try:
             difference = self._difference_to_plain_forward()
-        except Exception as error:  # whatever a model does with a cache that is not made for it
+        except Exception as error:  # a model may raise anything on an unsupported cache
             raise ConfigError(
-                f"the model ({type(self.model).__name__}) does not run with the slot cache of the embedded server "
+                f"the model ({type(self.model).__name__}) does not run with the embedded server's slot cache "
                 f"({type(error).__name__}: {error}). Serve it with SGLang or vLLM instead."
             ) from error
         tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.2
         if not difference <= tolerance:
             raise ConfigError(
-                f"the model ({type(self.model).__name__}) puts {difference:.3g} of the probability elsewhere with the "
-                f"slot cache of the embedded server, more than {tolerance}: it does not use standard attention and KV "
+                f"the model ({type(self.model).__name__}) moves {difference:.3g} of the probability mass with the "
+                f"embedded server's slot cache, more than {tolerance}: it does not use standard attention and KV "
                 "caching. Serve it with SGLang or vLLM instead."
             )
 
     def _difference_to_plain_forward(self) -> float:
-        """Return the total variation between a plain pass and a prefill, an extension and a decoding step."""
+        """Return the total variation distance between a plain pass and prefill + extension + decoding."""
         length = min(9, self.context_length)
         ids = [(7 * i + 3) % self.vocab_size for i in range(length)]
         self._last = None
@@ -116,7 +117,7 @@ class ModelRunner:
         return float((plain.softmax(-1) - slotted.softmax(-1)).abs().sum()) / 2
 
     def weight_shapes(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-        """Return the shape of each weight by name, and the second names of tied weights with their first."""
+        """Return the shape of each weight by name, and a map from second to first names of tied weights."""
         first_names: dict[int, str] = {}
         tied: dict[str, str] = {}
         shapes: dict[str, tuple[int, ...]] = {}
@@ -129,7 +130,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def load_weights(self, header: CheckpointHeader) -> None:
-        """Copy a checkpoint over the weights in place; ``checkpoint.check_weights`` has to come first."""
+        """Copy a checkpoint into the weights in place; call ``checkpoint.check_weights`` first."""
         state = self.model.state_dict()
         _, tied = self.weight_shapes()
         for file in header.files:
@@ -154,7 +155,7 @@ def load_model(model_path: Path, *, dtype: str, device: str) -> Any:
 
 
 def longest_context(config: Any) -> int:
-    """Return the number of positions the model can attend to; a sliding window bounds it."""
+    """Return the number of positions the model can attend to, at most its sliding window."""
     text_config = config.get_text_config()
     limits = [
         getattr(text_config, "max_position_embeddings", None),

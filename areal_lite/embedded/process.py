@@ -1,8 +1,8 @@
 """The embedded server as a child process. Imports no torch.
 
 Guarantees: the child is in its own process group, so a Ctrl-C at the terminal reaches only the parent; it ends
-with the parent, also when that is killed with SIGKILL (a pipe, not a process-death signal, which would fire when
-the *thread* that started the child ends); ``start`` returns when requests are answered, without polling.
+with its parent, even if SIGKILL ends the parent (through a pipe: a parent-death signal would fire when the *thread*
+that started the child ends); ``start`` returns once the child answers requests, without polling.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 import areal_lite
-from areal_lite.embedded.settings import ServerSettings, check_model_path, check_port
+from areal_lite.embedded.settings import check_model_path, check_port, cpu_threads, server_config
 from areal_lite.errors import ConfigError, ServerError
 
 _LOG_TAIL_LINES = 20
@@ -36,24 +36,39 @@ class EmbeddedServer:
     """
 
     def __init__(
-        self, *, log_path: str | Path | None = None, start_timeout_s: float = 600.0, **settings: Any
+        self,
+        *,
+        model_path: str,
+        seed: int = 0,
+        weight_version: str = "0",
+        deterministic: bool = False,
+        log_path: str | Path | None = None,
+        start_timeout_s: float = 600.0,
+        **settings: Any,
     ) -> None:
-        """Check the settings; nothing runs yet.
+        """Check the settings; ``start`` runs the server.
 
         Args:
-            log_path: File the child's stdout and stderr are appended to. None: a temporary file, for error messages.
-            start_timeout_s: Seconds until the model must be loaded and served.
-            settings: The fields of ``ServerSettings``.
+            model_path: Directory with config.json, tokenizer and safetensors weights; or a name on the Hugging Face
+                Hub.
+            seed: Seed for requests that bring none; their order of arrival then decides the samples.
+            weight_version: Name of the first weights.
+            deterministic: Make the bits of each answer depend on its request, the weights and ``num_threads`` only.
+                Requests run one by one and share no KV cache: several times slower with many at once.
+            log_path: File to append the child's stdout and stderr to. None: a temporary file, for error messages.
+            start_timeout_s: Seconds for loading the model.
+            settings: Fields of ``EmbeddedServerConfig``.
 
         Raises:
-            ConfigError: If a setting is unknown or out of range, or the model or the port cannot be used.
+            ConfigError: If a setting is unknown or out of range, or model or port cannot be used.
         """
-        known = [field.name for field in fields(ServerSettings)]
-        if unknown := sorted(set(settings) - set(known)):
-            raise ConfigError(f"EmbeddedServer has no setting {unknown[0]!r}; known are {', '.join(known)}.")
-        self.settings = ServerSettings(**settings)
-        check_model_path(self.settings.model_path)
-        check_port(self.settings.host, self.settings.port)
+        self.config = server_config(**settings)
+        self.model_path = model_path
+        self.seed = seed
+        self.weight_version = weight_version
+        self.deterministic = deterministic
+        check_model_path(model_path)
+        check_port(self.config.host, self.config.port)
         self.log_path = None if log_path is None else Path(log_path)
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -71,27 +86,29 @@ class EmbeddedServer:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child, None before the start."""
+        """Process id of the child; None before ``start``."""
         return None if self._process is None else self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        """Exit code of a child that ended, None while it runs."""
+        """Exit code of the child; None while it runs."""
         return self.poll()
 
     def poll(self) -> int | None:
-        """Return the exit code if the child ended, else None."""
+        """Return the child's exit code, or None while it runs."""
         return None if self._process is None else self._process.poll()
 
     def start(self) -> EmbeddedServer:
         """Start the child and wait until it answers requests.
 
         Raises:
-            ConfigError: If the child finds a setting it cannot use.
-            ServerError: If the child dies first, or is not ready in time; with the end of its log.
+            ConfigError: If the child cannot use a setting.
+            ServerError: If the child dies or is not ready in time; with the end of its log.
         """
         if self._process is not None:
-            raise ServerError(f"the embedded server was started before (pid {self.pid}); make another one.")
+            raise ServerError(
+                f"the embedded server was already started (pid {self.pid}); create a new EmbeddedServer."
+            )
         self._log = tempfile.TemporaryFile() if self.log_path is None else self.log_path.open("a+b")  # noqa: SIM115
         self._log.seek(0, os.SEEK_END)
         ready_read, ready_write = os.pipe()
@@ -108,8 +125,8 @@ class EmbeddedServer:
         finally:
             os.close(ready_write)
         try:
-            where = self._wait_until_ready(ready_read)
-            self._address = f"http://{where['host']}:{where['port']}"
+            ready = self._wait_until_ready(ready_read)
+            self._address = f"http://{ready['host']}:{ready['port']}"
         except BaseException:
             self.stop()
             raise
@@ -118,7 +135,7 @@ class EmbeddedServer:
         return self
 
     def stop(self, *, timeout_s: float = 5.0) -> None:
-        """End the child by closing its pipe; SIGKILL to its process group if it is still there after ``timeout_s``."""
+        """End the child by closing its pipe; kill its process group if it still runs after ``timeout_s``."""
         if self._process is None:
             return
         if self._process.stdin is not None:
@@ -134,11 +151,11 @@ class EmbeddedServer:
         self._address = None
 
     def log_tail(self) -> str:
-        """Return the last lines the child wrote."""
+        """Return the last lines of the child's log."""
         if self._log is None or self._log.closed:
             return ""
         size = os.fstat(self._log.fileno()).st_size
-        written = os.pread(self._log.fileno(), 65536, max(0, size - 65536))  # leaves the shared offset alone
+        written = os.pread(self._log.fileno(), 65536, max(0, size - 65536))  # does not move the shared offset
         return "\n".join(written.decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
 
     def __enter__(self) -> EmbeddedServer:
@@ -150,22 +167,21 @@ class EmbeddedServer:
         self.stop()
 
     def _arguments(self, ready_fd: int) -> list[str]:
-        arguments = [self.settings.model_path, "--ready-fd", str(ready_fd), "--die-with-stdin"]
-        for field in fields(self.settings):
-            value = getattr(self.settings, field.name)
-            option = f"--{field.name.replace('_', '-')}"
-            if value is True:
-                arguments.append(option)
-            elif field.name != "model_path" and value is not None and value is not False:
-                arguments.append(f"{option}={value}")
-        return arguments
+        values = asdict(self.config) | {"seed": self.seed, "weight_version": self.weight_version}
+        return [
+            self.model_path,
+            f"--ready-fd={ready_fd}",
+            "--die-with-stdin",
+            *(["--deterministic"] if self.deterministic else []),
+            *(f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None),
+        ]
 
     def _environment(self) -> dict[str, str]:
-        """Return the child's environment: threads that sleep while they wait, and this package on its path."""
-        threads = str(self.settings.threads)
+        """Return the child's environment: waiting threads sleep, and this package can be imported."""
+        threads = str(cpu_threads(self.config))
         package_root = str(Path(areal_lite.__file__).resolve().parent.parent)
         return os.environ | {
-            # Spinning threads of two processes on the same cores made generation 15 times slower.
+            # With spinning threads, two processes on the same cores generated 15 times slower.
             "OMP_WAIT_POLICY": "PASSIVE",
             "KMP_BLOCKTIME": "0",
             "OMP_NUM_THREADS": threads,
@@ -176,14 +192,14 @@ class EmbeddedServer:
         }
 
     def _wait_until_ready(self, ready_fd: int) -> dict[str, Any]:
-        """Read the child's ready line; the pipe ends without one when the child dies."""
+        """Read the child's ready line; if the child dies, the pipe closes without one."""
         assert self._process is not None
         deadline, line = time.monotonic() + self._start_timeout_s, b""
         while not line.endswith(b"\n"):
             if not select.select([ready_fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 raise ServerError(
                     f"the embedded server was not ready after {self._start_timeout_s:.0f} s; the end of its log:\n"
-                    f"{self.log_tail()}\nIs the model too large for this machine? Else raise start_timeout_s."
+                    f"{self.log_tail()}\nIs the model too large for this machine? If not, raise start_timeout_s."
                 )
             piece = os.read(ready_fd, 4096)
             if not piece:
@@ -192,5 +208,5 @@ class EmbeddedServer:
                     raise ConfigError(tail[tail.rfind("error: ") + len("error: ") :])
                 raise ServerError(f"the embedded server ended with code {code} before it was ready:\n{tail}")
             line += piece
-        where: dict[str, Any] = json.loads(line)
-        return where
+        ready: dict[str, Any] = json.loads(line)
+        return ready

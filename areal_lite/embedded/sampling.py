@@ -1,6 +1,6 @@
-"""Sampling for a whole batch at once: log-probs in SGLang's convention, filters, and seeded choices.
+"""Sample a whole batch at once: log-probs in SGLang's convention, filters, seeded choices.
 
-A row's token depends on its logits, its parameters, its seed and its position, never on the other rows.
+Guarantees that a row's token depends only on its logits, parameters, seed and position, never on other rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from areal_lite.embedded.generation_request import GenerationRequest
 
 _BLOCK = 128
-_FIRST_TRY = 1024  # most top-p supports fit; a full sort of a vocabulary costs 7 times as much
+_FIRST_TRY = 1024  # enough for most top-p values; a full sort of the vocabulary costs 7 times as much
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,10 @@ class Sampled:
 
     tokens: list[int]
     logprobs: list[float]
-    """Nats, fp32 ``log_softmax(logits / temperature)``; of the undivided logits for temperature 0."""
+    """Nats, fp32 ``log_softmax(logits / temperature)``; temperature 0 does not divide the logits."""
 
     top: list[list[tuple[float, int]]]
-    """The ``top_logprobs_num`` most probable (log-prob, id) per row, where asked for."""
+    """Per row, the ``top_logprobs_num`` most probable ``(log-prob, id)``."""
 
 
 def sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: frozenset[int]) -> Sampled:
@@ -36,7 +36,7 @@ def sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: froze
     Args:
         logits: ``[rows, vocab]``, any float type.
         requests: One per row.
-        eos_ids: Ids that ``min_new_tokens`` forbids, besides the request's own stop ids.
+        eos_ids: Ids that ``min_new_tokens`` excludes, besides the request's own stop ids.
     """
     temperatures = [request.params.temperature for request in requests]
     logits = logits.float()
@@ -100,7 +100,7 @@ def _forbid_early_stop(
 
 
 def _uniforms(requests: Sequence[GenerationRequest]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return one number in [0, 1) per request, a hash of its seed and position (splitmix64)."""
+    """Return one number in [0, 1) per request: the splitmix64 hash of its seed and position."""
     seeds = np.array([request.seed for request in requests], dtype=np.uint64)
     positions = np.array([len(request.output_ids) + 1 for request in requests], dtype=np.uint64)
     for addend in (positions, np.uint64(1)):
@@ -115,10 +115,10 @@ def _uniforms(requests: Sequence[GenerationRequest]) -> np.ndarray[tuple[int], n
 
 
 def _pick(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Invert the cumulated ``weights [rows, choices]`` (not normalised) at ``uniforms [rows]``.
+    """Invert the cumulative sum of ``weights [rows, choices]`` (not normalised) at ``uniforms [rows]``.
 
-    In two levels, block and place in the block: summing a vocabulary in float64 costs a fifth of a decode step,
-    summing it in float32 loses the tail of the distribution.
+    First choose a block, then the place in it: a float64 sum over the vocabulary costs a fifth of a decode step, and a
+    float32 sum loses the tail of the distribution.
     """
     missing = -weights.shape[1] % _BLOCK
     padded = torch.nn.functional.pad(weights, (0, missing)) if missing else weights
@@ -135,13 +135,13 @@ def _pick(weights: Tensor, uniforms: Tensor) -> Tensor:
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     ends = weights.cumsum(dim=-1)
     total = ends[:, -1:]
-    # Rounding must not let the target reach the total: nothing behind it has weight.
+    # Rounding must not make the target equal the total, because no weight lies beyond it.
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(ends, target, right=True)[:, 0]
 
 
 def _pick_filtered(probabilities: Tensor, uniforms: Tensor, requests: list[GenerationRequest]) -> Tensor:
-    """Apply top-k, top-p and min-p as SGLang does: all three on the unfiltered, sorted probabilities."""
+    """Sample with top-k, top-p and min-p as SGLang does: all three act on the unfiltered, sorted probabilities."""
     vocab_size = probabilities.shape[1]
     top_k = torch.tensor([r.params.top_k if r.params.top_k > 0 else vocab_size for r in requests])
     top_p = torch.tensor([r.params.top_p for r in requests], device=probabilities.device)[:, None]

@@ -1,18 +1,17 @@
-"""Continuous batching: which requests are in the batch, step by step, in a thread of its own.
+"""Continuous batching: choose the requests of each step, in a thread of its own.
 
 Guarantees: a request ends exactly once; every token carries the version of the weights that computed it; requests
-start in the order they came; between two steps the thread runs commands (abort, pause, new weights), so that they
-see no half-done step. All state below belongs to the model thread; others only call ``submit``, ``discard`` and
-``command``.
+start in the order of arrival; commands (abort, pause, new weights) run between two steps and never see a step half
+done. The model thread owns all state below; other threads only call ``submit``, ``discard`` and ``command``.
 
-Running requests fill the slots ``[0, running)`` without gaps. The slots behind ``max_running_requests`` keep the KV
-of finished requests: a prompt that begins like one of these, or like a running one, copies that prefix and computes
-the rest only. Equal prompts that wait together are computed once.
+Running requests fill the slots ``[0, running)`` without gaps. The slots from ``max_running_requests`` on keep the KV
+of finished requests: a prompt that shares a prefix with one of these, or with a running request, copies that prefix
+and computes only the rest. Equal prompts that wait together are computed once.
 
-Why a loop of our own over the model, and not transformers' continuous batching: with SmolLM2-135M in bfloat16 on one
-thread of an AVX-512 server, 64 in flight, 64 new tokens behind prompts of 40, ``model.generate`` wrote 115 to 165
-tokens/s, transformers' ``generate_batch`` 43 to 48, this loop over HTTP with random arrivals 223, with the prompts
-in groups of 8 231 to 273. With 8 in flight: 97, 12, 96 and 116 (``benchmarks/embedded_throughput.py``).
+Why not transformers' continuous batching: with SmolLM2-135M in bfloat16 on one thread of an AVX-512 server, 64 in
+flight, 64 new tokens after prompts of 40, ``model.generate`` wrote 115 to 165 tokens/s, transformers'
+``generate_batch`` 43 to 48, this loop over HTTP with random arrivals 223, and 231 to 273 with prompts in groups of 8.
+With 8 in flight: 97, 12, 96 and 116 (``benchmarks/embedded_throughput.py``).
 """
 
 from __future__ import annotations
@@ -36,21 +35,23 @@ from areal_lite.embedded.sampling import sample, top_logprobs
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_MIN_SHARED_PREFIX = 16  # tokens; below it a plain prefill is cheaper than copying and masking
+_MIN_SHARED_PREFIX = 16  # tokens; for less, a plain prefill is cheaper than copying and masking
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """One row of a prefill: the requests that share it (equal tokens), and where its first columns come from."""
+    """One row of a prefill, shared by requests with equal tokens."""
 
     requests: list[GenerationRequest]
     tokens: list[int]
     donor: int | None
+    """Slot to copy the first ``past`` columns from."""
+
     past: int
 
 
 class Scheduler:
-    """The step loop over a model."""
+    """Runs requests on a model, step by step."""
 
     def __init__(
         self,
@@ -69,13 +70,13 @@ class Scheduler:
         Args:
             runner: The model; its ``slots`` beyond ``max_running_requests`` keep finished prefixes.
             eos_ids: Ids that end an output.
-            decode: Ids and skip_special_tokens to text, for stop strings.
+            decode: ``(ids, skip_special_tokens)`` to text, for stop strings.
             max_running_requests: Rows of the batch.
-            max_total_tokens: Bound on the sum, over running requests, of prompt and ``max_new_tokens``. A request
-                that is larger on its own runs alone.
-            max_prefill_tokens: Padded tokens of one prefill step; a longer prompt goes alone.
-            weight_version: Name of the weights the model holds.
-            keep_prefixes: Whether the KV of finished requests may serve later ones.
+            max_total_tokens: Limit on prompt plus ``max_new_tokens``, summed over running requests. A request
+                above the limit runs alone.
+            max_prefill_tokens: Padded tokens of one prefill step; a longer prompt runs alone.
+            weight_version: Name of the loaded weights.
+            keep_prefixes: Whether later requests may reuse the KV of finished ones.
         """
         self.runner = runner
         self.weight_version = weight_version
@@ -89,8 +90,8 @@ class Scheduler:
         self._decode = decode
         self._max_prefill_tokens = max_prefill_tokens
         self._keep_prefixes = keep_prefixes
-        self._retained: dict[int, npt.NDArray[np.int64]] = {}  # slot -> ids whose KV it holds; oldest first
-        self._foreign_kv: set[GenerationRequest] = set()  # running on KV of earlier weights
+        self._retained: dict[int, npt.NDArray[np.int64]] = {}  # slot -> ids of its KV; oldest first
+        self._stale_kv: set[GenerationRequest] = set()  # running on KV of earlier weights
         self._changed: list[GenerationRequest] = []
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -111,18 +112,18 @@ class Scheduler:
         self._thread.start()
 
     def close(self, *, timeout_s: float = 3.0) -> None:
-        """Stop after the step in progress and wait for that; requests still alive stay unanswered."""
+        """Stop after the current step and wait for it; live requests get no answer."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         self._thread.join(timeout_s)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests; their ``changed`` events tell of progress."""
+        """Queue requests; their ``changed`` events signal progress."""
         self._enqueue(lambda: self.waiting.extend(requests))
 
     def discard(self, requests: Sequence[GenerationRequest]) -> None:
-        """Abort requests nobody waits for any more."""
+        """Abort requests whose client is gone."""
         self._enqueue(lambda: self.abort(requests))
 
     async def command(self, function: Callable[[], T]) -> T:
@@ -131,17 +132,17 @@ class Scheduler:
         loop = self._loop
         future: asyncio.Future[T] = loop.create_future()
 
-        def settle(outcome: Callable[[], None]) -> None:
+        def finish(set_outcome: Callable[[], None]) -> None:
             if not future.done():
-                outcome()
+                set_outcome()
 
         def run() -> None:
             try:
                 result = function()
-            except Exception as error:  # handed to the caller
-                loop.call_soon_threadsafe(settle, lambda error=error: future.set_exception(error))
+            except Exception as error:  # raised in the caller
+                loop.call_soon_threadsafe(finish, lambda error=error: future.set_exception(error))
             else:
-                loop.call_soon_threadsafe(settle, lambda: future.set_result(result))
+                loop.call_soon_threadsafe(finish, lambda: future.set_result(result))
 
         self._enqueue(run)
         return await future
@@ -154,7 +155,7 @@ class Scheduler:
     # -- commands, run in the model thread ---------------------------------------------------------------------
 
     def abort(self, requests: Sequence[GenerationRequest]) -> None:
-        """End these requests with what they have; those that already ended are left alone."""
+        """End these requests with their tokens so far; requests that already ended stay as they are."""
         unwanted = set(requests)
         for request in self.waiting:
             if request in unwanted:
@@ -165,7 +166,7 @@ class Scheduler:
             self._leave(request)
 
     def abort_all(self) -> None:
-        """End every request with what it has."""
+        """End every request with its tokens so far."""
         self.abort([*self.running, *self.waiting])
 
     def pause(self, mode: str) -> None:
@@ -177,12 +178,12 @@ class Scheduler:
             self.retract()
 
     def retract(self) -> None:
-        """Send the running requests back to the head of the queue, to be prefilled with all they have so far."""
+        """Return the running requests to the head of the queue; a prefill will recompute all their tokens."""
         for request in self.running:
             request.num_retractions += 1
         self.waiting.extendleft(reversed(self.running))
         self.running = []
-        self._foreign_kv.clear()
+        self._stale_kv.clear()
 
     def resume(self) -> None:
         """Step again."""
@@ -193,12 +194,15 @@ class Scheduler:
         self._retained.clear()
 
     def change_weights(self, load: Callable[[], None], version: str | None, *, abort_all: bool) -> None:
-        """Put new weights in; unless paused in place, running requests continue on KV recomputed with them."""
+        """Load new weights.
+
+        Running requests continue on KV recomputed with the new weights; if paused in place, on their old KV.
+        """
         if abort_all:
             self.abort_all()
         if not self.paused:
             self.retract()
-        self._foreign_kv.update(self.running)
+        self._stale_kv.update(self.running)
         self.flush_cache()
         load()
         if version is not None:
@@ -221,7 +225,7 @@ class Scheduler:
                     command()
                 if self._can_step():
                     self._step()
-            except Exception as error:  # one broken batch must not end the server
+            except Exception as error:  # one failed batch must not end the server
                 self._fail_running(error)
             self._publish()
 
@@ -229,13 +233,13 @@ class Scheduler:
         return not self.paused and bool(self.running or self.waiting)
 
     def _fail_running(self, error: Exception) -> None:
-        logger.exception("a step failed; its requests end with status 500")
+        logger.exception("a step failed; its requests get status 500")
         reason = aborted(f"{type(error).__name__}: {error}")
         reason |= {"status_code": 500, "err_type": "InternalServerError"}
         for request in self.running:
             self._finish(request, reason)
         self.running = []
-        self._foreign_kv.clear()
+        self._stale_kv.clear()
         self.flush_cache()
 
     def _publish(self) -> None:
@@ -256,7 +260,7 @@ class Scheduler:
     # -- admission ---------------------------------------------------------------------------------------------
 
     def _choose_prefills(self) -> list[_Prefill]:
-        """Take from the head of the queue what fits into one prefill step."""
+        """Take requests from the head of the queue that fit into one prefill step."""
         room = self.max_running_requests - len(self.running)
         reserved = sum(request.reserved_tokens for request in self.running)
         chosen: list[_Prefill] = []
@@ -272,10 +276,10 @@ class Scheduler:
                 twin.requests.append(request)
             else:
                 prefill = self._plan_prefill(request, tokens)
-                verdict = self._fits(prefill, chosen)
-                if verdict == "full":
+                fits = self._fits(prefill, chosen)
+                if fits == "full":
                     break
-                if verdict == "later":
+                if fits == "later":
                     skipped.append(self.waiting.popleft())
                     continue
                 chosen.append(prefill)
@@ -288,12 +292,12 @@ class Scheduler:
         return chosen
 
     def _plan_prefill(self, request: GenerationRequest, tokens: list[int]) -> _Prefill:
-        """Look for the slot that holds most of these tokens' KV."""
+        """Find the slot with the longest prefix of these tokens."""
         if request.needs_scores:
             return _Prefill([request], tokens, None, 0)
         ids = np.asarray(tokens, dtype=np.int64)
         donor, past = None, 0
-        running = [(i, one.prompt_array) for i, one in enumerate(self.running) if one not in self._foreign_kv]
+        running = [(i, one.prompt_array) for i, one in enumerate(self.running) if one not in self._stale_kv]
         for slot, held in [*running, *self._retained.items()]:
             shared = min(_shared_prefix(ids, held), len(tokens) - 1)  # the last token's logits are needed
             if shared > max(past, _MIN_SHARED_PREFIX - 1):
@@ -301,7 +305,7 @@ class Scheduler:
         return _Prefill([request], tokens, donor, past)
 
     def _fits(self, prefill: _Prefill, chosen: list[_Prefill]) -> str:
-        """Say whether a row joins this step: ``yes``, ``later`` (others behind it may) or ``full``."""
+        """Decide whether a row joins this step: ``yes``, ``later`` (others in the queue may still join) or ``full``."""
         if not chosen:
             return "yes"
         if prefill.requests[0].needs_scores or chosen[0].requests[0].needs_scores:
@@ -315,18 +319,18 @@ class Scheduler:
         if padded - sum(lengths) > max(64, sum(lengths) // 4):
             return "later"
         ids = np.asarray(prefill.tokens, dtype=np.int64)
-        for row in chosen:  # a long common beginning is computed once, in this step, and copied in the next
+        for row in chosen:  # a long shared prefix is computed once, in this step, and copied in the next
             shared = _shared_prefix(ids, row.requests[0].prompt_array)
             if shared - prefill.past >= max(2 * _MIN_SHARED_PREFIX, lengths[-1] // 2):
                 return "later"
         return "yes"
 
     def _prefill(self, prefills: list[_Prefill]) -> None:
-        """Compute the rows, give each request its copy, and sample the first tokens."""
+        """Compute the rows, copy them to equal requests, and sample the first tokens."""
         cache = self.runner.cache
         leaders: list[int] = []
-        twins: list[tuple[int, int]] = []  # (from, to)
-        rows: list[int] = []  # of the logits, one per request
+        twins: list[tuple[int, int]] = []  # (source slot, target slot)
+        rows: list[int] = []  # row of the logits, one per request
         joined = [request for prefill in prefills for request in prefill.requests]
         for row, prefill in enumerate(prefills):
             leaders.append(len(self.running))
@@ -353,11 +357,11 @@ class Scheduler:
         self._extend(joined, logits)
 
     def _score_prompt(self, request: GenerationRequest, logits: torch.Tensor) -> None:
-        """Fill in the prompt's log-probs from ``logits [tokens, vocab]``; those are of the undivided logits."""
+        """Set the prompt's log-probs from ``logits [tokens, vocab]``, not divided by the temperature."""
         assert request.logprob_start is not None
         request.input_logprobs, request.input_top_logprobs = [None], [None]
         end = len(request.prompt) - 1
-        for start in range(request.logprob_start, end, 256):  # bounds the fp32 copy
+        for start in range(request.logprob_start, end, 256):  # limits the fp32 copy
             stop = min(start + 256, end)
             logprobs = logits[start:stop].float().log_softmax(dim=-1)
             following = torch.tensor(request.prompt[start + 1 : stop + 1], device=logits.device)
@@ -367,7 +371,7 @@ class Scheduler:
     # -- growing and ending ------------------------------------------------------------------------------------
 
     def _extend(self, requests: list[GenerationRequest], logits: torch.Tensor) -> None:
-        """Sample one token for each of these running requests and take out those that are done."""
+        """Sample one token for each of these running requests and remove those that are done."""
         sampled = sample(logits, requests, self._eos_ids)
         for row, request in enumerate(requests):
             if request.params.max_new_tokens == 0:
@@ -377,7 +381,7 @@ class Scheduler:
                 request.output_top_logprobs.append(sampled.top[row])
             request.append(sampled.tokens[row], sampled.logprobs[row], self.weight_version)
             self.generated_tokens += 1
-            reason = self._why_finished(request)
+            reason = self._finish_reason(request)
             if reason is not None:
                 self._finish(request, reason)
             elif request.stream:
@@ -386,13 +390,13 @@ class Scheduler:
             if request.finish_reason is not None:
                 self._leave(request)
 
-    def _why_finished(self, request: GenerationRequest) -> FinishReason | None:
+    def _finish_reason(self, request: GenerationRequest) -> FinishReason | None:
         params, count, token = request.params, len(request.output_ids), request.output_ids[-1]
         if count >= params.min_new_tokens:
             if token in params.stop_token_ids or (token in self._eos_ids and not params.ignore_eos):
                 return {"type": "stop", "matched": token}
             if params.stop:
-                # A token is at least one byte, so a stop text lies within as many tokens as it has bytes.
+                # A token has at least one byte, so a stop text spans at most as many tokens as it has bytes.
                 window = max(len(text.encode()) for text in params.stop) + 8
                 tail = self._decode(request.output_ids[-window:], params.skip_special_tokens)
                 for text in params.stop:
@@ -405,12 +409,12 @@ class Scheduler:
         self._changed.append(request)
 
     def _leave(self, request: GenerationRequest) -> None:
-        """Take a request out of the batch: its KV goes behind the batch, the last row moves into its slot."""
+        """Remove a request from the batch: retain its KV, and move the last row into its slot."""
         slot, last = self.running.index(request), len(self.running) - 1
         columns = len(request.prompt) + max(len(request.output_ids) - 1, 0)
-        if self._keep_prefixes and request not in self._foreign_kv and columns >= _MIN_SHARED_PREFIX:
+        if self._keep_prefixes and request not in self._stale_kv and columns >= _MIN_SHARED_PREFIX:
             self._retain(slot, np.asarray(request.tokens[:columns], dtype=np.int64))
-        self._foreign_kv.discard(request)
+        self._stale_kv.discard(request)
         if slot != last:
             moved = self.running[slot] = self.running[last]
             self.runner.cache.copy_columns([last], [slot], len(moved.prompt) + len(moved.output_ids))

@@ -1,4 +1,4 @@
-"""From settings to a listening server: load the model, start the model thread, answer until a signal."""
+"""Bring up the server: load the model, start the model thread, answer requests until a signal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from areal_lite.embedded.settings import ServerSettings, check_model_path, check_port
+from areal_lite.api.config import EmbeddedServerConfig
+from areal_lite.embedded.settings import check_model_path, check_port, cpu_threads
 from areal_lite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def resolve_model_path(model_path: str) -> Path:
-    """Return the directory of a model, fetched from the Hugging Face Hub where it is a Hub name.
+    """Return the directory of a model; download it if ``model_path`` is a name on the Hugging Face Hub.
 
     Raises:
-        ConfigError: If the directory cannot be served, or the Hub does not give the model.
+        ConfigError: If the directory cannot be served, or the download fails.
     """
     check_model_path(model_path)
     local = Path(model_path).expanduser()
@@ -39,31 +40,52 @@ def resolve_model_path(model_path: str) -> Path:
         return Path(snapshot_download(model_path, allow_patterns=patterns))
     except Exception as error:
         raise ConfigError(
-            f"model_path {model_path!r} is no directory, and the Hugging Face Hub did not give it "
+            f"model_path {model_path!r} is not a directory, and its download from the Hugging Face Hub failed "
             f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}). Check the name and "
             "the network, or give a directory with config.json and weights."
         ) from error
 
 
-def serve(settings: ServerSettings, *, on_ready: Callable[[str, int], None]) -> None:
+def serve(
+    config: EmbeddedServerConfig,
+    *,
+    model_path: str,
+    seed: int,
+    weight_version: str,
+    deterministic: bool,
+    on_ready: Callable[[str, int], None],
+) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        settings: What to serve and where.
-        on_ready: Called with host and port once requests are answered.
+        config: Address, device and limits.
+        model_path: Model directory or Hub name.
+        seed: Seed for requests without one.
+        weight_version: Name of the first weights.
+        deterministic: Whether to run requests one by one, so that an answer's bits do not depend on other requests.
+        on_ready: Called with host and port once the server answers requests.
 
     Raises:
-        ConfigError: If model, port or device cannot be used; before torch is imported where that can be known.
+        ConfigError: If model, port or device cannot be used; if possible before torch is imported.
     """
-    directory = resolve_model_path(settings.model_path)
-    check_port(settings.host, settings.port)
+    directory = resolve_model_path(model_path)
+    check_port(config.host, config.port)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    dialect, scheduler = build(settings, directory)
-    asyncio.run(_serve_until_signal(settings, dialect, scheduler, on_ready))
+    dialect, scheduler = build(
+        config, directory, seed=seed, weight_version=weight_version, deterministic=deterministic
+    )
+    asyncio.run(_serve_until_signal(config, dialect, scheduler, on_ready))
 
 
-def build(settings: ServerSettings, directory: Path) -> tuple[SGLangDialect, Scheduler]:
-    """Load the model in ``directory`` and put the parts together; ``listening`` brings them to life."""
+def build(
+    config: EmbeddedServerConfig,
+    directory: Path,
+    *,
+    seed: int = 0,
+    weight_version: str = "0",
+    deterministic: bool = False,
+) -> tuple[SGLangDialect, Scheduler]:
+    """Load the model in ``directory`` and connect the parts; ``listening`` starts them."""
     import torch
     from transformers import AutoTokenizer
 
@@ -72,32 +94,32 @@ def build(settings: ServerSettings, directory: Path) -> tuple[SGLangDialect, Sch
     from areal_lite.embedded.model_runner import ModelRunner, load_model, longest_context
     from areal_lite.embedded.scheduler import Scheduler
 
-    device = settings.device
+    device = config.device
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "device is 'cuda', but torch finds no GPU: use 'cpu' or 'auto', or install torch for CUDA."
         )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_num_threads(settings.threads)
-    if settings.deterministic and device == "cuda":
+    torch.set_num_threads(cpu_threads(config))
+    if deterministic and device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
-    model = load_model(directory, dtype=settings.dtype, device=device)
+    model = load_model(directory, dtype=config.dtype, device=device)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     longest = longest_context(model.config)
-    context_length = settings.context_length or longest
+    context_length = config.context_length or longest
     if context_length > longest:
         raise ConfigError(
             f"context_length is {context_length}: {directory} attends to at most {longest} tokens."
         )
-    # Alone in the batch, a request meets the same shapes in the same slot each time.
-    rows = 1 if settings.deterministic else settings.max_running_requests
-    # Some slots beyond the batch keep the KV of finished turns, so that an agent's next turn starts from it.
+    # If a request is alone in the batch, its shapes and its slot are always the same.
+    rows = 1 if deterministic else config.max_running_requests
+    # Slots beyond the batch keep the KV of finished turns for an agent's next turn.
     slots = rows + max(4, rows // 2)
     runner = ModelRunner(model, slots=slots, context_length=context_length)
     runner.check_against_plain_forward()
-    max_total_tokens = settings.max_total_tokens or rows * context_length
+    max_total_tokens = config.max_total_tokens or rows * context_length
 
     def decode(ids: list[int], skip_special_tokens: bool) -> str:
         return str(
@@ -110,9 +132,9 @@ def build(settings: ServerSettings, directory: Path) -> tuple[SGLangDialect, Sch
         decode=decode,
         max_running_requests=rows,
         max_total_tokens=max_total_tokens,
-        max_prefill_tokens=settings.max_prefill_tokens or (512 if device == "cpu" else 8192),
-        weight_version=settings.weight_version,
-        keep_prefixes=not settings.deterministic,
+        max_prefill_tokens=config.max_prefill_tokens or (512 if device == "cpu" else 8192),
+        weight_version=weight_version,
+        keep_prefixes=not deterministic,
     )
     dialect = SGLangDialect(
         scheduler,
@@ -122,28 +144,28 @@ def build(settings: ServerSettings, directory: Path) -> tuple[SGLangDialect, Sch
         limits=Limits(
             context_length=context_length, vocab_size=runner.vocab_size, max_total_tokens=max_total_tokens
         ),
-        seed=settings.seed,
+        seed=seed,
         description={
             "model_type": model.config.model_type,
             "architectures": model.config.architectures,
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": device,
-            "num_threads": settings.threads,
+            "num_threads": cpu_threads(config),
         },
     )
     return dialect, scheduler
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return every id that ends an output, by generation config, config and tokenizer."""
-    found: set[int] = set()
+    """Return the ids that end an output: those of the generation config, the config and the tokenizer."""
+    ids: set[int] = set()
     for given in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
-        found |= set(given) if isinstance(given, list) else {given} if given is not None else set()
-    return frozenset(found)
+        ids |= set(given) if isinstance(given, list) else {given} if given is not None else set()
+    return frozenset(ids)
 
 
 async def _serve_until_signal(
-    settings: ServerSettings,
+    config: EmbeddedServerConfig,
     dialect: SGLangDialect,
     scheduler: Scheduler,
     on_ready: Callable[[str, int], None],
@@ -152,8 +174,8 @@ async def _serve_until_signal(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with listening(dialect, scheduler, host=settings.host, port=settings.port) as port:
-        on_ready(settings.host, port)
+    async with listening(dialect, scheduler, host=config.host, port=config.port) as port:
+        on_ready(config.host, port)
         await stop.wait()
 
 
@@ -161,7 +183,7 @@ async def _serve_until_signal(
 async def listening(
     dialect: SGLangDialect, scheduler: Scheduler, *, host: str, port: int
 ) -> AsyncIterator[int]:
-    """Answer requests inside the ``async with``; gives the port."""
+    """Answer requests inside the ``async with``; yields the port."""
     scheduler.start(asyncio.get_running_loop())
     runner = web.AppRunner(dialect.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
@@ -176,6 +198,6 @@ async def listening(
 
 
 def write_ready_line(descriptor: int, host: str, port: int) -> None:
-    """Tell the parent process through its pipe where the server listens."""
+    """Report the address of the server to the parent process through its pipe."""
     with os.fdopen(descriptor, "w") as pipe:
         pipe.write(json.dumps({"host": host, "port": port}) + "\n")

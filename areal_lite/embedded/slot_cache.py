@@ -1,8 +1,8 @@
-"""A KV cache with one slot per request, so that rows of any length share a batch.
+"""A KV cache with one slot per request, so requests of any length share a batch.
 
-Per layer two tensors ``[slots, kv_heads, capacity + 1, head_dim]``; position ``p`` of a request lies in column ``p``
-of its slot. The last column takes what padding writes. Knows nothing about requests: the scheduler says which rows,
-and how much of each is already there.
+Each layer has two tensors ``[slots, kv_heads, capacity + 1, head_dim]``; position ``p`` of a request is column ``p`` of
+its slot. Padding writes to the last column. Knows nothing about requests: the scheduler passes the rows and how many
+columns of each are filled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class ForwardPlan:
-    """Where the tokens of one forward pass go: ``rows [n]`` slots, ``past [n]`` columns already filled."""
+    """Slots and columns that one forward pass writes."""
 
     def __init__(self, *, slots: int, capacity: int, device: torch.device) -> None:
         self.slots = slots
@@ -29,7 +29,13 @@ class ForwardPlan:
         self.leading = False
 
     def set(self, rows: list[int], past: list[int], query_length: int) -> None:
-        """Plan a pass of ``query_length`` tokens a row, right-padded."""
+        """Plan a pass of ``query_length`` tokens per row, right-padded.
+
+        Args:
+            rows: ``[n]`` slots.
+            past: ``[n]`` columns of each slot that are already filled.
+            query_length: Tokens per row.
+        """
         self.rows = torch.tensor(rows, device=self.device)
         starts = torch.tensor(past, device=self.device)
         self.columns = (starts[:, None] + torch.arange(query_length, device=self.device)).clamp(
@@ -41,7 +47,7 @@ class ForwardPlan:
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer of a ``SlotCache``; allocated when the first keys show their shape."""
+    """One layer of a ``SlotCache``; allocated when the first keys arrive."""
 
     is_sliding = False
 
@@ -58,7 +64,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store ``[n, kv_heads, query, head_dim]`` and return what the queries attend to."""
+        """Store ``[n, kv_heads, query, head_dim]`` and return the keys and values to attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -73,7 +79,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def copy_columns(self, sources: Tensor, targets: Tensor, length: int) -> None:
         for states in (self.keys, self.values):
             if states is not None:
-                # The right side is gathered before anything is written, so slots may be both source and target.
+                # The right side is copied before anything is written, so a slot may be both source and target.
                 states[targets, :, :length] = states[sources, :, :length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -89,9 +95,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 def _lazy_zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return zeros that on a CPU take memory page by page as columns are written, not all at once.
+    """Return zeros; on a CPU, memory is allocated page by page as columns are written.
 
-    Zeros, since a masked column still enters the sum with weight 0, and 0 * nan is nan.
+    Zeros, because a masked column enters the sum with weight 0, and 0 * nan is nan.
     """
     if like.device.type != "cpu":
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
@@ -102,14 +108,14 @@ def _lazy_zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 class SlotCache(Cache):
-    """The layers, and the moves of whole slots."""
+    """The cache of all layers."""
 
     def __init__(self, *, num_layers: int, slots: int, capacity: int, device: torch.device) -> None:
         self.plan = ForwardPlan(slots=slots, capacity=capacity, device=device)
         super().__init__(layers=[SlotLayer(self.plan) for _ in range(num_layers)])
 
     def copy_columns(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copy the first ``length`` columns of each source slot to the target slot at the same place in the list."""
+        """Copy the first ``length`` columns of ``sources[i]`` to ``targets[i]``, for each ``i``."""
         source_rows = torch.tensor(sources, device=self.plan.device)
         target_rows = torch.tensor(targets, device=self.plan.device)
         for layer in self.layers:

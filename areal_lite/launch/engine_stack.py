@@ -1,11 +1,11 @@
-"""Brings up what generates: the embedded server where one is asked for, and the engine in front of it."""
+"""Start the inference engine of a run and, if no servers are named, an embedded server behind it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from areal_lite.api.config import RunConfig
@@ -18,17 +18,17 @@ from areal_lite.launch.workflow_choice import check_workflow_choice
 
 @dataclass(frozen=True)
 class ThreadBudget:
-    """CPU threads of the two processes that compute."""
+    """CPU threads of the embedded server and of each trainer process."""
 
     server: int
     trainer: int
 
 
 def thread_budget(config: RunConfig) -> ThreadBudget:
-    """Return the threads of server and trainer; both named numbers and 0 (choose) are honoured.
+    """Return the CPU threads of server and trainers; ``num_threads`` above 0 in the config is kept.
 
-    On-policy the two take turns, so each gets all cores; otherwise they run at once and share them.
-    A trainer on servers of others has all cores. Under torchrun the trainers of a machine divide theirs.
+    In an on-policy run server and trainer take turns, so each gets all cores; otherwise they share them. A trainer
+    without an embedded server gets all cores. Under torchrun the trainers of a machine divide theirs.
     """
     trainers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0))
@@ -39,7 +39,7 @@ def thread_budget(config: RunConfig) -> ThreadBudget:
 
 
 def check_startable(config: RunConfig) -> None:
-    """Refuse a model or workflow that is not there, or a backend without servers, before anything starts."""
+    """Check before anything starts that the model and the workflow exist and the backend has servers."""
     check_model_path(config.model_path)
     check_workflow_choice(config)
     if config.rollout.backend != "embedded" and not config.rollout.addresses:
@@ -51,27 +51,22 @@ def check_startable(config: RunConfig) -> None:
 
 @contextmanager
 def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEngine]:
-    """Yield an engine with servers behind it; both end with the context.
+    """Yield an engine with running servers; both stop when the context ends.
 
     Raises:
-        ServerError: If the embedded server dies, at the start or in the middle.
+        ServerError: If the embedded server dies.
     """
     if config.rollout.addresses:
         with RemoteInfEngine(config.rollout) as engine:
             yield engine
         return
+    settings = asdict(config.server) | {"num_threads": thread_budget(config).server}
     server = EmbeddedServer(
         model_path=config.model_path,
-        host=config.server.host,
-        port=config.server.port,
-        dtype=config.server.dtype,
-        device=config.server.device,
-        num_threads=thread_budget(config).server,
-        max_running_requests=config.server.max_running_requests,
-        context_length=config.server.context_length,
         seed=config.seed,
         deterministic=config.trainer.deterministic,
         log_path=run_dir / "server.log",
+        **settings,
     )
     with server:
         try:

@@ -98,8 +98,9 @@ class Fit:
 
     @property
     def served_dtype(self) -> torch.dtype:
-        """What the weights are written in for servers."""
-        dtype: torch.dtype = getattr(torch, self.config.server.dtype)
+        """Number format of the published weights; float32 if server.dtype is auto."""
+        name = self.config.server.dtype
+        dtype: torch.dtype = getattr(torch, name if name != "auto" else "float32")
         return dtype
 
     def generate(self) -> DataProto:

@@ -86,7 +86,7 @@ def test_the_sdk_sees_our_errors_once() -> None:
             assert isinstance(session.error, error)
         await client.chat.completions.create(**HELLO)  # type: ignore[call-overload]
         assert session.error is None
-        with pytest.raises(openai.BadRequestError, match="streaming is not served"):
+        with pytest.raises(openai.BadRequestError, match="streaming is not supported"):
             await client.chat.completions.create(**HELLO, stream=True)  # type: ignore[call-overload]
         service.close(key)
         with pytest.raises(openai.APIStatusError, match="has ended") as ended:
@@ -129,7 +129,7 @@ def test_keys_and_paths(status: int, kwargs: Any) -> None:
     ("change", "says"),
     [
         ({"n": 2}, "n is 2"),
-        ({"stream": True}, "streaming is not served"),
+        ({"stream": True}, "streaming is not supported"),
         ({"temprature": 1}, "unknown field 'temprature'"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
         ({"temperature": 3}, "between 0 and 2"),

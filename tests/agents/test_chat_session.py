@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lite.agents.chat_renderer import ChatRenderer
+from areal_lite.agents.chat_request import RequestError
 from areal_lite.agents.chat_sampling import warn_once
 from areal_lite.agents.chat_session import ChatSession
-from areal_lite.agents.request_error import RequestError
 from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.errors import ConfigError
 from tests.agents.scripted_engine import ScriptedEngine, random_ids, tokenizer
@@ -326,8 +326,8 @@ def test_the_run_decides_the_distribution_and_says_so_once(caplog: pytest.LogCap
         await session.create({"messages": [user("3")], "max_completion_tokens": 1, "temperature": 0.8})
         assert engine.requests[-1].gconfig.max_new_tokens == 1
         assert [r.message for r in caplog.records] == [
-            "the agent asks for temperature=0.1, top_p=0.5: not followed, the run's gconfig decides, for the trainer "
-            "learns from that"
+            "the agent sets temperature=0.1, top_p=0.5: ignored, because the trainer assumes the distribution of the "
+            "run's gconfig"
         ]
 
         session, engine = make_session(["a"], gconfig=gconfig.new(greedy=True), agent_samples=True)

@@ -55,7 +55,11 @@ def test_on_policy_training_leaves_metrics_dumps_weights_and_a_model(run_yaml: P
 
 def test_asynchronous_training_keeps_the_staleness_bound_and_uses_it(run_yaml: Path) -> None:
     summary = train(
-        run_yaml, "rollout.max_head_offpolicyness=2", "trainer.total_steps=6", "eval_dataset=null"
+        run_yaml,
+        "rollout.max_head_offpolicyness=2",
+        "trainer.total_steps=6",
+        "eval_dataset=null",
+        "server.dtype=auto",
     )
     staleness = [r["train/staleness_max"] for r in records(summary.run_dir) if "train/loss" in r]
     assert max(staleness) <= 2

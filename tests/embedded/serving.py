@@ -1,4 +1,4 @@
-"""A real server in the test's own event loop, a client for it, and plain transformers to compare with."""
+"""A real server in the test's event loop, a client, and plain transformers as a reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from areal_lite.embedded.scheduler import Scheduler
 from areal_lite.embedded.serve import build, listening
-from areal_lite.embedded.settings import ServerSettings
+from areal_lite.embedded.settings import server_config
 
 
 class Client:
@@ -27,7 +27,7 @@ class Client:
     async def call(
         self, path: str, body: Any = None, *, raw: bytes | io.BytesIO | None = None
     ) -> tuple[int, Any]:
-        """POST (GET without a body) and return status and parsed JSON, or text."""
+        """POST, or GET without a body; return status and parsed JSON, or text."""
         method = "GET" if body is None and raw is None else "POST"
         data = raw if raw is not None else (None if body is None else json.dumps(body).encode())
         async with self.session.request(method, path, data=data) as response:
@@ -36,7 +36,7 @@ class Client:
             return response.status, json.loads(text) if is_json else text
 
     async def generate(self, prompt: list[int] | str, *, rid: str | None = None, **params: Any) -> Any:
-        """Return the reply to one prompt, with log-probs; greedy unless said otherwise."""
+        """Return the reply to one prompt, with log-probs; greedy by default."""
         body = {
             "text" if isinstance(prompt, str) else "input_ids": prompt,
             "return_logprob": True,
@@ -48,7 +48,7 @@ class Client:
 
     @asynccontextmanager
     async def stream(self, prompt: list[int], **params: Any) -> AsyncIterator[AsyncIterator[Any]]:
-        """Give the events of a streamed call."""
+        """Yield the events of a streamed call."""
         rid = params.pop("rid", None)
         body = {
             "input_ids": prompt,
@@ -68,10 +68,14 @@ class Client:
 
 
 @asynccontextmanager
-async def serving(path: Path, **settings: Any) -> AsyncIterator[Client]:
+async def serving(
+    path: Path, *, seed: int = 0, weight_version: str = "0", deterministic: bool = False, **settings: Any
+) -> AsyncIterator[Client]:
     """Serve ``path`` in float32 on one thread."""
-    settings = {"dtype": "float32", "device": "cpu", "num_threads": 1, "weight_version": "0"} | settings
-    dialect, scheduler = build(ServerSettings(model_path=str(path), **settings), path)
+    config = server_config(**{"dtype": "float32", "device": "cpu", "num_threads": 1} | settings)
+    dialect, scheduler = build(
+        config, path, seed=seed, weight_version=weight_version, deterministic=deterministic
+    )
     async with (
         listening(dialect, scheduler, host="127.0.0.1", port=0) as port,
         aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
@@ -95,7 +99,7 @@ def logprobs_of(model: Any, prompt: list[int], output: list[int], temperature: f
 
 
 def reported(reply: Any) -> list[float]:
-    """Return the reply's log-probs, checked to be of its ids."""
+    """Return the reply's log-probs after checking that they belong to its ids."""
     entries = reply["meta_info"]["output_token_logprobs"]
     assert [entry[1] for entry in entries] == reply["output_ids"]
     return [entry[0] for entry in entries]

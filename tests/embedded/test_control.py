@@ -21,7 +21,7 @@ LONG = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 200}
 
 
 async def in_flight(client: Client, rid: str, **params: Any) -> asyncio.Task[Any]:
-    """Start a long request and return it once its first token is there; the reply is its last event."""
+    """Start a long request and return its task after the first token; the result is its last event."""
     started = asyncio.Event()
 
     async def run() -> Any:
@@ -37,14 +37,14 @@ async def in_flight(client: Client, rid: str, **params: Any) -> asyncio.Task[Any
 
 
 def is_aborted(reply: Any) -> bool:
-    """Whether the reply ended as SGLang ends an aborted one, with what it had."""
+    """Return whether the reply is an aborted one in SGLang's format, with its tokens so far."""
     reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
     count = len(reply["output_ids"])
     assert len(reported(reply)) == reply["meta_info"]["completion_tokens"] == count
     return bool(reply["meta_info"]["finish_reason"] == reason and 0 < count < 200)
 
 
-def test_abort_ends_exactly_the_named_request_with_what_it_has(tiny: Path) -> None:
+def test_abort_ends_only_the_named_request_and_returns_its_tokens_so_far(tiny: Path) -> None:
     async def run() -> None:
         async with serving(tiny) as client:
             first, second = await in_flight(client, "ep-1"), await in_flight(client, "ep-10")
@@ -59,7 +59,7 @@ def test_abort_ends_exactly_the_named_request_with_what_it_has(tiny: Path) -> No
     asyncio.run(run())
 
 
-def test_abort_reaches_all_outputs_of_a_request_and_those_that_wait(tiny: Path) -> None:
+def test_abort_ends_all_outputs_of_a_request_running_or_waiting(tiny: Path) -> None:
     async def run() -> None:
         async with serving(tiny, max_running_requests=2) as client:
             both = asyncio.create_task(client.generate(PROMPT, rid="nn", n=3, **LONG))
@@ -82,7 +82,7 @@ def test_abort_reaches_all_outputs_of_a_request_and_those_that_wait(tiny: Path) 
     asyncio.run(run())
 
 
-def test_a_client_that_goes_away_aborts_its_request(tiny: Path) -> None:
+def test_a_disconnected_client_aborts_its_request(tiny: Path) -> None:
     async def run() -> None:
         async with serving(tiny) as client:
             for stream in (True, False):
@@ -102,7 +102,7 @@ def test_a_client_that_goes_away_aborts_its_request(tiny: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_an_update_while_paused(tiny: Path, other: Path, mode: str) -> None:
-    """Tokens before the pause are the first checkpoint's, later ones the second's, each labelled so."""
+    """Tokens before the pause come from the first checkpoint, later ones from the second; versions say so."""
 
     async def run() -> None:
         async with serving(tiny) as client:
@@ -184,7 +184,7 @@ def test_an_update_without_a_pause_recomputes_the_running_requests(tiny: Path, o
 
 
 def broken_checkpoints(good: Path, folder: Path) -> dict[str, Path]:
-    """Return copies of a checkpoint, each with one thing wrong."""
+    """Return copies of a checkpoint, each with one fault."""
     weights = load_file(good / "model.safetensors")
     made: dict[str, Path] = {"missing": folder / "missing"}
     name = "model.layers.0.mlp.up_proj.weight"
@@ -212,7 +212,7 @@ def broken_checkpoints(good: Path, folder: Path) -> dict[str, Path]:
     return made
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_and_the_served_weights_stay(
+def test_an_invalid_checkpoint_is_rejected_and_the_server_keeps_its_weights(
     tiny: Path, other: Path, tmp_path: Path
 ) -> None:
     async def run() -> None:
@@ -246,7 +246,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_the_served_weights_stay(
     asyncio.run(run())
 
 
-def test_a_model_with_an_output_head_of_its_own(tmp_path: Path) -> None:
+def test_a_model_with_untied_embeddings(tmp_path: Path) -> None:
     first = build_tiny_model(tmp_path / "first", tied=False)
     second = build_tiny_model(tmp_path / "second", tied=False, seed=1)
     tied = build_tiny_model(tmp_path / "tied")
@@ -261,7 +261,7 @@ def test_a_model_with_an_output_head_of_its_own(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_the_version_alone(tiny: Path) -> None:
+def test_the_version_can_change_without_new_weights(tiny: Path) -> None:
     async def run() -> None:
         async with serving(tiny) as client:
             running = await in_flight(client, "r")
@@ -274,7 +274,7 @@ def test_the_version_alone(tiny: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_step_that_fails_ends_its_requests_with_500_and_not_the_server(tiny: Path) -> None:
+def test_a_failed_step_ends_its_requests_with_500_but_not_the_server(tiny: Path) -> None:
     async def run() -> None:
         async with serving(tiny) as client:
             forward = client.scheduler.runner.forward

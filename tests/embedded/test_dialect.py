@@ -1,4 +1,4 @@
-"""The wire is SGLang's: the same keys and the same errors as the recordings of a real SGLang server."""
+"""Replies have the same keys and errors as recordings of a real SGLang server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def recorded(name: str) -> dict[str, Any]:
 
 
 def shape(value: Any) -> Any:
-    """Return the keys and list nesting of a JSON value; the null of an empty cache has no inside."""
+    """Return the keys and list nesting of a JSON value; cached_tokens_details may be null, so its keys are left out."""
     if isinstance(value, dict):
         return {key: shape(entry) if key != "cached_tokens_details" else None for key, entry in value.items()}
     if isinstance(value, list):
@@ -45,7 +45,7 @@ def shape(value: Any) -> Any:
         ),
     ],
 )
-def test_a_reply_has_the_keys_of_sglangs(tiny: Path, name: str, body: dict[str, Any]) -> None:
+def test_a_reply_has_the_keys_of_sglang(tiny: Path, name: str, body: dict[str, Any]) -> None:
     async def run() -> None:
         async with serving(tiny) as client:
             params = {"max_new_tokens": 3, "ignore_eos": True} | body.get("sampling_params", {})
@@ -115,7 +115,7 @@ BAD = [
 ]
 
 
-def test_bad_input_is_a_400_like_sglangs_and_the_server_lives_on(tiny: Path) -> None:
+def test_bad_input_gets_the_400_of_sglang_and_the_server_keeps_running(tiny: Path) -> None:
     async def run() -> None:
         async with serving(tiny) as client:
             for name, broken in BAD:
@@ -147,7 +147,7 @@ def test_bad_input_is_a_400_like_sglangs_and_the_server_lives_on(tiny: Path) -> 
     asyncio.run(run())
 
 
-def test_values_that_mean_the_default_are_taken(tiny: Path) -> None:
+def test_values_equal_to_the_default_are_accepted(tiny: Path) -> None:
     async def run() -> None:
         async with serving(tiny) as client:
             params = {
@@ -196,7 +196,7 @@ def test_stop_ids_stop_texts_and_eos(tiny: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_stop_text_over_token_borders_and_inside_multibyte_characters(tiny: Path) -> None:
+def test_a_stop_text_may_span_tokens_and_multibyte_characters(tiny: Path) -> None:
     """Every id of the tiny model is one byte, so 'né' is three ids."""
 
     async def run() -> None:
@@ -244,7 +244,7 @@ def test_a_stream_is_cumulative_and_ends_like_the_plain_reply(tiny: Path) -> Non
     asyncio.run(run())
 
 
-def test_the_looking_routes(tiny: Path) -> None:
+def test_the_information_routes(tiny: Path) -> None:
     async def run() -> None:
         async with serving(tiny, weight_version="7", max_running_requests=3) as client:
             for path in ("/health", "/ready", "/ping", "/health_generate"):

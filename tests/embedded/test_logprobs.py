@@ -1,4 +1,4 @@
-"""What the server samples is what the model says: against plain transformers, whatever shares the batch."""
+"""Tokens and log-probs equal those of plain transformers, whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def test_a_seed_decides_the_tokens_whatever_else_is_in_the_batch(tiny: Path) -> 
     asyncio.run(run())
 
 
-def test_a_deterministic_server_gives_the_same_bits_whatever_else_it_is_asked(tiny: Path) -> None:
-    """DESIGN 7: prompts of one beginning and another, alone and in a crowd, each with its own seed."""
+def test_a_deterministic_server_gives_the_same_bits_alone_and_in_a_crowd(tiny: Path) -> None:
+    """Prompts with and without a shared prefix, each with its own seed."""
     prompts = [PROMPT + [65 + i] * i for i in range(6)] + [list(b"Unlike the others."), PROMPT, PROMPT * 3]
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""The child process: it starts, says where, ends with its parent, and its failures are errors of the parent."""
+"""The child process starts, reports its address, ends with its parent, and its failures become errors there."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.embedded import EmbeddedServer, ServerSettings
-from areal_lite.embedded.__main__ import argument_parser
+from areal_lite.api.config import EmbeddedServerConfig
+from areal_lite.api.config_help import describe_fields
+from areal_lite.embedded import EmbeddedServer
+from areal_lite.embedded.__main__ import argument_parser, main, split_arguments
 from areal_lite.errors import ConfigError, ServerError
 
 FAST = {"dtype": "float32", "device": "cpu", "num_threads": 1}
@@ -27,7 +29,7 @@ def get(address: str, path: str) -> bytes:
 
 
 def wait_for_end(pid: int) -> None:
-    """Return when the process is gone, by the kernel's word."""
+    """Wait until the kernel reports that the process ended."""
     descriptor = os.pidfd_open(pid)
     try:
         assert select.select([descriptor], [], [], 20)[0], f"process {pid} is still there"
@@ -59,11 +61,42 @@ def test_it_serves_logs_and_stops(tiny: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_every_setting_reaches_the_child(tiny: Path, deterministic: bool) -> None:
     server = EmbeddedServer(
-        model_path=str(tiny), deterministic=deterministic, seed=3, context_length=64, **FAST
+        model_path=str(tiny),
+        deterministic=deterministic,
+        seed=3,
+        weight_version="7",
+        context_length=64,
+        max_prefill_tokens=9,
+        max_total_tokens=99,
+        max_running_requests=5,
+        **FAST,
     )
     arguments = vars(argument_parser().parse_args(server._arguments(ready_fd=5)))
     assert (arguments.pop("ready_fd"), arguments.pop("die_with_stdin")) == (5, True)
-    assert ServerSettings(**arguments) == server.settings
+    config, served = split_arguments(arguments)
+    assert config == server.config != EmbeddedServerConfig()
+    assert served == {
+        "model_path": str(tiny),
+        "seed": 3,
+        "weight_version": "7",
+        "deterministic": deterministic,
+    }
+
+
+def test_serve_help_has_a_text_for_every_setting_of_the_yaml_section() -> None:
+    text = " ".join(argument_parser().format_help().split())
+    for field in describe_fields(EmbeddedServerConfig):
+        assert (
+            f"--{field.key.replace('_', '-')} VALUE {field.meaning} ({field.type}; default {field.default})"
+            in text
+        )
+
+
+def test_serve_reports_a_bad_setting(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tiny), "--port=70000", "--num-threads=-1"]) == ConfigError.exit_code
+    errors = capsys.readouterr().err
+    assert "port is '70000': it must be less than or equal to 65535. Port to listen on" in errors
+    assert "num_threads is '-1'" in errors
 
 
 def test_a_server_that_dies_is_noticed(tiny: Path) -> None:
@@ -78,7 +111,7 @@ def test_it_ends_with_a_parent_that_is_killed(tiny: Path) -> None:
     script = (
         "import sys, threading, time; from areal_lite.embedded import EmbeddedServer\n"
         f"server = EmbeddedServer(model_path={str(tiny)!r}, num_threads=1)\n"
-        "starter = threading.Thread(target=server.start); starter.start(); starter.join()\n"  # its thread is gone
+        "starter = threading.Thread(target=server.start); starter.start(); starter.join()\n"  # that thread has ended
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
         "print(server.pid, flush=True); sys.stdin.read()"
     )
@@ -95,7 +128,7 @@ def test_it_ends_with_a_parent_that_is_killed(tiny: Path) -> None:
         wait_for_end(child)
 
 
-def test_it_refuses_what_it_cannot_serve_before_it_starts(tiny: Path, tmp_path: Path) -> None:
+def test_bad_settings_fail_before_the_start(tiny: Path, tmp_path: Path) -> None:
     half = tmp_path / "half"
     half.mkdir()
     for content, message in (
@@ -111,13 +144,13 @@ def test_it_refuses_what_it_cannot_serve_before_it_starts(tiny: Path, tmp_path: 
         EmbeddedServer(model_path=str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="is a file"):
         EmbeddedServer(model_path=str(half / "config.json"))
-    with pytest.raises(ConfigError, match="no setting 'modelpath'; known are model_path"):
-        EmbeddedServer(modelpath=str(tiny))
+    with pytest.raises(ConfigError, match="no setting 'contextlength'; it has host, port"):
+        EmbeddedServer(model_path=str(tiny), contextlength=64)
     for broken in (
         {"dtype": "int8"},
         {"device": "tpu"},
         {"port": 70000},
-        {"num_threads": 0},
+        {"num_threads": -1},
         {"context_length": 1},
     ):
         with pytest.raises(ConfigError, match=next(iter(broken))):
@@ -129,7 +162,7 @@ def test_it_refuses_what_it_cannot_serve_before_it_starts(tiny: Path, tmp_path: 
             EmbeddedServer(model_path=str(tiny), port=held.getsockname()[1])
 
 
-def test_what_only_the_child_can_know_is_an_error_of_the_parent(tiny: Path, tmp_path: Path) -> None:
+def test_errors_of_the_child_are_raised_in_the_parent(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="context_length is 999.*at most 256"):
         EmbeddedServer(model_path=str(tiny), context_length=999, **FAST).start()
     broken = tmp_path / "broken"
@@ -142,9 +175,10 @@ def test_what_only_the_child_can_know_is_an_error_of_the_parent(tiny: Path, tmp_
     assert server.returncode == 1
 
 
-def test_a_hub_name_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(
-        ConfigError, match="'areal-lite/no-such-model' is no directory, and the Hugging Face Hub"
+        ConfigError,
+        match="'areal-lite/no-such-model' is not a directory, and its download .* failed",
     ):
         EmbeddedServer(model_path="areal-lite/no-such-model", **FAST).start()

@@ -1,4 +1,4 @@
-"""The sampler draws from the distribution it should, filters as SGLang does."""
+"""The sampler draws from the right distribution and filters like SGLang."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_samples_follow_the_renormalised_distribution_of_the_kept_ids(
 
 
 def test_the_tail_of_a_large_vocabulary_keeps_its_mass() -> None:
-    """Half of the mass is in the first id, half in 50,001 equal ones behind it; no multiple of the block."""
+    """Half of the mass is in the first id, half in 50,001 equal ones; the size is not a multiple of the block."""
     probabilities = torch.full((50_002,), 0.5 / 50_001)
     probabilities[0] = 0.5
     frequencies = draw(probabilities.log(), 400)
@@ -55,12 +55,12 @@ def test_the_tail_of_a_large_vocabulary_keeps_its_mass() -> None:
     assert abs(float(frequencies[40_000:].sum()) - 0.1) < 0.05
 
 
-def test_top_p_reaches_beyond_the_ids_that_are_looked_at_first() -> None:
+def test_top_p_covers_more_ids_than_the_first_top_k_pass() -> None:
     drawn = int((draw(torch.zeros(4000), 2000, top_p=0.9) > 0).sum())
     assert drawn > 1024  # 3,600 ids make up 0.9; 2,000 draws hit about 1,530 of them
 
 
-def test_unknown_parameter_names_its_neighbour() -> None:
+def test_an_unknown_parameter_error_suggests_a_close_name() -> None:
     with pytest.raises(BadRequest) as error:
         parse_sampling_params({"max_new_token": 3}, vocab_size=10)
     assert error.value.body["error"].startswith(
