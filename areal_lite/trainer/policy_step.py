@@ -88,7 +88,7 @@ class Step:
         mend = "the model has diverged on them: go on from an earlier checkpoint with a lower learning rate"
         for name in names:
             broken = ~getattr(self.tokens, name).isfinite()
-            _refuse(name, self.tokens.rows[broken], task_ids, self.version, mend)
+            _refuse(name, self.tokens.episodes[broken], task_ids, self.version, mend)
 
     def tell(self, here: Tensor, statistics: Mapping[str, Tensor]) -> None:
         """Keep what a loss told of the tokens ``here``."""
@@ -107,8 +107,8 @@ class Step:
     ) -> dict[str, float]:
         """Return data, loss, token and timing metrics of the whole step."""
         tokens = self.tokens
-        earned = torch.zeros_like(self.scores).index_add_(0, tokens.rows, tokens.rewards)
-        has_tokens = torch.bincount(tokens.rows, minlength=len(earned)) > 0
+        earned = torch.zeros_like(self.scores).index_add_(0, tokens.episodes, tokens.rewards)
+        has_tokens = torch.bincount(tokens.episodes, minlength=len(earned)) > 0
         earned = torch.where(has_tokens, earned, self.scores)
         return {
             **batch_metrics(
@@ -155,7 +155,7 @@ class Step:
             proximal[recorded],
             tokens.behaviour[recorded],
             tokens.versions[recorded],
-            tokens.rows[recorded],
+            tokens.episodes[recorded],
             self.version,
         )
 

@@ -205,7 +205,7 @@ class PolicyTrainer:
         if self.algorithm.needs_proximal_early:
             tokens = step.tokens
             tokens.correction = self.algorithm.correction(
-                tokens.proximal, tokens.behaviour_or_proximal(), tokens.rows
+                tokens.proximal, tokens.behaviour_or_proximal(), tokens.episodes
             )
 
     def estimate_advantages(self, step: Step) -> None:
@@ -320,7 +320,7 @@ class PolicyTrainer:
             proximal=tokens.proximal[here],
             behaviour=tokens.behaviour_or_proximal()[here],
             advantages=tokens.advantages[here],
-            rows=tokens.rows[here],
+            episodes=tokens.episodes[here],
             chosen=None if step.choice is None else step.choice[here],
         )
 
@@ -360,7 +360,7 @@ class PolicyTrainer:
         """Make one update: ``computed`` samples go through the model, ``counted`` ones are what is averaged over."""
         here = step.tokens.chosen(counted)
         weights = torch.zeros_like(step.tokens.proximal)
-        weights[here] = token_weights(mode, step.tokens.rows[here], scale=self.config.loss_scale).float()
+        weights[here] = token_weights(mode, step.tokens.episodes[here], scale=self.config.loss_scale).float()
         cut = self._cut(step, learner.module, computed)
         update = learner.update(cut, lambda microbatch: loss(microbatch, weights), clock=step.clock)
         if not update.applied:
@@ -383,7 +383,7 @@ class PolicyTrainer:
         if self.algorithm.needs_every_sample:
             return [True] * len(step.samples)
         trains = torch.zeros(len(step.samples), dtype=torch.bool, device=self.device)
-        trains[step.tokens.rows[step.tokens.advantages != 0]] = True
+        trains[step.tokens.episodes[step.tokens.advantages != 0]] = True
         return [bool(value) for value in trains.tolist()]
 
     def _policy_update_loss(self, step: Step, microbatch: Microbatch, weights: Tensor) -> Tensor:
@@ -398,7 +398,7 @@ class PolicyTrainer:
         terms = self.algorithm.policy_loss(self._inputs(step, scores.logprobs, here))
         if not self.algorithm.needs_proximal_early:
             tokens.correction[here] = self.algorithm.correction(
-                tokens.proximal[here], tokens.behaviour_or_proximal()[here], tokens.rows[here]
+                tokens.proximal[here], tokens.behaviour_or_proximal()[here], tokens.episodes[here]
             )
         told = {"entropy": scores.entropy, "correction_weight": tokens.correction[here]}
         step.tell(here, terms.statistics | told)

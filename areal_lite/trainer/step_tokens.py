@@ -27,7 +27,7 @@ T = TypeVar("T")
 class StepTokens:
     """Per-token values of a step, ``[T]`` float32 unless said; what forward passes fill in starts at 0."""
 
-    rows: Tensor
+    episodes: Tensor
     """``[T]`` int64, the sample each token is of."""
     ends: Tensor
     """``[T]`` bool, True at the last trained token of a sample."""
@@ -59,14 +59,16 @@ class StepTokens:
         return tokens
 
     @classmethod
-    def zeros(cls, rows: Tensor) -> StepTokens:
-        """Return tokens of the given ``rows [T]`` of which nothing is known."""
-        ends = torch.ones_like(rows, dtype=torch.bool)
-        ends[:-1] = rows[1:] != rows[:-1]
-        given = {"rows": rows, "ends": ends, "versions": torch.full_like(rows, -1)}
+    def zeros(cls, episodes: Tensor) -> StepTokens:
+        """Return tokens of the given ``episodes [T]`` of which nothing is known."""
+        ends = torch.ones_like(episodes, dtype=torch.bool)
+        ends[:-1] = episodes[1:] != episodes[:-1]
+        given = {"episodes": episodes, "ends": ends, "versions": torch.full_like(episodes, -1)}
         flags = {name: torch.zeros_like(ends) for name in ("known", "computed")}
         names = [field.name for field in fields(cls) if field.name not in {*given, *flags}]
-        return cls(**given, **flags, **{name: torch.zeros(len(rows), device=rows.device) for name in names})
+        return cls(
+            **given, **flags, **{name: torch.zeros(len(episodes), device=episodes.device) for name in names}
+        )
 
     def behaviour_or_proximal(self) -> Tensor:
         """Return behaviour log-probs, the proximal ones where none were recorded (ratio 1)."""
@@ -80,9 +82,9 @@ class StepTokens:
 
     def chosen(self, samples: Sequence[int]) -> Tensor:
         """Return ``[T]`` bool, True at the tokens of the samples."""
-        wanted = torch.zeros(int(self.rows.max()) + 1, dtype=torch.bool, device=self.rows.device)
+        wanted = torch.zeros(int(self.episodes.max()) + 1, dtype=torch.bool, device=self.episodes.device)
         wanted[torch.tensor([s for s in samples if s < len(wanted)], dtype=torch.int64)] = True
-        return wanted[self.rows]
+        return wanted[self.episodes]
 
 
 def _trained(samples: Sequence[TrainingSample], name: str, missing: float, dtype: type) -> Tensor:
