@@ -2,8 +2,8 @@
 
     python benchmarks/advantages.py [--repeats 15]
 
-Group estimators: 1,024 groups of 8 rows, 64 tokens each. Estimators of returns: 32 rows of 8,192 tokens. The loop
-is the textbook recursion backwards over the columns of ``[32, 8192]``, without whitening. Float32; every figure is
+Group estimators: 1,024 groups of 8 episodes, 64 tokens each. Estimators of returns: 32 episodes of 8,192 tokens. The
+loop is the textbook recursion backwards over the columns of ``[32, 8192]``, without whitening. Float32; every figure is
 the median over repeats, in milliseconds of the core; `inputs` is the check of the fields a step begins with.
 """
 
@@ -25,20 +25,20 @@ GROUPS = ["grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus
 GAMMA, LAM = 1.0, 0.95
 
 
-def make_step(num_rows: int, length: int, group_size: int) -> EstimatorInputs:
-    """Return a step of equally long rows with random rewards."""
+def make_step(num_episodes: int, length: int, group_size: int) -> EstimatorInputs:
+    """Return a step of equally long episodes with random rewards."""
     torch.manual_seed(0)
-    tokens = num_rows * length
-    rewards = torch.zeros(num_rows, length)
-    rewards[:, -1] = scores = torch.randn(num_rows)
+    tokens = num_episodes * length
+    rewards = torch.zeros(num_episodes, length)
+    rewards[:, -1] = scores = torch.randn(num_episodes)
     logprobs = -torch.rand(tokens)
     return EstimatorInputs(
         scores=scores,
-        group_ids=[f"group-{row // group_size}" for row in range(num_rows)],
-        rows=torch.arange(num_rows).repeat_interleave(length),
+        group_ids=[f"group-{episode // group_size}" for episode in range(num_episodes)],
+        episodes=torch.arange(num_episodes).repeat_interleave(length),
         token_rewards=rewards.flatten(),
         values=torch.randn(tokens),
-        baselines=torch.randn(num_rows),
+        baselines=torch.randn(num_episodes),
         proximal_logprobs=logprobs,
         sum_squared_probs=logprobs.exp().square(),
     )
@@ -77,8 +77,8 @@ def main() -> None:
 
     grouped, long = make_step(8192, 64, group_size=8), make_step(32, 8192, group_size=8)
     for title, step, names in (
-        ("1,024 groups of 8 rows of 64 tokens", grouped, GROUPS),
-        ("32 rows of 8,192 tokens", long, [name for name in ESTIMATORS.names() if name not in GROUPS]),
+        ("1,024 groups of 8 episodes of 64 tokens", grouped, GROUPS),
+        ("32 episodes of 8,192 tokens", long, [name for name in ESTIMATORS.names() if name not in GROUPS]),
     ):
         print(title)
         fields = {name: getattr(step, name) for name in EstimatorInputs.__dataclass_fields__}
@@ -89,7 +89,7 @@ def main() -> None:
             print(f"  {name:<30}{milliseconds(call, repeats):>8.2f}")
         for level in ("group", "batch"):
             call = partial(
-                normalize_advantages, step.token_rewards, step.rows, step.group_ids, mean=level, std=level
+                normalize_advantages, step.token_rewards, step.episodes, step.group_ids, mean=level, std=level
             )
             print(f"  {'normalised over the ' + level:<30}{milliseconds(call, repeats):>8.2f}")
 

@@ -1,12 +1,13 @@
-"""The algorithm a ``trainer:`` section names: estimator, policy loss, correction; arithmetic on flat tokens, no model.
+"""The algorithm of a ``trainer:`` section: estimator, policy loss, correction; arithmetic on flat tokens, no model.
 
-Guarantees that settings which cannot work are refused before a model is loaded.
+Guarantees that settings that cannot work fail before a model is loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from areal_lite.api.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.estimators.estimator import ESTIMATORS, Estimate, EstimatorInputs
-from areal_lite.trainer.estimators.inputs import OF_PROXIMAL_POLICY, MissingInput
+from areal_lite.trainer.estimators.inputs import PROXIMAL_INPUTS, MissingInput, Turns
 from areal_lite.trainer.estimators.kl_controller import (
     KLController,
     kl_in_reward,
@@ -24,11 +25,11 @@ from areal_lite.trainer.estimators.normalize import normalize_advantages
 from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms
 from areal_lite.trainer.objectives.corrections import (
     WeightLevel,
-    drifted_rows,
+    drifted_episodes,
+    episode_weights,
     icepop_weights,
     importance_weights,
     rejection_mask,
-    row_weights,
 )
 from areal_lite.trainer.objectives.kl import kl_penalty
 from areal_lite.trainer.objectives.overlong import overlong_penalty
@@ -42,14 +43,14 @@ from areal_lite.trainer.step_tokens import StepTokens
 
 
 class Algorithm:
-    """What is computed from rewards and log-probs.
+    """Rewards and log-probs in, advantages, losses and correction weights out.
 
     Args:
         config: The ``trainer:`` section.
-        max_new_tokens: Limit of an answer, for the penalty on overlong ones.
+        max_new_tokens: Length limit of an answer, for the penalty on overlong answers.
 
     Raises:
-        ConfigError: If a name is not known, an option is not taken, or settings contradict each other.
+        ConfigError: If a name is unknown, an option is not accepted, or settings contradict each other.
     """
 
     def __init__(self, config: TrainerConfig, *, max_new_tokens: int | None) -> None:
@@ -67,12 +68,12 @@ class Algorithm:
         )
         self.needs: frozenset[str] = frozenset()
         """Inputs that the estimator asks for."""
-        self.chooses = self._try_out().chosen is not None
+        self.chooses = self._dry_run().chosen is not None
         """Whether the loss chooses among the tokens of a whole minibatch."""
 
     @property
     def penalizes_reward(self) -> bool:
-        """Whether the KL penalty is taken from the rewards."""
+        """Whether the KL penalty is subtracted from the rewards."""
         return self.config.kl is not None and self.config.kl.place == "reward"
 
     @property
@@ -82,75 +83,95 @@ class Algorithm:
             self.config.proximal == "behaviour"
             or self.penalizes_reward
             or self.config.correction.normalize
-            or not self.needs.isdisjoint(OF_PROXIMAL_POLICY)
+            or not self.needs.isdisjoint(PROXIMAL_INPUTS)
         )
 
     @property
     def needs_every_sample(self) -> bool:
-        """Whether samples of advantage 0 may have a gradient, too."""
+        """Whether episodes with an advantage of 0 may have a gradient."""
         in_loss = self.config.kl is not None and not self.penalizes_reward
         return in_loss or self.config.entropy_coef != 0 or self.config.loss not in VANISHES_WITHOUT_ADVANTAGE
 
     def shape(self, scores: Tensor, tokens: StepTokens) -> None:
-        """Take the penalty on overlong answers from ``scores [N]``, and give each to its last token."""
+        """Subtract the penalty on overlong answers from ``scores [N]``, and reward each episode's last token."""
         if self.config.overlong_buffer:
-            lengths = torch.bincount(tokens.rows, minlength=len(scores))
+            lengths = torch.bincount(tokens.episodes, minlength=len(scores))
             scores += overlong_penalty(
                 lengths, max_length=self._max_new_tokens or 0, buffer=self.config.overlong_buffer
             )
-        tokens.rewards[tokens.ends] = scores[tokens.rows[tokens.ends]]
+        tokens.rewards[tokens.ends] = scores[tokens.episodes[tokens.ends]]
 
-    def penalize(self, tokens: StepTokens, num_rows: int) -> dict[str, float]:
-        """Take the KL penalty from the rewards, adapt its coefficient for the next step, and return metrics."""
+    def penalize(self, tokens: StepTokens, num_episodes: int) -> dict[str, float]:
+        """Subtract the KL penalty from the rewards, adapt its coefficient for the next step, and return metrics."""
         assert self.config.kl is not None
         controller = self.kl_controller
         penalty = kl_penalty(tokens.proximal, tokens.reference, self.config.kl.estimator)
         tokens.rewards = kl_in_reward(tokens.rewards, penalty, controller.coef)
-        metrics = {"reward_kl": mean_kl(penalty, tokens.rows), "reward_kl_coef": controller.coef}
-        controller.update(metrics["reward_kl"], num_rows)
+        metrics = {"reward_kl": mean_kl(penalty, tokens.episodes), "reward_kl_coef": controller.coef}
+        controller.update(metrics["reward_kl"], num_episodes)
         return metrics
 
     def advantages(
-        self, tokens: StepTokens, scores: Tensor, baselines: Tensor | None, group_ids: list[str]
+        self,
+        tokens: StepTokens,
+        scores: Tensor,
+        baselines: Tensor | None,
+        group_ids: list[str],
+        turns: Turns | None = None,
     ) -> None:
-        """Fill in advantages, and returns where the estimator has them."""
+        """Fill in the advantages of ``tokens``, and the returns if the estimator computes them.
+
+        Args:
+            tokens: The step's trained tokens.
+            scores: ``[N]`` reward of each episode; the mean of its turns' rewards where these differ.
+            baselines: ``[N]`` reward of the greedy answer.
+            group_ids: ``[N]`` group of each episode.
+            turns: Rewards per turn, for the estimators that compare turns.
+        """
         config, early = self.config, self.needs_proximal_early
-        asked = {
+        available: dict[str, Any] = {
             "values": tokens.values if config.critic is not None else None,
             "baselines": baselines,
             "proximal_logprobs": tokens.proximal if early else None,
             "sum_squared_probs": tokens.sum_squared_probs if early and config.proximal == "trainer" else None,
+            "turns": turns,
         }
         estimate = self._estimate(
             EstimatorInputs(
                 scores=scores,
                 group_ids=group_ids,
-                rows=tokens.rows,
+                episodes=tokens.episodes,
                 token_rewards=tokens.rewards,
                 importance_weights=tokens.correction if early else None,
-                **{name: asked[name] for name in asked if name in self.needs},
+                **{name: available[name] for name in available if name in self.needs},
             )
         )
-        self._check("advantage", estimate, tokens.rows)
+        self._check("advantage", estimate, tokens.episodes)
         tokens.advantages = normalize_advantages(
-            estimate.advantages, tokens.rows, group_ids, mean=config.advantage_mean, std=config.advantage_std
+            estimate.advantages,
+            tokens.episodes,
+            group_ids,
+            mean=config.advantage_mean,
+            std=config.advantage_std,
         )
         if estimate.returns is not None:
             tokens.returns = estimate.returns
 
     def policy_loss(self, inputs: PolicyInputs) -> LossTerms:
-        """Return the losses of tokens of whole samples."""
+        """Return the losses of the tokens of whole episodes."""
         terms: LossTerms = self._loss(inputs)
-        self._check("loss", terms, inputs.rows)
+        self._check("loss", terms, inputs.episodes)
         limit = self.config.correction.max_row_kl
         if limit is None:
             return terms
-        drifted = drifted_rows(inputs.policy, inputs.behaviour, inputs.advantages, inputs.rows, max_kl=limit)
-        told = terms.statistics | {"drifted_fraction": drifted.to(terms.losses.dtype)}
-        return LossTerms(torch.where(drifted, 0.0, terms.losses), told, terms.chosen)
+        drifted = drifted_episodes(
+            inputs.policy, inputs.behaviour, inputs.advantages, inputs.episodes, max_kl=limit
+        )
+        statistics = terms.statistics | {"drifted_fraction": drifted.to(terms.losses.dtype)}
+        return LossTerms(torch.where(drifted, 0.0, terms.losses), statistics, terms.chosen)
 
-    def correction(self, proximal: Tensor, behaviour: Tensor, rows: Tensor) -> Tensor:
-        """Return ``[T]`` what each token's loss is multiplied by for being sampled from another policy."""
+    def correction(self, proximal: Tensor, behaviour: Tensor, episodes: Tensor) -> Tensor:
+        """Return ``[T]``, the factors of the token losses that correct for sampling from another policy."""
         config = self.config.correction
         if config.level == "none":
             weights = torch.ones_like(proximal)
@@ -160,21 +181,23 @@ class Algorithm:
             weights = importance_weights(
                 proximal,
                 behaviour,
-                rows,
+                episodes,
                 level=WeightLevel(config.level),
                 max_weight=config.max_weight,
                 normalize=config.normalize,
             )
             if self.config.loss == "gmpo":
-                weights = row_weights(weights, rows)
+                weights = episode_weights(weights, episodes)
         if config.reject is not None:
             bounds = config.reject_bounds or ""
-            weights = weights * rejection_mask(proximal, behaviour, rows, option=config.reject, bounds=bounds)
+            weights = weights * rejection_mask(
+                proximal, behaviour, episodes, option=config.reject, bounds=bounds
+            )
         return weights
 
-    def _check(self, key: str, returned: Estimate | LossTerms, rows: Tensor) -> None:
-        """Refuse what the function named by the config ``key`` returned if it is not one float for each token."""
-        kind, names, mend = _RETURNS[key]
+    def _check(self, key: str, returned: Estimate | LossTerms, episodes: Tensor) -> None:
+        """Raise a ConfigError unless the function of config ``key`` returned the right type, one float per token."""
+        kind, names, hint = _RETURNS[key]
         where = f"trainer.{key} {getattr(self.config, key)!r} returns"
         if not isinstance(returned, kind):
             raise ConfigError(
@@ -185,55 +208,46 @@ class Algorithm:
             if values is None:
                 continue
             if not isinstance(values, Tensor):
+                raise ConfigError(f"{where} {name} as {type(values).__name__}: give a float tensor; {hint}")
+            if values.shape != episodes.shape or not values.is_floating_point():
                 raise ConfigError(
-                    f"{where} {name} as {type(values).__name__}: give a tensor of float numbers; {mend}"
-                )
-            if values.shape != rows.shape or not values.is_floating_point():
-                raise ConfigError(
-                    f"{where} {name} of shape {list(values.shape)} and {values.dtype}: give float numbers of shape "
-                    f"{list(rows.shape)}, one for each token; {mend}"
+                    f"{where} {name} of shape {list(values.shape)} and {values.dtype}: give floats of shape "
+                    f"{list(episodes.shape)}, one for each token; {hint}"
                 )
 
-    def _try_out(self) -> LossTerms:
-        """Return the losses of a step of two answers, so that what the functions cannot do is told at the start."""
-        config, rows = self.config, torch.tensor([0, 0, 0, 1, 1])
+    def _dry_run(self) -> LossTerms:
+        """Return the losses of two toy answers, so that bad options fail before the model loads."""
+        config, episodes = self.config, torch.tensor([0, 0, 0, 1, 1])
         logprobs, scores = torch.tensor([-1.0, -2.0, -0.5, -1.5, -0.25]), torch.tensor([1.0, 0.0])
-        tokens = StepTokens.zeros(rows)
+        tokens = StepTokens.zeros(episodes)
         tokens.proximal.copy_(logprobs)
         tokens.sum_squared_probs.fill_(0.5)
         tokens.correction.fill_(1.0)
         tokens.returns.fill_(torch.nan)
         if config.overlong_buffer and self._max_new_tokens is None:
             raise ConfigError(
-                "trainer.overlong_buffer needs the limit it lies before: give the trainer max_new_tokens"
+                "trainer.overlong_buffer needs the length limit: give the trainer max_new_tokens"
             )
         self.shape(scores, tokens)
         try:
-            self.correction(logprobs, logprobs, rows)
+            self.correction(logprobs, logprobs, episodes)
         except ConfigError as error:
             raise ConfigError(f"trainer.correction.reject: {error}") from error
-        with self._names("advantage"):
-            while True:
-                try:
-                    self.advantages(tokens, scores, scores, ["", ""])
-                    break
-                except MissingInput as missing:
-                    if missing.name in self.needs:
-                        raise
-                    self.needs |= {missing.name}
-        with self._names("loss"):
+        with self._naming("advantage"):
+            self._find_needs(tokens, scores)
+        with self._naming("loss"):
             terms = self.policy_loss(
                 PolicyInputs(
                     policy=logprobs.clone().requires_grad_(),
                     proximal=logprobs,
                     behaviour=logprobs,
                     advantages=tokens.advantages,
-                    rows=rows,
+                    episodes=episodes,
                 )
             )
         if not terms.losses.requires_grad:
             raise ConfigError(
-                f"trainer.loss {config.loss!r} returns losses without a gradient: make them of inputs.policy, not "
+                f"trainer.loss {config.loss!r} returns losses without a gradient: compute them from inputs.policy, not "
                 "detached"
             )
         for key, values in (("advantage", tokens.advantages), ("loss", terms.losses)):
@@ -241,28 +255,51 @@ class Algorithm:
                 name, options = getattr(config, key), getattr(config, f"{key}_kwargs")
                 raise ConfigError(
                     f"trainer.{key} {name!r} with its options {options} gives {values.tolist()}: these must be finite; "
-                    "choose other options, or mend it"
+                    "choose other options, or fix the function"
                 )
         if config.critic is not None:
             self._check_critic(tokens.returns)
         return terms
 
+    def _find_needs(self, tokens: StepTokens, scores: Tensor) -> None:
+        """Fill in ``needs`` and the advantages of the dry run's two answers, of two turns and of one."""
+        turns = Turns(
+            of_token=torch.tensor([0, 0, 1, 2, 2]),
+            rewards=torch.tensor([0.5, 1.0, 0.0]),
+            episodes=torch.tensor([0, 0, 1]),
+            index=torch.tensor([0, 1, 0]),
+            parents=torch.tensor([-1, 0, -1]),
+        )
+        while True:
+            try:
+                self.advantages(tokens, scores, scores, ["", ""], turns)
+                break
+            except MissingInput as missing:
+                if missing.name in self.needs:
+                    raise
+                self.needs |= {missing.name}
+        if self.config.overlong_buffer and "turns" in self.needs:
+            raise ConfigError(
+                f"trainer.overlong_buffer lowers the reward of a whole episode, and {self.config.advantage!r} compares "
+                "the rewards of turns: remove one of them"
+            )
+
     def _check_critic(self, returns: Tensor) -> None:
         name = self.config.advantage
         if bool(returns.isnan().any()):
             raise ConfigError(
-                f"trainer.critic has nothing to learn from {name!r}, which gives no returns: choose gae, have an "
-                "estimator of yours return Estimate(advantages, returns), or remove the critic"
+                f"trainer.critic has nothing to learn from {name!r}, which gives no returns: choose gae, make your own "
+                "estimator return Estimate(advantages, returns), or remove the critic"
             )
         if "values" not in self.needs:
             raise ConfigError(
-                f"trainer.critic learns for nothing: {name!r} does not ask for its values. Choose gae, take "
-                "inputs.needed('values') in an estimator of yours, or remove the critic"
+                f"trainer.critic is unused: {name!r} does not ask for its values. Choose gae, call "
+                "inputs.needed('values') in your own estimator, or remove the critic"
             )
 
     @contextmanager
-    def _names(self, key: str) -> Iterator[None]:
-        """Have what breaks inside name the function of the config ``key``."""
+    def _naming(self, key: str) -> Iterator[None]:
+        """Turn exceptions into config errors that name the function of the config ``key``."""
         try:
             yield
         except ConfigError:
@@ -278,12 +315,12 @@ _RETURNS: dict[str, tuple[type, tuple[str, ...], str]] = {
     "advantage": (
         Estimate,
         ("advantages", "returns"),
-        "inputs.per_token(values) makes them of one for each row",
+        "inputs.per_token(values) expands one value per episode",
     ),
     "loss": (
         LossTerms,
         ("losses",),
-        "the trainer averages them, and inputs.rows says which row a token is of",
+        "the trainer averages them, and inputs.episodes is the episode of each token",
     ),
 }
-"""What the function that a config key names returns, what of it is one number for each token, and how to mend that."""
+"""Expected return type, per-token fields and a hint, per config key."""

@@ -339,7 +339,7 @@ class PolicyTrainer:
             proximal=tokens.proximal[here],
             behaviour=tokens.behaviour_or_proximal()[here],
             advantages=tokens.advantages[here],
-            rows=tokens.episodes[here],
+            episodes=tokens.episodes[here],
             chosen=None if step.choice is None else step.choice[here],
         )
 

@@ -38,7 +38,7 @@ def test_every_estimator_goes_with_every_loss(advantage: str, loss: str) -> None
         ({"advantage": "gpro"}, "did you mean 'grpo'"),
         ({"advantage": "gae"}, "trainer.critic"),
         ({"critic": CRITIC}, "trainer.critic has nothing to learn from 'grpo'"),
-        ({"critic": CRITIC, "advantage": "reinforce"}, "trainer.critic learns for nothing: 'reinforce'"),
+        ({"critic": CRITIC, "advantage": "reinforce"}, "trainer.critic is unused: 'reinforce'"),
         ({"advantage": "optimal_token_baseline", "proximal": "behaviour"}, "trainer.proximal: trainer"),
         ({"advantage_kwargs": {"gama": 1}}, "trainer.advantage_kwargs: .* has no argument 'gama'"),
         ({"advantage": "reinforce", "advantage_kwargs": {"gamma": 2.0}}, "use 0 to 1"),
@@ -48,6 +48,11 @@ def test_every_estimator_goes_with_every_loss(advantage: str, loss: str) -> None
         ({"loss_kwargs": {"dual_clip": 0.5}}, "dual_clip is 0.5"),
         ({"loss": "gspo", "loss_aggregation": "token-mean"}, "trainer.loss_aggregation"),
         ({"overlong_buffer": 4}, "trainer.overlong_buffer"),
+        (
+            {"advantage": "turn_grpo", "overlong_buffer": 4, "max_new_tokens": 9},
+            "trainer.overlong_buffer .* 'turn_grpo'",
+        ),
+        ({"advantage": "turn_returns", "advantage_kwargs": {"gamma": 2}}, "the discount per turn is 2"),
         (
             {"correction": CorrectionConfig(reject="token_k9", reject_bounds="1")},
             "trainer.correction.reject: ",
@@ -59,7 +64,7 @@ def test_what_cannot_work_is_told_with_its_key(settings: dict[str, Any], says: s
         algorithm(**settings)
 
 
-def of_each_row(inputs: EstimatorInputs) -> Estimate:
+def of_each_episode(inputs: EstimatorInputs) -> Estimate:
     return Estimate(inputs.scores)
 
 
@@ -68,7 +73,7 @@ def of_the_batch(inputs: EstimatorInputs) -> Estimate:
 
 
 def whole_numbers(inputs: EstimatorInputs) -> Estimate:
-    return Estimate(inputs.rows)
+    return Estimate(inputs.episodes)
 
 
 def bare(inputs: EstimatorInputs) -> Any:
@@ -83,7 +88,7 @@ def less_value(inputs: EstimatorInputs, floor: float = 0.0) -> Estimate:
     return Estimate(inputs.token_rewards - inputs.needed("values"))
 
 
-def with_returns_of_rows(inputs: EstimatorInputs) -> Estimate:
+def with_returns_of_episodes(inputs: EstimatorInputs) -> Estimate:
     return Estimate(inputs.token_rewards, inputs.scores)
 
 
@@ -93,7 +98,7 @@ def weighed(inputs: EstimatorInputs) -> Estimate:
 
 def of_answers(inputs: PolicyInputs) -> LossTerms:
     losses = -inputs.policy * inputs.advantages
-    return LossTerms(losses.new_zeros(2).index_add(0, inputs.rows, losses))
+    return LossTerms(losses.new_zeros(2).index_add(0, inputs.episodes, losses))
 
 
 def averaged(inputs: PolicyInputs) -> LossTerms:
@@ -125,20 +130,24 @@ def plain(inputs: PolicyInputs) -> Any:
     [
         (
             "advantage",
-            "of_each_row",
+            "of_each_episode",
             r"returns advantages of shape \[2\] and .*: give .* \[5\], .*inputs.per_token",
         ),
         ("advantage", "of_the_batch", r"returns advantages of shape \[\] "),
-        ("advantage", "whole_numbers", r"of shape \[5\] and torch.int64: give float"),
+        ("advantage", "whole_numbers", r"of shape \[5\] and torch.int64: give floats"),
         ("advantage", "bare", r"returns a Tensor: return Estimate\(advantages, returns\)"),
-        ("advantage", "with_returns_of_rows", r"returns returns of shape \[2\]"),
-        ("advantage", "listed", "returns advantages as list: give a tensor of float numbers"),
+        ("advantage", "with_returns_of_episodes", r"returns returns of shape \[2\]"),
+        ("advantage", "listed", "returns advantages as list: give a float tensor"),
         ("advantage", "broken", "does not work with its options {}: RuntimeError"),
-        ("loss", "of_answers", r"returns losses of shape \[2\] .* \[5\], one for each token; .*inputs.rows"),
+        (
+            "loss",
+            "of_answers",
+            r"returns losses of shape \[2\] .* \[5\], one for each token; .*inputs.episodes",
+        ),
         ("loss", "averaged", r"losses are \[\]: give \[T\], .* not averaged"),
-        ("loss", "detached", "without a gradient: make them of inputs.policy"),
+        ("loss", "detached", "without a gradient: compute them from inputs.policy"),
         ("loss", "averaged_statistic", r"mine is \[\]: give a tensor \[5\]"),
-        ("loss", "chosen_by_ratio", "chosen is of torch.float32: give bool"),
+        ("loss", "chosen_by_ratio", "chosen has dtype torch.float32: give bool"),
         ("loss", "plain", r"returns a Tensor: return LossTerms\(losses\)"),
     ],
 )
@@ -155,6 +164,7 @@ def test_what_an_estimator_asks_for_is_computed_before_the_update() -> None:
     assert made.needs_proximal_early
     assert algorithm(advantage="optimal_token_baseline").needs == {"proximal_logprobs", "sum_squared_probs"}
     assert algorithm(advantage="gae", critic=CRITIC).needs == {"values"}
+    assert algorithm(advantage="turn_returns").needs == {"turns"}
     assert not algorithm().needs
 
 
@@ -181,9 +191,13 @@ def test_only_losses_that_are_known_to_vanish_let_samples_be_left_out() -> None:
 
 
 def test_the_weight_of_a_ratio_that_is_a_geometric_mean_is_one_too() -> None:
-    """L8: ratios 1 and 1/2 to the behaviour policy, of one row."""
-    proximal, behaviour, rows = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.0]), torch.zeros(2).long()
+    """L8: ratios 1 and 1/2 to the behaviour policy, of one episode."""
+    proximal, behaviour, episodes = (
+        torch.tensor([-1.0, -2.0]),
+        torch.tensor([-1.0, -2.0]),
+        torch.zeros(2).long(),
+    )
     behaviour[1] += math.log(2)
     for loss, weights in (("gmpo", [0.5**0.5, 0.5**0.5]), ("ppo", [1.0, 0.5])):
-        found = algorithm(loss=loss).correction(proximal, behaviour, rows)
+        found = algorithm(loss=loss).correction(proximal, behaviour, episodes)
         assert found.tolist() == pytest.approx(weights)

@@ -14,8 +14,8 @@ def test_an_adaptive_coefficient_follows_upstreams_trace() -> None:
     """A12."""
     controller = KLController(0.2, target=6.0, horizon=10000)
     trace = []
-    for kl, rows in ((3, 256), (9, 256), (6, 512), (100, 64), (0, 64)):
-        controller.update(kl, rows)
+    for kl, episodes in ((3, 256), (9, 256), (6, 512), (100, 64), (0, 64)):
+        controller.update(kl, episodes)
         trace.append(controller.coef)
     assert trace == pytest.approx(case("ctrl.adaptive_kl", "trace"), abs=1e-12)
 
@@ -29,22 +29,22 @@ def test_a_fixed_coefficient_stays() -> None:
 
 
 def test_a_step_is_penalised_with_the_coefficient_it_began_with() -> None:
-    """V51: the mean is over rows of the mean over their tokens."""
+    """V51: the mean is over episodes of the mean over their tokens."""
     chosen = inputs("mask").bool()
-    rows = chosen.nonzero()[:, 0]
+    episodes = chosen.nonzero()[:, 0]
     kl = (inputs("old_log_prob") - inputs("ref_log_prob"))[chosen]
     controller = KLController(0.05, target=0.1, horizon=1000)
 
     rewards = kl_in_reward(inputs("rewards_outcome")[chosen], kl, controller.coef)
-    controller.update(mean_kl(kl, rows), len(chosen))
+    controller.update(mean_kl(kl, episodes), len(chosen))
 
     assert_matches(rewards, case("kl.in_reward", "token_level_rewards")[chosen])
     metrics = case("kl.in_reward", "metrics")
-    assert mean_kl(kl, rows) == pytest.approx(metrics["actor/reward_kl_penalty"], abs=1e-8)
+    assert mean_kl(kl, episodes) == pytest.approx(metrics["actor/reward_kl_penalty"], abs=1e-8)
     assert controller.coef == pytest.approx(case("kl.in_reward", "next_coef"), abs=1e-12)
 
 
-def test_a_row_without_tokens_has_no_kl() -> None:
+def test_an_episode_without_tokens_has_no_kl() -> None:
     assert mean_kl(torch.tensor([1.0, 3.0, 4.0]), torch.tensor([0, 0, 2])) == 3.0
     assert mean_kl(torch.zeros(0), torch.zeros(0, dtype=torch.int64)) == 0.0
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from areal_lite.trainer.estimators.estimator import ESTIMATORS, Estimate, EstimatorInputs
 from areal_lite.trainer.estimators.normalize import whiten
 from tests.trainer.oracle_cases import DTYPES, assert_matches, case, inputs, keys
+from tests.trainer.turn_data import with_whole_turns
 
-SINGLETON_ROW = 0  # group 3 has no other
+SINGLETON_EPISODE = 0  # group 3 has no other
 
 
 def step(mask: str, rewards: str, dtype: torch.dtype, *, groups: str = "group") -> EstimatorInputs:
@@ -25,7 +26,7 @@ def step(mask: str, rewards: str, dtype: torch.dtype, *, groups: str = "group") 
     return EstimatorInputs(
         scores=inputs(rewards, dtype).sum(1),
         group_ids=[str(group) for group in inputs(groups, dtype).tolist()],
-        rows=chosen.nonzero()[:, 0],
+        episodes=chosen.nonzero()[:, 0],
         token_rewards=flat(rewards),
         values=flat("values"),
         baselines=inputs("reward_baselines", dtype),
@@ -85,7 +86,7 @@ def test_group_estimators_agree_but_for_the_group_of_one_which_is_0(
     name, options = GROUP_CASES[case_name]
     given = step(mask, rewards, dtype)
     expected = upstream(f"{case_name}.{rewards}.{mask}", "advantages", dtype)
-    expected[given.rows == SINGLETON_ROW] = 0
+    expected[given.episodes == SINGLETON_EPISODE] = 0
     assert_matches(advantages(name, given, **options), expected)
 
 
@@ -95,14 +96,14 @@ def test_grpo_has_one_way_to_take_a_deviation(key: str) -> None:
     rewards, mask = split(key)
     given = step(mask, rewards, torch.float64)
     expected = upstream(key, "advantages", torch.float64)
-    expected[given.rows == SINGLETON_ROW] = 0
+    expected[given.episodes == SINGLETON_EPISODE] = 0
     ours = advantages("grpo", given, divide_by_std=".std1." in key)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("key", keys("adv.grpo_passk."))
-def test_only_the_best_row_of_a_group_has_an_advantage_at_pass_at_k(key: str, dtype: torch.dtype) -> None:
+def test_only_the_best_episode_of_a_group_has_an_advantage_at_pass_at_k(key: str, dtype: torch.dtype) -> None:
     """A4."""
     rewards, mask = split(key)
     given = step(mask, rewards, dtype, groups="group_pairs")
@@ -158,9 +159,9 @@ def test_reinforce_plus_plus_baseline_whitens_what_groups_say(rewards: str, mask
     """A6: as upstream, once its group of one is centred like the others."""
     given = step(mask, rewards, torch.float64)
     centred = advantages("dr_grpo", given)
-    alone = given.rows == SINGLETON_ROW
+    alone = given.episodes == SINGLETON_EPISODE
 
-    raw = whiten(torch.where(alone, given.scores[SINGLETON_ROW], centred))
+    raw = whiten(torch.where(alone, given.scores[SINGLETON_EPISODE], centred))
     assert_matches(raw, upstream(f"adv.rpp_baseline.{rewards}.{mask}", "advantages", torch.float64))
 
     right = torch.where(alone, 0.0, whiten(centred))
@@ -178,10 +179,10 @@ def test_places_of_the_optimal_token_baseline_count_trained_tokens(key: str, dty
     ours = advantages("optimal_token_baseline", given, credit_lone_tail=tail == "1")
 
     expected = upstream(key, "advantages", dtype)
-    expected[given.rows == SINGLETON_ROW] = 0
+    expected[given.episodes == SINGLETON_EPISODE] = 0
     residue = expected.abs() < 1e-6  # of a lone tail's return, for upstream adds 1e-8 to the weights
     assert_matches(ours, torch.where(residue, 0.0, expected))
-    assert residue.sum() == (given.rows == SINGLETON_ROW).sum() + (0 if tail == "1" else 3)
+    assert residue.sum() == (given.episodes == SINGLETON_EPISODE).sum() + (0 if tail == "1" else 3)
 
 
 def test_single_turns_need_no_second_optimal_token_baseline() -> None:
@@ -201,7 +202,7 @@ def test_gae_is_that_of_rl2_and_slime(key: str) -> None:
     given = EstimatorInputs(
         scores=inputs("scores"),
         group_ids=[""] * len(chosen),
-        rows=chosen.nonzero()[:, 0],
+        episodes=chosen.nonzero()[:, 0],
         token_rewards=(inputs("rewards_dense") * trained)[chosen],
         values=inputs("values")[chosen],
     )
@@ -217,13 +218,13 @@ def test_gae_is_that_of_rl2_and_slime(key: str) -> None:
 @pytest.mark.parametrize(("level", "size"), [("global0", 4), ("global1", 12)])
 def test_centred_rewards_are_those_of_rl2_and_slime(level: str, size: int, std: int) -> None:
     """A2, over groups of four or the whole batch as one; they add other floors to a deviation, slime in float32."""
-    groups = [str(row // size) for row in range(12)]
+    groups = [str(episode // size) for episode in range(12)]
     given = replace(step("mask", "rewards_outcome", torch.float64), group_ids=groups)
     ours = advantages("grpo" if std else "dr_grpo", given)
     expected = case(f"rl2.reinforce.{level}.var{std}", "advantages")[inputs("mask").bool()]
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
     if size == 4:
-        slime = torch.tensor(case(f"slime.group_norm.grpo.std{std}", "rewards")).double()[given.rows]
+        slime = torch.tensor(case(f"slime.group_norm.grpo.std{std}", "rewards")).double()[given.episodes]
         torch.testing.assert_close(ours, slime, rtol=1e-6, atol=1e-6)
 
 
@@ -236,14 +237,14 @@ def test_discounted_returns_less_a_penalty_are_slimes() -> None:
 
 
 @pytest.mark.parametrize("name", ESTIMATORS.names())
-def test_a_row_without_trained_tokens_changes_its_groups_baseline_and_nothing_else(name: str) -> None:
-    """mask_dead: row 2 of group 1 has no token, but its answer was judged."""
-    given = step("mask_dead", "rewards_outcome", torch.float64)
-    assert 2 not in given.rows
+def test_an_episode_without_trained_tokens_changes_its_groups_baseline_and_nothing_else(name: str) -> None:
+    """mask_dead: episode 2 of group 1 has no token, but its answer was judged."""
+    given = with_whole_turns(step("mask_dead", "rewards_outcome", torch.float64))
+    assert 2 not in given.episodes
     ours = advantages(name, given)
-    assert ours.shape == given.rows.shape
+    assert ours.shape == given.episodes.shape
     assert ours.isfinite().all()
     if name == "dr_grpo":
         members = torch.tensor([group == "1" for group in given.group_ids])
         mean = given.scores[members].mean()
-        assert_matches(ours[given.rows == 4], (given.scores[4] - mean).expand(3))
+        assert_matches(ours[given.episodes == 4], (given.scores[4] - mean).expand(3))

@@ -14,6 +14,7 @@ from torch import Tensor
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.estimators.discounting import discounted_sums
 from areal_lite.trainer.estimators.estimator import ESTIMATORS, EstimatorInputs
+from tests.trainer.turn_data import with_whole_turns
 
 GROUP_NAMES = ["grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"]
 
@@ -21,14 +22,17 @@ GROUP_NAMES = ["grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce
 def make_step(
     scores: list[float], groups: str, lengths: list[int] | None = None, dtype: torch.dtype = torch.float64
 ) -> EstimatorInputs:
-    """Return a step whose rows have ``lengths`` tokens (1 each) and earn their score on the last."""
+    """Return a step whose episodes have ``lengths`` tokens (1 each) and earn their score on the last."""
     counts = torch.tensor(lengths or [1] * len(scores))
-    rows = torch.arange(len(scores)).repeat_interleave(counts)
-    rewards = torch.zeros(len(rows), dtype=dtype)
+    episodes = torch.arange(len(scores)).repeat_interleave(counts)
+    rewards = torch.zeros(len(episodes), dtype=dtype)
     has_token = counts > 0
     rewards[(counts.cumsum(0) - 1)[has_token]] = torch.tensor(scores, dtype=dtype)[has_token]
     return EstimatorInputs(
-        scores=torch.tensor(scores, dtype=dtype), group_ids=list(groups), rows=rows, token_rewards=rewards
+        scores=torch.tensor(scores, dtype=dtype),
+        group_ids=list(groups),
+        episodes=episodes,
+        token_rewards=rewards,
     )
 
 
@@ -43,46 +47,49 @@ def with_probabilities(step: EstimatorInputs) -> EstimatorInputs:
     return replace(step, proximal_logprobs=logprobs, sum_squared_probs=logprobs.exp() / 2)
 
 
-def recursion(values: Tensor, rows: Tensor, discount: float) -> Tensor:
+def recursion(values: Tensor, episodes: Tensor, discount: float) -> Tensor:
     result = values.clone()
     for place in reversed(range(len(values) - 1)):
-        if rows[place] == rows[place + 1]:
+        if episodes[place] == episodes[place + 1]:
             result[place] += discount * result[place + 1]
     return result
 
 
 lengths = st.lists(st.integers(0, 40), min_size=1, max_size=8)
 rewards = st.integers(-50, 50).map(lambda value: value / 7)
-rows_of_groups = st.lists(
+episodes_of_groups = st.lists(
     st.tuples(rewards, st.sampled_from("abc"), st.integers(1, 4)), min_size=1, max_size=12
 )
 
 
 @given(lengths, st.sampled_from([0.0, 0.5, 0.95, 1.0]), st.integers(0, 2**31))
 @settings(deadline=None, max_examples=60)
-def test_discounted_sums_are_the_recursion_along_each_row(
+def test_discounted_sums_are_the_recursion_along_each_episode(
     counts: list[int], discount: float, seed: int
 ) -> None:
-    rows = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    values = torch.randn(len(rows), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    episodes = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    values = torch.randn(len(episodes), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     torch.testing.assert_close(
-        discounted_sums(values, rows, discount), recursion(values, rows, discount), rtol=1e-12, atol=1e-12
+        discounted_sums(values, episodes, discount),
+        recursion(values, episodes, discount),
+        rtol=1e-12,
+        atol=1e-12,
     )
 
 
 @pytest.mark.parametrize("discount", [0.95, 1.0])
-def test_long_rows_sum_as_precisely_in_float32_as_the_recursion_does_in_float64(discount: float) -> None:
+def test_long_episodes_sum_as_precisely_in_float32_as_the_recursion_does_in_float64(discount: float) -> None:
     torch.manual_seed(0)
-    rows, values = torch.zeros(8192, dtype=torch.int64), torch.randn(8192)
+    episodes, values = torch.zeros(8192, dtype=torch.int64), torch.randn(8192)
     torch.testing.assert_close(
-        discounted_sums(values, rows, discount).double(),
-        recursion(values.double(), rows, discount),
+        discounted_sums(values, episodes, discount).double(),
+        recursion(values.double(), episodes, discount),
         rtol=1e-5,
         atol=1e-4,
     )
 
 
-def test_a_number_that_is_not_finite_stays_in_its_row() -> None:
+def test_a_number_that_is_not_finite_stays_in_its_episode() -> None:
     sums = discounted_sums(torch.tensor([1.0, 1.0, torch.nan, 1.0]), torch.tensor([0, 0, 1, 1]), 1.0)
     torch.testing.assert_close(sums, torch.tensor([2.0, 1.0, torch.nan, 1.0]), equal_nan=True)
 
@@ -111,7 +118,7 @@ def test_one_token_cannot_be_whitened_and_gets_0(name: str) -> None:
 @pytest.mark.parametrize("name", ESTIMATORS.names())
 def test_a_step_without_trained_tokens_has_no_advantages(name: str) -> None:
     empty = torch.zeros(0, dtype=torch.float64)
-    step = with_probabilities(make_step([1.0, 0.0], "aa", [0, 0]))
+    step = with_whole_turns(with_probabilities(make_step([1.0, 0.0], "aa", [0, 0])))
     assert run(name, replace(step, values=empty, baselines=torch.zeros(2))).shape == (0,)
 
 
@@ -122,8 +129,8 @@ def test_a_group_of_one_and_a_group_of_equal_rewards_get_exactly_0(name: str, dt
     step = with_probabilities(make_step([7.0, 0.1, 0.1, 0.1, 2.0, 1.0], "asssvv", [3, 2, 1, 4, 2, 1], dtype))
     ours = run(name, step)
     assert ours.dtype == dtype
-    assert (ours[step.rows < 4] == 0).all()
-    assert (ours[step.rows == 4] != 0).any()
+    assert (ours[step.episodes < 4] == 0).all()
+    assert (ours[step.episodes == 4] != 0).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -142,7 +149,7 @@ BY_HAND: list[tuple[str, list[float]]] = [
     ("grpo_passk", [0.0, 0.0, 0.0, 0.0, 1.4142, 0.0]),  # two are best in a; 2 / 1.4142 in b
     ("rloo", [0.6667, -0.6667, -0.6667, 0.6667, 2.0, -2.0]),
     ("opo", [0.625, -0.375, -0.375, 0.625, 1.0, -1.0]),  # the mean of a is 3 / 8
-    ("gpg", [0.75, -0.75, -0.75, 0.75, 1.5, -1.5]),  # 6 rows, 4 of them with a reward
+    ("gpg", [0.75, -0.75, -0.75, 0.75, 1.5, -1.5]),  # 6 episodes, 4 of them with a reward
 ]
 
 
@@ -151,28 +158,30 @@ def test_group_estimators_by_hand(name: str, expected: list[float]) -> None:
     """A2, A4, A8, A9, A10."""
     step = make_step([1, 0, 0, 1, 4, 2], "aaaabb", [1, 2, 3, 2, 1, 1])
     torch.testing.assert_close(
-        run(name, step), torch.tensor(expected, dtype=torch.float64)[step.rows], atol=1e-4, rtol=0
+        run(name, step), torch.tensor(expected, dtype=torch.float64)[step.episodes], atol=1e-4, rtol=0
     )
 
 
-@given(rows_of_groups, st.randoms(use_true_random=False))
+@given(episodes_of_groups, st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=40)
-def test_the_order_of_rows_does_not_matter(drawn: list[tuple[float, str, int]], random: Any) -> None:
+def test_the_order_of_episodes_does_not_matter(drawn: list[tuple[float, str, int]], random: Any) -> None:
     order = list(range(len(drawn)))
     random.shuffle(order)
     step, shuffled = (
         make_step(
-            [score for score, _, _ in rows], "".join(group for _, group, _ in rows), [n for _, _, n in rows]
+            [score for score, _, _ in episodes],
+            "".join(group for _, group, _ in episodes),
+            [n for _, _, n in episodes],
         )
-        for rows in (drawn, [drawn[place] for place in order])
+        for episodes in (drawn, [drawn[place] for place in order])
     )
     for name in [*GROUP_NAMES, "reinforce_plus_plus"]:
         before, after = run(name, step), run(name, shuffled)
-        expected = torch.cat([before[step.rows == row] for row in order])
+        expected = torch.cat([before[step.episodes == episode] for episode in order])
         torch.testing.assert_close(after, expected, rtol=1e-9, atol=1e-9)
 
 
-@given(rows_of_groups, st.integers(-1000, 1000))
+@given(episodes_of_groups, st.integers(-1000, 1000))
 @settings(deadline=None, max_examples=40)
 def test_advantages_of_a_group_sum_to_0_and_ignore_a_bonus_for_all(
     drawn: list[tuple[float, str, int]], bonus: int
@@ -186,7 +195,7 @@ def test_advantages_of_a_group_sum_to_0_and_ignore_a_bonus_for_all(
         torch.testing.assert_close(raised, ours, rtol=1e-6, atol=1e-8)
 
 
-def test_a_kl_penalty_within_the_row_lowers_its_reward() -> None:
+def test_a_kl_penalty_within_the_episode_lowers_its_reward() -> None:
     step = make_step([1.0, 1.0], "aa", [2, 1])
     penalised = replace(step, token_rewards=step.token_rewards - torch.tensor([0.25, 0.25, 0.0]))
     assert run("dr_grpo", penalised).tolist() == [-0.25, -0.25, 0.25]
@@ -201,7 +210,7 @@ def test_remax_takes_the_greedy_reward_off() -> None:
     assert run("remax", step).tolist() == [0.75, 0.75, -0.5]
 
 
-def test_an_optimal_baseline_weighs_rows_by_the_gradient_up_to_a_place() -> None:
+def test_an_optimal_baseline_weighs_episodes_by_the_gradient_up_to_a_place() -> None:
     """A11: norms 0.5 and 1, then 1 alone; an importance weight counts squared."""
     half = torch.tensor([0.5, 1.0, 1.0], dtype=torch.float64)
     step = replace(
@@ -236,15 +245,15 @@ def test_tokens_that_were_sure_do_not_divide_by_a_rounding_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mend"),
+    ("name", "hint"),
     [
         ("gae", "the value of each token: configure trainer.critic"),
-        ("remax", "the reward of a greedy answer for each row: have one generated"),
+        ("remax", "the reward of a greedy answer to each prompt: have one generated"),
         ("optimal_token_baseline", "proximal log-probs: have the trainer compute them"),
     ],
 )
-def test_an_estimator_says_what_to_configure(name: str, mend: str) -> None:
-    with pytest.raises(ConfigError, match=mend):
+def test_an_estimator_says_what_to_configure(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint):
         run(name, make_step([1.0, 0.0], "aa"))
 
 
@@ -257,14 +266,14 @@ def test_options_are_those_of_the_estimator() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scores": torch.tensor([1.0, torch.inf])}, "scores holds inf in row 1"),
-        ({"token_rewards": torch.tensor([0.0, torch.nan, 1.0])}, "token_rewards holds nan in row 1"),
-        ({"scores": torch.ones(3)}, r"scores is \[3\]: give \[2\], one for each row"),
+        ({"scores": torch.tensor([1.0, torch.inf])}, "scores holds inf in episode 1"),
+        ({"token_rewards": torch.tensor([0.0, torch.nan, 1.0])}, "token_rewards holds nan in episode 1"),
+        ({"scores": torch.ones(3)}, r"scores is \[3\]: give \[2\], one for each episode"),
         ({"values": torch.ones(2)}, r"values is \[2\]: give \[3\], one for each token"),
-        ({"rows": torch.tensor([0, 1, 0])}, "sort the tokens by row"),
-        ({"rows": torch.tensor([0, 1, 2])}, "less than 2, the number of group ids"),
+        ({"episodes": torch.tensor([0, 1, 0])}, "sort the tokens by episode"),
+        ({"episodes": torch.tensor([0, 1, 2])}, r"between 0 and 1 \(there are 2 group ids\)"),
     ],
 )
-def test_bad_inputs_are_refused_with_their_row(change: dict[str, Any], message: str) -> None:
+def test_bad_inputs_are_refused_with_their_episode(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(make_step([1.0, 0.0], "aa", [1, 2]), **change)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from areal_lite.trainer.objectives.aggregation import AggregationMode, aggregate, token_weights
-from areal_lite.trainer.objectives.token_rows import row_max, row_mean, row_sum
+from areal_lite.trainer.objectives.per_episode import episode_max, episode_mean, episode_sum
 from tests.trainer.oracle_cases import DTYPES, assert_matches, case, inputs
 
 NORM = AggregationMode.SEQ_MEAN_TOKEN_SUM_NORM
@@ -33,7 +33,7 @@ def check(key: str, ours: tuple[Tensor, Tensor], *, factor: float = 1.0) -> None
     for value, field in zip(ours, ("loss", "grad"), strict=True):
         expected = case(key, field, value.dtype)
         if "seq-mean-token-mean" in key and value.dtype == torch.float64:
-            # The oracle adds 1e-8 to the token count it divides a row by.
+            # The oracle adds 1e-8 to the token count it divides an episode by.
             torch.testing.assert_close(value * factor, expected, rtol=1e-8, atol=1e-8)
         else:
             assert_matches(value * factor, expected)
@@ -43,7 +43,7 @@ def check(key: str, ours: tuple[Tensor, Tensor], *, factor: float = 1.0) -> None
 @pytest.mark.parametrize("mask_name", ["mask", "mask_mt", "mask_dead"])
 @pytest.mark.parametrize("mode", AggregationMode)
 def test_weights_are_the_oracles(mode: AggregationMode, mask_name: str, dtype: torch.dtype) -> None:
-    """L10; a row without trained tokens counts in no mean. The oracle's constant is its padded width."""
+    """L10; an episode without trained tokens counts in no mean. The oracle's constant is its padded width."""
     counts = {"scale": 17} if mode is NORM else {}
     check(f"agg.{mode}.{mask_name}", oracle_loss(mask_name, mode, dtype, **counts))
 
@@ -57,15 +57,17 @@ def test_a_given_scale_is_used_by_the_norm_alone(mode: AggregationMode) -> None:
 def test_half_of_an_update_is_the_oracles_share_of_one_of_two_ranks(mode: AggregationMode) -> None:
     """The oracle's ranks are averaged afterwards, hence twice our share, which is summed."""
     mask = inputs("mask").bool()
-    ours = oracle_loss("mask", mode, torch.float64, num_tokens=2 * int(mask.sum()), num_rows=2 * len(mask))
+    ours = oracle_loss(
+        "mask", mode, torch.float64, num_tokens=2 * int(mask.sum()), num_episodes=2 * len(mask)
+    )
     check(f"agg.{mode}.global_dp2", ours, factor=2.0)
 
 
 def test_the_norm_sums_over_ranks_and_needs_no_factor() -> None:
-    """L10: two ranks with the same rows have twice the loss of one; upstream, averaging, gives half of that."""
-    rows, losses = torch.tensor([0, 0, 1]), torch.tensor([1.0, 2.0, 3.0])
-    one = aggregate(losses, token_weights(NORM, rows, num_tokens=3, num_rows=2, scale=4))
-    both = aggregate(losses.repeat(2), token_weights(NORM, torch.cat((rows, rows + 2)), scale=4))
+    """L10: two ranks with the same episodes have twice the loss of one; upstream, averaging, gives half of that."""
+    episodes, losses = torch.tensor([0, 0, 1]), torch.tensor([1.0, 2.0, 3.0])
+    one = aggregate(losses, token_weights(NORM, episodes, num_tokens=3, num_episodes=2, scale=4))
+    both = aggregate(losses.repeat(2), token_weights(NORM, torch.cat((episodes, episodes + 2)), scale=4))
     assert (one.item(), both.item()) == (1.5, 3.0)
 
 
@@ -75,12 +77,12 @@ def test_the_norm_sums_over_ranks_and_needs_no_factor() -> None:
         (AggregationMode.TOKEN_MEAN, [1 / 4, 1 / 4, 1 / 4, 1 / 4]),
         (AggregationMode.SEQ_MEAN_TOKEN_SUM, [1 / 2, 1 / 2, 1 / 2, 1 / 2]),
         (AggregationMode.SEQ_MEAN_TOKEN_MEAN, [1 / 2, 1 / 6, 1 / 6, 1 / 6]),
-        (NORM, [1 / 3, 1 / 3, 1 / 3, 1 / 3]),  # the longest row
+        (NORM, [1 / 3, 1 / 3, 1 / 3, 1 / 3]),  # the longest episode
     ],
 )
 def test_weights_by_hand(mode: AggregationMode, weights: list[float]) -> None:
-    rows = torch.tensor([9, 4, 4, 4])
-    torch.testing.assert_close(token_weights(mode, rows), torch.tensor(weights, dtype=torch.float64))
+    episodes = torch.tensor([9, 4, 4, 4])
+    torch.testing.assert_close(token_weights(mode, episodes), torch.tensor(weights, dtype=torch.float64))
 
 
 @given(
@@ -91,16 +93,20 @@ def test_weights_by_hand(mode: AggregationMode, weights: list[float]) -> None:
 def test_loss_and_gradient_do_not_depend_on_the_cut(
     lengths: list[int], piece: list[int], mode: AggregationMode
 ) -> None:
-    """L10, R21: rows spread at random over four micro-batches or ranks, some of them empty."""
-    rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    values = torch.linspace(-1.0, 2.0, len(rows), dtype=torch.float64, requires_grad=True)
-    whole = aggregate(values.square(), token_weights(mode, rows))
+    """L10, R21: episodes spread at random over four micro-batches or ranks, some of them empty."""
+    episodes = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    values = torch.linspace(-1.0, 2.0, len(episodes), dtype=torch.float64, requires_grad=True)
+    whole = aggregate(values.square(), token_weights(mode, episodes))
 
-    counts: dict[str, Any] = {"num_tokens": len(rows), "num_rows": len(lengths), "scale": max(lengths)}
-    pieces = torch.tensor(piece)[rows]
+    counts: dict[str, Any] = {
+        "num_tokens": len(episodes),
+        "num_episodes": len(lengths),
+        "scale": max(lengths),
+    }
+    pieces = torch.tensor(piece)[episodes]
     cut = sum(
         (
-            aggregate(values[pieces == i].square(), token_weights(mode, rows[pieces == i], **counts))
+            aggregate(values[pieces == i].square(), token_weights(mode, episodes[pieces == i], **counts))
             for i in range(4)
         ),
         start=torch.zeros((), dtype=torch.float64),
@@ -108,6 +114,29 @@ def test_loss_and_gradient_do_not_depend_on_the_cut(
 
     torch.testing.assert_close(cut, whole)
     torch.testing.assert_close(torch.autograd.grad(cut, values)[0], torch.autograd.grad(whole, values)[0])
+
+
+@given(
+    cuts=st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=6),
+    mode=st.sampled_from(AggregationMode),
+)
+def test_sequences_of_an_episode_share_its_weight_by_their_trained_tokens(
+    cuts: list[list[int]], mode: AggregationMode
+) -> None:
+    """Each episode is cut into sequences of these many tokens; its weight is that of the uncut episode."""
+    lengths = torch.tensor([sum(sequences) for sequences in cuts])
+    episodes = torch.arange(len(cuts)).repeat_interleave(lengths)
+    weights = token_weights(mode, episodes)
+    for number, sequences in enumerate(cuts):
+        own = weights[episodes == number]
+        uncut = {
+            AggregationMode.TOKEN_MEAN: sum(sequences) / len(episodes),
+            AggregationMode.SEQ_MEAN_TOKEN_SUM: sum(sequences) / len(cuts),
+            AggregationMode.SEQ_MEAN_TOKEN_MEAN: 1 / len(cuts),
+            NORM: sum(sequences) / int(lengths.max()),
+        }[mode]
+        for share, count in zip(own.split(sequences), sequences, strict=True):
+            torch.testing.assert_close(share.sum().item(), uncut * count / sum(sequences))
 
 
 def test_a_nan_at_a_token_of_weight_zero_leaks_nowhere() -> None:
@@ -138,8 +167,8 @@ def test_entropy_is_averaged_as_any_loss(mode: AggregationMode) -> None:
 @pytest.mark.parametrize(
     ("counts", "text"),
     [
-        ({"num_tokens": 2}, r"num_tokens is 2 .* rows alone holds 3 tokens of 2 rows: count over all"),
-        ({"num_rows": 1}, r"num_rows 1, but rows alone holds 3 tokens of 2 rows"),
+        ({"num_tokens": 2}, r"num_tokens is 2 .* there are 3 tokens of 2 episodes here: count over all"),
+        ({"num_episodes": 1}, r"num_episodes 1, but there are 3 tokens of 2 episodes here"),
         ({"scale": 0.0}, r"scale is 0.0: .* must be above 0"),
     ],
 )
@@ -154,11 +183,11 @@ def test_a_weight_per_loss() -> None:
 
 
 @pytest.mark.parametrize(
-    ("over_row", "expected"),
-    [(row_sum, [4.0, 5.0, 4.0]), (row_mean, [2.0, 5.0, 2.0]), (row_max, [3.0, 5.0, 3.0])],
+    ("over_episode", "expected"),
+    [(episode_sum, [4.0, 5.0, 4.0]), (episode_mean, [2.0, 5.0, 2.0]), (episode_max, [3.0, 5.0, 3.0])],
 )
-def test_figures_of_rows_are_given_to_each_of_their_tokens(
-    over_row: Callable[[Tensor, Tensor], Tensor], expected: list[float]
+def test_figures_of_episodes_are_given_to_each_of_their_tokens(
+    over_episode: Callable[[Tensor, Tensor], Tensor], expected: list[float]
 ) -> None:
     """Row numbers are neither dense nor in order."""
-    assert over_row(torch.tensor([1.0, 5.0, 3.0]), torch.tensor([8, 2, 8])).tolist() == expected
+    assert over_episode(torch.tensor([1.0, 5.0, 3.0]), torch.tensor([8, 2, 8])).tolist() == expected

@@ -11,7 +11,7 @@ from torch import Tensor
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.objectives.corrections import (
     WeightLevel,
-    drifted_rows,
+    drifted_episodes,
     icepop_weights,
     importance_weights,
     rejection_mask,
@@ -20,7 +20,7 @@ from tests.trainer.oracle_cases import DTYPES, assert_matches, case, inputs, key
 
 
 def policies(mask: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """Return proximal, behaviour and rows, ``[T]`` each."""
+    """Return proximal, behaviour and episodes, ``[T]`` each."""
     return inputs("old_log_prob", dtype)[mask], inputs("rollout_log_prob", dtype)[mask], mask.nonzero()[:, 0]
 
 
@@ -50,24 +50,24 @@ def test_importance_weights_are_verls(
 
 
 def test_normalised_weights_have_a_mean_of_one() -> None:
-    """L13: over tokens, or over rows."""
-    rows = torch.tensor([0, 1, 1, 1])
+    """L13: over tokens, or over episodes."""
+    episodes = torch.tensor([0, 1, 1, 1])
     by_token = importance_weights(
-        log(1, 2, 1, 2), log(1, 1, 1, 1), rows, level=WeightLevel.TOKEN, max_weight=9.0, normalize=True
+        log(1, 2, 1, 2), log(1, 1, 1, 1), episodes, level=WeightLevel.TOKEN, max_weight=9.0, normalize=True
     )
-    by_row = importance_weights(
-        log(1, 3, 1, 1), log(1, 1, 1, 1), rows, level=WeightLevel.SEQUENCE, max_weight=9.0, normalize=True
+    by_episode = importance_weights(
+        log(1, 3, 1, 1), log(1, 1, 1, 1), episodes, level=WeightLevel.SEQUENCE, max_weight=9.0, normalize=True
     )
     torch.testing.assert_close(by_token, torch.tensor([1, 2, 1, 2]).double() / 1.5)
-    torch.testing.assert_close(by_row, torch.tensor([0.5, 1.5, 1.5, 1.5]).double())
+    torch.testing.assert_close(by_episode, torch.tensor([0.5, 1.5, 1.5, 1.5]).double())
 
 
 def test_weights_carry_no_gradient_and_do_not_overflow() -> None:
-    """L13: log-ratios of a long row are held to 20."""
+    """L13: log-ratios of a long episode are held to 20."""
     proximal = torch.zeros(100, requires_grad=True)
-    rows = torch.zeros(100, dtype=torch.int64)
+    episodes = torch.zeros(100, dtype=torch.int64)
     weights = importance_weights(
-        proximal, proximal - 9.0, rows, level=WeightLevel.SEQUENCE, max_weight=math.inf
+        proximal, proximal - 9.0, episodes, level=WeightLevel.SEQUENCE, max_weight=math.inf
     )
     assert not weights.requires_grad
     torch.testing.assert_close(weights, torch.full((100,), math.exp(20)))
@@ -122,8 +122,8 @@ def test_k1s_bounds_act_on_the_ratio() -> None:
         ("seq_mean_k1,seq_max_k2", "0.5_3.1,0.7", [False, False, True, True]),
     ],
 )
-def test_rows_are_judged_as_a_whole(option: str, bounds: str, kept: list[bool]) -> None:
-    """L14; the first row's ratios are 4 and 1/4, the second's 3 and 3."""
+def test_episodes_are_judged_as_a_whole(option: str, bounds: str, kept: list[bool]) -> None:
+    """L14; the first episode's ratios are 4 and 1/4, the second's 3 and 3."""
     keep = rejection_mask(
         log(4, 0.25, 3, 3), log(1, 1, 1, 1), torch.tensor([5, 5, 1, 1]), option=option, bounds=bounds
     )
@@ -143,10 +143,10 @@ def test_a_token_whose_log_prob_is_not_a_number_is_rejected(option: str, bounds:
     [
         ("token_k4", "0.1", "'token_k4' does not exist: join token, seq_sum"),
         ("seq_max_k1", "0.5_2", "seq_max_k1' does not exist"),
-        ("token_k1", "2.0", "bound '2.0' of a k1 option: give the ratio's bounds as lower_upper"),
+        ("token_k1", "2.0", "bound '2.0' of a k1 option: give the bounds of the ratio as lower_upper"),
         ("token_k1", "2_0.5", "bound '2_0.5' of a k1 option"),
-        ("token_k2", "much", "bound 'much' is no number"),
-        ("token_k2,token_k3", "0.1", "has 2 options but bounds '0.1' 1: give one bound to each"),
+        ("token_k2", "much", "bound 'much' is not a number"),
+        ("token_k2,token_k3", "0.1", "has 2 options, '0.1' 1 bounds: give one bound per option"),
     ],
 )
 def test_what_cannot_be_read_is_an_error(option: str, bounds: str, text: str) -> None:
@@ -154,9 +154,9 @@ def test_what_cannot_be_read_is_an_error(option: str, bounds: str, text: str) ->
         rejection_mask(log(1.0), log(1.0), torch.zeros(1, dtype=torch.int64), option=option, bounds=bounds)
 
 
-def test_only_bad_rows_the_policy_has_left_are_taken_out() -> None:
+def test_only_bad_episodes_the_policy_has_left_are_taken_out() -> None:
     """Rows, in order: bad and left, bad and approached, good and left."""
-    drifted = drifted_rows(
+    drifted = drifted_episodes(
         torch.tensor([-1.0, -1.0, 1.0, -1.0]),
         torch.zeros(4),
         torch.tensor([-1.0, -1.0, -1.0, 1.0]),
@@ -167,9 +167,9 @@ def test_only_bad_rows_the_policy_has_left_are_taken_out() -> None:
 
 
 def test_no_tokens_give_no_weights() -> None:
-    empty, rows = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    empty, episodes = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
     weights = importance_weights(
-        empty, empty, rows, level=WeightLevel.SEQUENCE, max_weight=2.0, normalize=True
+        empty, empty, episodes, level=WeightLevel.SEQUENCE, max_weight=2.0, normalize=True
     )
     assert weights.shape == (0,)
-    assert rejection_mask(empty, empty, rows, option="seq_max_k2", bounds="1").shape == (0,)
+    assert rejection_mask(empty, empty, episodes, option="seq_max_k2", bounds="1").shape == (0,)

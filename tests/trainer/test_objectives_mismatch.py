@@ -11,12 +11,12 @@ from tests.trainer.oracle_cases import case, inputs
 
 def test_figures_are_verls() -> None:
     mask = inputs("mask").bool()
-    proximal, behaviour, rows = (
+    proximal, behaviour, episodes = (
         inputs("old_log_prob")[mask],
         inputs("rollout_log_prob")[mask],
         mask.nonzero()[:, 0],
     )
-    ours = mismatch_statistics(proximal, behaviour, torch.full_like(rows, 3), rows, 3)
+    ours = mismatch_statistics(proximal, behaviour, torch.full_like(episodes, 3), episodes, 3)
     theirs = case("corr.metrics_only", "metrics")
     names = {
         "kl_k1": "kl", "kl_k3": "k3_kl", "proximal_perplexity": "training_ppl",
@@ -30,7 +30,7 @@ def test_figures_are_verls() -> None:
 
 
 def test_figures_by_hand() -> None:
-    """V47: probabilities 0.5 and 0.2 against 0.4 and 0.2, one row."""
+    """V47: probabilities 0.5 and 0.2 against 0.4 and 0.2, one episode."""
     proximal, behaviour = torch.tensor([0.5, 0.2]).log(), torch.tensor([0.4, 0.2]).log()
     figures = mismatch_statistics(proximal, behaviour, torch.tensor([1, 1]), torch.tensor([0, 0]), 1)
     expected = {

@@ -16,11 +16,11 @@ from areal_lite.errors import ConfigError
 from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms, aggregate, token_weights
 from areal_lite.trainer.objectives.corrections import (
     WeightLevel,
-    drifted_rows,
+    drifted_episodes,
+    episode_weights,
     icepop_weights,
     importance_weights,
     rejection_mask,
-    row_weights,
 )
 from areal_lite.trainer.objectives.kl import kl_penalty
 from areal_lite.trainer.objectives.policy_loss import (
@@ -36,7 +36,7 @@ from areal_lite.trainer.objectives.policy_loss import (
 )
 from tests.trainer.oracle_cases import DTYPES, assert_matches, case, inputs
 
-TOKEN_MEAN, ROW_MEAN = AggregationMode.TOKEN_MEAN, AggregationMode.SEQ_MEAN_TOKEN_MEAN
+TOKEN_MEAN, EPISODE_MEAN = AggregationMode.TOKEN_MEAN, AggregationMode.SEQ_MEAN_TOKEN_MEAN
 DUAL = {"dual_clip": 3.0}
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
 
@@ -55,17 +55,19 @@ def oracle_inputs(mask: Tensor, dtype: torch.dtype, *, advantages: str = "advant
         proximal=flat("old_log_prob", mask, dtype),
         behaviour=flat("rollout_log_prob", mask, dtype),
         advantages=flat(advantages, mask, dtype),
-        rows=mask.nonzero()[:, 0],
+        episodes=mask.nonzero()[:, 0],
     )
 
 
 def check(key: str, loss: Tensor, policy: Tensor, mask: Tensor, dtype: torch.dtype) -> None:
     (gradient,) = torch.autograd.grad(loss, policy)
     padded = torch.zeros(mask.shape, dtype=dtype).masked_scatter(mask, gradient)
-    per_row = any(part in key for part in ("gspo", "sapo", "geo_mean", "seq-mean-token-mean"))
+    per_episode = any(part in key for part in ("gspo", "sapo", "geo_mean", "seq-mean-token-mean"))
     for ours, field in ((loss, "loss"), (padded, "grad")):
         expected = case(key, field, dtype)
-        if per_row and dtype == torch.float64:  # the oracle adds 1e-8 to the token count it divides a row by
+        if (
+            per_episode and dtype == torch.float64
+        ):  # the oracle adds 1e-8 to the token count it divides an episode by
             torch.testing.assert_close(ours, expected, rtol=2e-8, atol=2e-8)
         else:
             assert_matches(ours, expected)
@@ -79,7 +81,7 @@ CASES: list[tuple[str, str, dict[str, Any], str, AggregationMode]] = [
             ("cispo", "cispo", {}),
             ("gpg", "gpg", {}),
         )
-        for mode in (TOKEN_MEAN, AggregationMode.SEQ_MEAN_TOKEN_SUM, ROW_MEAN)
+        for mode in (TOKEN_MEAN, AggregationMode.SEQ_MEAN_TOKEN_SUM, EPISODE_MEAN)
     ),
     (
         "loss.vanilla.cliphigher_c1.5",
@@ -88,9 +90,9 @@ CASES: list[tuple[str, str, dict[str, Any], str, AggregationMode]] = [
         "advantages",
         TOKEN_MEAN,
     ),
-    ("loss.gspo.eps3e-2", "gspo", {"clip_eps": 3e-2, "clip_eps_high": 4e-2}, "adv_seq", ROW_MEAN),
-    ("loss.geo_mean", "gmpo", {}, "adv_seq", ROW_MEAN),
-    ("loss.sapo", "sapo", {}, "advantages", ROW_MEAN),
+    ("loss.gspo.eps3e-2", "gspo", {"clip_eps": 3e-2, "clip_eps_high": 4e-2}, "adv_seq", EPISODE_MEAN),
+    ("loss.geo_mean", "gmpo", {}, "adv_seq", EPISODE_MEAN),
+    ("loss.sapo", "sapo", {}, "advantages", EPISODE_MEAN),
     ("loss.kl_cov", "kl_cov", {"token_share": 0.1, "kl_coef": 0.7}, "advantages", TOKEN_MEAN),
 ]
 
@@ -112,10 +114,10 @@ def test_losses_and_gradients_are_the_oracles(
     """L1 to L5, L7, L8, each with and without correction weights that multiply the losses."""
     mask = inputs(mask_name, dtype).bool()
     data = oracle_inputs(mask, dtype, advantages=advantages)
-    weights = token_weights(mode, data.rows)
+    weights = token_weights(mode, data.episodes)
     if weighted:
         correction = flat("is_weights", mask, dtype)
-        weights = weights * (row_weights(correction, data.rows) if name == "gmpo" else correction)
+        weights = weights * (episode_weights(correction, data.episodes) if name == "gmpo" else correction)
     terms = loss_called(name)(data, **options)
     key = f"{key}.{mask_name}.is{int(weighted)}"
 
@@ -135,7 +137,7 @@ def test_ratios_are_held_to_exp_20(dtype: torch.dtype) -> None:
     mask = inputs("mask", dtype).bool()
     data = oracle_inputs(mask, dtype)
     extreme = replace(data, policy=data.policy * 30)
-    loss = aggregate(ppo(extreme, dual_clip=3.0).losses, token_weights(TOKEN_MEAN, data.rows))
+    loss = aggregate(ppo(extreme, dual_clip=3.0).losses, token_weights(TOKEN_MEAN, data.episodes))
     check("loss.vanilla.extreme_ratio", loss, data.policy, mask, dtype)
     far = small([50.0], advantages=[-1.0])
     losses = ppo(far).losses
@@ -161,14 +163,14 @@ def test_bypass_mode_is_the_behaviour_policy_in_the_place_of_the_proximal(
     mask = inputs("mask").bool()
     sampled = flat("old_log_prob", mask, torch.float64)
     data = replace(oracle_inputs(mask, torch.float64), proximal=sampled, behaviour=sampled)
-    keep = torch.ones_like(data.rows, dtype=torch.bool)
+    keep = torch.ones_like(data.episodes, dtype=torch.bool)
     if option is not None:
-        keep = rejection_mask(data.policy, sampled, data.rows, option=option, bounds=bounds)
+        keep = rejection_mask(data.policy, sampled, data.episodes, option=option, bounds=bounds)
     weights = torch.zeros(len(keep), dtype=torch.float64)
-    weights[keep] = token_weights(TOKEN_MEAN, data.rows[keep])
+    weights[keep] = token_weights(TOKEN_MEAN, data.episodes[keep])
     if name == "reinforce" and level is not None:
         weights = weights * importance_weights(
-            data.policy, sampled, data.rows, level=WeightLevel(level), max_weight=2.0
+            data.policy, sampled, data.episodes, level=WeightLevel(level), max_weight=2.0
         )
     options = {"clip_eps_high": 0.28, **DUAL} if name == "ppo" else {}
 
@@ -195,8 +197,8 @@ def test_cispo_is_slimes() -> None:
     assert_matches(terms.statistics["clip_fraction"], case("slime.cispo", "clipfrac")[mask].double())
 
 
-def test_gspos_ratio_is_slimes_mean_over_the_row() -> None:
-    """L2, over rows with tool tokens between."""
+def test_gspos_ratio_is_slimes_mean_over_the_episode() -> None:
+    """L2, over episodes with tool tokens between."""
     mask = inputs("mask_mt").bool()
     data = replace(
         oracle_inputs(mask, torch.float64), advantages=torch.ones(int(mask.sum()), dtype=torch.float64)
@@ -205,10 +207,10 @@ def test_gspos_ratio_is_slimes_mean_over_the_row() -> None:
     assert_matches(terms.losses, -torch.exp(-case("slime.gspo_kl", "value")[mask]))
 
 
-def test_off_policy_rows_with_a_bad_score_are_taken_out_as_slime_does() -> None:
+def test_off_policy_episodes_with_a_bad_score_are_taken_out_as_slime_does() -> None:
     mask = inputs("mask").bool()
     data = oracle_inputs(mask, torch.float64, advantages="adv_seq")
-    drifted = drifted_rows(data.policy, data.proximal, data.advantages, data.rows, max_kl=0.02)
+    drifted = drifted_episodes(data.policy, data.proximal, data.advantages, data.episodes, max_kl=0.02)
     assert (~drifted).tolist() == case("slime.opsm", "mask")[mask].bool().tolist()
     assert 0 < drifted.sum() < len(drifted)
 
@@ -218,7 +220,9 @@ def test_corrected_losses_are_slimes(name: str) -> None:
     mask = inputs("mask").bool()
     data = oracle_inputs(mask, torch.float64)
     weights = (
-        importance_weights(data.proximal, data.behaviour, data.rows, level=WeightLevel.TOKEN, max_weight=2.0)
+        importance_weights(
+            data.proximal, data.behaviour, data.episodes, level=WeightLevel.TOKEN, max_weight=2.0
+        )
         if name == "tis"
         else icepop_weights(data.proximal, data.behaviour, lower=0.5, upper=2.0)
     )
@@ -235,7 +239,7 @@ def test_ppo_with_penalty_and_entropy_is_rl2s(max_weight: float) -> None:
     if max_weight:
         level = WeightLevel.TOKEN
         losses = losses * importance_weights(
-            data.policy, data.behaviour, data.rows, level=level, max_weight=max_weight
+            data.policy, data.behaviour, data.episodes, level=level, max_weight=max_weight
         )
     losses = losses - 0.01 * entropy
 
@@ -246,13 +250,17 @@ def test_ppo_with_penalty_and_entropy_is_rl2s(max_weight: float) -> None:
     assert torch.equal(terms.statistics["clip_fraction"].bool(), clipped.bool())
 
 
-def small(policy: list[float], *, rows: list[int] | None = None, **others: list[float]) -> PolicyInputs:
+def small(policy: list[float], *, episodes: list[int] | None = None, **others: list[float]) -> PolicyInputs:
     values = {"proximal": [0.0] * len(policy), "advantages": [1.0] * len(policy), **others}
     values.setdefault("behaviour", values["proximal"])
     tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-    row_numbers = torch.zeros(len(policy), dtype=torch.int64) if rows is None else torch.tensor(rows)
+    episode_numbers = (
+        torch.zeros(len(policy), dtype=torch.int64) if episodes is None else torch.tensor(episodes)
+    )
     return PolicyInputs(
-        policy=torch.tensor(policy, dtype=torch.float64, requires_grad=True), rows=row_numbers, **tensors
+        policy=torch.tensor(policy, dtype=torch.float64, requires_grad=True),
+        episodes=episode_numbers,
+        **tensors,
     )
 
 
@@ -302,7 +310,7 @@ def test_clip_cov_with_the_oracles_draw_has_its_loss(
     assert case(key, "metrics", dtype)["actor/pg_clipfrac"] == pytest.approx(
         ours.statistics["clip_fraction"].mean().item()
     )
-    weights = token_weights(TOKEN_MEAN, data.rows)
+    weights = token_weights(TOKEN_MEAN, data.episodes)
     if weighted:
         weights = weights * flat("is_weights", mask, dtype)
     loss = aggregate(clip_cov(replace(data, chosen=theirs), **bounds).losses, weights)
@@ -328,8 +336,8 @@ def test_statistics_by_hand() -> None:
     assert not any(values.requires_grad for values in {**statistics, **ppo(data).statistics}.values())
 
 
-def test_a_rows_ratio_is_held_to_exp_10() -> None:
-    """L2: a bad row the policy has run to has a bounded loss, and no gradient."""
+def test_an_episodes_ratio_is_held_to_exp_10() -> None:
+    """L2: a bad episode the policy has run to has a bounded loss, and no gradient."""
     data = small([15.0, 15.0], advantages=[-1.0, -1.0])
     losses = gspo(data).losses
     assert losses.tolist() == pytest.approx([math.exp(10)] * 2)
@@ -343,7 +351,7 @@ def test_m2po_keeps_the_most_tokens_whose_mean_square_is_within_the_bound() -> N
         proximal=[0.5, 0.0, 0.0, 0.0, 0.0],
         behaviour=[0.0] * 5,
         advantages=[2.0, 1.0, -1.0, 1.0, 3.0],
-        rows=[7, 7, 7, 2, 2],
+        episodes=[7, 7, 7, 2, 2],
     )
     terms = m2po(data, max_second_moment=0.04)
     ratios = torch.tensor([0.0, 0.1, -0.2, 0.1, 0.1], dtype=torch.float64).exp()
@@ -356,25 +364,27 @@ def test_m2po_keeps_the_most_tokens_whose_mean_square_is_within_the_bound() -> N
 
 
 def test_m2po_drops_what_is_not_a_number_and_spares_the_rest() -> None:
-    data = small([0.1, 0.1, 0.1], behaviour=[float("nan"), float("-inf"), 0.0], rows=[0, 0, 1])
+    data = small([0.1, 0.1, 0.1], behaviour=[float("nan"), float("-inf"), 0.0], episodes=[0, 0, 1])
     assert m2po(data).statistics["clip_fraction"].tolist() == [1, 1, 0]
 
 
-def test_gmpo_leaves_rows_without_tokens_out_of_the_mean() -> None:
+def test_gmpo_leaves_episodes_without_tokens_out_of_the_mean() -> None:
     """L8: they are not there at all, whereas upstream divides by them."""
-    data = small([0.0, 0.0], rows=[0, 5])
-    assert aggregate(gmpo(data).losses, token_weights(ROW_MEAN, data.rows)).item() == -1.0
+    data = small([0.0, 0.0], episodes=[0, 5])
+    assert aggregate(gmpo(data).losses, token_weights(EPISODE_MEAN, data.episodes)).item() == -1.0
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
 def test_a_policy_that_has_not_moved_gets_the_policy_gradient(name: str) -> None:
-    """Fresh data: every loss has the gradient -A, or -A shared out over the row where the ratio is the row's."""
-    data = small([-1.0, -2.0, -0.5], proximal=[-1.0, -2.0, -0.5], advantages=[2.0, 2.0, -3.0], rows=[0, 0, 1])
+    """Fresh data: every loss has the gradient -A, or -A spread over an episode where it has one ratio."""
+    data = small(
+        [-1.0, -2.0, -0.5], proximal=[-1.0, -2.0, -0.5], advantages=[2.0, 2.0, -3.0], episodes=[0, 0, 1]
+    )
     options: dict[str, Any] = {"kl_coef": 0.0} if name == "kl_cov" else {}
     options |= {"min_covariance": 100.0, "max_covariance": 101.0} if name == "clip_cov" else {}
     terms = loss_called(name)(data, **options)
     (gradient,) = torch.autograd.grad(
-        aggregate(terms.losses, token_weights(ROW_MEAN, data.rows)), data.policy
+        aggregate(terms.losses, token_weights(EPISODE_MEAN, data.episodes)), data.policy
     )
     assert_matches(gradient, torch.tensor([-0.5, -0.5, 1.5], dtype=torch.float64))
     assert terms.statistics["approx_kl"].tolist() == [0, 0, 0]
@@ -383,7 +393,7 @@ def test_a_policy_that_has_not_moved_gets_the_policy_gradient(name: str) -> None
 @dtypes
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
 def test_no_number_overflows(name: str, dtype: torch.dtype) -> None:
-    """Advantages of a million, log-ratios of 80 nats either way; one token, one row, rows of one token."""
+    """Advantages of a million, log-ratios of 80 nats either way; one token, one episode, episodes of one token."""
     for size, far, stale, shape in itertools.product(
         (1e6, -1e6, 0.0), (80.0, -80.0), (80.0, -80.0), ("0", "00", "552")
     ):
@@ -393,7 +403,7 @@ def test_no_number_overflows(name: str, dtype: torch.dtype) -> None:
             proximal=proximal,
             behaviour=proximal + stale,
             advantages=torch.full_like(proximal, size),
-            rows=torch.tensor([int(row) for row in shape]),
+            episodes=torch.tensor([int(episode) for episode in shape]),
         )
         terms = loss_called(name)(data)
         (gradient,) = torch.autograd.grad(terms.losses.sum(), data.policy)
@@ -405,7 +415,7 @@ def test_no_number_overflows(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
 def test_no_tokens_give_a_zero_that_backpropagates(name: str) -> None:
     data = small([])
-    loss = aggregate(loss_called(name)(data).losses, token_weights(TOKEN_MEAN, data.rows, num_tokens=8))
+    loss = aggregate(loss_called(name)(data).losses, token_weights(TOKEN_MEAN, data.episodes, num_tokens=8))
     assert loss.item() == 0
     assert torch.autograd.grad(loss, data.policy)[0].shape == (0,)
 
@@ -420,19 +430,19 @@ CHOOSING: dict[str, dict[str, Any]] = {
 
 def of_tokens(whole: PolicyInputs, here: Tensor, **changes: Tensor | None) -> PolicyInputs:
     """Return the inputs of the tokens ``here``, bool or places."""
-    names = ("policy", "proximal", "behaviour", "advantages", "rows")
+    names = ("policy", "proximal", "behaviour", "advantages", "episodes")
     return PolicyInputs(**{name: getattr(whole, name)[here] for name in names}, **changes)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
-def test_a_rows_losses_do_not_depend_on_the_rows_beside_it(name: str) -> None:
+def test_an_episodes_losses_do_not_depend_on_the_episodes_beside_it(name: str) -> None:
     """Once what is chosen in the whole minibatch is known."""
     whole = oracle_inputs(inputs("mask").bool(), torch.float64)
     loss, options = loss_called(name), CHOOSING.get(name, {})
     terms = loss(whole, **options)
     assert (terms.chosen is None) == (name not in CHOOSING)
-    for row in set(whole.rows.tolist()):
-        here = whole.rows == row
+    for episode in set(whole.episodes.tolist()):
+        here = whole.episodes == episode
         part = of_tokens(whole, here, chosen=None if terms.chosen is None else terms.chosen[here])
         found = loss(part, **options)
         torch.testing.assert_close(found.losses, terms.losses[here])
@@ -441,10 +451,10 @@ def test_a_rows_losses_do_not_depend_on_the_rows_beside_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CHOOSING)
-def test_what_is_chosen_depends_neither_on_the_order_of_rows_nor_on_rounding(name: str) -> None:
+def test_what_is_chosen_depends_neither_on_the_order_of_episodes_nor_on_rounding(name: str) -> None:
     whole = oracle_inputs(inputs("mask").bool(), torch.float64)
     shuffled = torch.randperm(12, generator=torch.Generator().manual_seed(0))
-    order = shuffled[whole.rows].argsort(stable=True)
+    order = shuffled[whole.episodes].argsort(stable=True)
     moved = of_tokens(replace(whole, policy=whole.policy * (1 + 1e-9)), order)
     chosen, again = (loss_called(name)(data, **CHOOSING[name]).chosen for data in (whole, moved))
     assert chosen is not None
@@ -453,14 +463,16 @@ def test_what_is_chosen_depends_neither_on_the_order_of_rows_nor_on_rounding(nam
     assert torch.equal(chosen[order], again)
 
 
-def test_losses_of_rows_average_over_rows() -> None:
+def test_losses_of_episodes_average_over_episodes() -> None:
     """L2, L8, and SAPO unless told otherwise."""
     averages = {name: aggregation_of(name, where="w") for name in POLICY_LOSSES.names()}
-    assert {name for name, mode in averages.items() if mode is ROW_MEAN} == {"gspo", "gmpo", "sapo"}
-    assert set(averages.values()) == {ROW_MEAN, TOKEN_MEAN}
+    assert {name for name, mode in averages.items() if mode is EPISODE_MEAN} == {"gspo", "gmpo", "sapo"}
+    assert set(averages.values()) == {EPISODE_MEAN, TOKEN_MEAN}
     assert aggregation_of("sapo", TOKEN_MEAN, where="w") is TOKEN_MEAN
-    assert aggregation_of("gspo", ROW_MEAN, where="w") is ROW_MEAN
-    with pytest.raises(ConfigError, match=r"actor\.aggregation is token-mean: gspo has one ratio per row"):
+    assert aggregation_of("gspo", EPISODE_MEAN, where="w") is EPISODE_MEAN
+    with pytest.raises(
+        ConfigError, match=r"actor\.aggregation is token-mean: gspo has one ratio per episode"
+    ):
         aggregation_of("gspo", TOKEN_MEAN, where="actor.aggregation")
 
 

@@ -25,7 +25,7 @@ def test_loss_and_gradient_are_verls(clip: float, mode: str, dtype: torch.dtype)
     key = f"value_loss.clip{clip}.{mode}"
     for ours, field in ((loss, "loss"), (padded, "grad")):
         expected = case(key, field, dtype)
-        if mode == "seq-mean-token-mean":  # the oracle adds 1e-8 to the token count it divides a row by
+        if mode == "seq-mean-token-mean":  # the oracle adds 1e-8 to the token count it divides an episode by
             torch.testing.assert_close(ours, expected, rtol=1e-6, atol=2e-8)
         else:
             assert_matches(ours, expected)

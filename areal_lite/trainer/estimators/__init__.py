@@ -1,5 +1,5 @@
-"""Advantages: how much better each trained token was than what was expected of it."""
+"""Advantages: how much better each trained token was than expected."""
 
-from areal_lite.trainer.estimators.inputs import Estimate, EstimatorInputs
+from areal_lite.trainer.estimators.inputs import Estimate, EstimatorInputs, Turns
 
-__all__ = ["Estimate", "EstimatorInputs"]
+__all__ = ["Estimate", "EstimatorInputs", "Turns"]

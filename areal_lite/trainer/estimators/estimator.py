@@ -1,4 +1,4 @@
-"""The advantage estimators by the names a YAML gives them; each is a pure function of :class:`EstimatorInputs`."""
+"""The advantage estimators by their names in a YAML; each is a pure function of :class:`EstimatorInputs`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from areal_lite.trainer.estimators.group_estimators import (
 from areal_lite.trainer.estimators.inputs import Estimate, Estimator, EstimatorInputs
 from areal_lite.trainer.estimators.optimal_token_baseline import optimal_token_baseline
 from areal_lite.trainer.estimators.return_estimators import gae, reinforce, reinforce_plus_plus, remax
+from areal_lite.trainer.estimators.turn_estimators import turn_grpo, turn_returns
 from areal_lite.trainer.registry import Registry
 
 __all__ = ["COMPARES_GROUP", "ESTIMATORS", "Estimate", "Estimator", "EstimatorInputs"]
@@ -27,9 +28,11 @@ _COMPARING = (
     opo,
     gpg,
     optimal_token_baseline,
+    turn_grpo,
+    turn_returns,
 )
 COMPARES_GROUP = frozenset(estimator.__name__ for estimator in _COMPARING)
-"""Those that find nothing to learn from a group of one."""
+"""Estimators that learn nothing from a group of one."""
 
 ESTIMATORS: Registry[Estimator] = Registry("advantage estimator")
 for _estimator in (*_COMPARING, gae, reinforce, reinforce_plus_plus, remax):

@@ -1,4 +1,4 @@
-"""Statistics of values that belong to groups.
+"""Means, deviations and ranges of values by group.
 
 Sums are float64 and variances take two passes, so that 10000.1 and 10000.2 keep their difference. The mean of equal
 values is that value to the last bit, so a group of one and a group of equal values deviate by exactly 0.
@@ -15,22 +15,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Which of ``G`` groups each of ``K`` values is in."""
+    """The group of each of ``K`` values, among ``G`` groups."""
 
     group: Tensor
     """``[K]`` int64."""
 
     size: Tensor
-    """``[G]`` int64, values in each group."""
+    """``[G]`` int64, number of values in each group."""
 
     @classmethod
     def numbered(cls, group: Tensor) -> Grouping:
-        """Make it of group numbers ``[K]`` int64, 0 or more."""
+        """Make a grouping from group numbers ``[K]`` int64, 0 or more."""
         return cls(group, torch.bincount(group))
 
     @classmethod
     def by_id(cls, group_ids: Sequence[str], device: torch.device) -> Grouping:
-        """Make it of ids, numbered in the order they first appear."""
+        """Make a grouping from ids, numbered in the order of their first appearance."""
         numbers: dict[str, int] = {}
         group = [numbers.setdefault(name, len(numbers)) for name in group_ids]
         return cls.numbered(torch.tensor(group, dtype=torch.int64, device=device))
@@ -40,8 +40,15 @@ class Grouping:
         sums = torch.zeros(len(self.size), dtype=torch.float64, device=values.device)
         return sums.index_add_(0, self.group, values.double())
 
+    def means(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return ``[G]`` float64, the mean of each group's values, weighted by ``weights [K]`` (0 or more)."""
+        total = self.sums(values if weights is None else values * weights)
+        means = total / (self.size if weights is None else self.sums(weights))
+        low, high = self.ranges(values)
+        return torch.where(low == high, low, means)
+
     def ranges(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``[G]`` and ``[G]``, the least and the greatest value of each group; 0 in an empty one."""
+        """Return ``[G]`` and ``[G]``, the smallest and the largest value of each group; 0 in an empty one."""
         empty = torch.zeros(len(self.size), dtype=values.dtype, device=values.device)
         low = empty.scatter_reduce(0, self.group, values, "amin", include_self=False)
         return low, empty.scatter_reduce(0, self.group, values, "amax", include_self=False)
@@ -52,20 +59,17 @@ class Grouping:
         return low != high
 
     def centred(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return ``[K]`` float64, values less their group's mean (weighted by ``weights [K]``, 0 or more)."""
-        total = self.sums(values if weights is None else values * weights)
-        means = total / (self.size if weights is None else self.sums(weights))
-        low, high = self.ranges(values)
-        return values - self.spread(torch.where(low == high, low, means))
+        """Return ``[K]`` float64, values minus their group's mean; ``weights`` as in :meth:`means`."""
+        return values - self.spread(self.means(values, weights))
 
     def deviations(self, centred: Tensor) -> Tensor:
         """Return ``[G]`` float64, the unbiased standard deviation of each group; 0 in a group of one.
 
         Args:
-            centred: What :meth:`centred` returned.
+            centred: The result of :meth:`centred`.
         """
         return (self.sums(centred.square()) / (self.size - 1).clamp(min=1)).sqrt()
 
     def spread(self, group_values: Tensor) -> Tensor:
-        """Return ``[K]``, the value of ``group_values [G]`` for each value's group."""
+        """Return ``[K]``, the entry of ``group_values [G]`` for each value's group."""
         return group_values.index_select(0, self.group)

@@ -1,62 +1,115 @@
-"""What an advantage estimator is given and returns, as flat tensors.
+"""The inputs and outputs of advantage estimators, as flat tensors.
 
-A step has ``N`` rows (sequences) and ``T`` trained tokens: those the policy sampled, row by row. Prompt and tool
-tokens are not among them, so no estimator can discount over one or learn from it. A row may have no token.
+A step has ``N`` episodes and ``T`` trained tokens: those the policy sampled, episode by episode. The tokens of an
+episode stand together, however many sequences it was cut into. Prompt and tool tokens are not among them, so no
+estimator can discount over them or learn from them. An episode may have no trained token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, overload
 
 import torch
 from torch import Tensor
 
 from areal_lite.errors import ConfigError
 
-_MENDS = {
-    "values": "the value of each token: configure trainer.critic, or an advantage without one such as grpo",
-    "baselines": "the reward of a greedy answer for each row: have one generated (trainer.advantage: remax does), or "
-    "choose rloo, which needs none",
+_HINTS = {
+    "values": "the value of each token: configure trainer.critic, or choose an advantage without one, such as grpo",
+    "baselines": "the reward of a greedy answer to each prompt: have one generated (trainer.advantage: remax does), "
+    "or choose rloo, which needs none",
     "proximal_logprobs": "proximal log-probs: have the trainer compute them (trainer.proximal: trainer)",
     "sum_squared_probs": "sums of squared probabilities: have the trainer compute them (trainer.proximal: trainer)",
     "importance_weights": "weights of proximal / behaviour: have the trainer compute them (trainer.proximal: trainer)",
+    "turns": "the rewards of turns: train on episodes that have them, or choose grpo, which compares whole episodes",
 }
-OF_PROXIMAL_POLICY = ("proximal_logprobs", "sum_squared_probs", "importance_weights")
-"""What a pass of the trainer before the update gives."""
+PROXIMAL_INPUTS = ("proximal_logprobs", "sum_squared_probs", "importance_weights")
+"""Inputs from a forward pass of the trainer before the update."""
+
+TensorInput = Literal["values", "baselines", "proximal_logprobs", "sum_squared_probs", "importance_weights"]
 
 
 class MissingInput(ConfigError):
     """An estimator needs the input ``name``, and it was not computed."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"trainer.advantage: the estimator needs {_MENDS[name]}")
+        super().__init__(f"trainer.advantage: the estimator needs {_HINTS[name]}")
         self.name = name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EstimatorInputs:
-    """One step's rewards, and what else was computed before its advantages.
+class Turns:
+    """The ``S`` rewarded turns of a step: model calls with a reward of their own.
+
+    An episode that is rewarded as a whole has one such turn. The turns of an episode form a tree, because an agent
+    may continue a conversation in several ways.
 
     Raises:
-        ValueError: If a shape differs, the rows are not in order, or a number is not finite.
+        ValueError: If a shape or a number does not fit the others.
+    """
+
+    of_token: Tensor
+    """``[T]`` int64, the turn that each token is credited to; never falls."""
+
+    rewards: Tensor
+    """``[S]`` float, reward of each turn."""
+
+    episodes: Tensor
+    """``[S]`` int64, episode of each turn."""
+
+    index: Tensor
+    """``[S]`` int64, how many model calls came before the turn on its path, from 0."""
+
+    parents: Tensor
+    """``[S]`` int64, the rewarded turn that the turn's path extends; -1 for none."""
+
+    def __post_init__(self) -> None:
+        count = len(self.rewards)
+        for name in ("rewards", "episodes", "index", "parents"):
+            if getattr(self, name).shape != (count,):
+                found = list(getattr(self, name).shape)
+                raise ValueError(f"turns.{name} is {found}: give [{count}], one entry per rewarded turn")
+        _check_sorted("turns.of_token", self.of_token, count, "rewarded turns")
+        if not bool(self.rewards.isfinite().all()):
+            raise ValueError("turns.rewards must be finite: fail an episode whose turns have no reward")
+        if bool((self.index < 0).any()):
+            raise ValueError("turns.index must be 0 or more: the number of model calls before the turn")
+        children = (self.parents >= 0).nonzero()[:, 0]
+        parents = self.parents[children]
+        if len(parents) and not (
+            bool((parents < count).all())
+            and torch.equal(self.episodes[parents], self.episodes[children])
+            and bool((self.index[parents] < self.index[children]).all())
+        ):
+            raise ValueError(
+                "turns.parents must name turns of the same episode with a smaller index, or be -1 for none"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimatorInputs:
+    """One step's rewards, and whatever else was computed before its advantages.
+
+    Raises:
+        ValueError: If a shape differs, the episodes are not in order, or a number is not finite.
     """
 
     scores: Tensor
-    """``[N]`` float, reward of each row."""
+    """``[N]`` float, reward of each episode."""
 
     group_ids: Sequence[str]
-    """``[N]`` group of each row, in any order."""
+    """``[N]`` group of each episode, in any order."""
 
-    rows: Tensor
-    """``[T]`` int64, row of each token; never falls."""
+    episodes: Tensor
+    """``[T]`` int64, episode of each token; never falls."""
 
     token_rewards: Tensor
-    """``[T]`` float, what each token earned: the score on its row's last token, less a KL penalty where there is
-    one. Its dtype is that of the advantages."""
+    """``[T]`` float, reward of each token: the score on its episode's last token, minus a KL penalty where there is
+    one. Advantages have its dtype."""
 
-    # What follows is None where the estimator did not ask for it through needed().
+    # The rest is None unless the estimator asked for it through needed().
 
     values: Tensor | None = None
     """``[T]`` float, the critic's estimates."""
@@ -73,17 +126,22 @@ class EstimatorInputs:
     importance_weights: Tensor | None = None
     """``[T]`` float, proximal / behaviour."""
 
+    turns: Turns | None = None
+    """Rewards per turn."""
+
     def __post_init__(self) -> None:
-        rows, num_rows, num_tokens = self.rows, len(self.group_ids), len(self.rows)
-        if num_tokens and not (rows[0] >= 0 and rows[-1] < num_rows and bool((rows[1:] >= rows[:-1]).all())):
-            raise ValueError(
-                f"rows go from {int(rows[0])} to {int(rows[-1])}: they must never fall, from 0 or more to less than "
-                f"{num_rows}, the number of group ids; sort the tokens by row"
-            )
+        num_episodes, num_tokens = len(self.group_ids), len(self.episodes)
+        _check_sorted("episodes", self.episodes, num_episodes, "group ids")
         for name in ("scores", "baselines"):
-            self._check(name, num_rows, per="row")
-        for name in ("token_rewards", "values", *OF_PROXIMAL_POLICY):
+            self._check(name, num_episodes, per="episode")
+        for name in ("token_rewards", "values", *PROXIMAL_INPUTS):
             self._check(name, num_tokens, per="token")
+        if self.turns is not None:
+            of_turns = self.turns.episodes
+            if not bool(((of_turns >= 0) & (of_turns < num_episodes)).all()):
+                raise ValueError(f"turns.episodes must lie between 0 and {num_episodes - 1}")
+            if not torch.equal(of_turns[self.turns.of_token], self.episodes):
+                raise ValueError("turns.of_token must give each token a turn of the token's own episode")
 
     def _check(self, name: str, count: int, *, per: str) -> None:
         tensor: Tensor | None = getattr(self, name)
@@ -94,47 +152,73 @@ class EstimatorInputs:
         finite = torch.isfinite(tensor)
         if not finite.all():
             place = int((~finite).nonzero()[0])
-            row = place if per == "row" else int(self.rows[place])
+            episode = place if per == "episode" else int(self.episodes[place])
             raise ValueError(
-                f"{name} holds {tensor[place].item()} in row {row}: every number must be finite; let an episode "
-                "without a reward fail, and resume a model that diverged from an earlier checkpoint"
+                f"{name} holds {tensor[place].item()} in episode {episode}: every number must be finite; fail an "
+                "episode without a reward, and resume a diverged model from an earlier checkpoint"
             )
 
-    def needed(self, name: str) -> Tensor:
-        """Return the field ``name``. The trainer computes what an estimator asked for when its config was checked.
+    @overload
+    def needed(self, name: TensorInput) -> Tensor: ...
+    @overload
+    def needed(self, name: Literal["turns"]) -> Turns: ...
+    def needed(self, name: str) -> Tensor | Turns:
+        """Return the field ``name``. The trainer computes what the estimator asks for in the dry run of its config.
 
         Raises:
             MissingInput: If it is None; the text says what to configure.
         """
-        tensor: Tensor | None = getattr(self, name)
-        if tensor is None:
+        value: Tensor | Turns | None = getattr(self, name)
+        if value is None:
             raise MissingInput(name)
-        return tensor
+        return value
 
     def lengths(self) -> Tensor:
-        """Return ``[N]`` int64, the tokens of each row."""
-        return torch.bincount(self.rows, minlength=len(self.group_ids))
+        """Return ``[N]`` int64, the trained tokens of each episode."""
+        return torch.bincount(self.episodes, minlength=len(self.group_ids))
 
-    def row_rewards(self) -> Tensor:
-        """Return ``[N]`` float64, what each row's tokens earned together; the score of a row without tokens."""
+    def episode_rewards(self) -> Tensor:
+        """Return ``[N]`` float64, the sum of each episode's token rewards; its score if it has no token."""
         sums = torch.zeros_like(self.scores, dtype=torch.float64)
-        sums.index_add_(0, self.rows, self.token_rewards.double())
+        sums.index_add_(0, self.episodes, self.token_rewards.double())
         return torch.where(self.lengths() > 0, sums, self.scores.double())
 
-    def per_token(self, row_values: Tensor) -> Tensor:
-        """Return ``[T]`` the value of each token's row, in the rewards' dtype; ``row_values`` is ``[N]``."""
-        return row_values.to(self.token_rewards.dtype).index_select(0, self.rows)
+    def turn_rewards(self) -> Tensor:
+        """Return ``[S]`` float64, the reward of each turn minus the KL penalty of its tokens.
+
+        Raises:
+            MissingInput: If there are no turns.
+        """
+        turns, lengths = self.needed("turns"), self.lengths()
+        last = (lengths.cumsum(0) - 1)[lengths > 0]
+        penalties = self.token_rewards.double().index_add(0, last, -self.scores[lengths > 0].double())
+        return turns.rewards.double().index_add(0, turns.of_token, penalties)
+
+    def per_token(self, episode_values: Tensor) -> Tensor:
+        """Return ``[T]``, the entry of ``episode_values [N]`` for each token's episode, in the rewards' dtype."""
+        return episode_values.to(self.token_rewards.dtype).index_select(0, self.episodes)
+
+
+def _check_sorted(name: str, numbers: Tensor, count: int, what: str) -> None:
+    """Raise a ValueError unless ``numbers [T]`` never fall and lie in 0 to ``count`` - 1."""
+    if len(numbers) and not (
+        numbers[0] >= 0 and numbers[-1] < count and bool((numbers[1:] >= numbers[:-1]).all())
+    ):
+        raise ValueError(
+            f"{name} go from {int(numbers[0])} to {int(numbers[-1])}: they must never fall, and stay between 0 and "
+            f"{count - 1} (there are {count} {what}); sort the tokens by episode"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Advantages, and what a critic would learn from the same rewards."""
+    """The advantages, and the targets of a critic."""
 
     advantages: Tensor
     """``[T]`` float."""
 
     returns: Tensor | None = None
-    """``[T]`` float; None where the estimator knows rows only."""
+    """``[T]`` float; None where the estimator does not compute them."""
 
 
 class Estimator(Protocol):

@@ -1,6 +1,6 @@
 """The coefficient of a KL penalty in the reward: fixed, or adapted to a target.
 
-A step's penalty is taken with the coefficient as it was; updating it afterwards is the caller's part.
+A step's penalty uses the coefficient from before the step; the caller updates it afterwards.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 from areal_lite.errors import ConfigError
 
 MAX_RELATIVE_ERROR = 0.2
-"""A KL further from its target counts as this far."""
+"""Bound on the relative error of the KL in one update."""
 
 
 class KLController:
-    """A coefficient that rises while the KL is above its target and falls while below; without a target it stays.
+    """A coefficient that rises while the KL is above its target and falls while below; constant without a target.
 
     Args:
-        coef: At the start.
-        target: KL, nats per token.
-        horizon: Sequences over which the coefficient adapts.
+        coef: Initial coefficient.
+        target: Target KL in nats per token.
+        horizon: Episodes over which the coefficient adapts.
 
     Raises:
         ConfigError: If target or horizon is not above 0.
@@ -38,38 +38,38 @@ class KLController:
         self.target = target
         self.horizon = horizon
 
-    def update(self, current_kl: float, num_rows: int) -> None:
-        """Scale the coefficient by ``1 + error * num_rows / horizon``, given a step's :func:`mean_kl`.
+    def update(self, current_kl: float, num_episodes: int) -> None:
+        """Scale the coefficient by ``1 + error * num_episodes / horizon``, given a step's :func:`mean_kl`.
 
         Raises:
-            ValueError: If the KL is not finite; the coefficient stays.
+            ValueError: If the KL is not finite; the coefficient does not change.
         """
         if self.target is None:
             return
         if not math.isfinite(current_kl):
             raise ValueError(
-                f"the step's KL is {current_kl}: it must be finite, or no later step has a coefficient"
+                f"the step's KL is {current_kl}: it must be finite, or the coefficient of all later steps is not"
             )
         error = min(max(current_kl / self.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
-        self.coef *= 1 + error * num_rows / self.horizon
+        self.coef *= 1 + error * num_episodes / self.horizon
 
     def state(self) -> dict[str, float]:
-        """Return what a resumed run needs, as JSON."""
+        """Return the state that a resumed run needs, as JSON."""
         return {} if self.target is None else {"coef": self.coef}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Continue with the saved coefficient; where none adapts or none was saved, the config's stays."""
+        """Restore the saved coefficient; keep the config's if it is constant or none was saved."""
         if self.target is not None:
             self.coef = state.get("coef", self.coef)
 
 
 def kl_in_reward(token_rewards: Tensor, kl: Tensor, coef: float) -> Tensor:
-    """Return ``[T]`` rewards less the penalty of each token; ``kl [T]`` in nats."""
+    """Return ``[T]``, each token's reward minus its penalty ``coef * kl``; ``kl [T]`` in nats."""
     return token_rewards - coef * kl
 
 
-def mean_kl(kl: Tensor, rows: Tensor) -> float:
-    """Return the mean over rows of each row's mean ``kl [T]`` (nats per token); rows without tokens do not count."""
-    counts = torch.bincount(rows)
-    means = torch.bincount(rows, weights=kl.double()) / counts
-    return means[counts > 0].mean().item() if len(rows) else 0.0
+def mean_kl(kl: Tensor, episodes: Tensor) -> float:
+    """Return the mean over episodes of their mean ``kl [T]`` (nats per token); episodes without tokens do not count."""
+    counts = torch.bincount(episodes)
+    means = torch.bincount(episodes, weights=kl.double()) / counts
+    return means[counts > 0].mean().item() if len(episodes) else 0.0

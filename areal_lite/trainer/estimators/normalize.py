@@ -1,7 +1,7 @@
-"""Normalising over tokens, by group id or over the batch.
+"""Normalization over tokens, per group or over the batch.
 
-Values that are all equal (one alone among them) say nothing: centred they are exactly 0, and nothing is divided by
-a deviation of 0.
+Values that are all equal (a single one included) become exactly 0 when centred; nothing is divided by a deviation
+of 0.
 """
 
 from __future__ import annotations
@@ -17,20 +17,25 @@ from areal_lite.trainer.estimators.grouping import Grouping
 Level = Literal["none", "group", "batch"]
 
 VARIANCE_FLOOR = 1e-8
-"""Added to a variance before its root is divided by, as verl does."""
+"""Added to a variance before taking its root, as in verl."""
 
 
 def normalize_advantages(
-    advantages: Tensor, rows: Tensor, group_ids: Sequence[str], *, mean: Level = "none", std: Level = "none"
+    advantages: Tensor,
+    episodes: Tensor,
+    group_ids: Sequence[str],
+    *,
+    mean: Level = "none",
+    std: Level = "none",
 ) -> Tensor:
-    """Return advantages less a mean and divided by a deviation, both over tokens.
+    """Return advantages minus a mean and divided by a standard deviation, both over tokens.
 
     Args:
         advantages: ``[T]`` float.
-        rows: ``[T]`` int64, row of each token.
-        group_ids: ``[N]`` group of each row.
-        mean: What is subtracted: nothing, the mean of the token's group, or that of the batch.
-        std: What divides: nothing, or the unbiased deviation of the group or the batch around its own mean.
+        episodes: ``[T]`` int64, episode of each token.
+        group_ids: ``[N]`` group of each episode.
+        mean: Subtract nothing, the mean of the token's group, or the mean of the batch.
+        std: Divide by nothing, or by the unbiased deviation of the group or the batch around its own mean.
 
     Returns:
         ``[T]``, dtype of ``advantages``.
@@ -39,7 +44,7 @@ def normalize_advantages(
     if "batch" in (mean, std):
         centred["batch"] = _centred(advantages)
     if "group" in (mean, std):
-        groups = Grouping.numbered(Grouping.by_id(group_ids, rows.device).group.index_select(0, rows))
+        groups = Grouping.numbered(Grouping.by_id(group_ids, episodes.device).group.index_select(0, episodes))
         centred["group"] = groups.centred(advantages)
 
     result = centred[mean]
@@ -51,7 +56,7 @@ def normalize_advantages(
 
 
 def whiten(values: Tensor) -> Tensor:
-    """Return ``[T]`` values of mean 0 and deviation 1 over the batch; exactly 0 where all are equal."""
+    """Return ``[T]`` values scaled to mean 0 and deviation 1 over the batch; exactly 0 if all are equal."""
     centred = _centred(values)
     return (centred * _scale(_variance(centred))).to(values.dtype)
 

@@ -1,8 +1,8 @@
-"""From losses per token to the loss of an optimizer update: one weight per token, then a sum.
+"""From losses per token to the loss of an optimizer update: one weight per token, then a weighted sum.
 
-The weights hold every mean there is, so the sum over micro-batches and ranks is the loss of the
-update however it was cut. A mean over ranks afterwards would divide twice: where gradients are
-averaged, multiply the loss by the number of ranks.
+The weights contain all averaging, so the sum over micro-batches and ranks is the loss of the update however it
+was cut. Averaging over ranks afterwards would divide twice: where gradients are averaged, multiply the loss by the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from areal_lite.trainer.objectives.token_rows import index_rows
+from areal_lite.trainer.objectives.per_episode import index_episodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +25,13 @@ class LossTerms:
     """
 
     losses: Tensor
-    """``[T]`` carries gradient."""
+    """``[T]``; carries gradient."""
 
     statistics: dict[str, Tensor] = field(default_factory=dict)
-    """Each ``[T]``, without gradient; the mean over the update's tokens is the metric of that name."""
+    """Each ``[T]``, without gradient; the metric of that name is the mean over the update's tokens."""
 
     chosen: Tensor | None = None
-    """``[T]`` bool, what a loss chose that chooses among the tokens of a whole minibatch; None for any other loss."""
+    """``[T]`` bool, the tokens chosen by a loss that chooses among a whole minibatch; None for other losses."""
 
     def __post_init__(self) -> None:
         if self.losses.ndim != 1:
@@ -47,22 +47,24 @@ class LossTerms:
                     f"{name} is {found}: give a tensor {list(self.losses.shape)} as for losses, one for each token"
                 )
         if self.chosen is not None and self.chosen.dtype != torch.bool:
-            raise ValueError(
-                f"chosen is of {self.chosen.dtype}: give bool, True for the tokens that are chosen"
-            )
+            raise ValueError(f"chosen has dtype {self.chosen.dtype}: give bool, True for the chosen tokens")
 
 
 class AggregationMode(StrEnum):
-    """How much a token counts. A row is one sequence; only trained tokens are ever counted."""
+    """How token losses are averaged; only trained tokens count.
+
+    The names are verl's. A "sequence" in them is an episode: the token sequences that an episode was cut into share
+    its weight in proportion to their trained tokens, so the cut changes nothing.
+    """
 
     TOKEN_MEAN = "token-mean"
-    """Every token the same (DAPO, arXiv:2503.14476)."""
+    """Every token counts the same (DAPO, arXiv:2503.14476)."""
 
     SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"
-    """Sum over a row, mean over rows."""
+    """Sum over an episode, mean over episodes."""
 
     SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"
-    """Every row the same, however long (GRPO, arXiv:2402.03300)."""
+    """Every episode counts the same, however long (GRPO, arXiv:2402.03300)."""
 
     SEQ_MEAN_TOKEN_SUM_NORM = "seq-mean-token-sum-norm"
     """Sum over all tokens, divided by a constant length (Dr. GRPO, arXiv:2503.20783)."""
@@ -70,51 +72,51 @@ class AggregationMode(StrEnum):
 
 def token_weights(
     mode: AggregationMode,
-    rows: Tensor,
+    episodes: Tensor,
     *,
     num_tokens: int | None = None,
-    num_rows: int | None = None,
+    num_episodes: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Return how much each token's loss counts in the loss of one optimizer update.
+    """Return the weight of each token's loss in the loss of one optimizer update.
 
-    Rows of 1 and 3 tokens under seq-mean-token-mean give ``[1/2, 1/6, 1/6, 1/6]``. Tokens that a
-    rejection took out are given to no weight: pass the rows of the kept ones.
+    Episodes of 1 and 3 tokens under seq-mean-token-mean give ``[1/2, 1/6, 1/6, 1/6]``, whether the 3 tokens are one
+    sequence or several. To leave tokens out, pass the episodes of the others only.
 
     Args:
-        mode: How tokens and rows are averaged.
-        rows: ``[T]`` int, the row of each token; whole rows.
-        num_tokens: Trained tokens of the update over all micro-batches and ranks. None: ``rows`` is
-            the whole update, as for the next two.
-        num_rows: Rows with a trained token in it.
-        scale: Tokens, the divisor of seq-mean-token-sum-norm. None: the longest row.
+        mode: How tokens and episodes are averaged.
+        episodes: ``[T]`` int, the episode of each token; whole episodes.
+        num_tokens: Trained tokens of the update over all micro-batches and ranks. None: ``episodes``
+            is the whole update, as for the next two.
+        num_episodes: Episodes of the update that have a trained token.
+        scale: Divisor of seq-mean-token-sum-norm, in tokens. None: the length of the longest episode.
 
     Returns:
         ``[T]`` float64.
 
     Raises:
-        ValueError: If ``rows`` holds more than the counts say, or ``scale`` is not above 0.
+        ValueError: If ``episodes`` exceeds the given counts, or ``scale`` is not above 0.
     """
-    index, counts = index_rows(rows)
-    num_tokens = len(rows) if num_tokens is None else num_tokens
-    num_rows = len(counts) if num_rows is None else num_rows
-    if num_tokens < len(rows) or num_rows < len(counts):
+    index, counts = index_episodes(episodes)
+    num_tokens = len(episodes) if num_tokens is None else num_tokens
+    num_episodes = len(counts) if num_episodes is None else num_episodes
+    if num_tokens < len(episodes) or num_episodes < len(counts):
         raise ValueError(
-            f"num_tokens is {num_tokens} and num_rows {num_rows}, but rows alone holds {len(rows)} tokens of "
-            f"{len(counts)} rows: count over all micro-batches and ranks of the update"
+            f"num_tokens is {num_tokens} and num_episodes {num_episodes}, but there are {len(episodes)} tokens of "
+            f"{len(counts)} episodes here: count over all micro-batches and ranks of the update"
         )
     if scale is not None and scale <= 0:
         raise ValueError(f"scale is {scale}: it divides the loss and must be above 0")
-    if not len(rows):
-        return torch.zeros(0, dtype=torch.float64, device=rows.device)
-    ones = torch.ones(len(rows), dtype=torch.float64, device=rows.device)
+    if not len(episodes):
+        return torch.zeros(0, dtype=torch.float64, device=episodes.device)
+    ones = torch.ones(len(episodes), dtype=torch.float64, device=episodes.device)
     match mode:
         case AggregationMode.TOKEN_MEAN:
             return ones / num_tokens
         case AggregationMode.SEQ_MEAN_TOKEN_SUM:
-            return ones / num_rows
+            return ones / num_episodes
         case AggregationMode.SEQ_MEAN_TOKEN_MEAN:
-            return ones / counts[index] / num_rows
+            return ones / counts[index] / num_episodes
         case AggregationMode.SEQ_MEAN_TOKEN_SUM_NORM:
             return ones / (counts.max() if scale is None else scale)
 
@@ -122,11 +124,11 @@ def token_weights(
 def aggregate(losses: Tensor, weights: Tensor) -> Tensor:
     """Return ``sum(weights * losses)`` as a scalar of the losses' dtype, to be summed over micro-batches and ranks.
 
-    A token of weight 0 is left out: not even a NaN there reaches the sum. No tokens give a 0 that
-    can be backpropagated, so that a rank without work still takes part in the gradient's reduction.
+    A token of weight 0 is left out: not even a NaN there reaches the sum. Without tokens the result is a 0 that can
+    be backpropagated, so that a rank without work still takes part in the gradient reduction.
 
     Args:
-        losses: ``[T]`` carries gradient.
+        losses: ``[T]``; carries gradient.
         weights: ``[T]`` from :func:`token_weights`, times any correction weights.
 
     Raises:

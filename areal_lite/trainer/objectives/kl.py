@@ -1,6 +1,6 @@
-"""Estimates of KL(policy || reference) from sampled tokens, one value per token.
+"""Log-ratios of two policies, and estimates of KL(policy || reference) from sampled tokens, one value per token.
 
-Only k1 and k3 are unbiased as values (k3 is never negative), and only k2 has the KL's gradient when
+Only k1 and k3 are unbiased as values (k3 is never negative), and only k2 has the gradient of the KL when
 differentiated per token; hence the straight-through forms. Source: Schulman, "Approximating KL
 divergence" (2020).
 """
@@ -12,10 +12,17 @@ from collections.abc import Callable
 from torch import Tensor
 
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.objectives.log_ratio import clamped_log_ratio
+
+MAX_LOG_RATIO = 20.0
+"""Nats. Log-ratios are clamped to this before exp, so that no ratio overflows: exp(20) is 5e8."""
 
 MAX_K3 = 10.0
-"""Nats. k3 grows with the exponential of the difference; one stray token must not be the whole sum."""
+"""Nats. k3 grows with the exponential of the difference; a single token must not dominate the sum."""
+
+
+def clamped_log_ratio(over: Tensor, under: Tensor) -> Tensor:
+    """Return ``[T]``, ``over - under`` in nats clamped to ``+-MAX_LOG_RATIO``; no gradient flows beyond it."""
+    return (over - under).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _k1(policy: Tensor, reference: Tensor) -> Tensor:
@@ -50,9 +57,9 @@ def kl_penalty(
     Args:
         policy: ``[T]`` log-probs (nats); may carry gradient.
         reference: ``[T]`` log-probs (nats).
-        estimator: ``k1`` (or ``kl``), ``abs``, ``k2`` (``mse``), ``k3`` (``low_var_kl``). A ``+`` behind it takes
-            its value but k2's gradient.
-        behaviour: ``[T]`` log-probs the tokens were sampled with. Given, each token is weighted with
+        estimator: ``k1`` (or ``kl``), ``abs``, ``k2`` (``mse``), ``k3`` (``low_var_kl``). With a ``+`` appended it
+            keeps its value but has the gradient of k2.
+        behaviour: ``[T]`` log-probs the tokens were sampled with. If given, each token is weighted by
             ``policy / behaviour``, gradient included, which makes value and gradient unbiased for tokens
             that another policy sampled (DeepSeek-V3.2, arXiv:2512.02556).
 
@@ -60,13 +67,13 @@ def kl_penalty(
         ``[T]`` nats.
 
     Raises:
-        ConfigError: If there is no such estimator.
+        ConfigError: If the estimator is unknown.
     """
     estimate = KL_ESTIMATORS.get(estimator.removesuffix("+"))
     if estimate is None:
         raise ConfigError(
-            f"KL estimator {estimator!r} does not exist: use one of {', '.join(KL_ESTIMATORS)}, with a + behind it "
-            "for the gradient of k2"
+            f"KL estimator {estimator!r} does not exist: use one of {', '.join(KL_ESTIMATORS)}; append + for "
+            "the gradient of k2"
         )
     kl = estimate(policy, reference)
     if estimator.endswith("+"):

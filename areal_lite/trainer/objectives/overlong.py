@@ -1,4 +1,4 @@
-"""DAPO's soft penalty on answers that come near the length limit."""
+"""DAPO's soft penalty on answers close to the length limit."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from areal_lite.errors import ConfigError
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor:
-    """Return what to add to each answer's score: 0 up to the buffer, then falling evenly to -1 at the limit.
+    """Return the penalty to add to each answer's score: 0 up to the buffer, then linear to -1 at the limit.
 
     With ``max_length=10, buffer=4`` lengths ``[6, 8, 10, 12]`` give ``[0, -0.5, -1, -1]``.
 
     Args:
-        lengths: ``[N]`` sampled tokens of each answer.
+        lengths: ``[N]`` sampled tokens of each episode.
         max_length: Limit in tokens.
-        buffer: Last tokens below the limit in which the penalty grows.
+        buffer: Number of tokens before the limit over which the penalty grows.
 
     Returns:
         ``[N]`` float32 in ``[-1, 0]``.

@@ -20,18 +20,17 @@ def dpo_loss(
     """Return the DPO loss of each pair.
 
     Args:
-        policy_chosen: ``[P]`` log-prob (nats) of the whole chosen answer; carries gradient, as does the next.
-        policy_rejected: ``[P]`` of the rejected answer.
-        reference_chosen: ``[P]`` under the frozen reference; zeros to train without one.
-        reference_rejected: ``[P]``.
-        beta: How strongly the policy is held to the reference: its implicit reward is
-            ``beta * (policy - reference)``.
-        label_smoothing: Share of pairs taken to be labelled the wrong way round, 0 to 0.5.
+        policy_chosen: ``[P]`` log-prob (nats) of the whole chosen answer; carries gradient.
+        policy_rejected: ``[P]`` the same of the rejected answer; carries gradient.
+        reference_chosen: ``[P]`` log-prob of the chosen answer under the frozen reference; zeros to train without one.
+        reference_rejected: ``[P]`` the same of the rejected answer.
+        beta: Strength of the pull towards the reference; the implicit reward is ``beta * (policy - reference)``.
+        label_smoothing: Share of pairs assumed to be mislabelled, 0 to 0.5.
 
     Returns:
         Losses ``[P]``; statistics ``accuracy``, ``margin``, ``chosen_reward``, ``rejected_reward``.
 
-    Source: DPO (arXiv:2305.18290); label smoothing is its conservative form.
+    Source: DPO (arXiv:2305.18290); label smoothing makes it conservative DPO.
     """
     chosen = beta * (policy_chosen - reference_chosen)
     rejected = beta * (policy_rejected - reference_rejected)
@@ -44,12 +43,12 @@ def reward_model_loss(chosen: Tensor, rejected: Tensor, *, margin: Tensor | floa
     """Return ``-log sigmoid(chosen - rejected - margin)`` of each pair of scores.
 
     Args:
-        chosen: ``[P]`` scores of the better answers; carries gradient, as does the next.
-        rejected: ``[P]`` scores of the worse ones.
-        margin: How far apart they should be at least, one for all or ``[P]`` (Llama 2, arXiv:2307.09288).
+        chosen: ``[P]`` scores of the better answers; carries gradient.
+        rejected: ``[P]`` scores of the worse answers; carries gradient.
+        margin: Smallest difference wanted, one number or ``[P]`` (Llama 2, arXiv:2307.09288).
 
     Returns:
-        Losses ``[P]``; statistics as of :func:`dpo_loss`.
+        Losses ``[P]``; statistics as in :func:`dpo_loss`.
 
     Source: Bradley-Terry, as in InstructGPT (arXiv:2203.02155).
     """

@@ -1,0 +1,211 @@
+"""Estimators that compare turns: worked by hand, and as laws."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from areal_lite.errors import ConfigError
+from areal_lite.trainer.estimators import EstimatorInputs, Turns
+from areal_lite.trainer.estimators.estimator import COMPARES_GROUP, ESTIMATORS
+from tests.trainer.turn_data import (
+    Episode,
+    RewardedTurn,
+    line,
+    make_turn_step,
+    turn_episodes,
+    with_whole_turns,
+)
+
+NAMES = ["turn_grpo", "turn_returns"]
+FORK = [RewardedTurn(1, 0), RewardedTurn(0, 1, 0), RewardedTurn(4, 1, 0)]
+"""A first turn that was continued in two ways."""
+
+
+def run(name: str, step: EstimatorInputs, **options: Any) -> Tensor:
+    result: Tensor = ESTIMATORS.bound(name, options, where="trainer.advantage")(step).advantages
+    return result
+
+
+def per_turn(name: str, step: EstimatorInputs, **options: Any) -> list[float]:
+    """Return the advantage of each turn; its tokens have the same."""
+    assert step.turns is not None
+    advantages, of_token = run(name, step, **options), step.turns.of_token
+    values = [advantages[of_token == turn] for turn in range(len(step.turns.rewards))]
+    assert all((own == own[0]).all() for own in values)
+    return [own[0].item() for own in values]
+
+
+def test_turns_are_compared_at_the_same_index() -> None:
+    step = make_turn_step([("a", line(1, 0)), ("a", line(0, 1)), ("a", line(0))])
+    third, half = 3**0.5 / 3, 0.5**0.5
+    assert per_turn("turn_grpo", step) == pytest.approx([2 * third, -half, -third, half, -third], abs=1e-5)
+    centred = [2 / 3, -1 / 2, -1 / 3, 1 / 2, -1 / 3]
+    assert per_turn("turn_grpo", step, divide_by_std=False) == pytest.approx(centred)
+
+
+def test_other_groups_do_not_matter() -> None:
+    own: list[Episode] = [("a", line(1, 0)), ("a", line(0, 1))]
+    alone = per_turn("turn_grpo", make_turn_step(own))
+    assert per_turn("turn_grpo", make_turn_step([*own, ("b", line(9, 9)), ("b", line(3))]))[:4] == alone
+
+
+def test_a_baseline_counts_an_episode_once_however_often_it_forked() -> None:
+    """Index 1: rewards 0 and 1 of one episode, 1 of the other; the baseline is 3/4."""
+    tree = [RewardedTurn(1, 0), RewardedTurn(0, 1, 0), RewardedTurn(1, 1, 0)]
+    step = make_turn_step([("a", tree), ("a", line(1, 1))])
+    assert per_turn("turn_grpo", step, divide_by_std=False) == [0, -0.75, 0.25, 0, 0.25]
+    # variance: (mean of 0.75^2 and 0.25^2) + 0.25^2 = 0.375
+    expected = [0, -0.75 / 0.375**0.5, 0.25 / 0.375**0.5, 0, 0.25 / 0.375**0.5]
+    assert per_turn("turn_grpo", step) == pytest.approx(expected, abs=1e-5)
+
+
+def test_continuations_that_differ_within_one_episode_alone_are_divided_by_their_own_spread() -> None:
+    """The episodes' means are equal at 1/2; dividing by the deviation of the means would give half a million."""
+    tree = [RewardedTurn(0, 0), RewardedTurn(0, 1, 0), RewardedTurn(1, 1, 0)]
+    step = make_turn_step([("a", tree), ("a", line(0, 0.5))])
+    assert per_turn("turn_grpo", step) == pytest.approx([0, -1, 1, 0, 0], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_index_that_one_episode_reaches_and_equal_values_give_exactly_0(
+    name: str, dtype: torch.dtype
+) -> None:
+    """The mean of equal floats need not equal them."""
+    step = make_turn_step([("a", line(0.1)), ("a", line(0.1)), ("a", line(0.1))], dtype)
+    assert run(name, step).tolist() == [0, 0, 0]
+    forked = make_turn_step([("a", FORK), ("a", line(2)), ("b", line(5, 3))], dtype)
+    ours = per_turn(name, forked)
+    assert ours[1:3] == [0, 0]
+    assert ours[4:] == [0, 0]
+    assert run(name, forked).dtype == dtype
+
+
+def test_a_return_adds_the_mean_of_its_continuations() -> None:
+    """The fork earns 1 + 0.5 * (0 + 4) / 2 = 2 at index 0, the line 1 + 0.5 * (2 + 0.5 * 6) = 3.5."""
+    step = make_turn_step([("a", FORK), ("a", line(1, 2, 6))])
+    ours = per_turn("turn_returns", step, gamma=0.5, divide_by_std=False)
+    # index 1: 0 and 4, mean 2, against 5
+    assert ours == pytest.approx([-0.75, -3.5, 0.5, 0.75, 1.5, 0])
+
+
+def test_a_return_skips_calls_without_a_reward() -> None:
+    """The second turn is the third call; it is discounted once."""
+    step = make_turn_step([("a", [RewardedTurn(0, 0), RewardedTurn(4, 2, 0)]), ("a", line(0))])
+    assert per_turn("turn_returns", step, gamma=0.5, divide_by_std=False) == [1, 0, -1]
+
+
+def test_a_kl_penalty_lowers_the_reward_of_its_turn() -> None:
+    step = make_turn_step([("a", line(1, 0)), ("a", line(1, 1))])
+    penalised = replace(step, token_rewards=step.token_rewards - torch.tensor([0.5, 0.0, 0.0, 0.25]))
+    assert per_turn("turn_grpo", penalised, divide_by_std=False) == [-0.25, -0.375, 0.25, 0.375]
+
+
+@given(turn_episodes, st.booleans())
+@settings(deadline=None, max_examples=80)
+def test_without_a_future_returns_are_rewards(episodes: list[Episode], divide: bool) -> None:
+    step = make_turn_step(episodes)
+    ours = run("turn_returns", step, gamma=0.0, divide_by_std=divide)
+    assert torch.equal(ours, run("turn_grpo", step, divide_by_std=divide))
+
+
+@given(turn_episodes, st.randoms(use_true_random=False), st.sampled_from([0.5, 1.0]))
+@settings(deadline=None, max_examples=80)
+def test_the_order_of_episodes_does_not_matter(episodes: list[Episode], random: Any, gamma: float) -> None:
+    order = list(range(len(episodes)))
+    random.shuffle(order)
+    step, shuffled = make_turn_step(episodes), make_turn_step([episodes[place] for place in order])
+    before, after = (run("turn_returns", one, gamma=gamma, divide_by_std=False) for one in (step, shuffled))
+    expected = torch.cat([before[step.episodes == place] for place in order])
+    torch.testing.assert_close(after, expected, rtol=1e-9, atol=1e-9)
+
+
+@given(turn_episodes)
+@settings(deadline=None, max_examples=80)
+def test_advantages_at_an_index_sum_to_0_over_the_episodes_of_a_group(episodes: list[Episode]) -> None:
+    step = make_turn_step([(group, [turn._replace(num_tokens=1) for turn in own]) for group, own in episodes])
+    assert step.turns is not None
+    ours = run("turn_returns", step, divide_by_std=False)
+    for group in set(step.group_ids):
+        for index in set(step.turns.index.tolist()):
+            means = [
+                ours[here].mean().item()
+                for episode, name in enumerate(step.group_ids)
+                if name == group
+                and bool((here := (step.turns.episodes == episode) & (step.turns.index == index)).any())
+            ]
+            assert abs(sum(means)) < 1e-9
+
+
+@given(
+    st.lists(st.tuples(st.integers(-9, 9), st.sampled_from("ab"), st.integers(0, 3)), min_size=1, max_size=8),
+    st.booleans(),
+    st.sampled_from([0.0, 0.1]),
+)
+@settings(deadline=None, max_examples=80)
+def test_with_one_turn_per_episode_both_are_grpo(
+    drawn: list[tuple[int, str, int]], divide: bool, penalty: float
+) -> None:
+    step = make_turn_step([(group, [RewardedTurn(score / 7, 0, -1, count)]) for score, group, count in drawn])
+    step = replace(step, token_rewards=step.token_rewards - penalty * torch.arange(len(step.episodes)))
+    for name in NAMES:
+        ours, theirs = (run(which, step, divide_by_std=divide) for which in (name, "grpo"))
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+        assert torch.equal(ours, run(name, with_whole_turns(step), divide_by_std=divide))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rewards_of_turns_are_needed(name: str) -> None:
+    step = replace(make_turn_step([("a", line(1)), ("a", line(0))]), turns=None)
+    with pytest.raises(ConfigError, match="the estimator needs the rewards of turns"):
+        run(name, step)
+    assert name in COMPARES_GROUP
+
+
+@pytest.mark.parametrize("gamma", [-0.1, 1.5])
+def test_a_discount_per_turn_is_0_to_1(gamma: float) -> None:
+    step = make_turn_step([("a", line(1)), ("a", line(0))])
+    with pytest.raises(ConfigError, match=f"the discount per turn is {gamma}: use 0 to 1"):
+        run("turn_returns", step, gamma=gamma)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"index": torch.zeros(2, dtype=torch.int64)}, r"turns.index is \[2\]: give \[3\]"),
+        ({"rewards": torch.tensor([0.0, torch.nan, 1.0])}, "turns.rewards must be finite"),
+        ({"index": torch.tensor([0, 1, -1])}, "turns.index must be 0 or more"),
+        ({"of_token": torch.tensor([0, 2, 1])}, "turns.of_token go from 0 to 1: they must never fall"),
+        ({"of_token": torch.tensor([0, 1, 3])}, "between 0 and 2"),
+        ({"parents": torch.tensor([-1, -1, 3])}, "turns.parents must name turns of the same episode"),
+        ({"parents": torch.tensor([-1, -1, 1])}, "turns.parents must name turns of the same episode"),
+        ({"parents": torch.tensor([1, -1, -1])}, "with a smaller index"),
+    ],
+)
+def test_turns_that_do_not_fit_are_refused(change: dict[str, Tensor], message: str) -> None:
+    turns = make_turn_step([("a", line(1, 0)), ("a", line(0))]).turns
+    assert turns is not None
+    with pytest.raises(ValueError, match=message):
+        replace(turns, **change)
+
+
+def test_turns_belong_to_the_episodes_of_their_tokens() -> None:
+    step = make_turn_step([("a", line(1)), ("a", line(0))])
+    none = torch.tensor([-1, -1])
+    for episodes, message in (([1, 0], "a turn of the token's own episode"), ([0, 2], "lie between 0 and 1")):
+        turns = Turns(
+            of_token=torch.tensor([0, 1]),
+            rewards=torch.zeros(2),
+            episodes=torch.tensor(episodes),
+            index=torch.zeros(2, dtype=torch.int64),
+            parents=none,
+        )
+        with pytest.raises(ValueError, match=message):
+            replace(step, turns=turns)
