@@ -1,4 +1,4 @@
-"""The held-out rows under one policy version."""
+"""Evaluation: the rewards of the held-out rows under one policy version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from areal_lite.api.engine_api import Row
 from areal_lite.api.episode import EpisodeResult, EpisodeStatus
 from areal_lite.errors import EpisodeError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
-from areal_lite.launch.workflow_choice import workflow_kwargs
+from areal_lite.launch.run_data import workflow_kwargs
 from areal_lite.trainer.validation_metrics import validation_metrics
 
 
@@ -24,13 +24,13 @@ class Evaluation:
     """Mean over all episodes that gave one."""
     episodes: int
     failed: int
-    """Episodes' groups without a reward."""
+    """Rows whose group was not accepted."""
     seconds: float
     figures: dict[str, float] = field(default_factory=dict)
-    """Of several episodes a row, or several data sources: :func:`validation_metrics`."""
+    """:func:`validation_metrics`, if there are several episodes per row or several data sources."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the fields as they stand in metrics.jsonl."""
+        """Return the record for metrics.jsonl."""
         return {
             "eval/reward": self.reward,
             "eval/episodes": float(self.episodes),
@@ -72,7 +72,7 @@ def evaluate(engine: RemoteInfEngine, config: RunConfig, rows: Sequence[Row]) ->
 
 
 def _figures(results: Sequence[EpisodeResult], group_size: int) -> dict[str, float]:
-    """Return mean@N, best@N, worst@N of each data source; nothing that the mean reward does not say already."""
+    """Return mean@N, best@N, worst@N of each data source; nothing if there is only the mean reward."""
     judged = [
         (reward, str(place), str(result.data.get("data_source", "held_out")))
         for place, result in enumerate(results)

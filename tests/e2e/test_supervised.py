@@ -22,8 +22,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from areal_lite.api.config_loader import load_config
 from areal_lite.api.supervised_config import KINDS, SFTConfig
 from areal_lite.errors import ConfigError, TrainingError
+from areal_lite.launch.loop import Summary
 from areal_lite.launch.stopping import Stopped
-from areal_lite.launch.supervised import SupervisedSummary, run_supervised
+from areal_lite.launch.supervised import run_supervised
 from areal_lite.trainer.checkpoint import find_checkpoint
 from areal_lite.trainer.sft_trainer import SFTTrainer
 from examples.made_up import conversations
@@ -50,7 +51,7 @@ def written(name: str, folder: Path, model: Path, **trainer: Any) -> Path:
     return path
 
 
-def run(path: Path, *overrides: str) -> SupervisedSummary:
+def run(path: Path, *overrides: str) -> Summary[dict[str, float]]:
     return run_supervised(load_config(path, overrides, root=KINDS[path.stem]))
 
 
@@ -327,7 +328,7 @@ def test_a_checkpoint_of_other_rows_is_refused(sft_yaml: Path) -> None:
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
     sft_yaml: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def start(*overrides: str, stop_at: int = 0) -> SupervisedSummary:
+    def start(*overrides: str, stop_at: int = 0) -> Summary[dict[str, float]]:
         some = ["trainer.total_steps=2", "checkpoint.every_steps=5", "save_model=false", *overrides]
 
         def stop(step: int, metrics: dict[str, float]) -> None:
@@ -344,7 +345,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
         with pytest.raises(ConfigError, match="already holds a training run"):
             start(other)
     summary = start()
-    assert "ended before its first checkpoint, and starts again" in caplog.text
+    assert "ended before its first checkpoint; starting again" in caplog.text
     assert (summary.steps, [record["step"] for record in records(summary.run_dir)]) == (2, [0, 1, 2, 2])
 
 

@@ -12,11 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from areal_lite.api.config_loader import load_config
 from areal_lite.errors import ConfigError, RunDirBusyError, StarvationError
-from areal_lite.launch.run import TrainingSummary, run_evaluation, run_rollout, run_training
+from areal_lite.launch.evaluation import Evaluation
+from areal_lite.launch.loop import Summary
+from areal_lite.launch.run import run_evaluation, run_rollout, run_training
 from areal_lite.launch.run_directory import run_directory
 
 
-def train(path: Path, *overrides: str) -> TrainingSummary:
+def train(path: Path, *overrides: str) -> Summary[Evaluation]:
     return run_training(load_config(path, overrides))
 
 

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from areal_lite.launch.evaluation import Evaluation
+from areal_lite.launch.loop import Summary
 from areal_lite.launch.progress import TrainingProgress, summary_table
-from areal_lite.launch.run import TrainingSummary
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(None, 2), ("0", 2), ("1", 0)])
@@ -34,7 +34,7 @@ def test_the_bar_of_a_resumed_run_begins_where_the_run_does() -> None:
 
 
 def test_where_nothing_was_held_out_the_end_is_one_line() -> None:
-    summary = TrainingSummary(
+    summary = Summary[Evaluation](
         run_dir=Path("runs"), steps=2, seconds=3.0, before=None, after=None, model_dir=None
     )
     assert summary_table(summary) == "2 training steps in 3 s"
@@ -44,9 +44,7 @@ def test_where_nothing_was_held_out_the_end_is_one_line() -> None:
 def test_the_table_of_a_resumed_run_has_no_before(resumed: bool) -> None:
     after = Evaluation(reward=0.75, episodes=4, failed=1, seconds=1.0)
     before = None if resumed else Evaluation(reward=0.25, episodes=3, failed=2, seconds=1.0)
-    summary = TrainingSummary(
-        run_dir=Path("runs"), steps=2, seconds=3.0, before=before, after=after, model_dir=None
-    )
+    summary = Summary(run_dir=Path("runs"), steps=2, seconds=3.0, before=before, after=after, model_dir=None)
     console = Console(width=80)
     with console.capture() as shown:
         console.print(summary_table(summary))

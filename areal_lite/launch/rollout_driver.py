@@ -1,11 +1,11 @@
-"""Where a training run's batches come from: data source, engine, rewards; and where its new weights go."""
+"""Drives rollouts on the first rank: data source and engine in, batches with rewards out."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 from collections.abc import Sequence
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,79 +18,104 @@ from areal_lite.data.batch.cached_batch import BatchCache
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.rollout_dump import dump_rollouts
 from areal_lite.data.batch.training_batch import training_rows
-from areal_lite.data.chat.tokenizer import load_tokenizer, tokenizer_files
+from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.packer.rollout_batch import result_samples, training_batch
 from areal_lite.data.rows.collate import object_array
 from areal_lite.data.source.curriculum_data_source import CurriculumDataSource
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.launch.evaluation import Evaluation, evaluate
-from areal_lite.launch.run_data import TrainingData, tokenizer_path
-from areal_lite.launch.workflow_choice import workflow_kwargs
-from areal_lite.trainer.reward_model import RewardModel
+from areal_lite.launch.resuming import Start
+from areal_lite.launch.run_data import (
+    TrainingData,
+    tokenizer_path,
+    training_data,
+    workflow_kwargs,
+    workflow_rows,
+)
+from areal_lite.trainer.policy_model import resolve_device
+from areal_lite.trainer.reward_model import RewardModel, load_reward_model
 
 logger = logging.getLogger(__name__)
 
 
-class GeneratingSide:
-    """What the leading rank has besides its trainer.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutInputs:
+    """What a run generates from, loaded and checked before anything starts."""
+
+    data: TrainingData
+    """Training rows."""
+    held_out: Sequence[Row] = ()
+    """Rows to evaluate on."""
+    reward_model: RewardModel | None = None
+    """Scores whole sequences in place of the workflow's rewards."""
+    baselines: bool = False
+    """Whether the estimator needs the reward of a greedy answer per row."""
+    cache: BatchCache | None = None
+    """Where batches are kept."""
+
+
+def load_rollout_inputs(config: RunConfig, start: Start, *, baselines: bool) -> RolloutInputs:
+    """Return the run's inputs, with the data source where ``start`` has it.
+
+    Raises:
+        ConfigError: If rows, tokenizer, packer, reward model or cache cannot be used.
+        CheckpointError: If the checkpoint has no state of the data source.
+    """
+    data = training_data(config)
+    if start.checkpoint is not None:
+        data.source.load(start.step, start.checkpoint)
+    return RolloutInputs(
+        data=data,
+        held_out=workflow_rows(config, config.eval_dataset, is_train=False) if config.eval_dataset else [],
+        cache=_batch_cache(config, baselines=baselines),
+        reward_model=_reward_model(config),
+        baselines=baselines,
+    )
+
+
+class RolloutDriver:
+    """Makes the batches of a run and keeps its data source informed.
 
     Args:
         config: The run.
         run_dir: Its folder.
         engine: Ready to generate.
-        data: Training rows.
-        held_out: Rows to evaluate on; none skips it.
-        reward_model: Judges whole sequences in place of the workflow's rewards.
-        baselines: Whether batches have the rewards of greedy answers.
-        cache: Where batches are kept.
+        inputs: What it generates from.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        run_dir: Path,
-        *,
-        engine: RemoteInfEngine,
-        data: TrainingData,
-        held_out: Sequence[Row],
-        reward_model: RewardModel | None = None,
-        baselines: bool = False,
-        cache: BatchCache | None = None,
+        self, config: RunConfig, run_dir: Path, *, engine: RemoteInfEngine, inputs: RolloutInputs
     ) -> None:
         self.engine = engine
-        self.data = data
+        self.data = inputs.data
         self._config = config
         self._run_dir = run_dir
-        self._held_out = held_out
-        self._reward_model = reward_model
-        self._baselines = baselines
-        self._cache = cache
+        self._held_out = inputs.held_out
+        self._reward_model = inputs.reward_model
+        self._baselines = inputs.baselines
+        self._cache = inputs.cache
         self._results: list[EpisodeResult] = []
 
-    @cached_property
-    def tokenizer_files(self) -> dict[str, bytes]:
-        """What makes a model's folder whole for servers."""
-        return tokenizer_files(tokenizer_path(self._config))
-
     def batch(self, step: int) -> DataProto:
-        """Return the batch of a step: whole groups with rewards, and baselines where the estimator needs them.
+        """Return the batch of a step: whole groups with rewards, and baselines if the estimator needs them.
 
-        With ``rollout_cache`` it comes from there, and is generated only where it is missing.
+        With ``rollout_cache`` it is read from there, and generated only if it is missing.
         """
         self._results = []
         if self._cache is None:
             return self._generate(step)
         batch = self._cache.batch(step, lambda: self._generate(step))
-        if not self._results:  # rows of steps that are not cached are others
+        if not self._results:  # draw the cached batch's rows, so that later steps get other rows
             self.data.source.mark_trained(
                 self.data.source.get_samples(self._config.rollout.consumer_batch_size)
             )
         return batch
 
-    def trained(self, step: int, batch: DataProto) -> None:
-        """Take note that a step's batch was trained: its groups are owed no longer, data and dumps hear of it.
+    def mark_trained(self, step: int, batch: DataProto) -> None:
+        """Tell the data source, curriculum and dataset that a step's batch was trained; dump its scores.
 
-        What the data hear of has in ``rows`` the dataset row of each sequence, unless it came from a cache.
+        The curriculum and the dataset also get the dataset row of each sequence, as ``rows``, unless the batch was
+        cached.
         """
         self.data.source.mark_trained(result.samples for result in self._results)
         if self._results:
@@ -104,11 +129,11 @@ class GeneratingSide:
             self.data.dataset.on_batch_end(batch)
 
     def evaluate(self) -> Evaluation | None:
-        """Return how the held-out rows go, None where there are none."""
+        """Run the held-out rows and return their rewards; None if there are none."""
         return evaluate(self.engine, self._config, self._held_out) if self._held_out else None
 
     def metrics(self) -> dict[str, float]:
-        """Return how episodes ended so far, and where the data stands."""
+        """Return how many episodes ended in each status so far, and the position in the data."""
         source = self.data.source
         return {
             **{f"episodes/{status}": float(count) for status, count in self.engine.export_stats().items()},
@@ -128,13 +153,13 @@ class GeneratingSide:
             self.engine.close_source(self.data.source)
         self._results = results
         batch = training_batch(self.data.packer, results)
-        self._judge(batch)
+        self._apply_reward_model(batch)
         if self._baselines:
             batch.batch["baselines"] = self._greedy_rewards(results, batch)
         return batch
 
-    def _judge(self, batch: DataProto) -> None:
-        """Put the reward model's rewards in place of the workflow's, where there is one."""
+    def _apply_reward_model(self, batch: DataProto) -> None:
+        """Replace the workflow's rewards by the reward model's, if there is one."""
         if self._reward_model is not None:
             rewards = self._reward_model.score(
                 training_rows(batch), max_tokens=self._config.trainer.max_tokens_per_microbatch
@@ -142,7 +167,7 @@ class GeneratingSide:
             batch.batch["rewards"] = rewards.cpu()
 
     def _greedy_rewards(self, results: Sequence[EpisodeResult], batch: DataProto) -> torch.Tensor:
-        """Return for each row ``[B]`` the reward of one greedy episode, the mean of its group where that failed."""
+        """Return ``[B]`` the reward of one greedy episode per row, or the group's mean if that episode failed."""
         gconfig = self._config.rollout.gconfig.new(greedy=True)
         rollout = dataclasses.replace(self._config.rollout, gconfig=gconfig)
         kwargs = workflow_kwargs(dataclasses.replace(self._config, rollout=rollout), is_eval=False)
@@ -152,13 +177,13 @@ class GeneratingSide:
         answered = {a.group_id: r.group_id for r, a in zip(results, greedy, strict=True) if a.rewards}
         if len(answered) < len(results):
             logger.warning(
-                "%d of %d greedy episodes failed: the mean of their groups is their baseline",
+                "%d of %d greedy episodes failed: their baseline is the mean reward of the group",
                 len(results) - len(answered),
                 len(results),
             )
         if answered:
             answers = training_batch(self.data.packer, [a for a in greedy if a.rewards])
-            self._judge(answers)
+            self._apply_reward_model(answers)
             rewards |= {answered[name]: reward for name, reward in _group_means(answers).items()}
         return torch.tensor([rewards[name] for name in batch.non_tensor_batch["group_ids"]])
 
@@ -189,12 +214,13 @@ def _group_means(batch: DataProto) -> dict[str, float]:
     return {name: float(np.mean(values)) for name, values in rewards.items()}
 
 
-def batch_cache(config: RunConfig, *, baselines: bool) -> BatchCache | None:
-    """Return the run's cache of batches, if it has one.
+def _reward_model(config: RunConfig) -> RewardModel | None:
+    if config.reward_model is None:
+        return None
+    return RewardModel(load_reward_model(config.reward_model, device=resolve_device(config.trainer.device)))
 
-    Raises:
-        ConfigError: If the batches in it are of another config.
-    """
+
+def _batch_cache(config: RunConfig, *, baselines: bool) -> BatchCache | None:
     if config.rollout_cache is None:
         return None
     sections = {
