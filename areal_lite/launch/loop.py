@@ -44,7 +44,7 @@ E = TypeVar("E")
 """The result of one evaluation."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Summary(Generic[E]):
     """The result of a training run."""
 
