@@ -129,7 +129,7 @@ def test_rollout_and_evaluation_run_alone(run_yaml: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(
+def test_invalid_configs_are_refused_before_anything_starts(
     run_yaml: Path, overrides: str, says: str
 ) -> None:
     overrides = overrides.replace("{model_path}", yaml.safe_load(run_yaml.read_text())["model_path"])
