@@ -1,6 +1,6 @@
-"""The command ``areal-lite``: arguments, signals and exit codes; the work is in ``launch``, ``embedded``, ``inspect``.
+"""The command ``areal-lite``: arguments, signals, exit codes. ``launch``, ``embedded`` and ``inspect`` do the work.
 
-Exit codes: 0 done, 64 bad arguments or config, 70 internal, 73 run folder busy, 74 disk, 75 try again
+Exit codes: 0 done, 64 bad arguments or config, 70 internal error, 73 run folder busy, 74 disk error, 75 try again
 later, 78 no usable checkpoint, 130 and 143 stopped by SIGINT and SIGTERM.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from areal_lite.api.config import ExperimentConfig, RunConfig
     from areal_lite.api.supervised_config import DPOConfig, RewardModelConfig, SFTConfig
 
-# Threads that spin while they wait starve the other processes of the machine.
+# Threads that busy-wait take CPU time from the other processes on the machine.
 _THREAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}
 
 
@@ -55,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = error.exit_code
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
         code = ArealLiteError.exit_code
-        only_shows = arguments[:1] in (["config"], ["view"]) or arguments[-1:] in (["-h"], ["--help"])
-        if isinstance(error, BrokenPipeError) and only_shows:  # the reader, `head` say, has seen enough
+        only_prints = arguments[:1] in (["config"], ["view"]) or arguments[-1:] in (["-h"], ["--help"])
+        if isinstance(error, BrokenPipeError) and only_prints:  # the reader, for example `head`, has left
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 0
         elif not stop.signal:
@@ -88,7 +88,7 @@ def _train(config: RunConfig) -> None:
 
     with TrainingProgress(config.trainer.total_steps) as progress:
         summary = run_training(config, on_step=progress.on_step)
-    if _leads():
+    if _is_first_rank():
         progress.console.print(summary_table(summary))
         print(f"written to {summary.run_dir}")
 
@@ -107,41 +107,42 @@ def _rollout(config: RunConfig) -> None:
 def _eval(config: RunConfig) -> None:
     from areal_lite.launch.run import run_evaluation
 
-    found = run_evaluation(config)
-    print(f"held-out reward {found.reward:.3f} over {found.episodes} episodes, {found.failed} failed")
+    result = run_evaluation(config)
+    print(f"held-out reward {result.reward:.3f} over {result.episodes} episodes, {result.failed} failed")
 
 
 def _supervised(config: SFTConfig | DPOConfig | RewardModelConfig) -> None:
-    from areal_lite.launch.supervised import progress_line, run_supervised
+    from areal_lite.launch.progress import progress_line
+    from areal_lite.launch.supervised import run_supervised
 
-    if _leads():
+    if _is_first_rank():
         _config(config)
     summary = run_supervised(
         config, on_step=lambda step, metrics: print(progress_line(step, metrics), flush=True)
     )
-    if _leads():
+    if _is_first_rank():
         print(f"{summary.steps} steps in {summary.seconds:.0f} s, written to {summary.run_dir}")
 
 
-def _leads() -> bool:
-    """Return whether this is the only process, or torchrun's first."""
+def _is_first_rank() -> bool:
+    """Return whether this is the only process, or the first rank under torchrun."""
     return os.environ.get("RANK", "0") == "0"
 
 
 _RUNS: dict[str, tuple[Callable[[Any], None], str, str]] = {
-    "train": (_train, "RunConfig", "roll out, train and evaluate"),
-    "rollout": (_rollout, "RunConfig", "run episodes on the training rows without learning from them"),
+    "train": (_train, "RunConfig", "train by reinforcement learning and evaluate"),
+    "rollout": (_rollout, "RunConfig", "run episodes on the training rows without training"),
     "eval": (_eval, "RunConfig", "run episodes on the held-out rows"),
     "config": (
         _config,
         "ExperimentConfig",
-        "print a file of any kind as it will be used (keys of a kind: train, sft, dpo, reward-model --help)",
+        "print any config file with its defaults filled in (for its keys: train, sft, dpo, reward-model --help)",
     ),
-    "sft": (_supervised, "SFTConfig", "fine-tune on the answers of conversations"),
-    "dpo": (_supervised, "DPOConfig", "train a policy on pairs of a better and a worse answer"),
-    "reward-model": (_supervised, "RewardModelConfig", "train a reward model on such pairs"),
+    "sft": (_supervised, "SFTConfig", "fine-tune on the answers in conversations"),
+    "dpo": (_supervised, "DPOConfig", "train a policy on preference pairs (DPO)"),
+    "reward-model": (_supervised, "RewardModelConfig", "train a reward model on preference pairs"),
 }
-"""What a command does, the record of its YAML, and its help."""
+"""Function, config class and help text of each command."""
 
 
 def _root(name: str) -> type[Any]:
@@ -164,7 +165,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _ConfigHelp(argparse.Action):
-    """``--help`` that ends with every config key."""
+    """``--help`` that also lists every config key."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, help="show this help and every config key")
@@ -192,16 +193,14 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=summary, add_help=False)
         command.add_argument("config", metavar="CONFIG.yaml")
         command.add_argument(
-            "overrides", metavar="key=value", nargs="*", help="replaces one value; dotted key, YAML value"
+            "overrides", metavar="key=value", nargs="*", help="override one value: dotted key, YAML value"
         )
         command.add_argument("-h", "--help", action=_ConfigHelp)
         command.set_defaults(run=run, root=root)
-    commands.add_parser(
-        "serve", help="serve a model in SGLang's HTTP dialect, without SGLang", add_help=False
-    )
+    commands.add_parser("serve", help="serve a model over SGLang's HTTP API, without SGLang", add_help=False)
     command = commands.add_parser("view", help="show dumped episodes in the terminal")
     command.add_argument(
-        "path", type=Path, metavar="PATH", help="a .jsonl dump, or a folder with dumps below"
+        "path", type=Path, metavar="PATH", help="a .jsonl dump, or a folder that contains dumps"
     )
     command.add_argument(
         "--limit", type=positive_integer, default=10, metavar="N", help="show at most N samples (default 10)"
@@ -211,6 +210,9 @@ def _parser() -> argparse.ArgumentParser:
         "run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="a folder with a metrics.jsonl"
     )
     command.add_argument(
-        "--out", type=Path, metavar="FILE.png", help="the picture (default, for one run: RUN_DIR/metrics.png)"
+        "--out",
+        type=Path,
+        metavar="FILE.png",
+        help="image file (default for a single run: RUN_DIR/metrics.png)",
     )
     return parser

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from areal_lite.api.config_loader import load_config
 from areal_lite.api.supervised_config import SFTConfig
 from areal_lite.data.rows.load_rows import load_rows
-from areal_lite.launch.supervised import progress_line, run_supervised
+from areal_lite.launch.progress import progress_line
+from areal_lite.launch.supervised import run_supervised
 
 
 def main(model_path: str = "runs/models/SmolLM2-135M-Instruct", *overrides: str) -> None:

@@ -84,8 +84,7 @@ def trajectory_of(
                 trajectory.extras = {
                     key: value for key, value in returned.items() if key not in (*TOKEN_KEYS, "rewards")
                 }
-        rewards = [s.reward for s in trajectory.sequences if s.reward is not None]
-        trajectory.reward = sum(rewards) / len(rewards) if rewards else None
+        trajectory.average_rewards()
     tree.add_calls(calls)
     return trajectory
 

@@ -172,6 +172,17 @@ class Trajectory:
             return None
         return min(low for low, _ in ranges), max(high for _, high in ranges)
 
+    def average_rewards(self) -> None:
+        """Take ``reward`` from the sequences: their mean, None where none has a reward."""
+        rewards = [sequence.reward for sequence in self.sequences if sequence.reward is not None]
+        self.reward = sum(rewards) / len(rewards) if rewards else None
+
+    def prompt_len(self, sequence: TokenSequence) -> int:
+        """Return how many tokens of one of its sequences come before the first model call."""
+        calls = (self.turns[place] for place in sequence.path if self.turns[place].role is TurnRole.ASSISTANT)
+        first = next(calls, None)
+        return len(sequence) if first is None else first.start
+
     def path_to(self, place: int) -> list[int]:
         """Return the indices of the turns from the beginning of a conversation to ``turns[place]``."""
         path = [place]

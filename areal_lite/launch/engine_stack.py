@@ -13,7 +13,7 @@ from areal_lite.embedded.process import EmbeddedServer
 from areal_lite.embedded.settings import check_model_path
 from areal_lite.errors import ArealLiteError, ConfigError, ServerError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
-from areal_lite.launch.workflow_choice import check_workflow_choice
+from areal_lite.launch.run_data import check_workflow_choice
 
 
 @dataclass(frozen=True)

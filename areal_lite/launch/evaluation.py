@@ -1,4 +1,4 @@
-"""The held-out rows under one policy version."""
+"""Evaluation: the rewards of the held-out rows under one policy version."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from areal_lite.api.config import RunConfig
 from areal_lite.api.engine_api import Row
-from areal_lite.api.episode import EpisodeResult, EpisodeStatus
+from areal_lite.api.trajectory import EpisodeStatus, Group
 from areal_lite.errors import EpisodeError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
-from areal_lite.launch.workflow_choice import workflow_kwargs
+from areal_lite.launch.run_data import workflow_kwargs
 from areal_lite.trainer.validation_metrics import validation_metrics
 
 
@@ -24,13 +24,13 @@ class Evaluation:
     """Mean over all episodes that gave one."""
     episodes: int
     failed: int
-    """Episodes' groups without a reward."""
+    """Rows whose group was not accepted."""
     seconds: float
     figures: dict[str, float] = field(default_factory=dict)
-    """Of several episodes a row, or several data sources: :func:`validation_metrics`."""
+    """:func:`validation_metrics`, if there are several episodes per row or several data sources."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the fields as they stand in metrics.jsonl."""
+        """Return the record for metrics.jsonl."""
         return {
             "eval/reward": self.reward,
             "eval/episodes": float(self.episodes),
@@ -47,19 +47,19 @@ def evaluate(engine: RemoteInfEngine, config: RunConfig, rows: Sequence[Row]) ->
         EpisodeError: If no episode gave a reward.
     """
     clock = time.monotonic()
-    results = engine.rollout_batch(
+    groups = engine.rollout_batch(
         rows,
         config.workflow,
         workflow_kwargs(config, is_eval=True),
         group_size=config.evaluation.group_size,
         is_eval=True,
     )
-    rewards = [reward for result in results for reward in result.rewards]
-    failed = [result for result in results if result.status is not EpisodeStatus.ACCEPTED]
+    rewards = [reward for group in groups for reward in group.rewards]
+    failed = [group for group in groups if group.status is not EpisodeStatus.ACCEPTED]
     if not rewards:
-        causes = Counter((r.error or "").strip().rsplit("\n", 1)[-1][:300] for r in failed)
+        causes = Counter(group.failure.summary if group.failure else group.rejection for group in failed)
         raise EpisodeError(
-            f"none of {len(results)} evaluation episodes gave a reward: "
+            f"none of {len(groups)} evaluation episodes gave a reward: "
             + "; ".join(f"{count} x {cause}" for cause, count in causes.most_common(3))
         )
     return Evaluation(
@@ -67,16 +67,16 @@ def evaluate(engine: RemoteInfEngine, config: RunConfig, rows: Sequence[Row]) ->
         episodes=len(rewards),
         failed=len(failed),
         seconds=time.monotonic() - clock,
-        figures=_figures(results, config.evaluation.group_size),
+        figures=_figures(groups, config.evaluation.group_size),
     )
 
 
-def _figures(results: Sequence[EpisodeResult], group_size: int) -> dict[str, float]:
-    """Return mean@N, best@N, worst@N of each data source; nothing that the mean reward does not say already."""
+def _figures(groups: Sequence[Group], group_size: int) -> dict[str, float]:
+    """Return mean@N, best@N, worst@N of each data source; nothing if there is only the mean reward."""
     judged = [
-        (reward, str(place), str(result.data.get("data_source", "held_out")))
-        for place, result in enumerate(results)
-        for reward in result.rewards
+        (reward, str(place), str(group.data.get("data_source", "held_out")))
+        for place, group in enumerate(groups)
+        for reward in group.rewards
     ]
     rewards, places, sources = zip(*judged, strict=True)
     if group_size == 1 and set(sources) == {"held_out"}:

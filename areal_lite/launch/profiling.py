@@ -1,4 +1,4 @@
-"""Profiles of chosen steps; steps side by side come into one."""
+"""Profiles of chosen steps; consecutive steps share one trace."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, Self
 
 
 class StepProfiler:
-    """Writes ``steps_FIRST-LAST.json``, traces for Perfetto or chrome://tracing; ranks but the first add their number.
+    """Writes ``steps_FIRST-LAST.json`` for Perfetto or chrome://tracing; later ranks add their number to the name.
 
-    Used as a context manager around all steps it also writes a trace that is still open at their end: torch takes
-    down a process that leaves one open.
+    As a context manager around all steps, it also ends a trace that is still open at the end: torch crashes a
+    process that exits with an open trace.
 
     Args:
         steps: The steps to profile.
-        folder: Made when the first trace is written.
+        folder: Created with the first trace.
     """
 
     def __init__(self, steps: Sequence[int], folder: Path) -> None:
@@ -29,7 +29,7 @@ class StepProfiler:
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[None]:
-        """Profile what happens inside if ``step`` is one of those chosen."""
+        """Profile the block if ``step`` is one of the chosen steps."""
         if step in self._steps:
             self._last = step
             if self._profile is None:
@@ -38,12 +38,12 @@ class StepProfiler:
                 self._first = step
                 self._profile = profile(record_shapes=True)
                 self._profile.start()
-        goes_on = False
+        continues = False
         try:
             yield
-            goes_on = step + 1 in self._steps
+            continues = step + 1 in self._steps
         finally:
-            if not goes_on:
+            if not continues:
                 self._end()
 
     def __enter__(self) -> Self:

@@ -1,6 +1,6 @@
-"""What a person sees while a run trains: a live line on a terminal, one line a step elsewhere.
+"""Console output of training runs: a progress bar on a terminal, one line per record elsewhere.
 
-Under torchrun the first rank speaks for all.
+Under torchrun only the first rank prints.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -22,7 +22,9 @@ from rich.progress import (
 from rich.table import Table
 
 from areal_lite.launch.evaluation import Evaluation
-from areal_lite.launch.run import TrainingSummary
+
+if TYPE_CHECKING:
+    from areal_lite.launch.loop import Summary
 
 _ROWS = ("held-out reward", "held-out episodes", "of them failed")
 
@@ -47,7 +49,7 @@ class TrainingProgress:
             total=total_steps,
             reward="-",
             held_out="-",
-            visible=False,  # a run that is resumed does not begin at 0
+            visible=False,  # a resumed run does not start at 0
         )
 
     def __enter__(self) -> Self:
@@ -79,8 +81,8 @@ class TrainingProgress:
         self._bar.update(self._task, completed=step, visible=True, **shown)
 
 
-def summary_table(summary: TrainingSummary) -> Table | str:
-    """Return the before and after of a training run as a table, or one line where nothing was held out."""
+def summary_table(summary: Summary[Evaluation]) -> Table | str:
+    """Return the evaluations before and after a training run as a table, or one line if there are none."""
     title = f"{summary.steps} training steps in {summary.seconds:.0f} s"
     if summary.after is None:
         return title
@@ -90,7 +92,20 @@ def summary_table(summary: TrainingSummary) -> Table | str:
     return table
 
 
-def _column(found: Evaluation | None) -> list[str]:
-    if found is None:
+def _column(evaluation: Evaluation | None) -> list[str]:
+    if evaluation is None:
         return ["-"] * len(_ROWS)
-    return [f"{found.reward:.3f}", str(found.episodes), str(found.failed)]
+    return [f"{evaluation.reward:.3f}", str(evaluation.episodes), str(evaluation.failed)]
+
+
+def progress_line(step: int, metrics: Mapping[str, float]) -> str:
+    """Return one record of a supervised run as a line of text."""
+    scope = "eval" if "eval/loss" in metrics else "train"
+    formats = {"loss": ".4f", "accuracy": ".3f", "margin": "+.3f", "learning_rate": ".2e", "grad_norm": ".2f"}
+    formats["tokens_per_second"] = ".0f"
+    values = [
+        f"{name.replace('_', ' ')} {metrics[f'{scope}/{name}']:{form}}"
+        for name, form in formats.items()
+        if f"{scope}/{name}" in metrics
+    ]
+    return f"step {step:>5}  {'held-out ' * (scope == 'eval')}{'  '.join(values)}"

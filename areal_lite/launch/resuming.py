@@ -1,8 +1,9 @@
-"""The checkpoint a run goes on from, found and checked before anything expensive starts."""
+"""The checkpoint that a run resumes from, found and checked before anything expensive starts."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,54 +19,65 @@ CHECKPOINTS = "checkpoints"
 """Folder of a run's checkpoints."""
 
 
-def checkpoint_to_resume(config: _Config, total_steps: int) -> tuple[Path | None, int]:
-    """Return the checkpoint the run goes on from, None for a fresh start, and the step it stands at.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a run starts."""
+
+    checkpoint: Path | None = None
+    """None starts fresh."""
+    step: int = 0
+    """Steps already done."""
+    evaluates: bool
+    """Whether to evaluate before the first step: a resumed run only if metrics.jsonl lacks that evaluation."""
+
+
+def find_start(config: _Config, total_steps: int) -> Start:
+    """Return where the run starts, as ``checkpoint.resume`` and the run's folder say.
 
     Raises:
-        CheckpointError: If it is missing or broken.
-        ConfigError: If it is of another config, or nothing is left to train, evaluate or save.
+        CheckpointError: If the checkpoint is missing or broken.
+        ConfigError: If it belongs to another config, or nothing is left to train, evaluate or save.
     """
     from areal_lite.trainer.checkpoint import check_config, checkpoint_step, find_checkpoint
 
     run_dir = run_directory_path(config)
     checkpoint = find_checkpoint(run_dir / CHECKPOINTS, config.checkpoint.resume)
     if checkpoint is None:
-        return None, 0
+        return Start(evaluates=isinstance(config, SupervisedConfig) or config.evaluation.at_start)
     check_config(checkpoint, dump_config(config))
     step = checkpoint_step(checkpoint)
     if step > total_steps or (step == total_steps and _is_complete(config, run_dir, step)):
         raise ConfigError(
-            f"{checkpoint} has trained {step} steps and trainer.total_steps is {total_steps}: raise it to go on, or "
-            "choose another trial_name"
+            f"{checkpoint} has trained {step} steps and trainer.total_steps is {total_steps}: raise it to train "
+            "longer, or choose another trial_name"
         )
-    return checkpoint, step
+    return Start(checkpoint=checkpoint, step=step, evaluates=not _is_evaluated(run_dir, step))
 
 
-def way_back(run_dir: Path) -> str:
-    """Return what a run that cannot go on can be taken up from."""
+def resume_hint(run_dir: Path) -> str:
+    """Return which checkpoint a failed run can be resumed from."""
     from areal_lite.trainer.checkpoint import find_checkpoint
 
     last = find_checkpoint(run_dir / CHECKPOINTS, "auto")
     if last is None:
-        return "there is no checkpoint to go on from: checkpoint.every_steps makes them"
+        return "there is no checkpoint to resume from: set checkpoint.every_steps to make them"
     return f"the last good checkpoint is {last}"
 
 
-def is_evaluated(run_dir: Path, step: int) -> bool:
-    """Return whether metrics.jsonl has what the held-out rows gave at ``step``."""
-    return any(name.startswith("eval/") for record in _records(run_dir, step) for name in record)
-
-
 def _is_complete(config: _Config, run_dir: Path, step: int) -> bool:
-    """Return whether the last step was evaluated and its model saved, where the run does that."""
-    if config.eval_dataset is not None and not is_evaluated(run_dir, step):
+    """Return whether the last step has its evaluation and its saved model, as far as the run makes them."""
+    if config.eval_dataset is not None and not _is_evaluated(run_dir, step):
         return False
     if not config.save_model:
         return True
     manifest = run_dir / "model" / "manifest.json"
-    # A model older than the step's records is of a run that had fewer steps.
+    # A model older than this step's records was saved by a run with fewer steps.
     trained_at = max((record["time"] for record in _records(run_dir, step)), default=0.0)
     return manifest.is_file() and manifest.stat().st_mtime >= trained_at
+
+
+def _is_evaluated(run_dir: Path, step: int) -> bool:
+    return any(name.startswith("eval/") for record in _records(run_dir, step) for name in record)
 
 
 def _records(run_dir: Path, step: int) -> list[dict[str, Any]]:

@@ -1,11 +1,13 @@
-"""The data side of a run: its packer, its training rows as a data source, its held-out rows."""
+"""What episodes of a run are made from: the workflow with its arguments, the packer, training and held-out rows."""
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 from areal_lite.api.config import DatasetConfig, RunConfig
+from areal_lite.api.dotted_path import load_object
 from areal_lite.api.engine_api import Row
 from areal_lite.data.chat.tokenizer import load_processor, load_tokenizer, model_type
 from areal_lite.data.packer.data_packer import DataPacker, make_data_packer
@@ -13,11 +15,12 @@ from areal_lite.data.packer.rollout_batch import rollout_inputs
 from areal_lite.data.rows.samplers import AbstractSampler, create_rl_sampler
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.data.source.curriculum_data_source import CurriculumDataSource
+from areal_lite.infra.workflow_resolution import check_workflow
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """What rows are drawn from and what trains on them goes through."""
+    """The training rows, and the packer that turns them into workflow input and episodes into samples."""
 
     dataset: Any
     packer: DataPacker
@@ -25,10 +28,10 @@ class TrainingData:
 
 
 def training_data(config: RunConfig) -> TrainingData:
-    """Return the training rows behind a data source at its start.
+    """Return the training rows behind a new data source.
 
     Raises:
-        ConfigError: If rows, tokenizer or packer cannot be had.
+        ConfigError: If rows, tokenizer or packer cannot be loaded.
     """
     rows = config.train_dataset
     packer, dataset = _packer(config, rows), _dataset(config, rows, is_train=True)
@@ -49,10 +52,10 @@ def training_data(config: RunConfig) -> TrainingData:
 
 
 def workflow_rows(config: RunConfig, rows: DatasetConfig, *, is_train: bool) -> list[Row]:
-    """Return what workflows get for each of the rows, in order.
+    """Return the workflow input for each of the rows, in order.
 
     Raises:
-        ConfigError: If rows, tokenizer or packer cannot be had.
+        ConfigError: If rows, tokenizer or packer cannot be loaded.
     """
     dataset = _dataset(config, rows, is_train=is_train)
     raw = getattr(dataset, "rows", dataset)
@@ -63,6 +66,34 @@ def workflow_rows(config: RunConfig, rows: DatasetConfig, *, is_train: bool) -> 
 def tokenizer_path(config: RunConfig) -> str:
     """Return the folder of the run's tokenizer."""
     return config.rollout.tokenizer_path or config.model_path
+
+
+def check_workflow_choice(config: RunConfig) -> None:
+    """Check that workflow and filter can be loaded and that their arguments fit, without making anything.
+
+    Raises:
+        ConfigError: If not.
+    """
+    check_workflow(config.workflow, workflow_kwargs(config, is_eval=False))
+    if config.should_accept_fn is not None:
+        load_object(config.should_accept_fn, where="should_accept_fn")
+
+
+def workflow_kwargs(config: RunConfig, *, is_eval: bool) -> dict[str, Any]:
+    """Return the constructor arguments of ``config.workflow``.
+
+    ``gconfig`` and ``tokenizer`` are added if the constructor takes them and the YAML does not set them.
+    """
+    kwargs = dict(config.workflow_kwargs)
+    target = load_object(config.workflow, where="workflow")
+    if inspect.isclass(target):
+        offered = {
+            "gconfig": config.rollout.eval_gconfig if is_eval else config.rollout.gconfig,
+            "tokenizer": tokenizer_path(config),
+        }
+        accepted = inspect.signature(target).parameters
+        kwargs = {name: value for name, value in offered.items() if name in accepted} | kwargs
+    return kwargs
 
 
 def _packer(config: RunConfig, rows: DatasetConfig) -> DataPacker:
@@ -78,7 +109,7 @@ def _packer(config: RunConfig, rows: DatasetConfig) -> DataPacker:
 def _dataset(config: RunConfig, rows: DatasetConfig, *, is_train: bool) -> Any:
     from areal_lite.data.rows.rl_dataset import create_rl_dataset
 
-    # Raw rows are enough, unless prompts are measured or a class of the user's may want tokens.
+    # Only prompt lengths, and classes of the user's that may read tokens, need a tokenizer here.
     tokenizes = rows.filter_overlong_prompts or rows.custom_cls or (is_train and rows.datagen)
     return create_rl_dataset(
         rows.path,

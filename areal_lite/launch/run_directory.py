@@ -1,21 +1,24 @@
-"""The folder of one run, held by one process at a time."""
+"""The folder of one run, locked by one process at a time, and its log of skipped updates."""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from areal_lite.api.config import ExperimentConfig
 from areal_lite.api.config_loader import dump_config
 from areal_lite.data.whole_file import write_whole
 from areal_lite.errors import ConfigError, RunDirBusyError, StorageError
-from areal_lite.launch.skipped_updates import SKIPPED_UPDATES
 
 logger = logging.getLogger(__name__)
+
+_SKIPPED_UPDATES = "skipped_updates.jsonl"
 
 
 def run_directory_path(config: ExperimentConfig) -> Path:
@@ -25,17 +28,17 @@ def run_directory_path(config: ExperimentConfig) -> Path:
 
 @contextmanager
 def run_directory(config: ExperimentConfig, *, fresh: bool, trains: bool = True) -> Iterator[Path]:
-    """Make the run's folder, hold it for as long as the context lasts, and save the config in it.
+    """Make the run's folder, lock it while the context lasts, and save the config in it.
 
     Args:
-        fresh: The run begins at step 0: refuse a folder in which a training run has left metrics, unless it came to
-            no step, or was this one and came to no checkpoint; its metrics are removed then.
-        trains: False leaves the config there that a training run has left.
+        fresh: The run starts at step 0. A folder with metrics of another training run is refused, unless that run
+            made no step, or had this config and made no checkpoint; then its metrics are removed.
+        trains: False keeps the config that a training run saved there.
 
     Raises:
         RunDirBusyError: If another live process holds it.
-        ConfigError: If ``fresh`` and the folder is not.
-        StorageError: If it cannot be written.
+        ConfigError: If ``fresh`` and the folder holds a training run.
+        StorageError: If it is not writable.
     """
     path = run_directory_path(config)
     try:
@@ -43,7 +46,7 @@ def run_directory(config: ExperimentConfig, *, fresh: bool, trains: bool = True)
         lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise StorageError(
-            f"the run directory {path} cannot be written: {error}. Set fileroot to a folder that can"
+            f"the run directory {path} cannot be written: {error}. Set fileroot to a writable folder"
         ) from error
     try:
         try:
@@ -54,9 +57,9 @@ def run_directory(config: ExperimentConfig, *, fresh: bool, trains: bool = True)
                 f"{path} is held by a run that is still alive (pid {holder}): stop it, or choose another trial_name"
             ) from None
         if fresh and (path / "metrics.jsonl").exists():
-            _check_came_to_nothing(config, path)
-            logger.warning("%s: the run in it ended before its first checkpoint, and starts again", path)
-            for name in ("metrics.jsonl", SKIPPED_UPDATES):
+            _check_disposable(config, path)
+            logger.warning("%s: the run in it ended before its first checkpoint; starting again", path)
+            for name in ("metrics.jsonl", _SKIPPED_UPDATES):
                 (path / name).unlink(missing_ok=True)
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
@@ -72,8 +75,8 @@ def run_directory(config: ExperimentConfig, *, fresh: bool, trains: bool = True)
         os.close(lock)
 
 
-def _check_came_to_nothing(config: ExperimentConfig, path: Path) -> None:
-    """Refuse a folder whose run has something to lose, or made a step under another config."""
+def _check_disposable(config: ExperimentConfig, path: Path) -> None:
+    """Refuse a folder whose run has anything to lose, or made a step under another config."""
     from areal_lite.trainer.checkpoint import CONFIG_FILE, check_config
 
     trained = b'"train/' in (path / "metrics.jsonl").read_bytes()
@@ -90,3 +93,19 @@ def _check_came_to_nothing(config: ExperimentConfig, path: Path) -> None:
             "(trial_name=...), or remove the folder"
         )
     check_config(path, dump_config(config))
+
+
+def append_skipped_update(run_dir: Path, update: Mapping[str, Any]) -> None:
+    """Append an update that was not applied, because it was not finite, to skipped_updates.jsonl.
+
+    Raises:
+        StorageError: If the file is not writable.
+    """
+    # JSON has no nan and no infinity.
+    record = {name: str(value) if isinstance(value, float) else value for name, value in update.items()}
+    path = run_dir / _SKIPPED_UPDATES
+    try:
+        with path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error}: free disk space") from error

@@ -1,7 +1,7 @@
-"""SIGINT and SIGTERM of a command: the first asks it to end, the second ends it.
+"""SIGINT and SIGTERM: the first asks the command to stop, the second ends the process.
 
-Guarantees that ranks that train together stop between the same two steps, whichever of them was asked. A process
-that does not come to its end shows where it stands.
+Guarantees that ranks which train together stop after the same step, whichever rank got the signal. A process that
+does not stop in time prints its stack.
 """
 
 from __future__ import annotations
@@ -18,29 +18,27 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOP_SECONDS = 11.0
-"""After a first signal the process ends by itself within this time, whatever is stuck, unless it is in
+"""The process ends at most this long after the first signal, even if it is stuck, unless it is in
 :func:`finishing`."""
 
 _ECHO_SECONDS = 1.0
-"""The same signal so soon again is no second one: a scheduler asks all processes, and their launcher passes it on."""
+"""The same signal again within this time is ignored: a scheduler may signal all processes, and their launcher
+forwards it."""
 _STDERR = 2
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM asked the command to end."""
+    """SIGINT or SIGTERM asked the command to stop."""
 
 
 _signal = 0
-"""The first that asked this process, or a rank it trains with, to end."""
+"""The first signal that asked this process, or a rank it trains with, to stop."""
 _finishing = 0
 
 
 @contextmanager
 def finishing() -> Iterator[None]:
-    """Let what is begun come to its end: :class:`Stopped` is raised after it instead of in the middle.
-
-    For the main thread, where signals arrive.
-    """
+    """Delay :class:`Stopped` until the block has ended; for the main thread, where signals arrive."""
     global _finishing
     _finishing += 1
     try:
@@ -53,7 +51,7 @@ def finishing() -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Within :func:`finishing`, raise :class:`Stopped` at once, also for a signal that came before."""
+    """Inside :func:`finishing`, raise :class:`Stopped` at once, also for an earlier signal."""
     global _finishing
     held, _finishing = _finishing, 0
     try:
@@ -65,9 +63,9 @@ def interruptible() -> Iterator[None]:
 
 
 def stop_together() -> None:
-    """Raise :class:`Stopped` on every rank if one was asked to end; all call it, in :func:`finishing`."""
+    """Raise :class:`Stopped` on every rank if one of them got a signal; all call it, inside :func:`finishing`."""
     global _signal
-    from areal_lite.trainer.hand_over import gather_json  # torch, which most commands do without
+    from areal_lite.trainer.hand_over import gather_json  # loads torch, which most commands do not need
 
     if asked := max(gather_json(_signal)):
         _signal = asked
@@ -77,13 +75,13 @@ def stop_together() -> None:
 class StopOnSignal:
     """The first SIGINT or SIGTERM raises :class:`Stopped` in the main thread, the second ends the process.
 
-    A thread watches too, because the main thread sees no signal while it is inside a long call of torch.
+    A thread watches as well, because the main thread handles no signal during a long call into torch.
     """
 
     def __init__(self) -> None:
         global _signal
         _signal = 0
-        faulthandler.enable(_STDERR)  # a crash in torch shows the stack too
+        faulthandler.enable(_STDERR)  # also print the stack if torch crashes
         self._watched, waker = socket.socketpair()
         waker.setblocking(False)
         signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
@@ -94,12 +92,12 @@ class StopOnSignal:
 
     @property
     def signal(self) -> int:
-        """The number of the signal that ends the command, 0 if there was none."""
+        """Number of the signal that stops the command, 0 if there was none."""
         return _signal
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         global _signal
-        if _signal:  # the process is ending already, and the thread sees to a second one
+        if _signal:  # already stopping; the thread handles a second signal
             return
         _signal = number
         if not _finishing:

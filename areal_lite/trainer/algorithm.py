@@ -34,6 +34,7 @@ from areal_lite.trainer.objectives.corrections import (
 from areal_lite.trainer.objectives.kl import kl_penalty
 from areal_lite.trainer.objectives.overlong import overlong_penalty
 from areal_lite.trainer.objectives.policy_loss import (
+    ONE_TOKEN_AT_A_TIME,
     POLICY_LOSSES,
     VANISHES_WITHOUT_ADVANTAGE,
     PolicyInputs,
@@ -91,6 +92,13 @@ class Algorithm:
         """Whether episodes with an advantage of 0 may have a gradient."""
         in_loss = self.config.kl is not None and not self.penalizes_reward
         return in_loss or self.config.entropy_coef != 0 or self.config.loss not in VANISHES_WITHOUT_ADVANTAGE
+
+    @property
+    def couples_tokens(self) -> bool:
+        """Whether a token's loss depends on other tokens of its episode, which must then be computed together."""
+        config, correction = self.config, self.config.correction
+        by_episode = correction.level == "sequence" or "seq_" in (correction.reject or "")
+        return by_episode or correction.max_row_kl is not None or config.loss not in ONE_TOKEN_AT_A_TIME
 
     def shape(self, scores: Tensor, tokens: StepTokens) -> None:
         """Subtract the penalty on overlong answers from ``scores [N]``, and reward each episode's last token."""

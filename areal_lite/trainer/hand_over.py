@@ -6,6 +6,7 @@ where that other is gone. Nothing is pickled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
+from areal_lite.api.trajectory import Group
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.data_proto_file import from_tensors, to_tensors
+from areal_lite.data.batch.training_batch import data_proto_of
 from areal_lite.trainer.ranks import Ranks
 
 _PATIENCE = timedelta(days=7)
@@ -42,8 +45,8 @@ def gather_json(value: Any) -> list[Any]:
     return [orjson.loads(_from_rank(rank, own)) for rank in range(Ranks.current().size)]
 
 
-def broadcast_batch(batch: DataProto | None) -> DataProto:
-    """Return rank 0's batch, on the CPU; the others give None.
+def broadcast_batch(batch: Sequence[Group] | DataProto | None) -> Sequence[Group] | DataProto:
+    """Return rank 0's batch; the others give None. Groups reach other ranks as a ``DataProto`` on the CPU.
 
     Every rank gets the whole of it, a few bytes a token, and then computes its share: which samples these are depends
     on all of them.
@@ -53,6 +56,11 @@ def broadcast_batch(batch: DataProto | None) -> DataProto:
     """
     if batch is None and Ranks.current().rank == 0:
         raise ValueError("rank 0 gives None for a batch: it is the rank whose batch all others get")
+    if Ranks.current().size == 1:
+        assert batch is not None
+        return batch
+    if batch is not None and not isinstance(batch, DataProto):
+        batch = data_proto_of(batch)
     own = b"" if batch is None else save(to_tensors(batch))
     return from_tensors(load(_from_rank(0, own)))
 

@@ -1,4 +1,4 @@
-"""What a command prints and the exit code it ends with; the work itself is a stand-in here."""
+"""Output and exit code of each command; a stand-in does the work."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ workflow: my.Agent
 train_dataset: {path: rows.jsonl}
 trainer: {total_steps: 2, learning_rate: 1.0e-5}
 """
-# Stands for areal_lite.launch, which loads torch.
+# Replaces areal_lite.launch, which loads torch.
 STAND_IN = """
 import contextlib, os, signal, sys, threading, types
 from areal_lite import errors
@@ -43,7 +43,7 @@ package.__path__ = []
 sys.modules |= {{"areal_lite.launch": package, run.__name__: run, progress.__name__: progress}}
 sys.exit(main(["train", "run.yaml"]))
 """
-# In these, a main thread that is told to stop does so, does not, or cannot hear.
+# On a signal, the main thread stops, refuses, or is stuck in a C call.
 WAITS = """
     try:
         print("running", flush=True)
@@ -59,14 +59,14 @@ REFUSES = """
         except KeyboardInterrupt:
             pass
 """
-HEARS_NOTHING = """
+STUCK = """
     import contextlib, ctypes
     lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
     lock(mutex)
     while True:
         with contextlib.suppress(KeyboardInterrupt):
             print("running", flush=True)
-            lock(mutex)  # waits for ever, and a signal does not end it
+            lock(mutex)  # waits forever, and a signal does not interrupt it
 """
 
 
@@ -99,7 +99,7 @@ def run_training_that(body, **settings):
     return subprocess.run(stand_in(body), capture_output=True, text=True, timeout=60, **settings)
 
 
-def test_of_several_ranks_the_first_alone_says_where_the_run_is():
+def test_only_the_first_rank_prints_where_the_run_is():
     for rank, said in [("0", "namespace(run_dir='runs/exp/trial')\nwritten to runs/exp/trial\n"), ("1", "")]:
         done = run_training_that("pass", env={**os.environ, "RANK": rank})
         assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
@@ -126,7 +126,7 @@ def test_config_prints_any_kind_of_file():
     assert other.stderr.endswith("this command wants another kind of file: use areal-lite dpo\n")
 
 
-def test_a_bad_config_ends_with_64_and_one_line_a_fault():
+def test_a_bad_config_ends_with_64_and_one_line_per_error():
     done = areal_lite("train", "run.yaml", "rollout.group_size=0")
     assert done.returncode == 64
     assert done.stderr == (
@@ -175,7 +175,7 @@ def test_help_shows_every_config_key_within_eighty_columns(command, key):
 
 
 @pytest.mark.parametrize("arguments", [["config", "run.yaml"], ["train", "--help"]])
-def test_output_into_a_pipe_that_closed_is_no_error(arguments):
+def test_a_closed_output_pipe_is_not_an_error(arguments):
     command = [sys.executable, "-m", "areal_lite", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
@@ -183,7 +183,7 @@ def test_output_into_a_pipe_that_closed_is_no_error(arguments):
     assert (process.returncode, error) == (0, b"")
 
 
-def test_serve_hands_its_arguments_to_the_embedded_server():
+def test_serve_passes_its_arguments_to_the_embedded_server():
     code = (
         "import sys, types; server = types.ModuleType('areal_lite.embedded.__main__'); "
         "server.main = lambda arguments: print(arguments) or 5; "
@@ -223,19 +223,19 @@ def test_success_is_0():
     ],
 )
 def test_our_errors_end_with_their_code_and_one_line(error, code):
-    done = run_training_that(f"raise errors.{error}('value, rule and mend')")
-    assert (done.returncode, done.stderr) == (code, "error: value, rule and mend\n")
+    done = run_training_that(f"raise errors.{error}('value, rule and fix')")
+    assert (done.returncode, done.stderr) == (code, "error: value, rule and fix\n")
 
 
-def test_what_was_added_to_an_error_is_shown_below_it():
+def test_notes_of_an_error_are_printed_below_it():
     done = run_training_that(
         """
-        error = errors.TrainingError('value, rule and mend')
+        error = errors.TrainingError('value, rule and fix')
         error.add_note('the last good checkpoint is x')
         raise error
         """
     )
-    assert done.stderr == "error: value, rule and mend\nerror: the last good checkpoint is x\n"
+    assert done.stderr == "error: value, rule and fix\nerror: the last good checkpoint is x\n"
 
 
 def test_debug_shows_the_traceback_of_our_errors():
@@ -254,7 +254,7 @@ def test_an_unexpected_error_ends_with_70_and_its_traceback(error):
     assert f"{error}: surprise" in done.stderr
 
 
-def test_the_directory_of_the_start_is_imported_from_first_and_threads_do_not_spin(tmp_path):
+def test_the_working_directory_is_first_on_the_import_path_and_threads_do_not_spin(tmp_path):
     (tmp_path / "mine.py").write_text("here = True")
     done = run_training_that(
         "import mine; print(sys.path[0] == os.getcwd(), os.environ['OMP_WAIT_POLICY'], os.environ['KMP_BLOCKTIME'])",
@@ -287,8 +287,8 @@ def test_a_second_signal_ends_at_once():
     assert "not stopped" not in error
 
 
-@pytest.mark.parametrize("body", [REFUSES, HEARS_NOTHING])
-def test_what_does_not_stop_is_ended_after_the_grace(body):
+@pytest.mark.parametrize("body", [REFUSES, STUCK])
+def test_a_process_that_does_not_stop_is_ended_after_the_grace_period(body):
     code, _, error = signalled(body, signal.SIGTERM)
     assert code == 143
     assert error.endswith("not stopped after 1 s: ending here\n")

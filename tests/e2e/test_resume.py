@@ -1,4 +1,4 @@
-"""A run that was stopped or killed goes on from its checkpoint: the same weights, the same rows, none twice."""
+"""A stopped or killed run resumes from its checkpoint: the same weights, the same rows, none twice."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def state(run_dir: Path, step: int) -> dict[str, Any]:
     return json.loads(path.read_bytes())  # type: ignore[no-any-return]
 
 
-def test_a_crashed_run_goes_on_and_draws_what_the_uninterrupted_one_draws(run_yaml: Path) -> None:
+def test_a_crashed_run_resumes_and_draws_the_same_rows_as_an_uninterrupted_one(run_yaml: Path) -> None:
     whole = load_config(run_yaml, [*EVERY_STEP, "trial_name=whole", "trainer.total_steps=5"])
     run_training(whole)
     broken = load_config(run_yaml, [*EVERY_STEP, "trial_name=broken", "trainer.total_steps=5"])
@@ -139,7 +139,7 @@ def changed_embeddings(before: Path, after: Path) -> set[str]:
     return {one for one, place in places.items() if not tables[0][place].equal(tables[1][place])}
 
 
-def test_t14_a_killed_command_goes_on_by_itself_and_its_weights_know_the_rows_that_its_data_says_were_trained(
+def test_t14_a_killed_command_resumes_and_its_weights_were_trained_on_the_rows_its_data_source_reports(
     run_yaml: Path, tmp_path: Path
 ) -> None:
     """Asynchronous: which rows come in which step may differ after the kill, but none is lost and none trains twice.
@@ -188,7 +188,7 @@ def test_t14_a_killed_command_goes_on_by_itself_and_its_weights_know_the_rows_th
     assert "has trained 6 steps and trainer.total_steps is 6" in again.stderr
 
 
-def test_a_run_that_is_told_to_stop_saves_its_last_step(run_yaml: Path) -> None:
+def test_a_stopped_run_saves_its_last_step(run_yaml: Path) -> None:
     command = [
         sys.executable,
         "-m",

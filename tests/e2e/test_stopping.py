@@ -78,7 +78,7 @@ def rank_process(launcher: subprocess.Popen[str], rank: str) -> psutil.Process:
 
 
 @pytest.mark.parametrize("asked", ["everyone", "rank 1"])
-def test_ranks_stop_after_the_same_step_whichever_is_asked_and_go_on_from_it(
+def test_ranks_stop_after_the_same_step_and_resume_from_it_whichever_gets_the_signal(
     run_yaml: Path, tmp_path: Path, asked: str
 ) -> None:
     """F35: a scheduler asks ranks and launcher, which passes it on to the ranks; by hand one may be asked alone."""
@@ -115,7 +115,7 @@ def test_a_killed_rank_ends_the_run_and_leaves_no_server(run_yaml: Path) -> None
     assert not psutil.wait_procs(children, timeout=10)[1]
 
 
-def test_a_server_killed_in_the_middle_is_named_with_its_log(run_yaml: Path) -> None:
+def test_the_error_of_a_killed_server_names_its_log(run_yaml: Path) -> None:
     process = start(run_yaml, "rollout.request_retries=2", "rollout.max_empty_batches=1")
     until_step(process, 1)
     (server,) = psutil.Process(process.pid).children()
@@ -126,7 +126,7 @@ def test_a_server_killed_in_the_middle_is_named_with_its_log(run_yaml: Path) -> 
     assert "server.log" in errors
 
 
-def test_a_port_in_use_is_told_before_the_model_is_loaded(run_yaml: Path) -> None:
+def test_a_port_in_use_is_an_error_before_the_model_loads(run_yaml: Path) -> None:
     import socket
 
     with socket.socket() as taken:

@@ -1,4 +1,4 @@
-"""One YAML trains, evaluates, saves, and goes on where it was stopped."""
+"""One YAML trains, evaluates, saves, and resumes where it was stopped."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from areal_lite.api.config_loader import load_config
 from areal_lite.api.supervised_config import KINDS, SFTConfig
 from areal_lite.errors import ConfigError, TrainingError
+from areal_lite.launch.loop import Summary
 from areal_lite.launch.stopping import Stopped
-from areal_lite.launch.supervised import SupervisedSummary, run_supervised
+from areal_lite.launch.supervised import run_supervised
 from areal_lite.trainer.checkpoint import find_checkpoint
 from areal_lite.trainer.sft_trainer import SFTTrainer
 from examples.made_up import conversations
@@ -50,7 +52,7 @@ def written(name: str, folder: Path, model: Path, **trainer: Any) -> Path:
     return path
 
 
-def run(path: Path, *overrides: str) -> SupervisedSummary:
+def run(path: Path, *overrides: str) -> Summary[dict[str, float]]:
     return run_supervised(load_config(path, overrides, root=KINDS[path.stem]))
 
 
@@ -98,7 +100,7 @@ def test_a_run_records_every_update_and_its_held_out_loss(sft_yaml: Path) -> Non
     assert epochs[0] == epochs[1]  # every conversation once in each
 
 
-def test_a_stopped_run_saves_its_last_update_and_goes_on_from_there(sft_yaml: Path) -> None:
+def test_a_stopped_run_saves_its_last_update_and_resumes_from_it(sft_yaml: Path) -> None:
     # R-B16
     config = load_config(
         sft_yaml, ["trainer.total_steps=6", "checkpoint.every_steps=5", "eval_dataset=null"], root=SFTConfig
@@ -166,7 +168,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_a_told_run_ends_after_its_checkpoint_is_written_however_long_that_takes(sft_yaml: Path) -> None:
+def test_a_stopped_run_waits_until_its_checkpoint_is_written_however_long_that_takes(sft_yaml: Path) -> None:
     some = ["trainer.total_steps=500", "checkpoint.every_steps=400", "eval_dataset=null"]
     stopped = subprocess.run(
         [sys.executable, "-c", SLOW_DISK, "sft", str(sft_yaml), *some],
@@ -180,8 +182,18 @@ def test_a_told_run_ends_after_its_checkpoint_is_written_however_long_that_takes
     assert folder.name == "step_00000002"
 
 
+def test_a_run_saves_before_the_platform_takes_the_machine_back(
+    sft_yaml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", str(time.time() + 100))
+    some = ["trainer.total_steps=3", "checkpoint.every_steps=1000", "save_model=false", "eval_dataset=null"]
+    checkpoints = run(sft_yaml, *some).run_dir / "checkpoints"
+    # Once after the first step, as the machine has less than expiry_margin_s left; and after the last step.
+    assert sorted(folder.name for folder in checkpoints.iterdir()) == ["step_00000001", "step_00000003"]
+
+
 @pytest.mark.parametrize("name", KINDS)
-def test_a_killed_command_goes_on_and_ends_with_the_same_bits(
+def test_a_killed_command_resumes_and_ends_with_the_same_bits(
     name: str, tmp_path: Path, tiny_model: Path
 ) -> None:
     # T3, R-B16: killed while step 3's checkpoint is written, so that step 2's is the newest; an epoch has 2 batches.
@@ -212,7 +224,7 @@ def test_a_killed_command_goes_on_and_ends_with_the_same_bits(
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def test_an_update_that_is_not_finite_is_noted_with_its_rows_and_the_third_names_the_last_checkpoint(
+def test_a_non_finite_update_is_recorded_with_its_rows_and_the_third_names_the_last_checkpoint(
     sft_yaml: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # F67: an infinite loss from the third update on.
@@ -251,7 +263,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_ranks_of_which_one_is_told_to_stop_save_the_same_update(sft_yaml: Path) -> None:
+def test_ranks_save_the_same_update_when_one_of_them_gets_the_signal(sft_yaml: Path) -> None:
     script = sft_yaml.with_name("stop_first.py")
     script.write_text(STOP_FIRST)
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -327,7 +339,7 @@ def test_a_checkpoint_of_other_rows_is_refused(sft_yaml: Path) -> None:
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
     sft_yaml: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def start(*overrides: str, stop_at: int = 0) -> SupervisedSummary:
+    def start(*overrides: str, stop_at: int = 0) -> Summary[dict[str, float]]:
         some = ["trainer.total_steps=2", "checkpoint.every_steps=5", "save_model=false", *overrides]
 
         def stop(step: int, metrics: dict[str, float]) -> None:
@@ -344,7 +356,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
         with pytest.raises(ConfigError, match="already holds a training run"):
             start(other)
     summary = start()
-    assert "ended before its first checkpoint, and starts again" in caplog.text
+    assert "ended before its first checkpoint; starting again" in caplog.text
     assert (summary.steps, [record["step"] for record in records(summary.run_dir)]) == (2, [0, 1, 2, 2])
 
 
@@ -377,7 +389,7 @@ def test_a_trained_reward_model_is_a_classifier_with_one_label(tmp_path: Path, t
         ("trainer.loss=ppo", "unknown key 'loss'"),
     ],
 )
-def test_what_cannot_work_is_refused_before_a_model_is_loaded(
+def test_invalid_configs_are_refused_before_a_model_is_loaded(
     sft_yaml: Path, override: str, says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):

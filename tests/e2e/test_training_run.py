@@ -12,11 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from areal_lite.api.config_loader import load_config
 from areal_lite.errors import ConfigError, RunDirBusyError, StarvationError
-from areal_lite.launch.run import TrainingSummary, run_evaluation, run_rollout, run_training
+from areal_lite.launch.evaluation import Evaluation
+from areal_lite.launch.loop import Summary
+from areal_lite.launch.run import run_evaluation, run_rollout, run_training
 from areal_lite.launch.run_directory import run_directory
 
 
-def train(path: Path, *overrides: str) -> TrainingSummary:
+def train(path: Path, *overrides: str) -> Summary[Evaluation]:
     return run_training(load_config(path, overrides))
 
 
@@ -131,7 +133,7 @@ def test_rollout_and_evaluation_run_alone(run_yaml: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(
+def test_invalid_configs_are_refused_before_anything_starts(
     run_yaml: Path, overrides: str, says: str
 ) -> None:
     overrides = overrides.replace("{model_path}", yaml.safe_load(run_yaml.read_text())["model_path"])

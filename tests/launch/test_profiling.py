@@ -1,4 +1,4 @@
-"""V33: a trace for each run of steps side by side, whole however the steps end."""
+"""V33: one trace per stretch of consecutive steps, complete however the steps end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
 
 
-def test_steps_side_by_side_come_into_one_trace(tmp_path: Path) -> None:
+def test_consecutive_steps_share_one_trace(tmp_path: Path) -> None:
     import torch
 
     with StepProfiler([2, 3, 5], tmp_path) as profiler:
@@ -35,7 +35,7 @@ def test_a_step_that_raises_ends_its_trace(tmp_path: Path) -> None:
     assert names(tmp_path) == ["steps_1-1.json"]
 
 
-def test_a_run_that_ends_before_the_chosen_steps_do_ends_well(tmp_path: Path) -> None:
+def test_a_run_that_ends_before_the_chosen_steps_still_writes_its_trace(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from areal_lite.launch.profiling import StepProfiler\n"
         "with StepProfiler([1, 2, 3], Path(sys.argv[1])) as profiler:\n"
@@ -46,7 +46,7 @@ def test_a_run_that_ends_before_the_chosen_steps_do_ends_well(tmp_path: Path) ->
     assert names(tmp_path) == ["steps_1-2.json"]
 
 
-def test_each_rank_has_traces_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_writes_its_own_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
         with StepProfiler([1], tmp_path)(1):

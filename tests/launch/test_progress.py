@@ -1,4 +1,4 @@
-"""What a training run prints: once, whatever the number of ranks, and no before that was not one."""
+"""Console output of a training run: printed once for any number of ranks; a resumed run has no "before"."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 
 from areal_lite.launch.evaluation import Evaluation
+from areal_lite.launch.loop import Summary
 from areal_lite.launch.progress import TrainingProgress, summary_table
-from areal_lite.launch.run import TrainingSummary
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(None, 2), ("0", 2), ("1", 0)])
-def test_the_first_rank_alone_prints(
+def test_only_the_first_rank_prints(
     rank: str | None, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if rank is not None:
@@ -24,7 +24,7 @@ def test_the_first_rank_alone_prints(
     assert len(capsys.readouterr().out.splitlines()) == lines
 
 
-def test_the_bar_of_a_resumed_run_begins_where_the_run_does() -> None:
+def test_the_bar_of_a_resumed_run_starts_at_its_first_step() -> None:
     """V32"""
     shown = StringIO()
     with TrainingProgress(5, console=Console(file=shown, force_terminal=True, width=120)) as progress:
@@ -33,8 +33,8 @@ def test_the_bar_of_a_resumed_run_begins_where_the_run_does() -> None:
     assert "0/5" not in shown.getvalue()
 
 
-def test_where_nothing_was_held_out_the_end_is_one_line() -> None:
-    summary = TrainingSummary(
+def test_without_held_out_rows_the_summary_is_one_line() -> None:
+    summary = Summary[Evaluation](
         run_dir=Path("runs"), steps=2, seconds=3.0, before=None, after=None, model_dir=None
     )
     assert summary_table(summary) == "2 training steps in 3 s"
@@ -44,13 +44,11 @@ def test_where_nothing_was_held_out_the_end_is_one_line() -> None:
 def test_the_table_of_a_resumed_run_has_no_before(resumed: bool) -> None:
     after = Evaluation(reward=0.75, episodes=4, failed=1, seconds=1.0)
     before = None if resumed else Evaluation(reward=0.25, episodes=3, failed=2, seconds=1.0)
-    summary = TrainingSummary(
-        run_dir=Path("runs"), steps=2, seconds=3.0, before=before, after=after, model_dir=None
-    )
+    summary = Summary(run_dir=Path("runs"), steps=2, seconds=3.0, before=before, after=after, model_dir=None)
     console = Console(width=80)
     with console.capture() as shown:
         console.print(summary_table(summary))
     rows = [line.split() for line in shown.get().splitlines() if "held-out" in line or "failed" in line]
-    told = [[word for word in row if word not in "│|"][-2:] for row in rows]
+    shown_values = [[word for word in row if word not in "│|"][-2:] for row in rows]
     first = ["-", "-", "-"] if resumed else ["0.250", "3", "2"]
-    assert told == [list(pair) for pair in zip(first, ["0.750", "4", "1"], strict=True)]
+    assert shown_values == [list(pair) for pair in zip(first, ["0.750", "4", "1"], strict=True)]

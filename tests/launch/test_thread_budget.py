@@ -1,4 +1,4 @@
-"""Server and trainers together have the cores of the machine, and no more where they run at once."""
+"""Server and trainers share the cores of the machine; if they run at the same time, without oversubscribing."""
 
 from __future__ import annotations
 

@@ -195,6 +195,23 @@ def training_sequences(batch: Sequence[Group] | DataProto) -> list[TokenSequence
     return [sequence for group in groups for sequence in group.sequences]
 
 
+def data_proto_of(groups: Sequence[Group]) -> DataProto:
+    """Return the accepted groups as a ``DataProto``, one row per sequence.
+
+    Raises:
+        ConfigError: If a trajectory has no reward.
+        ValueError: If nothing was accepted.
+    """
+    sequences = training_sequences(groups)
+    length = max(map(len, sequences), default=0)
+    batch = DataProto.from_single_dict(collate_sequences(sequences, length, pad_token_id=0))
+    baselines = {group.group_id: group.baseline for group in groups}
+    column = [baselines[sequence.group_id] for sequence in sequences]
+    if None not in column:
+        batch.batch["baselines"] = torch.tensor(column, dtype=torch.float32)
+    return batch
+
+
 def _unpadded(batch: DataProto) -> list[TokenSequence]:
     columns = {key: _array(batch, key) for key in _DTYPES if key in batch.batch}
     starts = columns["attention_mask"].argmax(axis=1)

@@ -26,6 +26,9 @@ from areal_lite.trainer.registry import Registry
 
 POLICY_LOSSES: Registry[Callable[..., LossTerms]] = Registry("policy loss")
 
+ONE_TOKEN_AT_A_TIME = frozenset({"ppo", "cispo", "sapo", "reinforce", "gpg", "clip_cov", "kl_cov", "m2po"})
+"""Losses of a token that depend on no other token, once those that choose among tokens have chosen."""
+
 VANISHES_WITHOUT_ADVANTAGE = frozenset(
     {"ppo", "gspo", "gmpo", "cispo", "sapo", "reinforce", "gpg", "clip_cov", "m2po"}
 )

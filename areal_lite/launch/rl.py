@@ -1,0 +1,165 @@
+"""A reinforcement-learning run: :meth:`RLRun.fit` is the algorithm.
+
+The first rank also drives rollouts and owns engine, data source and files; the other ranks train on the batches it
+broadcasts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from areal_lite.api.config import RunConfig
+from areal_lite.data.source.data_source_state import state_bytes, state_path
+from areal_lite.launch.engine_stack import generating_engine, thread_budget
+from areal_lite.launch.evaluation import Evaluation
+from areal_lite.launch.loop import OnStep, RunFiles, Summary, TrainingRun, open_run_files, with_prefix
+from areal_lite.launch.profiling import StepProfiler
+from areal_lite.launch.resuming import find_start
+from areal_lite.launch.rollout_driver import RolloutDriver, load_rollout_inputs
+from areal_lite.launch.run_data import tokenizer_path
+from areal_lite.launch.stopping import Stopped, interruptible, stop_together
+from areal_lite.trainer.algorithm import Algorithm
+from areal_lite.trainer.hand_over import broadcast_batch
+from areal_lite.trainer.policy_step import Batch
+from areal_lite.trainer.policy_trainer import PolicyTrainer
+from areal_lite.trainer.ranks import Ranks
+from areal_lite.trainer.weights import publish_weights
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class RLRun(TrainingRun[Evaluation]):
+    """A reinforcement-learning run."""
+
+    config: RunConfig
+    trainer: PolicyTrainer
+    driver: RolloutDriver | None
+    """None on ranks other than the first."""
+    profiler: StepProfiler
+
+    def fit(self) -> None:
+        """Train up to ``total_steps``: generate, train, publish the weights; evaluate and save when due.
+
+        :meth:`PolicyTrainer.train_step` lists the stages of training: log-probs, values, advantages, updates.
+        """
+        while self.step < self.total_steps:
+            with self.profiler(self.step + 1):
+                began = time.monotonic()
+                batch = self.generate()
+                generated = time.monotonic()
+                metrics = self.trainer.train_step(batch, version=self.step)
+                self.step += 1
+                self.mark_trained(batch)
+                trained = time.monotonic()
+                self.publish()
+                self.log(metrics, began, generated, trained)
+                self.save_if_due()
+            self.evaluate_if_due()
+
+    def generate(self) -> Batch:
+        """Return the next batch with its rewards, the same on every rank."""
+        return broadcast_batch(self.on_lead_rank(lambda driver: driver.batch(self.step + 1)))
+
+    def mark_trained(self, batch: Batch) -> None:
+        """Tell the data source that the batch of this step was trained."""
+        if self.driver is not None:
+            self.driver.mark_trained(self.step, batch)
+
+    def publish(self) -> None:
+        """Write the weights as policy version ``step`` and have the servers load them."""
+        weights = self.files.run_dir / "weights"
+        folder = publish_weights(self.trainer.model, weights, self.step, dtype=self.dtype)
+        if self.driver is not None:
+            self.driver.engine.update_weights_from_disk(str(folder.resolve()), self.step)
+
+    def log(self, metrics: dict[str, float], began: float, generated: float, trained: float) -> None:
+        """Record the metrics of the step; the moments are of the monotonic clock."""
+        if self.driver is not None:
+            now = time.monotonic()
+            metrics = {
+                **with_prefix("train", metrics),
+                "timing/rollout_wait_s": generated - began,
+                "timing/weight_update_s": now - trained,
+                "timing/step_s": now - began,
+                **self.driver.metrics(),
+            }
+            self.record_step(metrics, began=began)
+
+    def evaluate(self) -> None:
+        """Run the held-out rows, if there are any, and record their rewards."""
+        if (result := self.on_lead_rank(RolloutDriver.evaluate)) is not None:
+            self.record_evaluation(result, result.metrics())
+
+    def on_lead_rank(self, work: Callable[[RolloutDriver], T]) -> T | None:
+        """Return the result of ``work`` on the first rank; the others wait for it and get None.
+
+        Raises:
+            Stopped: On every rank, if one was asked to stop; ``work`` is interrupted.
+        """
+        result = None
+        with suppress(Stopped):
+            if self.driver is not None:
+                with interruptible():
+                    result = work(self.driver)
+        stop_together()
+        return result
+
+    def resume_from(self, checkpoint: Path) -> None:
+        """Load the trainer's state and publish its weights."""
+        super().resume_from(checkpoint)
+        self.publish()
+
+    def data_state(self) -> dict[str, bytes]:
+        """Return the state of the data source."""
+        assert self.driver is not None
+        return {str(state_path("", self.step)): state_bytes(self.driver.data.source.state_dict())}
+
+
+def run_rl(config: RunConfig, on_step: OnStep | None) -> Summary[Evaluation]:
+    """Train a policy; call it on every rank, after the ranks have joined."""
+    algorithm = Algorithm(config.trainer, max_new_tokens=config.rollout.gconfig.max_new_tokens)
+    start = find_start(config, config.trainer.total_steps)
+    inputs = None
+    if Ranks.current().rank == 0:
+        inputs = load_rollout_inputs(config, start, baselines="baselines" in algorithm.needs)
+    with ExitStack() as stack:
+        files = stack.enter_context(open_run_files(config, start, on_step))
+        driver = None
+        if inputs is not None:
+            engine = stack.enter_context(generating_engine(config, files.run_dir))
+            driver = RolloutDriver(config, files.run_dir, engine=engine, inputs=inputs)
+        disable_progress_bar()  # type: ignore[no-untyped-call]
+        started = time.monotonic()
+        return RLRun(
+            config=config,
+            files=files,
+            start=start,
+            trainer=_make_trainer(config, files),
+            total_steps=config.trainer.total_steps,
+            tokenizer_path=tokenizer_path(config),
+            dtype=getattr(torch, "float32" if config.server.dtype == "auto" else config.server.dtype),
+            started=started,
+            driver=driver,
+            profiler=stack.enter_context(StepProfiler(config.profile_steps, files.run_dir / "profile")),
+        ).run()
+
+
+def _make_trainer(config: RunConfig, files: RunFiles) -> PolicyTrainer:
+    gconfig = config.rollout.gconfig
+    return PolicyTrainer(
+        replace(config.trainer, num_threads=thread_budget(config).trainer),
+        model_path=config.model_path,
+        seed=config.seed,
+        temperature=gconfig.effective_temperature,
+        max_new_tokens=gconfig.max_new_tokens,
+        on_skip=files.record_skipped_update,
+    )

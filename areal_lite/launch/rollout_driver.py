@@ -1,0 +1,242 @@
+"""Drives rollouts on the first rank: data source and engine in, batches with rewards out."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from areal_lite.api.config import RunConfig
+from areal_lite.api.engine_api import Row
+from areal_lite.api.trajectory import Group
+from areal_lite.data.batch.cached_batch import BatchCache
+from areal_lite.data.batch.data_proto import DataProto
+from areal_lite.data.batch.rollout_dump import dump_rollouts
+from areal_lite.data.batch.training_batch import data_proto_of
+from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
+from areal_lite.data.packer.rollout_batch import row_of, training_batch
+from areal_lite.data.rows.collate import object_array
+from areal_lite.data.source.curriculum_data_source import CurriculumDataSource
+from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from areal_lite.launch.evaluation import Evaluation, evaluate
+from areal_lite.launch.resuming import Start
+from areal_lite.launch.run_data import (
+    TrainingData,
+    tokenizer_path,
+    training_data,
+    workflow_kwargs,
+    workflow_rows,
+)
+from areal_lite.trainer.policy_model import resolve_device
+from areal_lite.trainer.policy_step import Batch
+from areal_lite.trainer.reward_model import RewardModel, load_reward_model
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutInputs:
+    """What a run generates from, loaded and checked before anything starts."""
+
+    data: TrainingData
+    """Training rows."""
+    held_out: Sequence[Row] = ()
+    """Rows to evaluate on."""
+    reward_model: RewardModel | None = None
+    """Scores whole sequences in place of the workflow's rewards."""
+    baselines: bool = False
+    """Whether the estimator needs the reward of a greedy answer per row."""
+    cache: BatchCache | None = None
+    """Where batches are kept."""
+
+
+def load_rollout_inputs(config: RunConfig, start: Start, *, baselines: bool) -> RolloutInputs:
+    """Return the run's inputs, with the data source where ``start`` has it.
+
+    Raises:
+        ConfigError: If rows, tokenizer, packer, reward model or cache cannot be used.
+        CheckpointError: If the checkpoint has no state of the data source.
+    """
+    data = training_data(config)
+    if start.checkpoint is not None:
+        data.source.load(start.step, start.checkpoint)
+    return RolloutInputs(
+        data=data,
+        held_out=workflow_rows(config, config.eval_dataset, is_train=False) if config.eval_dataset else [],
+        cache=_batch_cache(config, baselines=baselines),
+        reward_model=_reward_model(config),
+        baselines=baselines,
+    )
+
+
+class RolloutDriver:
+    """Makes the batches of a run and keeps its data source informed.
+
+    Args:
+        config: The run.
+        run_dir: Its folder.
+        engine: Ready to generate.
+        inputs: What it generates from.
+    """
+
+    def __init__(
+        self, config: RunConfig, run_dir: Path, *, engine: RemoteInfEngine, inputs: RolloutInputs
+    ) -> None:
+        self.engine = engine
+        self.data = inputs.data
+        self._config = config
+        self._run_dir = run_dir
+        self._held_out = inputs.held_out
+        self._reward_model = inputs.reward_model
+        self._baselines = inputs.baselines
+        self._cache = inputs.cache
+        self._groups: list[Group] = []
+
+    def batch(self, step: int) -> Batch:
+        """Return the batch of a step: whole groups with rewards, and baselines if the estimator needs them.
+
+        A ``DataProto`` if it went through a packer of the user's or, with ``rollout_cache``, through a file. It is
+        generated only if the file is missing.
+        """
+        self._groups = []
+        if self._cache is None:
+            groups = self._generate(step)
+            return groups if type(self.data.packer) is DecoderOnlyLLMDataPacker else self._packed(groups)
+        batch = self._cache.batch(step, lambda: self._packed(self._generate(step)))
+        if not self._groups:  # draw the cached batch's rows, so that later steps get other rows
+            self.data.source.mark_trained(
+                self.data.source.get_samples(self._config.rollout.consumer_batch_size)
+            )
+        return batch
+
+    def mark_trained(self, step: int, batch: Batch) -> None:
+        """Tell the data source, curriculum and dataset that a step's batch was trained; dump its scores.
+
+        The curriculum and the dataset get a ``DataProto``, with the dataset row of each sequence as ``rows`` unless
+        the batch was cached.
+        """
+        self.data.source.mark_trained(group.samples for group in self._groups)
+        if self._config.dump_scores and self._groups:
+            self._dump(step)
+        curriculum = self.data.source if isinstance(self.data.source, CurriculumDataSource) else None
+        grows = step < self._config.trainer.total_steps and hasattr(self.data.dataset, "on_batch_end")
+        if curriculum is None and not grows:
+            return
+        proto = batch if isinstance(batch, DataProto) else data_proto_of(batch)
+        if self._groups:
+            rows = object_array(row_of(group) for group in self._groups for _ in group.sequences)
+            proto = DataProto(proto.batch, {**proto.non_tensor_batch, "rows": rows}, proto.meta_info)
+        if curriculum is not None:
+            curriculum.update(proto)
+        if grows:
+            self.data.dataset.on_batch_end(proto)
+
+    def evaluate(self) -> Evaluation | None:
+        """Run the held-out rows and return their rewards; None if there are none."""
+        return evaluate(self.engine, self._config, self._held_out) if self._held_out else None
+
+    def metrics(self) -> dict[str, float]:
+        """Return how many episodes ended in each status so far, and the position in the data."""
+        source = self.data.source
+        return {
+            **{f"episodes/{status}": float(count) for status, count in self.engine.export_stats().items()},
+            "data/epoch": float(source.epoch_id),
+            "data/owed_groups": float(source.num_owed),
+            "data/buffered_groups": float(source.get_buffer_length()),
+            "data/dropped_groups": float(source.dropped.total()),
+            **{f"rollout/{name}": value for name, value in self.engine.rollout_metrics().items()},
+        }
+
+    def _generate(self, step: int) -> list[Group]:
+        config = self._config
+        kwargs = workflow_kwargs(config, is_eval=False)
+        groups = self.engine.prepare_batch(self.data.source, config.workflow, kwargs, config.should_accept_fn)
+        if step == config.trainer.total_steps:
+            self.engine.close_source(self.data.source)
+        self._groups = groups
+        self._apply_reward_model(groups)
+        if self._baselines:
+            self._generate_baselines(groups)
+        return groups
+
+    def _packed(self, groups: list[Group]) -> DataProto:
+        """Return the groups as the run's packer makes them."""
+        batch = training_batch(self.data.packer, groups)
+        if self._baselines:
+            baselines = {group.group_id: group.baseline for group in groups}
+            names = batch.non_tensor_batch["group_ids"]
+            batch.batch["baselines"] = torch.tensor([baselines[name] for name in names])
+        return batch
+
+    def _apply_reward_model(self, groups: Sequence[Group]) -> None:
+        """Replace the workflow's rewards by the reward model's, if there is one."""
+        if self._reward_model is None:
+            return
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+        max_tokens = self._config.trainer.max_tokens_per_microbatch
+        rewards = self._reward_model.score(sequences, max_tokens=max_tokens).tolist()
+        for sequence, reward in zip(sequences, rewards, strict=True):
+            sequence.reward = reward
+        for trajectory in trajectories:
+            trajectory.average_rewards()
+
+    def _generate_baselines(self, groups: Sequence[Group]) -> None:
+        """Give each group the reward of one greedy episode, or its own mean reward if that episode failed."""
+        gconfig = self._config.rollout.gconfig.new(greedy=True)
+        rollout = dataclasses.replace(self._config.rollout, gconfig=gconfig)
+        kwargs = workflow_kwargs(dataclasses.replace(self._config, rollout=rollout), is_eval=False)
+        rows = [dict(group.data) for group in groups]
+        greedy = self.engine.rollout_batch(rows, self._config.workflow, kwargs, group_size=1, is_eval=True)
+        self._apply_reward_model([answer for answer in greedy if answer.rewards])
+        for group, answer in zip(groups, greedy, strict=True):
+            rewards = answer.rewards or group.rewards
+            group.baseline = sum(rewards) / len(rewards)
+        if failed := sum(not answer.rewards for answer in greedy):
+            logger.warning(
+                "%d of %d greedy episodes failed: their baseline is the mean reward of the group",
+                failed,
+                len(groups),
+            )
+
+    def _dump(self, step: int) -> None:
+        tokenizer = load_tokenizer(tokenizer_path(self._config))
+        lines = [(g, s, t.prompt_len(s)) for g in self._groups for t in g.trajectories for s in t.sequences]
+        dump_rollouts(
+            self._run_dir / "scores",
+            step,
+            inputs=[tokenizer.decode(sequence.input_ids[:start]) for _, sequence, start in lines],
+            outputs=[tokenizer.decode(sequence.input_ids[start:]) for _, sequence, start in lines],
+            gts=[group.samples[0].label for group, _, _ in lines],
+            scores=[sequence.reward or 0.0 for _, sequence, _ in lines],
+            extra={"task_id": [str(group.task_id) for group, _, _ in lines]},
+        )
+
+
+def _reward_model(config: RunConfig) -> RewardModel | None:
+    if config.reward_model is None:
+        return None
+    return RewardModel(load_reward_model(config.reward_model, device=resolve_device(config.trainer.device)))
+
+
+def _batch_cache(config: RunConfig, *, baselines: bool) -> BatchCache | None:
+    if config.rollout_cache is None:
+        return None
+    sections = {
+        "rollout.gconfig": dataclasses.asdict(config.rollout.gconfig),
+        "train_dataset": dataclasses.asdict(config.train_dataset),
+        "workflow_kwargs": config.workflow_kwargs,
+    }
+    names = ("model_path", "seed", "workflow", "reward_model", "should_accept_fn", "data_packer")
+    return BatchCache(
+        config.rollout_cache,
+        {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
+        | {name: getattr(config, name) for name in names}
+        | {f"rollout.{name}": getattr(config.rollout, name) for name in ("group_size", "consumer_batch_size")}
+        | {"greedy baselines": baselines},
+    )
