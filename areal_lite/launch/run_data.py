@@ -76,7 +76,7 @@ def _packer(config: RunConfig, rows: DatasetConfig) -> DataPacker:
 
 
 def _dataset(config: RunConfig, rows: DatasetConfig, *, is_train: bool) -> Any:
-    from areal_lite.data.rows.rl_dataset import create_rl_dataset
+    from areal_lite.data.rows.create_dataset import create_rl_dataset
 
     # Raw rows are enough, unless prompts are measured or a class of the user's may want tokens.
     tokenizes = rows.filter_overlong_prompts or rows.custom_cls or (is_train and rows.datagen)

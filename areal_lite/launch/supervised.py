@@ -6,13 +6,12 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from areal_lite.api.config import RowsConfig
 from areal_lite.api.config_loader import dump_config
 from areal_lite.api.supervised_config import (
     ConversationsConfig,
@@ -22,7 +21,6 @@ from areal_lite.api.supervised_config import (
     SupervisedConfig,
 )
 from areal_lite.data.chat.tokenizer import load_tokenizer, tokenizer_files
-from areal_lite.data.rows.load_rows import load_rows
 from areal_lite.data.rows.loader import ResumableLoader
 from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
@@ -154,11 +152,7 @@ def run_supervised(
 def _dataset(
     make: Callable[..., BaseDataset[Any]], config: SupervisedConfig, rows: ConversationsConfig
 ) -> BaseDataset[Any]:
-    """Return the items of ``rows``; what its record has beyond any rows' are arguments of the same name."""
-    names = {field.name for field in fields(rows)} - {field.name for field in fields(RowsConfig)}
-    options = {name: getattr(rows, name) for name in names}
-    options["template_kwargs"] = options.pop("apply_chat_template_kwargs")
-    return make(load_rows(rows, seed=config.seed), load_tokenizer(config.model_path), **options)
+    return make(rows.path, load_tokenizer(config.model_path), config=rows, seed=config.seed)
 
 
 @dataclass(kw_only=True)

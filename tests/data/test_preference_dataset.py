@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from areal_lite.api.supervised_config import PreferenceDatasetConfig
 from areal_lite.data.chat.chat_tokens import conversation_sequences
 from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.errors import ConfigError
@@ -59,9 +60,10 @@ def test_the_last_answer_and_its_end_is_what_is_trained_however_a_row_is_written
 
 def test_a_text_prompt_is_the_users_question_and_columns_may_have_other_names(chatml: Any) -> None:
     row = {"q": "so", "better": "hello", "worse": "world"}
-    dataset = PreferenceDataset(
-        [row], chatml, 1000, prompt_key="q", chosen_key="better", rejected_key="worse"
+    config = PreferenceDatasetConfig(
+        path="", max_length=1000, prompt_key="q", chosen_key="better", rejected_key="worse"
     )
+    dataset = PreferenceDataset([row], chatml, config=config)
     [sequence] = conversation_sequences(
         chatml, [{"role": "user", "content": "so"}, {"role": "assistant", "content": "hello"}]
     )
@@ -98,7 +100,7 @@ def test_pairs_too_long_or_equal_are_left_out_and_counted(chatml: Any) -> None:
     assert len(dataset) == 1
     assert dataset.dropped == {"a sequence longer than max_length": 1, "equal answers": 1}
     with pytest.raises(
-        ConfigError, match="all of 1 rows are left out: 1 with a sequence longer than max_length"
+        ConfigError, match="all 1 rows were skipped: 1 with a sequence longer than max_length"
     ):
         PreferenceDataset(rows[1:2], chatml, 60)
 
@@ -108,7 +110,7 @@ def test_pairs_too_long_or_equal_are_left_out_and_counted(chatml: Any) -> None:
     [
         ({"prompt": "so", "chosen": "a"}, r"row 0: 'rejected' is None: it must be text or messages"),
         ({"chosen": "a", "rejected": "b"}, r"'chosen' is an answer, but 'prompt' is None"),
-        ({"chosen": QUESTION, "rejected": QUESTION}, r"ends with a message of 'user'"),
+        ({"chosen": QUESTION, "rejected": QUESTION}, r"ends with a message of role 'user'"),
         (
             {"chosen": [*QUESTION, GOOD], "rejected": [QUESTION[0], GOOD]},
             r"'chosen' and 'rejected' differ before their last message",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import inspect
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,6 @@ from areal_lite.data.chat.prompt_encoder import EncodedPrompt, PromptEncoder
 from areal_lite.data.chat.prompt_tensors import compute_position_id_with_mask, postprocess_data
 from areal_lite.data.chat.prompt_text import TemplateError
 from areal_lite.data.rows.load_rows import Row, load_rows, select_rows
-from areal_lite.data.rows.user_class import load_class
 from areal_lite.data.vision.rope_positions import multimodal_position_ids
 from areal_lite.errors import ConfigError
 
@@ -217,53 +215,6 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             if token is not None:
                 return int(token)
         return 0  # the mask hides it
-
-
-def create_rl_dataset(
-    data_paths: str | Sequence[str],
-    data_config: DatasetConfig,
-    tokenizer: Any,
-    processor: Any,
-    is_train: bool = True,
-    max_samples: int = -1,
-    seed: int = 1,
-) -> Dataset[Any]:
-    """Return the data set that ``data_config`` asks for.
-
-    ``custom_cls`` comes first, for training and held-out rows alike; ``datagen`` is for training rows;
-    else it is an :class:`RLHFDataset`. A class of the user's is called with data_files, tokenizer, processor and
-    config, and with max_samples and seed where it takes them.
-
-    Args:
-        data_paths: What to read.
-        data_config: The rest.
-        tokenizer: Hugging Face tokenizer, None where only rows are wanted.
-        processor: Hugging Face processor or None.
-        is_train: Whether rows are for training.
-        max_samples: Rows to use; -1 is what ``data_config.max_samples`` says.
-        seed: Chooses them where ``data_config.shuffle`` is set.
-
-    Raises:
-        ConfigError: If the class cannot be had, is no torch data set, or takes no max_samples though that is set.
-    """
-    cls: type = RLHFDataset
-    if data_config.custom_cls is not None:
-        cls = load_class(data_config.custom_cls, Dataset, where="custom_cls")
-    elif data_config.datagen is not None and is_train:
-        from areal_lite.data.rows.dynamic_dataset import DynamicGenDataset
-
-        cls = DynamicGenDataset
-    optional = {"max_samples": max_samples, "seed": seed}
-    parameters = inspect.signature(cls).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        optional = {name: value for name, value in optional.items() if name in parameters}
-    if max_samples != -1 and "max_samples" not in optional:
-        raise ConfigError(
-            f"max_samples is {max_samples}, but {cls.__name__} takes no max_samples: add the argument or leave it unset"
-        )
-    return cls(  # type: ignore[no-any-return]
-        data_files=data_paths, tokenizer=tokenizer, processor=processor, config=data_config, **optional
-    )
 
 
 def _reason_to_drop(encoder: PromptEncoder, limit: int, row: Mapping[str, Any]) -> dict[str, str]:

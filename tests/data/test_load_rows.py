@@ -5,8 +5,7 @@ import sys
 import pytest
 
 from areal_lite.api.config import DatasetConfig
-from areal_lite.data.rows.generated_rows import check_held_out
-from areal_lite.data.rows.load_rows import load_rows
+from areal_lite.data.rows.load_rows import check_held_out, load_rows
 from areal_lite.errors import ConfigError
 
 SUM = "reasoning-gym:chain_sum"
