@@ -332,7 +332,7 @@ def test_a_template_that_strips_thoughts_splits_a_conversation_at_each_answer():
         [f"{block}hello<|im_end|>"],
         [f"{block}world<|im_end|>"],
     ]
-    with pytest.raises(ConfigError, match="is 2 sequences, not one: call conversation_sequences"):
+    with pytest.raises(ConfigError, match="has 2 sequences, not one: call conversation_sequences"):
         tokenize_messages(tokenizer, messages)
 
 
@@ -391,19 +391,19 @@ def test_without_the_template_contents_are_joined_as_they_are():
         tensors["action_mask"].tolist()
         == ([0] * len(pieces[0]) + [1] * len(pieces[1]) + [0] * len(pieces[2]))[1:]
     )
-    with pytest.raises(ConfigError, match=r"messages\[0\] has no text"):
+    with pytest.raises(ConfigError, match=r"messages\[0\] has content that is not text"):
         tokenize_messages(tokenizer, [assistant(None, tool_calls=[CALL])], None, False)
 
 
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([], "must be a list of one"),
-        ("hello", "must be a list of one"),
-        (None, "must be a list of one"),
+        ([], "must be a non-empty list"),
+        ("hello", "must be a non-empty list"),
+        (None, "must be a non-empty list"),
         ([user("so"), "hello"], r"messages\[1\] is 'hello'"),
         ([{"from": "human", "value": "so"}], r"messages\[0\] is .*it must have 'role'"),
-        ([{"role": "user", "text": "so"}], r"messages\[0\] of role 'user' has the content None"),
+        ([{"role": "user", "text": "so"}], r"messages\[0\] of role 'user' has content None"),
         ([user("so"), assistant(None)], r"messages\[1\].*only a message with tool_calls may have none"),
         ([user("so"), assistant(3)], r"messages\[1\].*content 3"),
         ([user("so"), assistant("", tool_calls=["add"])], r"cannot write messages\[:2\]"),

@@ -101,9 +101,9 @@ def test_new_rows_go_through_the_filter_and_may_be_none(make, script, tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("text", "datagen Scripted, row 1: it is a text: each row must be an object"),
+        ("text", "datagen Scripted, row 1: this is a text: each row must be an object"),
         ({"prompts": "x"}, r"row 1: its columns are \['prompts'\], but .*rows.jsonl has \['prompt'\]"),
-        ({"prompt": "x", "when": object()}, "its rows cannot be saved.*make them of JSON values"),
+        ({"prompt": "x", "when": object()}, "its rows cannot be saved.*use JSON values"),
     ],
 )
 def test_what_is_no_row_is_refused(make, script, row, message):
@@ -118,5 +118,5 @@ def test_a_generator_must_be_one(make):
 
 
 def test_without_a_generator_the_config_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="datagen is null: name the file"):
+    with pytest.raises(ConfigError, match="datagen is null: set the path"):
         DynamicGenDataset("x.jsonl", None, DatasetConfig(path="x.jsonl"))

@@ -79,7 +79,7 @@ def test_max_samples_takes_the_first_rows_or_a_choice_of_the_seed_in_order():
         ("numbers", {}, "do not fit: missing a required argument: 'count'"),
         ("numbers", {"count": 1, "end": 2}, "unexpected keyword argument 'end'"),
         ("numbers", {"count": 0}, "there are no rows"),
-        ("words", {}, "row 1: it is a text"),
+        ("words", {}, "row 1: this is a text"),
         ("lazily", {}, "it returned a generator: it must return a list"),
         ("NOT_CALLABLE", {}, "it must be a function"),
         ("nombers", {"count": 1}, "did you mean .*numbers"),
@@ -110,7 +110,7 @@ def test_held_out_rows_of_a_task_must_not_be_training_rows(train, held_out, over
     if not overlap:
         check_held_out(*configs)
         return
-    with pytest.raises(ConfigError, match="among the training rows'.*set its seed to"):
+    with pytest.raises(ConfigError, match="overlap with the training rows'.*set its seed to"):
         check_held_out(*configs)
 
 

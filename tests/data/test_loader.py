@@ -179,7 +179,7 @@ def test_an_iteration_ends_where_another_takes_over():
     old = iter(loader)
     next(old)
     loader.load_state_dict(loader.state_dict())
-    with pytest.raises(RuntimeError, match="a place was restored"):
+    with pytest.raises(RuntimeError, match="a position was restored"):
         next(old)
     assert loader.state_dict()["batches"] == 3
 
@@ -237,7 +237,7 @@ def test_the_hash_of_arrays_is_of_their_values_format_and_shape(other):
 
 
 def test_a_data_set_smaller_than_a_batch_is_refused_at_the_start():  # R-B15, V18
-    with pytest.raises(ConfigError, match="5 rows fills no batch of 8.*at most 5"):
+    with pytest.raises(ConfigError, match="5 rows has no full batch of 8.*at most 5"):
         make(rows=5, batch_size=8)
     assert len(make(rows=5, batch_size=8, drop_last=False)) == 1
 

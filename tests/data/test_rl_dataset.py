@@ -196,7 +196,7 @@ def test_without_a_chat_template_the_mend_is_told(write, config, tokenizer):
 
 
 def test_template_arguments_of_ours_are_refused(write, config, tokenizer):
-    with pytest.raises(ConfigError, match="has tokenize, which is not free: remove it"):
+    with pytest.raises(ConfigError, match="has tokenize, which is reserved: remove it"):
         RLHFDataset(write(*prompts("hi")), tokenizer, config(apply_chat_template_kwargs={"tokenize": True}))
 
 
@@ -212,9 +212,9 @@ def test_items_survive_worker_processes(write, config, tokenizer):
 def test_raw_rows_need_no_tokenizer_and_items_say_so(write, config):
     dataset = RLHFDataset(write(*prompts("hi")), None, config(max_prompt_length=3))
     assert list(dataset.rows) == prompts("hi")
-    with pytest.raises(ConfigError, match="a tokenizer is needed to make tensors of prompts: pass one"):
+    with pytest.raises(ConfigError, match="encoding prompts needs a tokenizer: pass one"):
         dataset[0]
-    with pytest.raises(ConfigError, match="a tokenizer is needed to filter overlong prompts"):
+    with pytest.raises(ConfigError, match="filter_overlong_prompts needs a tokenizer"):
         RLHFDataset(write(*prompts("hi")), None, config(max_prompt_length=3, filter_overlong_prompts=True))
 
 
@@ -276,7 +276,7 @@ def test_prompts_over_the_limit_by_one_token_are_dropped_and_counted(
         )
     assert [row["prompt"] for row in dataset.rows] == ["abc", "ab"]
     assert dataset.dropped == {"too long": 2}
-    assert f"dropped 2 rows with prompts of more than {limit} tokens" in caplog.text
+    assert f"dropped 2 rows with prompts longer than {limit} tokens" in caplog.text
     assert all(len(item["input_ids"]) == limit for item in (dataset[0], dataset[1]))
 
 
@@ -295,15 +295,17 @@ def test_rows_the_template_fails_on_are_dropped_counted_and_told(write, config, 
         dataset = RLHFDataset(path, tokenizer, config(**settings))
     assert len(dataset) == 1
     assert dataset.dropped == {"template failed": 2, "too long": 1}
-    assert "2 rows: the first with template failed: the chat template cannot write" in caplog.text
+    assert "2 rows that failed; first: template failed: the chat template cannot write" in caplog.text
     assert "TemplateError: no systems" in caplog.text
-    with pytest.raises(ConfigError, match=r"of 2 rows none is left.*and 2 rows: the first with .*no systems"):
+    with pytest.raises(
+        ConfigError, match=r"none of 2 rows is left.*and 2 rows that failed; first: .*no systems"
+    ):
         RLHFDataset(write(*prompts(bad, bad)), tokenizer, config(**settings))
 
 
 def test_when_all_are_too_long_the_error_says_how_many_there_were(write, config, tokenizer):
     # S-B2
-    with pytest.raises(ConfigError, match=r"of 2 rows none is left; dropped 2 rows .* more than 3 tokens"):
+    with pytest.raises(ConfigError, match=r"none of 2 rows is left; dropped 2 rows .* longer than 3 tokens"):
         RLHFDataset(
             write(*prompts("a", "b")), tokenizer, config(max_prompt_length=3, filter_overlong_prompts=True)
         )
@@ -404,7 +406,7 @@ def test_a_class_comes_from_a_file_or_a_module_and_is_one_class(tmp_path, config
         (named("made_rows"), "custom_cls: made_rows of .* must be a subclass of torch.utils.data.*Dataset"),
         (named("Limitted"), "did you mean .*Limited"),
         (named("X", "no_such_module"), "there is no module 'no_such_module'"),
-        (named("X", "nosuch.py"), "custom_cls: there is no file nosuch.py"),
+        (named("X", "nosuch.py"), "custom_cls: no such file nosuch.py"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_named(config, cls, message):

@@ -114,7 +114,7 @@ def test_a_curriculum_can_come_from_a_file(tmp_path):  # V21
         ("config", __name__, "config.*subclass of"),
         ("WithoutUpdate", __name__, "WithoutUpdate.*has no update"),
         ("Missing", __name__, "sampler is .*Missing.*has no"),
-        ("EasyFirst", "nowhere/curriculum.py", "there is no file .*nowhere/curriculum.py"),
+        ("EasyFirst", "nowhere/curriculum.py", "no such file .*nowhere/curriculum.py"),
     ],
 )
 def test_what_is_no_curriculum_is_refused(name, path, message):  # V21

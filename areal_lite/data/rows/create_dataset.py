@@ -1,4 +1,4 @@
-"""The data set that a config asks for: its rows as they are, rows that grow, or a class of the user's."""
+"""The data set that a config asks for: fixed rows, growing rows, or the user's own class."""
 
 from __future__ import annotations
 

@@ -20,22 +20,22 @@ from areal_lite.errors import ConfigError
 __all__ = ["Row", "check_held_out", "generated_rows", "load_rows", "select_rows"]
 
 GYM = "reasoning-gym:"
-"""Begins the path of a task."""
+"""Prefix of a task's path."""
 _GYM_SIZE = 500
-"""Rows of a reasoning-gym task where the config names no size."""
+"""Default number of rows of a reasoning-gym task."""
 
 
 def load_rows(config: RowsConfig, *, seed: int = 1) -> Sequence[Row]:
-    """Return the rows ``config`` names, at most ``max_samples``.
+    """Return the rows that ``config`` names, at most ``max_samples``.
 
-    Files give a ``datasets.Dataset``, which reads row ``i`` from disk at ``rows[i]``; tasks and functions a list.
+    Files give a ``datasets.Dataset``, which reads row ``i`` from disk at ``rows[i]``; tasks and functions give a list.
 
     Args:
         config: Uses path, kwargs, max_samples, shuffle and cache_dir.
-        seed: Chooses the rows where ``max_samples`` and ``shuffle`` are set; they keep their order.
+        seed: Chooses the rows if ``max_samples`` and ``shuffle`` are set; they keep their order.
 
     Raises:
-        ConfigError: If they cannot be had, one is damaged, or there are none.
+        ConfigError: If the rows cannot be loaded, one is damaged, or there are none.
     """
     path = config.path
     if isinstance(path, str) and (path.startswith(GYM) or not looks_like_files(path)):
@@ -43,7 +43,7 @@ def load_rows(config: RowsConfig, *, seed: int = 1) -> Sequence[Row]:
     else:
         rows = load_dataset(path, cache_dir=config.cache_dir)
         if config.kwargs:
-            raise ConfigError(f"dataset {path}: kwargs {config.kwargs} mean nothing to a file: remove them")
+            raise ConfigError(f"dataset {path}: kwargs {config.kwargs} do not apply to a file: remove them")
     if config.max_samples is None or config.max_samples >= len(rows):
         return rows
     chosen: Sequence[int] = range(config.max_samples)
@@ -53,23 +53,23 @@ def load_rows(config: RowsConfig, *, seed: int = 1) -> Sequence[Row]:
 
 
 def select_rows(rows: Sequence[Row], chosen: Sequence[int]) -> Sequence[Row]:
-    """Return the rows at the places ``chosen``; those of files stay on disk."""
+    """Return the rows at the indices ``chosen``; rows of files stay on disk."""
     if isinstance(rows, list):
-        return [rows[place] for place in chosen]
+        return [rows[index] for index in chosen]
     return rows.select(chosen)  # type: ignore[attr-defined,no-any-return]
 
 
 def generated_rows(path: str, kwargs: dict[str, Any]) -> list[Row]:
     """Return the rows of ``reasoning-gym:TASK`` or of the function at a dotted path.
 
-    A row of a task has the keys question, answer, metadata and task.
+    A task's rows have the keys question, answer, metadata and task.
 
     Args:
-        path: Names task or function.
+        path: The task or function.
         kwargs: Its arguments; a task needs a seed.
 
     Raises:
-        ConfigError: If there is none of that name, ``kwargs`` do not fit, or what it gives are no rows.
+        ConfigError: If it does not exist, ``kwargs`` do not fit, or it does not return rows.
     """
     rows = _reasoning_gym(path, kwargs) if path.startswith(GYM) else _function(path, kwargs)
     if not rows:
@@ -78,19 +78,19 @@ def generated_rows(path: str, kwargs: dict[str, Any]) -> list[Row]:
 
 
 def check_held_out(train: DatasetConfig, held_out: DatasetConfig) -> None:
-    """Refuse held-out rows of a reasoning-gym task that may be training rows too.
+    """Check that held-out rows of a reasoning-gym task are not training rows too.
 
-    Row i of a task is made from ``seed + i``, so two seeds closer than the size share rows.
+    Row i of a task comes from ``seed + i``, so two seeds closer than the size share rows.
 
     Raises:
-        ConfigError: If they overlap.
+        ConfigError: If the seeds overlap.
     """
     if train.path != held_out.path or not (isinstance(train.path, str) and train.path.startswith(GYM)):
         return
     first, second = (_gym_seeds(config) for config in (train, held_out))
     if max(first.start, second.start) < min(first.stop, second.stop):
         raise ConfigError(
-            f"eval_dataset {held_out.path} uses seeds {second.start} to {second.stop - 1}, some of which are among the "
+            f"eval_dataset {held_out.path} uses seeds {second.start} to {second.stop - 1}, which overlap with the "
             f"training rows' {first.start} to {first.stop - 1}: set its seed to {first.stop} or more"
         )
 
@@ -120,8 +120,8 @@ def _reasoning_gym(path: str, kwargs: dict[str, Any]) -> list[Row]:
         raise ConfigError(f"dataset {path}: reasoning-gym has no task {task!r}; {hint}")
     if "seed" not in kwargs:
         raise ConfigError(
-            f"dataset {path}: kwargs has no seed, so that every start would make other rows: set "
-            "kwargs: {seed: 1}, and for held-out rows a seed that is at least size away"
+            f"dataset {path}: kwargs has no seed, so each start would generate different rows: set "
+            "kwargs: {seed: 1}, and for held-out rows a seed at least size away"
         )
     try:
         dataset = reasoning_gym.create_dataset(task, **kwargs)
@@ -134,7 +134,7 @@ def _function(path: str, kwargs: dict[str, Any]) -> list[Row]:
     function = load_object(path, where="dataset path")
     if not callable(function):
         raise ConfigError(
-            f"dataset {path}: it is a {kind_of(function)}: it must be a function that returns rows"
+            f"dataset {path}: is a {kind_of(function)}: it must be a function that returns rows"
         )
     try:
         inspect.signature(function).bind(**kwargs)
