@@ -44,7 +44,7 @@ def test_a_second_run_reads_what_the_first_made_step_by_step(tmp_path):
 def test_batches_of_another_config_are_refused_at_once_with_what_differs(tmp_path):
     BatchCache(tmp_path, {"temperature": 1.0, "seed": 1, "old": 3}).batch(1, Rollout())
     with pytest.raises(
-        ConfigError, match=r"old was 3 and is None; temperature was 1.0 and is 0.5. Put these back"
+        ConfigError, match=r"old was 3 and is None; temperature was 1.0 and is 0.5. Restore these values"
     ):
         BatchCache(tmp_path, {"temperature": 0.5, "seed": 1})
 

@@ -120,8 +120,8 @@ def test_an_int_takes_one_row_without_the_batch_dimension(number: Any) -> None:
 @pytest.mark.parametrize(
     ("index", "error", "message"),
     [
-        (4, IndexError, "row 4 is not there: the batch has 4 rows"),
-        ([0, -5], IndexError, "row -5 is not there"),
+        (4, IndexError, "row 4 does not exist: the batch has 4 rows"),
+        ([0, -5], IndexError, "row -5 does not exist"),
         ([True, False], IndexError, "the mask has 2 entries for 4 rows"),
         ([0.5], TypeError, "cannot be indexed by a list"),
         ([[0]], TypeError, "cannot be indexed by a list"),
@@ -241,10 +241,10 @@ def test_different_values_under_one_name_are_an_error_and_nothing_is_taken(mine:
     """V26"""
     batch, other = one(mine), one(theirs)
     other.batch["y"] = torch.tensor([2.0])
-    with pytest.raises(ValueError, match=r"both sides have non_tensor_batch\['value'\].*pop or rename it"):
+    with pytest.raises(ValueError, match=r"both batches have non_tensor_batch\['value'\].*pop or rename it"):
         batch.union(other)
     other.pop(non_tensor_batch_keys=["value"])
-    with pytest.raises(ValueError, match=r"both sides have meta_info\['fact'\]"):
+    with pytest.raises(ValueError, match=r"both batches have meta_info\['fact'\]"):
         batch.union(other)
     assert list(batch.batch) == ["x"]
 
@@ -257,7 +257,7 @@ def test_a_union_of_unequal_lengths_is_an_error() -> None:
 
 def test_tensors_with_different_values_are_named() -> None:
     """V26"""
-    with pytest.raises(ValueError, match=r"both sides have batch\['x'\]"):
+    with pytest.raises(ValueError, match=r"both batches have batch\['x'\]"):
         DataProto.from_dict({"x": torch.zeros(2)}).union(DataProto.from_dict({"x": torch.ones(2)}))
 
 
@@ -278,7 +278,7 @@ def test_columns_are_renamed_on_either_side() -> None:
     assert (list(renamed.batch), list(renamed.non_tensor_batch)) == (["y", "wide"], ["line", "nested"])
     assert rows_of(renamed.rename({"y": "x", "line": "row"})) == rows_of(batch) == [0, 1]
     assert list(batch.rename({"x": "wide", "wide": "x"}).batch) == ["wide", "x"]
-    with pytest.raises(ValueError, match="gives two columns one name"):
+    with pytest.raises(ValueError, match="gives two columns the same name"):
         batch.rename({"x": "row"})
     with pytest.raises(KeyError, match="the batch has no 'z'"):
         batch.rename({"z": "x"})
@@ -345,7 +345,7 @@ def test_metrics_are_gathered_and_other_facts_must_agree() -> None:
     assert both.meta_info == {"step": 1, "late": True, "metrics": {"loss": [0.5, 0.25], "kl": [2.0]}}
     more = DataProto.concat([both, numbered(1, step=1, metrics={"loss": 1.0})])
     assert more.meta_info["metrics"] == {"loss": [0.5, 0.25, 1.0], "kl": [2.0]}
-    with pytest.raises(ValueError, match=r"both sides have meta_info\['step'\]"):
+    with pytest.raises(ValueError, match=r"both batches have meta_info\['step'\]"):
         DataProto.concat([numbered(1, step=1), numbered(1, step=2)])
 
 
@@ -433,7 +433,7 @@ def test_a_batch_without_columns_has_no_rows() -> None:
     empty = DataProto(meta_info={"step": 1})
     assert len(empty) == 0
     assert len(empty.union(numbered(2))) == 2
-    with pytest.raises(IndexError, match="row 0 is not there"):
+    with pytest.raises(IndexError, match="row 0 does not exist"):
         DataProto()[0]
 
 

@@ -162,10 +162,10 @@ class Reduced:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (Reduced(), "it holds a Reduced; make it numbers"),
-        ({"a": [Reduced()]}, "it holds a Reduced"),
-        ({1, 2}, "it holds a set"),
-        (b"bytes", "it holds a bytes"),
+        (Reduced(), "it contains a Reduced; use numbers"),
+        ({"a": [Reduced()]}, "it contains a Reduced"),
+        ({1, 2}, "it contains a set"),
+        (b"bytes", "it contains a bytes"),
         (2**70, "64-bit"),
         ("\ud800", "UTF-8"),
         (np.array(["text"]), "can't convert np.ndarray"),
@@ -181,14 +181,14 @@ def test_what_would_need_pickle_is_refused_by_key_and_nothing_is_written(
         (DataProto(meta_info={"images": value}), "meta_info"),
     ):
         with pytest.raises(
-            ValueError, match=rf"{place}\['images'\] cannot be kept without pickle: .*{message}"
+            ValueError, match=rf"{place}\['images'\] cannot be stored without pickle: .*{message}"
         ):
             save_data_proto(batch, tmp_path / "b")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dtype_that_no_file_holds_is_refused_by_key(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"\['batch/x'\] are of dtype torch.complex128"):
+    with pytest.raises(ValueError, match=r"\['batch/x'\] have dtype torch.complex128"):
         save_data_proto(DataProto({"x": torch.zeros(2, dtype=torch.complex128)}), tmp_path / "b")
     assert list(tmp_path.iterdir()) == []
 
@@ -229,17 +229,17 @@ def test_a_file_that_is_torn_at_any_place_is_told(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for size in range(0, len(whole), 7):
         path.write_bytes(whole[:size])
-        with pytest.raises(ConfigError, match="no batch can be read from .*b .*it must be a whole file"):
+        with pytest.raises(ConfigError, match="no batch can be read from .*b .*it must be a complete file"):
             load_data_proto(path)
 
 
 def test_foreign_files_are_told(tmp_path: Path) -> None:
     tensors = {"x": torch.ones(1)}
     save_file(tensors, tmp_path / "model")
-    with pytest.raises(ConfigError, match="model holds tensors but no batch"):
+    with pytest.raises(ConfigError, match="model holds tensors, but not a batch"):
         load_data_proto(tmp_path / "model")
     save_file(tensors, tmp_path / "later", metadata={"format": "areal_lite.DataProto", "schema": "2"})
-    with pytest.raises(ConfigError, match="later is of schema 2, this version reads 1"):
+    with pytest.raises(ConfigError, match="later has schema 2, but this version reads 1"):
         load_data_proto(tmp_path / "later")
     (tmp_path / "data.pt").write_text("no tensors at all")
     for path in (tmp_path / "data.pt", tmp_path / "missing", tmp_path):

@@ -221,8 +221,8 @@ def test_an_image_is_turned_as_its_camera_says() -> None:
         (png(Image.effect_noise((64, 64), 50))[:999], "a bytes .*truncated"),
         ("data:image/png;base64,???", "not base64"),
         ("data:image/png,abc", "'data:image/png,abc'"),
-        (3.5, "a float is no image"),
-        (None, "a NoneType is no image"),
+        (3.5, "a float is not an image"),
+        (None, "a NoneType is not an image"),
         ({"bytes": None, "path": None}, "a dict"),
         (np.zeros((2, 2, 3)), r"dtype float64 and shape \[2, 2, 3\] .its dtype is float64, not uint8"),
         (np.zeros((2, 2, 7), np.uint8), r"shape \[2, 2, 7\]"),
@@ -249,7 +249,7 @@ def test_a_video_is_its_frames() -> None:
 @pytest.mark.parametrize("value", ["film.mp4", b"bytes", {"path": "film.mp4"}, [], np.zeros((4, 6, 3))])
 def test_a_video_file_is_refused_with_what_to_give_instead(value: Any) -> None:
     with pytest.raises(
-        ConfigError, match="video 0 of 1 is .*: video files are not decoded here, .*frames? or"
+        ConfigError, match="video 0 of 1 is .*: video files are not decoded here, .*at least one frame"
     ):
         load_videos([value])
 
@@ -267,7 +267,7 @@ def test_the_processor_writes_as_many_placeholders_as_there_are_patches(processo
 
 
 def test_what_the_processor_refuses_is_an_error_of_the_row(processor: Any) -> None:
-    with pytest.raises(ConfigError, match="refuses a text with 1 images and 0 videos: .*"):
+    with pytest.raises(ConfigError, match="rejects a text with 1 images and 0 videos: .*"):
         processor_inputs(processor, "no placeholder", [picture()], [])
 
 

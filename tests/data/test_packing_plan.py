@@ -184,5 +184,5 @@ def test_equal_slices_hold_nearly_equal_tokens(num_ranks, per_rank, data):  # V4
 
 def test_a_balanced_order_by_hand():  # V43
     assert balance_order([9, 8, 2, 1], 2) == [0, 3, 1, 2]
-    with pytest.raises(ValueError, match="3 sequences cannot be dealt out evenly to 2 ranks"):
+    with pytest.raises(ValueError, match="3 sequences cannot be divided evenly among 2 ranks"):
         balance_order([1, 2, 3], 2)

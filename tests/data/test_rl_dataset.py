@@ -179,7 +179,7 @@ def test_tools_may_be_json_text(write, config, tokenizer):
         config(**settings),
     )
     assert orjson.loads(dataset[0]["full_prompts"].split("|")[0]) == [{"name": "f"}]
-    with pytest.raises(ConfigError, match="row 1: the tools in 'tools' are a text that is not JSON"):
+    with pytest.raises(ConfigError, match="row 1: the tools in 'tools' are text that is not JSON"):
         dataset[1]
 
 
@@ -188,7 +188,7 @@ def test_without_a_chat_template_the_mend_is_told(write, config, tokenizer):
     bare = pickle.loads(pickle.dumps(tokenizer))
     bare.chat_template = None
     with pytest.raises(
-        ConfigError, match="no chat template for messages: take the tokenizer of the model's chat"
+        ConfigError, match="no chat template for messages: use the tokenizer of the model's chat"
     ):
         RLHFDataset(write(*prompts("hi")), bare, config())
     kwargs = {"chat_template": CHAT_TEMPLATE}

@@ -77,7 +77,7 @@ def test_every_row_is_one_line_whatever_its_text(tmp_path_factory, texts):
     [
         ({"extra": {"acc": [1.0]}}, "step 3: acc has 1 entries for 2 inputs"),
         ({"scores": [1.0]}, "step 3: score has 1 entries for 2 inputs"),
-        ({"extra": {"score": [1.0, 1.0]}}, r"extra has \['score'\], which every line has already"),
+        ({"extra": {"score": [1.0, 1.0]}}, r"extra has \['score'\], which every line already has"),
         (
             {"gts": [object(), 1]},
             r"gts is an object that cannot be written as JSON \(an object has no JSON form\)",

@@ -191,7 +191,7 @@ def test_a_video_written_with_the_images_token_is_known_by_its_marks() -> None:
 @pytest.mark.parametrize(
     ("count", "grids", "message"),
     [
-        (5, [[1, 4, 6]], "image 0 has 5 tokens, but its grid .1, 4, 6. at merge size 2 says 6"),
+        (5, [[1, 4, 6]], "image 0 has 5 tokens, but its grid .1, 4, 6. at merge size 2 needs 6"),
         (7, [[1, 4, 6]], "more image tokens than its 1 image grids"),
         (6, [[1, 4, 6], [1, 2, 2]], "there are 2 image grids, but the sequence has tokens for 1"),
     ],
