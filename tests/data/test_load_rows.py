@@ -32,7 +32,7 @@ def test_a_reasoning_gym_task_gives_question_answer_metadata_and_task():
         (SUM, {"seed": 1, "min_terms": -1}, "min_terms must be positive"),
     ],
 )
-def test_a_task_that_cannot_be_made_says_why(path, kwargs, message):
+def test_a_task_that_cannot_be_created_says_why(path, kwargs, message):
     with pytest.raises(ConfigError, match=message):
         load(path, kwargs=kwargs)
 
@@ -62,7 +62,7 @@ def test_a_function_gets_its_kwargs_and_gives_rows():
     assert load(f"{__name__}.numbers", kwargs={"count": 2, "start": 5}) == [{"n": 5}, {"n": 6}]
 
 
-def test_max_samples_takes_the_first_rows_or_a_choice_of_the_seed_in_order():
+def test_max_samples_takes_the_first_rows_or_a_seeded_choice_in_order():
     # V2
     def some(**settings):
         return [
@@ -85,7 +85,7 @@ def test_max_samples_takes_the_first_rows_or_a_choice_of_the_seed_in_order():
         ("nombers", {"count": 1}, "did you mean .*numbers"),
     ],
 )
-def test_a_function_that_gives_no_rows_says_why(name, kwargs, message):
+def test_a_function_that_does_not_return_rows_says_why(name, kwargs, message):
     # S-B2: no data set without rows
     with pytest.raises(ConfigError, match=message):
         load(f"{__name__}.{name}", kwargs=kwargs)

@@ -1,4 +1,4 @@
-"""A row's prompt becomes tensors of one shape; what is left out is counted, what is wrong is named."""
+"""A row's prompt becomes tensors of one shape; dropped rows are counted, and errors name their row."""
 
 import logging
 import pickle
@@ -90,20 +90,20 @@ def test_extra_info_has_defaults(write, config, tokenizer, extra):
     assert (item["index"], item["tools_kwargs"], item["interaction_kwargs"]) == (0, {}, {})
 
 
-def test_extra_info_that_is_no_dict_is_an_error_with_its_row(write, config, tokenizer):
+def test_extra_info_that_is_not_a_dict_is_an_error_with_its_row(write, config, tokenizer):
     # V12
     dataset = RLHFDataset(write({"prompt": "hi", "extra_info": "x"}), tokenizer, config())
     with pytest.raises(ConfigError, match="row 0: extra_info is 'x': it must be a dict"):
         dataset[0]
 
 
-def test_without_a_length_nothing_is_padded_or_cut(write, config, tokenizer):
+def test_without_a_length_nothing_is_padded_or_truncated(write, config, tokenizer):
     item = RLHFDataset(write(*prompts("x" * 300)), tokenizer, config())[0]
     assert item["input_ids"].tolist() == item["raw_prompt_ids"]
     assert item["position_ids"].tolist() == list(range(len(item["raw_prompt_ids"])))
 
 
-def test_a_text_prompt_is_one_message_of_the_user(write, config, tokenizer):
+def test_a_text_prompt_is_one_user_message(write, config, tokenizer):
     # V8, V11
     item = RLHFDataset(
         write(*prompts("hi")), tokenizer, config(return_raw_chat=True, return_full_prompt=True)
@@ -134,7 +134,7 @@ def test_the_tokenizer_adds_no_special_tokens_to_those_of_the_template(write, co
 
 
 @pytest.mark.parametrize("truncation", ["left", "right", "middle"])
-def test_a_long_prompt_is_cut_as_truncation_says(write, config, tokenizer, truncation):
+def test_a_long_prompt_is_truncated_as_configured(write, config, tokenizer, truncation):
     # V9, V11
     full = tokenizer(rendered("abcdefghij"), add_special_tokens=False)["input_ids"]
     item = RLHFDataset(
@@ -144,7 +144,7 @@ def test_a_long_prompt_is_cut_as_truncation_says(write, config, tokenizer, trunc
     assert item["input_ids"].tolist() == item["raw_prompt_ids"] == kept
 
 
-def test_a_long_prompt_is_an_error_with_its_row_unless_told_otherwise(write, config, tokenizer):
+def test_a_long_prompt_is_an_error_with_its_row_by_default(write, config, tokenizer):
     # V9
     dataset = RLHFDataset(write(*prompts("a", "x" * 99)), tokenizer, config(max_prompt_length=50))
     assert len(dataset[0]["input_ids"]) == 50
@@ -183,7 +183,7 @@ def test_tools_may_be_json_text(write, config, tokenizer):
         dataset[1]
 
 
-def test_without_a_chat_template_the_mend_is_told(write, config, tokenizer):
+def test_without_a_chat_template_the_error_has_the_fix(write, config, tokenizer):
     # V7
     bare = pickle.loads(pickle.dumps(tokenizer))
     bare.chat_template = None
@@ -195,7 +195,7 @@ def test_without_a_chat_template_the_mend_is_told(write, config, tokenizer):
     RLHFDataset(write(*prompts("hi")), bare, config(apply_chat_template_kwargs=kwargs))[0]
 
 
-def test_template_arguments_of_ours_are_refused(write, config, tokenizer):
+def test_reserved_template_variables_are_refused(write, config, tokenizer):
     with pytest.raises(ConfigError, match="has tokenize, which is reserved: remove it"):
         RLHFDataset(write(*prompts("hi")), tokenizer, config(apply_chat_template_kwargs={"tokenize": True}))
 
@@ -280,7 +280,7 @@ def test_prompts_over_the_limit_by_one_token_are_dropped_and_counted(
     assert all(len(item["input_ids"]) == limit for item in (dataset[0], dataset[1]))
 
 
-def test_rows_the_template_fails_on_are_dropped_counted_and_told(write, config, tokenizer, caplog):
+def test_rows_the_template_fails_on_are_dropped_counted_and_logged(write, config, tokenizer, caplog):
     # V-B7
     bad = [{"role": "system", "content": "hi"}]
     path = write(
@@ -303,7 +303,7 @@ def test_rows_the_template_fails_on_are_dropped_counted_and_told(write, config, 
         RLHFDataset(write(*prompts(bad, bad)), tokenizer, config(**settings))
 
 
-def test_when_all_are_too_long_the_error_says_how_many_there_were(write, config, tokenizer):
+def test_when_all_are_too_long_the_error_has_their_number(write, config, tokenizer):
     # S-B2
     with pytest.raises(ConfigError, match=r"none of 2 rows is left; dropped 2 rows .* longer than 3 tokens"):
         RLHFDataset(
@@ -364,7 +364,7 @@ def test_the_default_is_rows_with_prompts_and_max_samples_limits_them(write, con
     assert len(create_rl_dataset(path, config(max_samples=1), None, None)) == 1
 
 
-def test_a_class_of_the_users_wins_over_a_generator(config):
+def test_a_users_class_takes_precedence_over_a_generator(config):
     # V1
     settings = config(custom_cls=named("Limited"), datagen=named("Generator"))
     for is_train in (True, False):
@@ -415,7 +415,7 @@ def test_a_class_that_cannot_be_used_is_named(config, cls, message):
         create_rl_dataset("p", config(custom_cls=cls), None, None)
 
 
-def test_max_samples_is_never_lost_on_a_class_that_does_not_take_it(config):
+def test_max_samples_is_an_error_for_a_class_that_does_not_take_it(config):
     # V-B4
     settings = config(custom_cls=named("Unlimited"))
     create_rl_dataset("p", settings, None, None)

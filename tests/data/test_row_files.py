@@ -92,7 +92,7 @@ def test_text_files_are_read_by_their_suffix_also_compressed(write, load, name, 
 
 
 @pytest.mark.parametrize("make", [parquet, arrow])
-def test_files_that_carry_their_types_are_read(tmp_path, load, make):
+def test_parquet_and_arrow_files_are_read(tmp_path, load, make):
     # V3, V4, R7
     assert list(load(make(tmp_path / f"x.{make.__name__}"))) == ROWS
 
@@ -121,7 +121,7 @@ def test_a_folder_has_the_splits_its_file_names_say(tmp_path, write, load):
         load(f"dev@{tmp_path}/d")
 
 
-def test_files_of_a_folder_that_are_left_out_are_told(tmp_path, write, load, caplog):
+def test_skipped_files_of_a_folder_are_logged(tmp_path, write, load, caplog):
     write("d/train.jsonl", lines({"a": 1}))
     write("d/more.jsonl", lines({"a": 2}))
     assert load(tmp_path / "d")["a"][:] == [1]
@@ -129,7 +129,7 @@ def test_files_of_a_folder_that_are_left_out_are_told(tmp_path, write, load, cap
     assert "more.jsonl" in caplog.text
 
 
-def test_rows_support_lists_of_places_and_are_not_copied_into_memory(write, load):
+def test_rows_support_lists_of_indices_and_are_not_copied_into_memory(write, load):
     rows = load(write("x.jsonl", lines(*({"a": n} for n in range(3000)))))
     assert len(rows) == 3000
     assert rows.__getitems__([2999, 0]) == [{"a": 2999}, {"a": 0}]
@@ -173,7 +173,7 @@ def test_only_what_looks_like_a_split_is_one(tmp_path, write, load, monkeypatch)
         ("train[5:]", "there are no rows"),
     ],
 )
-def test_a_split_that_cannot_be_says_which_can(write, load, split, message):
+def test_an_unknown_split_names_the_existing_ones(write, load, split, message):
     with pytest.raises(ConfigError, match=message):
         load(f"{split}@{write('x.jsonl', lines(*ROWS))}")
 
@@ -222,20 +222,20 @@ def test_a_date_stays_text_and_each_dict_keeps_its_own_keys(write, load):
     assert list(load(write("x.jsonl", lines(*rows)))) == rows
 
 
-def test_whole_and_broken_numbers_and_nulls_may_share_a_column(write, load):
+def test_integers_floats_and_nulls_may_share_a_column(write, load):
     values = [1, 2.5, None, 2**63, -0.0]
     assert load(write("x.jsonl", lines(*({"a": v} for v in values))))["a"][:] == values
     assert [type(v) for v in load(write("y.jsonl", lines({"a": 1}, {"a": 2.5})))["a"]] == [int, float]
 
 
-def test_a_key_that_a_row_lacks_is_none(write, load):
+def test_a_missing_key_becomes_none(write, load):
     assert list(load(write("x.jsonl", '{"a": 1}\n{"b": "x"}\n'))) == [
         {"a": 1, "b": None},
         {"a": None, "b": "x"},
     ]
 
 
-def test_a_cell_is_a_number_only_where_it_prints_as_it_stood(write, load):
+def test_a_cell_is_a_number_only_if_the_number_prints_the_same(write, load):
     rows = list(load(write("x.csv", 'id,n,f,t,e\n007,1,1.5,NA,\n8,-2,3,"a,\nb",\n')))
     assert rows == [
         {"id": "007", "n": 1, "f": 1.5, "t": "NA", "e": None},
@@ -243,7 +243,7 @@ def test_a_cell_is_a_number_only_where_it_prints_as_it_stood(write, load):
     ]
 
 
-def test_whole_numbers_are_exact_up_to_64_bits_and_longer_cells_are_text(write, load):
+def test_integers_are_exact_up_to_64_bits_and_longer_cells_are_text(write, load):
     ids = [2**64 - 1, -(2**63), 2**53 + 1]
     assert load(write("x.jsonl", lines(*({"a": {"id": n}} for n in ids))))["a"][:] == [{"id": n} for n in ids]
     assert load(write("y.jsonl", b'{"a": "123456789012345678901", "b": 0.1234567890123456789}\n'))["a"][
@@ -360,7 +360,7 @@ def test_files_with_other_types_are_widened_or_name_both(tmp_path, write, load):
         load([whole, write("c.jsonl", lines({"p": "x"}))])
 
 
-def test_a_file_that_is_not_there_names_a_close_one(write, load):
+def test_a_missing_file_names_a_similar_one(write, load):
     path = write("train.jsonl", lines(*ROWS))
     with pytest.raises(ConfigError, match=r"no such file or folder; did you mean .*train.jsonl\?"):
         load(path.with_name("trian.jsonl"))
@@ -375,7 +375,7 @@ def test_a_file_of_unknown_type_names_the_known_ones(write, load):
         load(write("x.foo", "a"))
 
 
-def test_a_name_that_no_hub_answers_for_says_what_to_name(load, monkeypatch):
+def test_an_unreachable_hub_name_says_what_to_name(load, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(
         ConfigError, match=r"(?s)openai/gsm8k: .*a dataset on the hub that this machine can reach.*hf://"
@@ -430,7 +430,7 @@ def test_nothing_is_printed_and_bars_are_as_they_were(tmp_path, load, capfd):
 # --- load_rows
 
 
-def test_max_samples_takes_the_first_rows_or_a_choice_of_the_seed_in_order(write, cache):
+def test_max_samples_takes_the_first_rows_or_a_seeded_choice_in_order(write, cache):
     # V2
     path = write("x.jsonl", lines(*({"a": n} for n in range(100))))
 
@@ -445,7 +445,7 @@ def test_max_samples_takes_the_first_rows_or_a_choice_of_the_seed_in_order(write
     assert len(set(chosen)) == 5
 
 
-def test_kwargs_mean_nothing_to_a_file(write, cache):
+def test_kwargs_are_refused_for_a_file(write, cache):
     with pytest.raises(ConfigError, match="do not apply to a file"):
         load_rows(
             DatasetConfig(path=str(write("x.jsonl", '{"a": 1}')), kwargs={"size": 3}, cache_dir=str(cache))

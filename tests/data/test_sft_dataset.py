@@ -1,4 +1,4 @@
-"""Rows become items in order, within the length, each with something to train; what is left out is counted."""
+"""Rows become items in order, within the length, each with a trained token; skipped sequences are counted."""
 
 import json
 
@@ -64,7 +64,7 @@ def test_a_loader_gets_each_batch_as_a_list(chatml):
     assert len({len(item["input_ids"]) for batch in batches for item in batch}) == 4
 
 
-def test_a_long_sequence_loses_its_end_and_is_counted(chatml):
+def test_a_long_sequence_is_truncated_and_counted(chatml):
     # R8
     row = {"messages": conversation("so", "hello world" * 9)}
     [whole] = SFTDataset([row], chatml, 1000)
@@ -77,7 +77,7 @@ def test_a_long_sequence_loses_its_end_and_is_counted(chatml):
     assert SFTDataset([row], chatml, full).truncated == 0
 
 
-def test_what_trains_nothing_is_left_out_and_counted_by_reason(chatml, caplog):
+def test_sequences_without_a_trained_token_are_skipped_and_counted_by_reason(chatml, caplog):
     # R-B7
     rows = [
         {"messages": conversation("so")},
@@ -180,9 +180,7 @@ def test_rows_are_read_from_a_file(chatml, tmp_path, monkeypatch):
     assert texts(SFTDataset([str(path), str(path)], chatml, 1000)) == expected * 2
 
 
-def test_the_length_argument_takes_the_place_of_the_configs_and_max_samples_chooses_rows_of_a_file(
-    chatml, tmp_path
-):
+def test_max_length_overrides_the_config_and_max_samples_chooses_rows_of_a_file(chatml, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": "so", "response": "x" * n}) + "\n" for n in range(1, 9)))
     few = config(cache_dir=str(tmp_path), max_samples=3)
