@@ -1,4 +1,4 @@
-"""A row becomes two sequences that are equal up to the answer; pairs that cannot be compared are skipped and counted."""
+"""A row becomes two sequences that are equal up to the answer; other pairs are skipped and counted."""
 
 from __future__ import annotations
 

@@ -85,11 +85,11 @@ def _schemas(tools: Any, key: str) -> Any:
             raise ConfigError(
                 f"the tools in {key!r} are text that is not JSON ({error}): write a list of schemas"
             ) from None
-    return _without_nulls(tools)
+    return without_nulls(tools)
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """Return ``value`` without keys that are None, at any depth."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
-    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+    if isinstance(value, Mapping):
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value

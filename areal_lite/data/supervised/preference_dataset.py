@@ -128,4 +128,4 @@ class _PairOf:
         start = end
         while start and mask[start - 1]:
             start -= 1
-        return ChatTokens(ids, [start <= place < end for place in range(len(mask))])
+        return ChatTokens(ids, [start <= index < end for index in range(len(mask))])

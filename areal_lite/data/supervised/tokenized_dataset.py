@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 from areal_lite.api.supervised_config import ConversationsConfig
+from areal_lite.data.chat.prompt_text import without_nulls
 from areal_lite.data.rows.load_rows import load_rows
 from areal_lite.errors import ConfigError
 
@@ -154,7 +155,7 @@ class _RowReader(Generic[S]):
         number, row = numbered
         try:
             return self.sequences_of(
-                {name: _without_none(value) if name in self.padded else value for name, value in row.items()}
+                {name: without_nulls(value) if name in self.padded else value for name, value in row.items()}
             )
         except ConfigError as error:
             raise ConfigError(f"row {number}: {error}") from error
@@ -175,10 +176,3 @@ def _padded_columns(rows: Any) -> frozenset[str]:
     if not hasattr(rows, "features"):
         return frozenset()
     return frozenset(column.name for column in rows.features.arrow_schema if "struct<" in str(column.type))
-
-
-def _without_none(value: Any) -> Any:
-    """Return ``value`` without keys whose value is None, at any depth."""
-    if isinstance(value, Mapping):
-        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
-    return [_without_none(entry) for entry in value] if isinstance(value, list) else value
