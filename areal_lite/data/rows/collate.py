@@ -26,8 +26,8 @@ def object_array(values: Iterable[Any]) -> ObjectArray:
 def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the columns of ``rows``, ready for :meth:`DataProto.from_single_dict`.
 
-    Tensors are stacked along a new first dimension: two of shape ``[T]`` become ``[2, T]``. Anything else, including
-    lists of equal length, becomes an :data:`ObjectArray`.
+    For training loops of your own; `areal-lite train` does not use it. Tensors are stacked along a new first dimension:
+    two of shape ``[T]`` become ``[2, T]``. Anything else, even lists of equal length, becomes an :data:`ObjectArray`.
 
     Raises:
         ValueError: If there are no rows.

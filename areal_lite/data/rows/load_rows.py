@@ -17,9 +17,9 @@ from areal_lite.data.rows.row_files import load_dataset, looks_like_files
 from areal_lite.data.rows.text_rows import Row, checked_row, kind_of
 from areal_lite.errors import ConfigError
 
-__all__ = ["Row", "check_held_out", "generated_rows", "load_rows", "select_rows"]
+__all__ = ["Row", "check_held_out", "load_rows", "select_rows"]
 
-GYM = "reasoning-gym:"
+_GYM = "reasoning-gym:"
 """Prefix of a task's path."""
 _GYM_SIZE = 500
 """Default number of rows of a reasoning-gym task."""
@@ -29,6 +29,7 @@ def load_rows(config: RowsConfig, *, seed: int = 1) -> Sequence[Row]:
     """Return the rows that ``config`` names, at most ``max_samples``.
 
     Files give a ``datasets.Dataset``, which reads row ``i`` from disk at ``rows[i]``; tasks and functions give a list.
+    The rows of a reasoning-gym task have the keys question, answer, metadata and task.
 
     Args:
         config: Uses path, kwargs, max_samples, shuffle and cache_dir.
@@ -38,8 +39,8 @@ def load_rows(config: RowsConfig, *, seed: int = 1) -> Sequence[Row]:
         ConfigError: If the rows cannot be loaded, one is damaged, or there are none.
     """
     path = config.path
-    if isinstance(path, str) and (path.startswith(GYM) or not looks_like_files(path)):
-        rows: Sequence[Row] = generated_rows(path, config.kwargs)
+    if isinstance(path, str) and (path.startswith(_GYM) or not looks_like_files(path)):
+        rows: Sequence[Row] = _generated_rows(path, config.kwargs)
     else:
         rows = load_dataset(path, cache_dir=config.cache_dir)
         if config.kwargs:
@@ -59,19 +60,9 @@ def select_rows(rows: Sequence[Row], chosen: Sequence[int]) -> Sequence[Row]:
     return rows.select(chosen)  # type: ignore[attr-defined,no-any-return]
 
 
-def generated_rows(path: str, kwargs: dict[str, Any]) -> list[Row]:
-    """Return the rows of ``reasoning-gym:TASK`` or of the function at a dotted path.
-
-    A task's rows have the keys question, answer, metadata and task.
-
-    Args:
-        path: The task or function.
-        kwargs: Its arguments; a task needs a seed.
-
-    Raises:
-        ConfigError: If it does not exist, ``kwargs`` do not fit, or it does not return rows.
-    """
-    rows = _reasoning_gym(path, kwargs) if path.startswith(GYM) else _function(path, kwargs)
+def _generated_rows(path: str, kwargs: dict[str, Any]) -> list[Row]:
+    """Return the rows of ``reasoning-gym:TASK`` or of the function at a dotted path."""
+    rows = _reasoning_gym(path, kwargs) if path.startswith(_GYM) else _function(path, kwargs)
     if not rows:
         raise ConfigError(f"dataset {path}: there are no rows: give at least one")
     return rows
@@ -85,7 +76,7 @@ def check_held_out(train: DatasetConfig, held_out: DatasetConfig) -> None:
     Raises:
         ConfigError: If the seeds overlap.
     """
-    if train.path != held_out.path or not (isinstance(train.path, str) and train.path.startswith(GYM)):
+    if train.path != held_out.path or not (isinstance(train.path, str) and train.path.startswith(_GYM)):
         return
     first, second = (_gym_seeds(config) for config in (train, held_out))
     if max(first.start, second.start) < min(first.stop, second.stop):
@@ -111,7 +102,7 @@ def _reasoning_gym(path: str, kwargs: dict[str, Any]) -> list[Row]:
         raise ConfigError(
             f"dataset {path} needs {error.name}, which is not installed: pip install {error.name}"
         ) from None
-    task = path.removeprefix(GYM)
+    task = path.removeprefix(_GYM)
     if task not in DATASETS:
         close = difflib.get_close_matches(task, DATASETS, 3)
         hint = (
