@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Atomic writes of files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Put ``content`` into ``path``, on disk and whole, or leave what was there.
+    """Replace ``path`` with ``content`` atomically and sync it to disk; on failure keep the old file.
 
     Raises:
         OSError: If it cannot be written.

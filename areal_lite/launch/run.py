@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from areal_lite.api.config import RunConfig
 from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.trajectory import Group
-from areal_lite.data.rows.generated_rows import check_held_out
+from areal_lite.data.rows.load_rows import check_held_out
 from areal_lite.embedded.settings import check_model_path
 from areal_lite.errors import ConfigError
 from areal_lite.launch.engine_stack import check_startable, generating_engine

@@ -6,12 +6,11 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from areal_lite.api.config import RowsConfig
 from areal_lite.api.supervised_config import (
     ConversationsConfig,
     DPOConfig,
@@ -20,7 +19,6 @@ from areal_lite.api.supervised_config import (
     SupervisedConfig,
 )
 from areal_lite.data.chat.tokenizer import load_tokenizer
-from areal_lite.data.rows.load_rows import load_rows
 from areal_lite.data.rows.loader import ResumableLoader
 from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
@@ -132,11 +130,7 @@ def run_supervised(
 def _dataset(
     make: Callable[..., BaseDataset[Any]], config: SupervisedConfig, rows: ConversationsConfig
 ) -> BaseDataset[Any]:
-    """Return the dataset of ``rows``; the config keys that not all rows have are arguments of the same name."""
-    names = {field.name for field in fields(rows)} - {field.name for field in fields(RowsConfig)}
-    options = {name: getattr(rows, name) for name in names}
-    options["template_kwargs"] = options.pop("apply_chat_template_kwargs")
-    return make(load_rows(rows, seed=config.seed), load_tokenizer(config.model_path), **options)
+    return make(rows.path, load_tokenizer(config.model_path), config=rows, seed=config.seed)
 
 
 def _endless(loader: ResumableLoader) -> Iterator[list[Item]]:

@@ -1,4 +1,4 @@
-"""V31: a step is rolled out once and read from its file after that, unless what it depends on has changed."""
+"""V31: a step is rolled out once and then read from its file, unless its settings have changed."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ class Rollout:
         )
 
 
-def test_a_second_run_reads_what_the_first_made_step_by_step(tmp_path):
+def test_a_second_run_reads_the_batches_of_the_first(tmp_path):
     make = Rollout()
     first, again = (
         [BatchCache(tmp_path / "cache", {"seed": 1, "betas": (0.9, 1)}).batch(step, make) for step in (1, 2)]
@@ -41,10 +41,10 @@ def test_a_second_run_reads_what_the_first_made_step_by_step(tmp_path):
     assert first[0].meta_info != first[1].meta_info
 
 
-def test_batches_of_another_config_are_refused_at_once_with_what_differs(tmp_path):
+def test_batches_of_another_config_are_refused_with_the_differences(tmp_path):
     BatchCache(tmp_path, {"temperature": 1.0, "seed": 1, "old": 3}).batch(1, Rollout())
     with pytest.raises(
-        ConfigError, match=r"old was 3 and is None; temperature was 1.0 and is 0.5. Put these back"
+        ConfigError, match=r"old was 3 and is None; temperature was 1.0 and is 0.5. Restore these values"
     ):
         BatchCache(tmp_path, {"temperature": 0.5, "seed": 1})
 

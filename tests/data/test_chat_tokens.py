@@ -1,4 +1,4 @@
-"""A conversation has the template's own tokens; what assistants wrote is trained, once, and nothing else."""
+"""A conversation has the template's own tokens; each assistant message is trained once, and nothing else."""
 
 import json
 
@@ -171,7 +171,7 @@ def test_tools_are_rendered_and_a_call_without_content_is_trained_to_its_own_end
     assert conversation_sequences(tokenizer, messages, []) == conversation_sequences(tokenizer, messages)
 
 
-def test_a_call_that_the_template_does_not_write_is_an_error():
+def test_a_call_that_the_template_does_not_render_is_an_error():
     # R-B6: the answer would be trained without it.
     tokenizer = train_tokenizer(
         CHATML.replace("message.tool_calls or []", "[]"), special=("<|im_end|>",), eos="<|im_end|>"
@@ -186,7 +186,7 @@ def test_a_call_that_the_template_does_not_write_is_an_error():
     "content", [" hello", "\n\nhello", "hello \n", "  ", "", "\n", "é日🙂", "hello<|im_end|>"]
 )
 @pytest.mark.parametrize("name", FAMILIES)
-def test_blanks_around_an_answer_are_no_error(name, content):
+def test_blanks_around_an_answer_are_accepted(name, content):
     # R-B4
     tokenizer = family_tokenizer(name)
     messages = [user("hello"), assistant(content)]
@@ -218,7 +218,7 @@ def test_a_token_across_the_border_of_an_answer_is_not_trained():
     assert trained_texts(tokenizer, sequence) == ["why"]
 
 
-def test_a_border_inside_a_token_that_hides_its_leading_space_is_seen():
+def test_a_border_inside_a_token_with_a_hidden_leading_space_is_detected():
     # R-B4: as with Llama 3, the offsets of " hello" begin at the h.
     template = (
         "{% for m in messages %}{{ m.role + ': ' + m.content }}<end>{% endfor %}"
@@ -230,7 +230,7 @@ def test_a_border_inside_a_token_that_hides_its_leading_space_is_seen():
         assert trained_texts(tokenizer, sequence) == [" world<end>"]
 
 
-def test_special_tokens_that_swallow_blanks_and_a_second_end_mark_are_understood():
+def test_special_tokens_with_trailing_blanks_and_a_second_end_mark_are_handled():
     # R-B1: as with Phi 3; the last mark ends the conversation, not the turn.
     template = (
         "hello{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
@@ -247,7 +247,7 @@ def test_special_tokens_that_swallow_blanks_and_a_second_end_mark_are_understood
         assert trained_texts(tokenizer, sequence) == ["hello<|end|>", "world<|end|>"]
 
 
-def test_without_an_end_mark_all_that_the_template_writes_for_an_answer_is_trained():
+def test_without_an_end_mark_the_whole_rendered_answer_is_trained():
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n\n{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -259,7 +259,7 @@ def test_without_an_end_mark_all_that_the_template_writes_for_an_answer_is_train
     assert trained_texts(tokenizer, sequence) == ["hello\n\n", "<eos>\n\n"]
 
 
-def test_an_unknown_word_is_no_end_mark():
+def test_an_unknown_word_is_not_an_end_mark():
     words = ["<unk>", "<eos>", "so", "add"]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -332,7 +332,7 @@ def test_a_template_that_strips_thoughts_splits_a_conversation_at_each_answer():
         [f"{block}hello<|im_end|>"],
         [f"{block}world<|im_end|>"],
     ]
-    with pytest.raises(ConfigError, match="is 2 sequences, not one: call conversation_sequences"):
+    with pytest.raises(ConfigError, match="has 2 sequences, not one: call conversation_sequences"):
         tokenize_messages(tokenizer, messages)
 
 
@@ -348,7 +348,7 @@ def test_answers_between_two_tool_calls_stay_in_one_sequence_though_thoughts_are
     assert len(trained_texts(tokenizer, sequence)) == 2
 
 
-def test_a_prompt_that_the_answer_does_not_begin_with_is_an_error():
+def test_an_answer_rendered_differently_from_its_prompt_is_an_error():
     # As with templates that open a thought and strip it from every answer.
     template = CHATML.replace(
         "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
@@ -381,7 +381,7 @@ def test_a_conversation_without_an_answer_is_one_sequence_that_trains_nothing():
     assert len(sequence.input_ids) > 2
 
 
-def test_without_the_template_contents_are_joined_as_they_are():
+def test_without_the_template_contents_are_joined_unchanged():
     # R2, R3
     tokenizer = family_tokenizer("llama")
     tensors = tokenize_messages(tokenizer, [user(" so\n"), assistant("\nhello"), user("x")], None, False)
@@ -391,19 +391,19 @@ def test_without_the_template_contents_are_joined_as_they_are():
         tensors["action_mask"].tolist()
         == ([0] * len(pieces[0]) + [1] * len(pieces[1]) + [0] * len(pieces[2]))[1:]
     )
-    with pytest.raises(ConfigError, match=r"messages\[0\] has no text"):
+    with pytest.raises(ConfigError, match=r"messages\[0\] has content that is not text"):
         tokenize_messages(tokenizer, [assistant(None, tool_calls=[CALL])], None, False)
 
 
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([], "must be a list of one"),
-        ("hello", "must be a list of one"),
-        (None, "must be a list of one"),
+        ([], "must be a non-empty list"),
+        ("hello", "must be a non-empty list"),
+        (None, "must be a non-empty list"),
         ([user("so"), "hello"], r"messages\[1\] is 'hello'"),
         ([{"from": "human", "value": "so"}], r"messages\[0\] is .*it must have 'role'"),
-        ([{"role": "user", "text": "so"}], r"messages\[0\] of role 'user' has the content None"),
+        ([{"role": "user", "text": "so"}], r"messages\[0\] of role 'user' has content None"),
         ([user("so"), assistant(None)], r"messages\[1\].*only a message with tool_calls may have none"),
         ([user("so"), assistant(3)], r"messages\[1\].*content 3"),
         ([user("so"), assistant("", tool_calls=["add"])], r"cannot write messages\[:2\]"),
@@ -413,7 +413,7 @@ def test_without_the_template_contents_are_joined_as_they_are():
         ),
     ],
 )
-def test_what_is_no_conversation_is_refused_with_the_message(messages, message):
+def test_a_malformed_conversation_is_refused_with_its_message(messages, message):
     with pytest.raises(ConfigError, match=message):
         conversation_sequences(family_tokenizer("mistral"), messages)
 

@@ -38,7 +38,7 @@ sizes = st.integers(0, 12)
 counts = st.integers(1, 5)
 
 
-def test_a_single_dict_is_parted_into_tensors_and_arrays() -> None:
+def test_a_single_dict_is_split_into_tensors_and_arrays() -> None:
     """V22"""
     batch = DataProto.from_single_dict(
         collate_fn([{"ids": torch.tensor([1, 2]), "uid": "a"}, {"ids": torch.tensor([3, 4]), "uid": "b"}]),
@@ -51,7 +51,7 @@ def test_a_single_dict_is_parted_into_tensors_and_arrays() -> None:
 
 
 @pytest.mark.parametrize("value", [[1, 2], "text", 3, None, np.array(3), torch.tensor(3)])
-def test_what_is_neither_tensor_nor_array_is_refused(value: Any) -> None:
+def test_a_value_that_is_neither_tensor_nor_array_is_refused(value: Any) -> None:
     """V22"""
     with pytest.raises(ValueError, match=r"'x' is an? .*: give a tensor or object_array\(values\)"):
         DataProto.from_single_dict({"x": value})
@@ -82,7 +82,7 @@ def test_columns_that_break_the_shape_of_a_batch_are_named(tensors: Any, arrays:
         DataProto(tensors, arrays)
 
 
-def test_a_column_put_in_by_hand_is_checked_when_rows_are_taken() -> None:
+def test_a_column_added_directly_is_checked_on_indexing() -> None:
     """V23"""
     batch = numbered(3)
     batch.batch["late"] = torch.zeros(5)
@@ -120,15 +120,15 @@ def test_an_int_takes_one_row_without_the_batch_dimension(number: Any) -> None:
 @pytest.mark.parametrize(
     ("index", "error", "message"),
     [
-        (4, IndexError, "row 4 is not there: the batch has 4 rows"),
-        ([0, -5], IndexError, "row -5 is not there"),
+        (4, IndexError, "row 4 does not exist: the batch has 4 rows"),
+        ([0, -5], IndexError, "row -5 does not exist"),
         ([True, False], IndexError, "the mask has 2 entries for 4 rows"),
         ([0.5], TypeError, "cannot be indexed by a list"),
         ([[0]], TypeError, "cannot be indexed by a list"),
         ("x", TypeError, "cannot be indexed by a str"),
     ],
 )
-def test_rows_that_are_not_there_are_told(index: Any, error: type[Exception], message: str) -> None:
+def test_rows_that_do_not_exist_are_named(index: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         numbered(4)[index]
 
@@ -150,7 +150,7 @@ def test_slices_share_storage_and_no_result_shares_its_dicts() -> None:
 
 
 @given(size=sizes, keys=st.sets(st.sampled_from(["x", "wide", "row", "nested", "step"])))
-def test_what_is_popped_can_be_united_again(size: int, keys: set[str]) -> None:
+def test_popped_entries_can_be_added_back(size: int, keys: set[str]) -> None:
     """V24"""
     batch = numbered(size, step=1, lr=0.5)
     popped = batch.pop(
@@ -165,7 +165,7 @@ def test_what_is_popped_can_be_united_again(size: int, keys: set[str]) -> None:
     assert batch.meta_info == {"step": 1, "lr": 0.5}
 
 
-def test_popping_what_is_not_there_names_it_and_pops_nothing() -> None:
+def test_popping_a_missing_entry_names_it_and_pops_nothing() -> None:
     """V24"""
     batch = numbered(2)
     with pytest.raises(KeyError, match=r"non_tensor_batch has no 'uid': it has \['row', 'nested'\]"):
@@ -237,14 +237,14 @@ def test_equal_values_may_be_shared_and_nan_is_equal_to_nan(value: Any) -> None:
         (torch.tensor([1.0]), torch.tensor([[1.0]])),
     ],
 )
-def test_different_values_under_one_name_are_an_error_and_nothing_is_taken(mine: Any, theirs: Any) -> None:
+def test_a_union_with_different_values_is_an_error_and_changes_nothing(mine: Any, theirs: Any) -> None:
     """V26"""
     batch, other = one(mine), one(theirs)
     other.batch["y"] = torch.tensor([2.0])
-    with pytest.raises(ValueError, match=r"both sides have non_tensor_batch\['value'\].*pop or rename it"):
+    with pytest.raises(ValueError, match=r"both batches have non_tensor_batch\['value'\].*pop or rename it"):
         batch.union(other)
     other.pop(non_tensor_batch_keys=["value"])
-    with pytest.raises(ValueError, match=r"both sides have meta_info\['fact'\]"):
+    with pytest.raises(ValueError, match=r"both batches have meta_info\['fact'\]"):
         batch.union(other)
     assert list(batch.batch) == ["x"]
 
@@ -257,7 +257,7 @@ def test_a_union_of_unequal_lengths_is_an_error() -> None:
 
 def test_tensors_with_different_values_are_named() -> None:
     """V26"""
-    with pytest.raises(ValueError, match=r"both sides have batch\['x'\]"):
+    with pytest.raises(ValueError, match=r"both batches have batch\['x'\]"):
         DataProto.from_dict({"x": torch.zeros(2)}).union(DataProto.from_dict({"x": torch.ones(2)}))
 
 
@@ -278,7 +278,7 @@ def test_columns_are_renamed_on_either_side() -> None:
     assert (list(renamed.batch), list(renamed.non_tensor_batch)) == (["y", "wide"], ["line", "nested"])
     assert rows_of(renamed.rename({"y": "x", "line": "row"})) == rows_of(batch) == [0, 1]
     assert list(batch.rename({"x": "wide", "wide": "x"}).batch) == ["wide", "x"]
-    with pytest.raises(ValueError, match="gives two columns one name"):
+    with pytest.raises(ValueError, match="gives two columns the same name"):
         batch.rename({"x": "row"})
     with pytest.raises(KeyError, match="the batch has no 'z'"):
         batch.rename({"z": "x"})
@@ -336,7 +336,7 @@ def test_parts_of_a_size_concatenate_to_the_batch(size: int, part: int) -> None:
     assert rows_of(DataProto.concat(parts)) == list(range(size))
 
 
-def test_metrics_are_gathered_and_other_facts_must_agree() -> None:
+def test_metrics_are_collected_and_other_metadata_must_agree() -> None:
     """V27"""
     parts = [numbered(1, step=1, metrics={"loss": loss}) for loss in (0.5, 0.25)]
     parts[1].meta_info["metrics"]["kl"] = 2.0
@@ -345,7 +345,7 @@ def test_metrics_are_gathered_and_other_facts_must_agree() -> None:
     assert both.meta_info == {"step": 1, "late": True, "metrics": {"loss": [0.5, 0.25], "kl": [2.0]}}
     more = DataProto.concat([both, numbered(1, step=1, metrics={"loss": 1.0})])
     assert more.meta_info["metrics"] == {"loss": [0.5, 0.25, 1.0], "kl": [2.0]}
-    with pytest.raises(ValueError, match=r"both sides have meta_info\['step'\]"):
+    with pytest.raises(ValueError, match=r"both batches have meta_info\['step'\]"):
         DataProto.concat([numbered(1, step=1), numbered(1, step=2)])
 
 
@@ -372,7 +372,7 @@ def test_parts_with_other_columns_are_refused(other: DataProto, message: str) ->
 
 
 @given(size=sizes, divisor=counts)
-def test_padding_wraps_around_and_is_taken_off_again(size: int, divisor: int) -> None:
+def test_padding_wraps_around_and_is_removed_again(size: int, divisor: int) -> None:
     """V27"""
     padded, pad_size = numbered(size).pad_to_divisor(divisor)
     assert len(padded) % divisor == 0
@@ -389,7 +389,7 @@ def test_more_padding_than_rows_wraps_around_again() -> None:
         padded.unpad(9)
 
 
-def test_mini_batches_give_every_row_once_per_epoch_in_an_order_made_by_the_seed() -> None:
+def test_mini_batches_give_every_row_once_per_epoch_in_a_seeded_order() -> None:
     """V27"""
     batch = numbered(6)
 
@@ -433,7 +433,7 @@ def test_a_batch_without_columns_has_no_rows() -> None:
     empty = DataProto(meta_info={"step": 1})
     assert len(empty) == 0
     assert len(empty.union(numbered(2))) == 2
-    with pytest.raises(IndexError, match="row 0 is not there"):
+    with pytest.raises(IndexError, match="row 0 does not exist"):
         DataProto()[0]
 
 

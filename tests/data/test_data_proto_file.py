@@ -89,7 +89,7 @@ EVERY_KIND = [
     column=st.lists(values, max_size=4),
     facts=st.dictionaries(st.text("ab$ü", max_size=3), values, max_size=3),
 )
-def test_what_is_read_equals_what_was_written(
+def test_a_batch_reads_back_equal(
     column: list[Any], facts: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """V27"""
@@ -125,7 +125,7 @@ def test_tensors_keep_dtype_shape_and_every_bit(
     assert_same(read_back(DataProto({"x": tensor}), tmp_path).batch["x"], tensor)
 
 
-def test_views_of_one_tensor_are_written_as_what_they_show(tmp_path: Path) -> None:
+def test_views_of_one_tensor_are_written_with_their_own_values(tmp_path: Path) -> None:
     """V27"""
     whole = torch.arange(12.0, requires_grad=True).reshape(4, 3)
     batch = DataProto({"whole": whole, "same": whole, "part": whole[:, 1:], "every": whole[0].expand(4, 3)})[
@@ -135,7 +135,7 @@ def test_views_of_one_tensor_are_written_as_what_they_show(tmp_path: Path) -> No
     assert_same(again.batch, {key: tensor.detach() for key, tensor in batch.batch.items()})
 
 
-def test_numbers_of_numpy_become_numbers_of_python(tmp_path: Path) -> None:
+def test_numpy_numbers_become_python_numbers(tmp_path: Path) -> None:
     """V-B10"""
     numbers = [np.float32(0.1), np.int64(3), np.bool_(True), np.float64(0.1)]
     again = read_back(DataProto.from_dict(non_tensors={"x": numbers}), tmp_path)
@@ -162,17 +162,17 @@ class Reduced:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (Reduced(), "it holds a Reduced; make it numbers"),
-        ({"a": [Reduced()]}, "it holds a Reduced"),
-        ({1, 2}, "it holds a set"),
-        (b"bytes", "it holds a bytes"),
+        (Reduced(), "it contains a Reduced; use numbers"),
+        ({"a": [Reduced()]}, "it contains a Reduced"),
+        ({1, 2}, "it contains a set"),
+        (b"bytes", "it contains a bytes"),
         (2**70, "64-bit"),
         ("\ud800", "UTF-8"),
         (np.array(["text"]), "can't convert np.ndarray"),
         (np.array([Reduced()]), "can't convert np.ndarray"),
     ],
 )
-def test_what_would_need_pickle_is_refused_by_key_and_nothing_is_written(
+def test_a_value_that_needs_pickle_is_refused_by_key_and_nothing_is_written(
     value: Any, message: str, tmp_path: Path
 ) -> None:
     """V-B11"""
@@ -181,14 +181,14 @@ def test_what_would_need_pickle_is_refused_by_key_and_nothing_is_written(
         (DataProto(meta_info={"images": value}), "meta_info"),
     ):
         with pytest.raises(
-            ValueError, match=rf"{place}\['images'\] cannot be kept without pickle: .*{message}"
+            ValueError, match=rf"{place}\['images'\] cannot be stored without pickle: .*{message}"
         ):
             save_data_proto(batch, tmp_path / "b")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dtype_that_no_file_holds_is_refused_by_key(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"\['batch/x'\] are of dtype torch.complex128"):
+def test_an_unsupported_dtype_is_refused_by_key(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"\['batch/x'\] have dtype torch.complex128"):
         save_data_proto(DataProto({"x": torch.zeros(2, dtype=torch.complex128)}), tmp_path / "b")
     assert list(tmp_path.iterdir()) == []
 
@@ -201,7 +201,7 @@ def test_any_reader_of_safetensors_finds_the_tensors(tmp_path: Path) -> None:
         assert file.get_tensor("batch/x").tolist() == [1, 1]
 
 
-def test_a_batch_replaces_the_one_before_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_batch_replaces_the_previous_one_and_leaves_no_other_file(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "folder" / "b"
     for step in range(2):
         save_data_proto(DataProto(meta_info={"step": step}), path)
@@ -209,9 +209,7 @@ def test_a_batch_replaces_the_one_before_and_leaves_nothing_beside_it(tmp_path: 
     assert [file.name for file in path.parent.iterdir()] == ["b"]
 
 
-def test_a_write_that_fails_leaves_the_file_before_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_keeps_the_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_data_proto(DataProto(meta_info={"step": 0}), tmp_path / "b")
 
     def full_disk(descriptor: int) -> None:
@@ -224,22 +222,22 @@ def test_a_write_that_fails_leaves_the_file_before_as_it_was(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_that_is_torn_at_any_place_is_told(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     path = save_data_proto(DataProto({"x": torch.ones(4)}, meta_info={"step": 0}), tmp_path / "b")
     whole = path.read_bytes()
     for size in range(0, len(whole), 7):
         path.write_bytes(whole[:size])
-        with pytest.raises(ConfigError, match="no batch can be read from .*b .*it must be a whole file"):
+        with pytest.raises(ConfigError, match="no batch can be read from .*b .*it must be a complete file"):
             load_data_proto(path)
 
 
-def test_foreign_files_are_told(tmp_path: Path) -> None:
+def test_files_of_other_programs_are_refused(tmp_path: Path) -> None:
     tensors = {"x": torch.ones(1)}
     save_file(tensors, tmp_path / "model")
-    with pytest.raises(ConfigError, match="model holds tensors but no batch"):
+    with pytest.raises(ConfigError, match="model holds tensors, but not a batch"):
         load_data_proto(tmp_path / "model")
     save_file(tensors, tmp_path / "later", metadata={"format": "areal_lite.DataProto", "schema": "2"})
-    with pytest.raises(ConfigError, match="later is of schema 2, this version reads 1"):
+    with pytest.raises(ConfigError, match="later has schema 2, but this version reads 1"):
         load_data_proto(tmp_path / "later")
     (tmp_path / "data.pt").write_text("no tensors at all")
     for path in (tmp_path / "data.pt", tmp_path / "missing", tmp_path):

@@ -49,7 +49,7 @@ def texts(dataset):
     return [row["prompt"] for row in dataset.rows]
 
 
-def test_rows_are_made_at_the_start_and_after_each_batch(make):
+def test_rows_are_generated_at_the_start_and_after_each_batch(make):
     # V63, V-B5
     dataset = make()
     assert texts(dataset) == ["a", "b", "new 2"]
@@ -66,7 +66,7 @@ def test_rows_are_made_at_the_start_and_after_each_batch(make):
         rows[5]
 
 
-def test_a_resumed_run_sees_the_rows_it_had_made(make, script):
+def test_a_resumed_run_has_its_generated_rows(make, script):
     # V63
     dataset = make()
     dataset.on_batch_end(None)
@@ -80,7 +80,7 @@ def test_a_resumed_run_sees_the_rows_it_had_made(make, script):
     assert resumed.state_dict() != state == dataset.state_dict()
 
 
-def test_new_rows_go_through_the_filter_and_may_be_none(make, script, tmp_path):
+def test_new_rows_are_filtered_and_may_be_empty(make, script, tmp_path):
     # V5
     from transformers import AutoTokenizer
 
@@ -101,22 +101,22 @@ def test_new_rows_go_through_the_filter_and_may_be_none(make, script, tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("text", "datagen Scripted, row 1: it is a text: each row must be an object"),
+        ("text", "datagen Scripted, row 1: this is a text: each row must be an object"),
         ({"prompts": "x"}, r"row 1: its columns are \['prompts'\], but .*rows.jsonl has \['prompt'\]"),
-        ({"prompt": "x", "when": object()}, "its rows cannot be saved.*make them of JSON values"),
+        ({"prompt": "x", "when": object()}, "its rows cannot be saved.*use JSON values"),
     ],
 )
-def test_what_is_no_row_is_refused(make, script, row, message):
+def test_a_value_that_is_not_a_row_is_refused(make, script, row, message):
     script(row)
     with pytest.raises(ConfigError, match=message):
         make("Scripted")
 
 
-def test_a_generator_must_be_one(make):
+def test_a_generator_must_be_a_subclass(make):
     with pytest.raises(ConfigError, match="datagen: .* must be a subclass of .*AbstractDataGenerator"):
         make("DatasetConfig")
 
 
 def test_without_a_generator_the_config_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="datagen is null: name the file"):
+    with pytest.raises(ConfigError, match="datagen is null: set the path"):
         DynamicGenDataset("x.jsonl", None, DatasetConfig(path="x.jsonl"))

@@ -1,4 +1,4 @@
-"""The place counts batches handed out, and a restored loader gives exactly those that were left."""
+"""The position counts batches handed out, and a restored loader gives exactly the remaining ones."""
 
 import copy
 import itertools
@@ -87,7 +87,7 @@ def test_validation_gives_every_row():  # V18
     assert epochs(make(5, None, **settings), 2) == [[[0, 1, 2, 3, 4]]] * 2
 
 
-def test_each_epoch_has_an_order_of_its_own_made_from_the_seed():  # R9, R-B16
+def test_each_epoch_has_its_own_seeded_order():  # R9, R-B16
     first, second = epochs(make(seed=1), 2)
     assert first != second
     torch.manual_seed(9)
@@ -101,7 +101,7 @@ def test_loading_leaves_the_global_random_state_alone():  # R-B16
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_length_is_the_batches_of_an_epoch():  # V19
+def test_the_length_is_the_number_of_batches_per_epoch():  # V19
     for drop_last in (True, False):
         loader = make(rows=20, batch_size=3, drop_last=drop_last)
         assert len(loader) == len(list(loader))
@@ -112,7 +112,7 @@ def test_total_steps_are_batches_times_epochs_unless_overridden():  # V19
     assert make(rows=20, batch_size=3).total_training_steps(4, override=7) == 7
 
 
-def test_rows_are_stacked_where_no_collate_function_is_given():
+def test_rows_are_stacked_by_default():
     (batch,) = make(4, 4, collate_fn=None, shuffle=False)
     assert torch.equal(batch, torch.arange(4))
 
@@ -124,9 +124,7 @@ def test_rows_are_stacked_where_no_collate_function_is_given():
     shuffle=st.booleans(),
     drop_last=st.booleans(),
 )
-def test_a_restored_loader_gives_exactly_the_batches_that_were_left(
-    rows, size, before, shuffle, drop_last
-):  # V20
+def test_a_restored_loader_gives_exactly_the_remaining_batches(rows, size, before, shuffle, drop_last):  # V20
     settings = {"rows": rows, "batch_size": size, "shuffle": shuffle, "drop_last": drop_last}
     loader = make(**settings)
     stream = itertools.chain.from_iterable(loader for _ in itertools.count())
@@ -163,13 +161,13 @@ def test_after_the_last_batch_the_epoch_has_nothing_left():  # V20
     assert copy.epoch == 2
 
 
-def test_leaving_an_iteration_early_leaves_the_place_there():
+def test_breaking_out_of_an_iteration_keeps_the_position():
     reference, loader = list(make()), make()
     first = next(iter(loader))
     assert [first, *loader] == reference
 
 
-def test_an_iteration_ends_where_another_takes_over():
+def test_an_iteration_ends_when_another_begins():
     loader = make()
     old = iter(loader)
     next(old)
@@ -179,7 +177,7 @@ def test_an_iteration_ends_where_another_takes_over():
     old = iter(loader)
     next(old)
     loader.load_state_dict(loader.state_dict())
-    with pytest.raises(RuntimeError, match="a place was restored"):
+    with pytest.raises(RuntimeError, match="a position was restored"):
         next(old)
     assert loader.state_dict()["batches"] == 3
 
@@ -195,7 +193,7 @@ def test_an_iteration_ends_where_another_takes_over():
         ({"shuffle": False, "sampler": Curriculum(range(20))}, "'sampler': 'EpochSampler'"),
     ],
 )
-def test_the_place_of_another_data_set_or_setting_is_refused(settings, had):  # V20
+def test_the_position_of_another_data_set_or_setting_is_refused(settings, had):  # V20
     with pytest.raises(ConfigError, match=f"(?s)loader had.*{had}.*Use the same.*or start another trial"):
         resumed(make().state_dict(), **settings)
 
@@ -209,7 +207,7 @@ def items(changed=None):
 
 
 @pytest.mark.parametrize("changed", [0, 199])
-def test_the_place_of_as_many_other_rows_is_refused(changed):  # V20, V51
+def test_the_position_of_equally_many_other_rows_is_refused(changed):  # V20, V51
     def loader(rows):
         return ResumableLoader(rows, batch_size=8, shuffle=True, collate_fn=list)
 
@@ -230,14 +228,14 @@ def test_the_place_of_as_many_other_rows_is_refused(changed):  # V20, V51
         {"y": np.array([1, 2])},
     ],
 )
-def test_the_hash_of_arrays_is_of_their_values_format_and_shape(other):
+def test_the_hash_of_arrays_covers_values_dtype_and_shape(other):
     row = {"x": np.array([1, 2])}
     assert content_hash([row]) == content_hash([{"x": torch.tensor([1, 2])}])  # bytes, wherever they are
     assert content_hash([other]) == content_hash([copy.deepcopy(other)]) != content_hash([row])
 
 
 def test_a_data_set_smaller_than_a_batch_is_refused_at_the_start():  # R-B15, V18
-    with pytest.raises(ConfigError, match="5 rows fills no batch of 8.*at most 5"):
+    with pytest.raises(ConfigError, match="5 rows has no full batch of 8.*at most 5"):
         make(rows=5, batch_size=8)
     assert len(make(rows=5, batch_size=8, drop_last=False)) == 1
 
@@ -272,14 +270,14 @@ def test_a_curriculum_learns_from_a_batch_before_the_next_is_drawn():  # V21
     assert batches[:3] == [[0, 1], [4, 6], [8, 5]]
 
 
-def test_an_order_that_is_no_curriculum_takes_no_notice_of_batches():
+def test_an_epoch_sampler_ignores_trained_batches():
     loader = make()
     loader.update([1, 2, 3])
     assert list(loader) == list(make())
 
 
 @given(before=st.integers(0, 14))
-def test_a_curriculum_with_a_state_goes_on_with_what_it_learnt(before):  # V20, V21
+def test_a_curriculum_with_a_state_resumes_what_it_learned(before):  # V20, V21
     def run(loader, count):
         for batch in itertools.islice(
             itertools.chain.from_iterable(loader for _ in itertools.count()), count
@@ -298,7 +296,7 @@ def test_a_curriculum_with_a_state_goes_on_with_what_it_learnt(before):  # V20, 
     assert list(run(copy, 15 - before)) == reference[before:]
 
 
-def test_a_curriculum_without_a_state_starts_anew_and_says_so(caplog):  # V20, V21
+def test_a_curriculum_without_a_state_restarts_and_warns(caplog):  # V20, V21
     settings = {"rows": 10, "batch_size": 2, "shuffle": False}
     loader = make(**settings, sampler=Curriculum(range(10)))
     next(iter(loader))
@@ -307,7 +305,7 @@ def test_a_curriculum_without_a_state_starts_anew_and_says_so(caplog):  # V20, V
     assert list(copy) == [[2, 3], [4, 5], [6, 7], [8, 9]]
 
 
-def test_rows_that_a_data_set_gains_are_drawn_from_the_next_epoch_on():
+def test_rows_added_to_a_data_set_are_drawn_from_the_next_epoch_on():
     dataset = Growing(8)
     loader = ResumableLoader(dataset, batch_size=2, shuffle=True, collate_fn=list)
     iteration = iter(loader)

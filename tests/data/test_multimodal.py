@@ -97,7 +97,7 @@ def test_joining_the_parts_gives_the_text_back(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("extra", [{}, {"images": None, "videos": None}])
-def test_placeholders_are_text_where_the_row_has_no_such_column(extra: dict[str, Any]) -> None:
+def test_placeholders_are_text_if_the_row_has_no_such_column(extra: dict[str, Any]) -> None:
     row = {"prompt": "what does <image> mean in <video>?", **extra}
     assert messages_of(row) == [{"role": "user", "content": row["prompt"]}]
 
@@ -107,7 +107,7 @@ def test_a_row_of_images_may_speak_of_video() -> None:
     assert message["content"] == [{"type": "image"}, {"type": "text", "text": " is no <video>"}]
 
 
-def test_parts_stay_and_keys_that_a_table_left_empty_go() -> None:
+def test_parts_are_kept_without_keys_that_are_none() -> None:
     parts = [{"type": "image", "image": "a.png", "text": None}, {"type": "text", "text": "b", "image": None}]
     row = {"prompt": [{"role": "user", "content": parts}, {"role": "assistant", "content": None}]}
     before = copy.deepcopy(row)
@@ -206,7 +206,7 @@ def test_grey_images_become_rgb() -> None:
     assert (image.mode, image.size, image.getpixel((0, 0))) == ("RGB", (6, 4), (7, 7, 7))
 
 
-def test_an_image_is_turned_as_its_camera_says() -> None:
+def test_an_image_is_rotated_by_its_orientation_tag() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # lies on its side
     (image,) = load_images([png(exif=exif)])
@@ -221,15 +221,15 @@ def test_an_image_is_turned_as_its_camera_says() -> None:
         (png(Image.effect_noise((64, 64), 50))[:999], "a bytes .*truncated"),
         ("data:image/png;base64,???", "not base64"),
         ("data:image/png,abc", "'data:image/png,abc'"),
-        (3.5, "a float is no image"),
-        (None, "a NoneType is no image"),
+        (3.5, "a float is not an image"),
+        (None, "a NoneType is not an image"),
         ({"bytes": None, "path": None}, "a dict"),
         (np.zeros((2, 2, 3)), r"dtype float64 and shape \[2, 2, 3\] .its dtype is float64, not uint8"),
         (np.zeros((2, 2, 7), np.uint8), r"shape \[2, 2, 7\]"),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_no_image_is_named(value: Any, what: str) -> None:
+def test_a_value_that_is_not_an_image_is_named(value: Any, what: str) -> None:
     with pytest.raises(ConfigError, match=f"image 1 of 2 cannot be read from .*{what}"):
         load_images([picture(), value])
 
@@ -249,7 +249,7 @@ def test_a_video_is_its_frames() -> None:
 @pytest.mark.parametrize("value", ["film.mp4", b"bytes", {"path": "film.mp4"}, [], np.zeros((4, 6, 3))])
 def test_a_video_file_is_refused_with_what_to_give_instead(value: Any) -> None:
     with pytest.raises(
-        ConfigError, match="video 0 of 1 is .*: video files are not decoded here, .*frames? or"
+        ConfigError, match="video 0 of 1 is .*: video files are not decoded here, .*at least one frame"
     ):
         load_videos([value])
 
@@ -266,8 +266,8 @@ def test_the_processor_writes_as_many_placeholders_as_there_are_patches(processo
     assert all(isinstance(value, torch.Tensor) for value in inputs.values())
 
 
-def test_what_the_processor_refuses_is_an_error_of_the_row(processor: Any) -> None:
-    with pytest.raises(ConfigError, match="refuses a text with 1 images and 0 videos: .*"):
+def test_inputs_that_the_processor_rejects_are_an_error(processor: Any) -> None:
+    with pytest.raises(ConfigError, match="rejects a text with 1 images and 0 videos: .*"):
         processor_inputs(processor, "no placeholder", [picture()], [])
 
 

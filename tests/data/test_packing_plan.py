@@ -1,4 +1,4 @@
-"""No mini-batch above the cap, equally many per rank, and the order can be found again."""
+"""No mini-batch above the cap, equally many per rank, and the order can be restored."""
 
 import math
 import time
@@ -49,7 +49,7 @@ def test_every_rank_has_equally_many_mini_batches_and_none_is_empty(made):  # R1
 
 
 @given(plans())
-def test_no_mini_batch_is_above_the_cap(made):  # R14, V-B14
+def test_no_mini_batch_exceeds_the_cap(made):  # R14, V-B14
     plan, _, max_tokens, *_ = made
     assert all(sum(plan.lengths[index] for index in batch) <= max_tokens for batch in batches_of(plan))
 
@@ -76,7 +76,7 @@ def test_dummies_are_the_shortest_sequences_and_weigh_nothing(made):  # R14, R-B
 
 
 @given(plans())
-def test_dummies_are_there_only_where_sequences_are_too_few(made):  # R14
+def test_dummies_are_added_only_if_there_are_too_few_sequences(made):  # R14
     plan, lengths, *_, pair = made
     assert plan.num_dummies == max(0, len(batches_of(plan)) * (2 if pair else 1) - len(lengths))
 
@@ -97,7 +97,7 @@ def test_pairs_stay_side_by_side_in_one_mini_batch(made):  # R15
 
 
 @given(plans())
-def test_mini_batches_at_one_place_are_of_like_size_over_ranks(made):
+def test_the_ranks_ith_mini_batches_have_similar_sizes(made):
     plan, *_, num_ranks, _, _ = made
     sizes = [[sum(plan.lengths[index] for index in batch) for batch in rank] for rank in plan.ranks]
     in_step = [sizes[rank][place] for place in range(len(sizes[0])) for rank in range(num_ranks)]
@@ -131,7 +131,7 @@ def test_an_ordinary_plan_by_hand():
     assert plan.inverse_index == (0, 2, 1, 3, 4)
 
 
-def test_plans_made_in_turns_do_not_touch_one_another():  # R-B11
+def test_plans_do_not_share_state():  # R-B11
     first = plan_packing([5, 3, 9], max_tokens=9)
     plan_packing([1] * 8, max_tokens=2, num_ranks=3)
     assert first.restore([[[index for index in batch] for batch in first.ranks[0]]]) == [0, 1, 2]
@@ -161,7 +161,7 @@ def test_a_sequence_above_the_cap_is_refused_with_both_numbers():  # R12
         ([3], {"max_tokens": 0}, "max_tokens is 0"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(lengths, arguments, message):
+def test_lengths_that_cannot_be_planned_are_refused(lengths, arguments, message):
     with pytest.raises(ValueError, match=message):
         plan_packing(lengths, **{"max_tokens": 8, **arguments})
 
@@ -184,5 +184,5 @@ def test_equal_slices_hold_nearly_equal_tokens(num_ranks, per_rank, data):  # V4
 
 def test_a_balanced_order_by_hand():  # V43
     assert balance_order([9, 8, 2, 1], 2) == [0, 3, 1, 2]
-    with pytest.raises(ValueError, match="3 sequences cannot be dealt out evenly to 2 ranks"):
+    with pytest.raises(ValueError, match="3 sequences cannot be divided evenly among 2 ranks"):
         balance_order([1, 2, 3], 2)

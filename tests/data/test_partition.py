@@ -1,4 +1,4 @@
-"""Every item in one part, no part empty, parts of like weight."""
+"""Every item in one part, no part empty, parts of similar weight."""
 
 import time
 

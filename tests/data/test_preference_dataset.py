@@ -1,4 +1,4 @@
-"""A row becomes two sequences that are equal up to the answer; what cannot be compared is left out and counted."""
+"""A row becomes two sequences that are equal up to the answer; other pairs are skipped and counted."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from areal_lite.api.supervised_config import PreferenceDatasetConfig
 from areal_lite.data.chat.chat_tokens import conversation_sequences
 from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.errors import ConfigError
@@ -44,9 +45,7 @@ def trained(dataset: PreferenceDataset, name: str) -> list[str]:
     ],
     ids=["conversations", "messages", "texts", "conversations beside a prompt"],
 )
-def test_the_last_answer_and_its_end_is_what_is_trained_however_a_row_is_written(
-    chatml: Any, row: Any
-) -> None:
+def test_only_the_last_answer_and_its_end_are_trained_in_every_row_format(chatml: Any, row: Any) -> None:
     dataset = PreferenceDataset([row], chatml, 1000)
     [item] = [dataset[0]]
     for name, answer in (("chosen", GOOD), ("rejected", BAD)):
@@ -59,16 +58,17 @@ def test_the_last_answer_and_its_end_is_what_is_trained_however_a_row_is_written
 
 def test_a_text_prompt_is_the_users_question_and_columns_may_have_other_names(chatml: Any) -> None:
     row = {"q": "so", "better": "hello", "worse": "world"}
-    dataset = PreferenceDataset(
-        [row], chatml, 1000, prompt_key="q", chosen_key="better", rejected_key="worse"
+    config = PreferenceDatasetConfig(
+        path="", max_length=1000, prompt_key="q", chosen_key="better", rejected_key="worse"
     )
+    dataset = PreferenceDataset([row], chatml, config=config)
     [sequence] = conversation_sequences(
         chatml, [{"role": "user", "content": "so"}, {"role": "assistant", "content": "hello"}]
     )
     assert dataset[0]["chosen_ids"].tolist() == sequence.input_ids
 
 
-def test_where_a_template_rewrites_history_the_last_answer_is_still_the_one() -> None:
+def test_the_last_answer_is_trained_if_a_template_rewrites_history() -> None:
     tokenizer = family_tokenizer("qwen_thinking")
     dataset = PreferenceDataset(
         [{"chosen": [*QUESTION, GOOD], "rejected": [*QUESTION, BAD]}], tokenizer, 1000
@@ -77,7 +77,7 @@ def test_where_a_template_rewrites_history_the_last_answer_is_still_the_one() ->
     assert "hello" not in trained(dataset, "chosen")[0]
 
 
-def test_rows_of_files_are_read_as_those_in_memory(chatml: Any, tmp_path: Path) -> None:
+def test_rows_of_files_are_the_same_as_rows_in_memory(chatml: Any, tmp_path: Path) -> None:
     rows = [
         {"prompt": "so", "chosen": "hello", "rejected": "world"},
         {"prompt": "the", "chosen": "answer", "rejected": "hello"},
@@ -88,7 +88,7 @@ def test_rows_of_files_are_read_as_those_in_memory(chatml: Any, tmp_path: Path) 
     assert trained(dataset, "chosen") == ["hello<|im_end|>", "answer<|im_end|>"]
 
 
-def test_pairs_too_long_or_equal_are_left_out_and_counted(chatml: Any) -> None:
+def test_pairs_too_long_or_equal_are_skipped_and_counted(chatml: Any) -> None:
     rows = [
         {"prompt": "so", "chosen": "hello", "rejected": "world"},
         {"prompt": "so", "chosen": "hello", "rejected": "world " * 200},
@@ -98,7 +98,7 @@ def test_pairs_too_long_or_equal_are_left_out_and_counted(chatml: Any) -> None:
     assert len(dataset) == 1
     assert dataset.dropped == {"a sequence longer than max_length": 1, "equal answers": 1}
     with pytest.raises(
-        ConfigError, match="all of 1 rows are left out: 1 with a sequence longer than max_length"
+        ConfigError, match="all 1 rows were skipped: 1 with a sequence longer than max_length"
     ):
         PreferenceDataset(rows[1:2], chatml, 60)
 
@@ -108,7 +108,7 @@ def test_pairs_too_long_or_equal_are_left_out_and_counted(chatml: Any) -> None:
     [
         ({"prompt": "so", "chosen": "a"}, r"row 0: 'rejected' is None: it must be text or messages"),
         ({"chosen": "a", "rejected": "b"}, r"'chosen' is an answer, but 'prompt' is None"),
-        ({"chosen": QUESTION, "rejected": QUESTION}, r"ends with a message of 'user'"),
+        ({"chosen": QUESTION, "rejected": QUESTION}, r"ends with a message of role 'user'"),
         (
             {"chosen": [*QUESTION, GOOD], "rejected": [QUESTION[0], GOOD]},
             r"'chosen' and 'rejected' differ before their last message",
@@ -116,6 +116,6 @@ def test_pairs_too_long_or_equal_are_left_out_and_counted(chatml: Any) -> None:
         ({"prompt": "so", "chosen": ["a"], "rejected": ["b"]}, r"must be text or messages"),
     ],
 )
-def test_a_row_that_is_no_pair_is_named(chatml: Any, row: Any, says: str) -> None:
+def test_a_row_that_is_not_a_pair_is_named(chatml: Any, row: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         PreferenceDataset([row], chatml, 1000)

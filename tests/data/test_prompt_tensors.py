@@ -1,4 +1,4 @@
-"""Prompts of one length: what is padded, what is cut, where positions start."""
+"""Prompts of one length: padding, truncation and positions."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def processed(length, max_length, **kwargs):
         ({"left_pad": False}, ([1, 2, 3, 0, 0], [1, 1, 1, 0, 0])),
     ],
 )
-def test_a_shorter_prompt_is_padded_on_the_side_asked_for(kwargs, expected):
+def test_a_shorter_prompt_is_padded_on_the_chosen_side(kwargs, expected):
     # V14
     assert processed(3, 5, **kwargs) == expected
 
@@ -40,13 +40,13 @@ def test_a_prompt_of_the_right_length_stays(truncation):
     ("truncation", "kept"),
     [("left", [3, 4, 5, 6, 7]), ("right", [1, 2, 3, 4, 5]), ("middle", [1, 2, 5, 6, 7])],
 )
-def test_a_longer_prompt_loses_the_part_that_truncation_names(truncation, kept):
+def test_a_longer_prompt_is_truncated_on_the_chosen_side(truncation, kept):
     # V14
     assert processed(7, 5, truncation=truncation) == (kept, [1] * 5)
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.sampled_from(["left", "right", "middle"]), st.booleans())
-def test_the_result_is_as_long_as_asked_and_keeps_what_fits(length, max_length, truncation, left_pad):
+def test_the_result_has_the_given_length_and_keeps_what_fits(length, max_length, truncation, left_pad):
     # V14, V-B3: also for the shortest of lengths
     ids, mask = processed(length, max_length, truncation=truncation, left_pad=left_pad)
     assert len(ids) == len(mask) == max_length
@@ -55,7 +55,7 @@ def test_the_result_is_as_long_as_asked_and_keeps_what_fits(length, max_length, 
     assert kept == sorted(set(kept))
 
 
-def test_error_truncation_tells_both_lengths():
+def test_error_truncation_names_both_lengths():
     # V14
     with pytest.raises(ValueError, match="7 tokens, but max_length is 5: raise it"):
         processed(7, 5)
@@ -69,7 +69,7 @@ def test_a_length_below_one_is_refused(max_length, truncation):
         processed(3, max_length, truncation=truncation)
 
 
-def test_arguments_that_cannot_be_are_refused():
+def test_invalid_arguments_are_refused():
     # V14
     ids = torch.ones(1, 3, dtype=torch.int64)
     with pytest.raises(
@@ -82,7 +82,7 @@ def test_arguments_that_cannot_be_are_refused():
         postprocess_data(ids, ids[:, :2], 5, 0)
 
 
-def test_padding_to_a_length_is_on_the_right_unless_asked():
+def test_padding_to_a_length_is_on_the_right_by_default():
     # V15
     row = torch.tensor([[1, 2]])
     assert pad_sequence_to_length(row, 4, 9).tolist() == [[1, 2, 9, 9]]
@@ -100,6 +100,6 @@ def test_padding_to_a_length_is_on_the_right_unless_asked():
         ([0, 0], [0, 0]),
     ],
 )
-def test_positions_count_tokens_and_padding_behind_repeats_the_last(mask, positions):
+def test_positions_count_tokens_and_right_padding_repeats_the_last(mask, positions):
     # V16, V-B1
     assert compute_position_id_with_mask(torch.tensor([mask])).tolist() == [positions]

@@ -1,4 +1,4 @@
-"""A row's prompt becomes tensors of one shape; what is left out is counted, what is wrong is named."""
+"""A row's prompt becomes tensors of one shape; dropped rows are counted, and errors name their row."""
 
 import logging
 import pickle
@@ -9,8 +9,9 @@ import torch
 from torch.utils.data import Dataset
 
 from areal_lite.api.config import ClassConfig, DatasetConfig
+from areal_lite.data.rows.create_dataset import create_rl_dataset
 from areal_lite.data.rows.dynamic_dataset import AbstractDataGenerator, DynamicGenDataset
-from areal_lite.data.rows.rl_dataset import RLHFDataset, create_rl_dataset
+from areal_lite.data.rows.rl_dataset import RLHFDataset
 from areal_lite.errors import ConfigError
 from tests.fixtures.tiny_model import CHAT_TEMPLATE, build_tiny_model
 
@@ -89,20 +90,20 @@ def test_extra_info_has_defaults(write, config, tokenizer, extra):
     assert (item["index"], item["tools_kwargs"], item["interaction_kwargs"]) == (0, {}, {})
 
 
-def test_extra_info_that_is_no_dict_is_an_error_with_its_row(write, config, tokenizer):
+def test_extra_info_that_is_not_a_dict_is_an_error_with_its_row(write, config, tokenizer):
     # V12
     dataset = RLHFDataset(write({"prompt": "hi", "extra_info": "x"}), tokenizer, config())
     with pytest.raises(ConfigError, match="row 0: extra_info is 'x': it must be a dict"):
         dataset[0]
 
 
-def test_without_a_length_nothing_is_padded_or_cut(write, config, tokenizer):
+def test_without_a_length_nothing_is_padded_or_truncated(write, config, tokenizer):
     item = RLHFDataset(write(*prompts("x" * 300)), tokenizer, config())[0]
     assert item["input_ids"].tolist() == item["raw_prompt_ids"]
     assert item["position_ids"].tolist() == list(range(len(item["raw_prompt_ids"])))
 
 
-def test_a_text_prompt_is_one_message_of_the_user(write, config, tokenizer):
+def test_a_text_prompt_is_one_user_message(write, config, tokenizer):
     # V8, V11
     item = RLHFDataset(
         write(*prompts("hi")), tokenizer, config(return_raw_chat=True, return_full_prompt=True)
@@ -133,7 +134,7 @@ def test_the_tokenizer_adds_no_special_tokens_to_those_of_the_template(write, co
 
 
 @pytest.mark.parametrize("truncation", ["left", "right", "middle"])
-def test_a_long_prompt_is_cut_as_truncation_says(write, config, tokenizer, truncation):
+def test_a_long_prompt_is_truncated_as_configured(write, config, tokenizer, truncation):
     # V9, V11
     full = tokenizer(rendered("abcdefghij"), add_special_tokens=False)["input_ids"]
     item = RLHFDataset(
@@ -143,7 +144,7 @@ def test_a_long_prompt_is_cut_as_truncation_says(write, config, tokenizer, trunc
     assert item["input_ids"].tolist() == item["raw_prompt_ids"] == kept
 
 
-def test_a_long_prompt_is_an_error_with_its_row_unless_told_otherwise(write, config, tokenizer):
+def test_a_long_prompt_is_an_error_with_its_row_by_default(write, config, tokenizer):
     # V9
     dataset = RLHFDataset(write(*prompts("a", "x" * 99)), tokenizer, config(max_prompt_length=50))
     assert len(dataset[0]["input_ids"]) == 50
@@ -178,24 +179,24 @@ def test_tools_may_be_json_text(write, config, tokenizer):
         config(**settings),
     )
     assert orjson.loads(dataset[0]["full_prompts"].split("|")[0]) == [{"name": "f"}]
-    with pytest.raises(ConfigError, match="row 1: the tools in 'tools' are a text that is not JSON"):
+    with pytest.raises(ConfigError, match="row 1: the tools in 'tools' are text that is not JSON"):
         dataset[1]
 
 
-def test_without_a_chat_template_the_mend_is_told(write, config, tokenizer):
+def test_without_a_chat_template_the_error_has_the_fix(write, config, tokenizer):
     # V7
     bare = pickle.loads(pickle.dumps(tokenizer))
     bare.chat_template = None
     with pytest.raises(
-        ConfigError, match="no chat template for messages: take the tokenizer of the model's chat"
+        ConfigError, match="no chat template for messages: use the tokenizer of the model's chat"
     ):
         RLHFDataset(write(*prompts("hi")), bare, config())
     kwargs = {"chat_template": CHAT_TEMPLATE}
     RLHFDataset(write(*prompts("hi")), bare, config(apply_chat_template_kwargs=kwargs))[0]
 
 
-def test_template_arguments_of_ours_are_refused(write, config, tokenizer):
-    with pytest.raises(ConfigError, match="has tokenize, which is not free: remove it"):
+def test_reserved_template_variables_are_refused(write, config, tokenizer):
+    with pytest.raises(ConfigError, match="has tokenize, which is reserved: remove it"):
         RLHFDataset(write(*prompts("hi")), tokenizer, config(apply_chat_template_kwargs={"tokenize": True}))
 
 
@@ -211,9 +212,9 @@ def test_items_survive_worker_processes(write, config, tokenizer):
 def test_raw_rows_need_no_tokenizer_and_items_say_so(write, config):
     dataset = RLHFDataset(write(*prompts("hi")), None, config(max_prompt_length=3))
     assert list(dataset.rows) == prompts("hi")
-    with pytest.raises(ConfigError, match="a tokenizer is needed to make tensors of prompts: pass one"):
+    with pytest.raises(ConfigError, match="encoding prompts needs a tokenizer: pass one"):
         dataset[0]
-    with pytest.raises(ConfigError, match="a tokenizer is needed to filter overlong prompts"):
+    with pytest.raises(ConfigError, match="filter_overlong_prompts needs a tokenizer"):
         RLHFDataset(write(*prompts("hi")), None, config(max_prompt_length=3, filter_overlong_prompts=True))
 
 
@@ -275,11 +276,11 @@ def test_prompts_over_the_limit_by_one_token_are_dropped_and_counted(
         )
     assert [row["prompt"] for row in dataset.rows] == ["abc", "ab"]
     assert dataset.dropped == {"too long": 2}
-    assert f"dropped 2 rows with prompts of more than {limit} tokens" in caplog.text
+    assert f"dropped 2 rows with prompts longer than {limit} tokens" in caplog.text
     assert all(len(item["input_ids"]) == limit for item in (dataset[0], dataset[1]))
 
 
-def test_rows_the_template_fails_on_are_dropped_counted_and_told(write, config, tokenizer, caplog):
+def test_rows_the_template_fails_on_are_dropped_counted_and_logged(write, config, tokenizer, caplog):
     # V-B7
     bad = [{"role": "system", "content": "hi"}]
     path = write(
@@ -294,15 +295,17 @@ def test_rows_the_template_fails_on_are_dropped_counted_and_told(write, config, 
         dataset = RLHFDataset(path, tokenizer, config(**settings))
     assert len(dataset) == 1
     assert dataset.dropped == {"template failed": 2, "too long": 1}
-    assert "2 rows: the first with template failed: the chat template cannot write" in caplog.text
+    assert "2 rows that failed; first: template failed: the chat template cannot write" in caplog.text
     assert "TemplateError: no systems" in caplog.text
-    with pytest.raises(ConfigError, match=r"of 2 rows none is left.*and 2 rows: the first with .*no systems"):
+    with pytest.raises(
+        ConfigError, match=r"none of 2 rows is left.*and 2 rows that failed; first: .*no systems"
+    ):
         RLHFDataset(write(*prompts(bad, bad)), tokenizer, config(**settings))
 
 
-def test_when_all_are_too_long_the_error_says_how_many_there_were(write, config, tokenizer):
+def test_when_all_are_too_long_the_error_has_their_number(write, config, tokenizer):
     # S-B2
-    with pytest.raises(ConfigError, match=r"of 2 rows none is left; dropped 2 rows .* more than 3 tokens"):
+    with pytest.raises(ConfigError, match=r"none of 2 rows is left; dropped 2 rows .* longer than 3 tokens"):
         RLHFDataset(
             write(*prompts("a", "b")), tokenizer, config(max_prompt_length=3, filter_overlong_prompts=True)
         )
@@ -361,7 +364,7 @@ def test_the_default_is_rows_with_prompts_and_max_samples_limits_them(write, con
     assert len(create_rl_dataset(path, config(max_samples=1), None, None)) == 1
 
 
-def test_a_class_of_the_users_wins_over_a_generator(config):
+def test_a_users_class_takes_precedence_over_a_generator(config):
     # V1
     settings = config(custom_cls=named("Limited"), datagen=named("Generator"))
     for is_train in (True, False):
@@ -403,7 +406,7 @@ def test_a_class_comes_from_a_file_or_a_module_and_is_one_class(tmp_path, config
         (named("made_rows"), "custom_cls: made_rows of .* must be a subclass of torch.utils.data.*Dataset"),
         (named("Limitted"), "did you mean .*Limited"),
         (named("X", "no_such_module"), "there is no module 'no_such_module'"),
-        (named("X", "nosuch.py"), "custom_cls: there is no file nosuch.py"),
+        (named("X", "nosuch.py"), "custom_cls: no such file nosuch.py"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_named(config, cls, message):
@@ -412,7 +415,7 @@ def test_a_class_that_cannot_be_used_is_named(config, cls, message):
         create_rl_dataset("p", config(custom_cls=cls), None, None)
 
 
-def test_max_samples_is_never_lost_on_a_class_that_does_not_take_it(config):
+def test_max_samples_is_an_error_for_a_class_that_does_not_take_it(config):
     # V-B4
     settings = config(custom_cls=named("Unlimited"))
     create_rl_dataset("p", settings, None, None)

@@ -1,4 +1,4 @@
-"""V56, V-B10: one line per row with its score, whatever numpy made of it, and no file is ever replaced."""
+"""V56, V-B10: one line per row with its score, numpy values included, and no file is ever replaced."""
 
 import json
 
@@ -55,7 +55,7 @@ def test_vb10_numbers_arrays_and_tensors_are_written_as_json(tmp_path):
     assert found[0]["input"] == [{"role": "user", "content": "hé"}] and found[0]["score"] == 0.0
 
 
-def test_vb10_a_step_trained_again_gets_a_file_of_its_own(tmp_path):
+def test_vb10_a_step_trained_again_gets_a_new_file(tmp_path):
     paths = [dump(tmp_path, scores=[score, score]) for score in (0.0, 1.0, 2.0)]
     assert [path.name for path in paths] == ["3.jsonl", "3.1.jsonl", "3.2.jsonl"]
     assert [lines(path)[0]["score"] for path in paths] == [0.0, 1.0, 2.0]
@@ -64,7 +64,7 @@ def test_vb10_a_step_trained_again_gets_a_file_of_its_own(tmp_path):
 
 @settings(max_examples=30)
 @given(texts=st.lists(st.text(st.characters(codec="utf-8")), max_size=4))
-def test_every_row_is_one_line_whatever_its_text(tmp_path_factory, texts):
+def test_every_row_is_one_line_for_any_text(tmp_path_factory, texts):
     count = len(texts)
     path = dump_rollouts(
         tmp_path_factory.mktemp("dump"), 0, inputs=texts, outputs=texts, gts=texts, scores=[0.0] * count
@@ -77,7 +77,7 @@ def test_every_row_is_one_line_whatever_its_text(tmp_path_factory, texts):
     [
         ({"extra": {"acc": [1.0]}}, "step 3: acc has 1 entries for 2 inputs"),
         ({"scores": [1.0]}, "step 3: score has 1 entries for 2 inputs"),
-        ({"extra": {"score": [1.0, 1.0]}}, r"extra has \['score'\], which every line has already"),
+        ({"extra": {"score": [1.0, 1.0]}}, r"extra has \['score'\], which every line already has"),
         (
             {"gts": [object(), 1]},
             r"gts is an object that cannot be written as JSON \(an object has no JSON form\)",

@@ -145,7 +145,7 @@ def test_the_worked_example_of_the_docstring() -> None:
     ]
 
 
-def test_the_time_of_a_video_is_measured_in_seconds_where_they_are_known() -> None:
+def test_the_time_of_a_video_is_measured_in_seconds_if_known() -> None:
     kinds = torch.tensor([VIDEO] * 3)
     positions = mrope_positions(
         kinds, image_grids=None, video_grids=torch.tensor([[3, 2, 2]]), merge_size=2, video_intervals=[2.5]
@@ -159,7 +159,7 @@ def test_the_time_of_a_video_is_measured_in_seconds_where_they_are_known() -> No
         max_size=4,
     )
 )
-def test_each_token_gets_one_position_and_text_follows_behind_all_rows_and_columns(
+def test_each_token_gets_one_position_and_text_starts_after_all_rows_and_columns(
     media: list[tuple[bool, int, int, int, int]],
 ) -> None:
     kinds: list[int] = []
@@ -182,7 +182,7 @@ def test_each_token_gets_one_position_and_text_follows_behind_all_rows_and_colum
     assert positions[:, -1].tolist() == [expected_end] * 3
 
 
-def test_a_video_written_with_the_images_token_is_known_by_its_marks() -> None:
+def test_a_video_that_uses_the_image_token_is_recognized_by_its_marks() -> None:
     ids = torch.tensor([IMAGE_ID, START_ID, IMAGE_ID, 5, IMAGE_ID, END_ID, IMAGE_ID])
     kinds = token_kinds(ids, image_token_id=IMAGE_ID, video_token_id=VIDEO_ID, video_marks=(START_ID, END_ID))
     assert kinds.tolist() == [IMAGE, TEXT, VIDEO, TEXT, VIDEO, TEXT, IMAGE]
@@ -191,7 +191,7 @@ def test_a_video_written_with_the_images_token_is_known_by_its_marks() -> None:
 @pytest.mark.parametrize(
     ("count", "grids", "message"),
     [
-        (5, [[1, 4, 6]], "image 0 has 5 tokens, but its grid .1, 4, 6. at merge size 2 says 6"),
+        (5, [[1, 4, 6]], "image 0 has 5 tokens, but its grid .1, 4, 6. at merge size 2 needs 6"),
         (7, [[1, 4, 6]], "more image tokens than its 1 image grids"),
         (6, [[1, 4, 6], [1, 2, 2]], "there are 2 image grids, but the sequence has tokens for 1"),
     ],

@@ -1,4 +1,4 @@
-"""An epoch's order is made from (seed, epoch) alone, or by a curriculum that the config names."""
+"""An epoch's order depends only on (seed, epoch), or is a curriculum that the config names."""
 
 import textwrap
 
@@ -44,7 +44,7 @@ def test_an_epoch_has_each_row_once(rows, seed, epoch):  # R9
     assert sorted(epoch_order(rows, seed=seed, epoch=epoch)) == list(range(rows))
 
 
-def test_the_order_depends_on_seed_and_epoch_alone():  # R9, R-B16
+def test_the_order_depends_only_on_seed_and_epoch():  # R9, R-B16
     first = epoch_order(100, seed=1, epoch=0)
     np.random.seed(5)
     torch.manual_seed(5)
@@ -71,7 +71,7 @@ def test_a_shuffled_epoch_is_seeded():  # V21
     assert list(sampler) == epoch_order(50, seed=3, epoch=4)
 
 
-def test_an_epoch_can_be_over_fewer_rows_than_there_are():
+def test_an_epoch_can_cover_only_the_first_rows():
     sampler = EpochSampler(range(50), shuffle=True, seed=1)
     sampler.set_epoch(2, num_rows=7)
     assert list(sampler) == epoch_order(7, seed=1, epoch=2)
@@ -114,9 +114,9 @@ def test_a_curriculum_can_come_from_a_file(tmp_path):  # V21
         ("config", __name__, "config.*subclass of"),
         ("WithoutUpdate", __name__, "WithoutUpdate.*has no update"),
         ("Missing", __name__, "sampler is .*Missing.*has no"),
-        ("EasyFirst", "nowhere/curriculum.py", "there is no file .*nowhere/curriculum.py"),
+        ("EasyFirst", "nowhere/curriculum.py", "no such file .*nowhere/curriculum.py"),
     ],
 )
-def test_what_is_no_curriculum_is_refused(name, path, message):  # V21
+def test_a_class_that_is_not_a_curriculum_is_refused(name, path, message):  # V21
     with pytest.raises(ConfigError, match=message):
         create_rl_sampler(config(name, path), range(3), seed=1)

@@ -1,4 +1,4 @@
-"""Rows become items in order, within the length, each with something to train; what is left out is counted."""
+"""Rows become items in order, within the length, each with a trained token; skipped sequences are counted."""
 
 import json
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from areal_lite.api.supervised_config import SFTDatasetConfig
 from areal_lite.data.chat.chat_tokens import conversation_sequences
 from areal_lite.data.supervised.sft_dataset import SFTDataset
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset
@@ -17,6 +18,10 @@ TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 def conversation(*contents):
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+def config(**settings):
+    return SFTDatasetConfig(path="", max_length=1000, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +64,7 @@ def test_a_loader_gets_each_batch_as_a_list(chatml):
     assert len({len(item["input_ids"]) for batch in batches for item in batch}) == 4
 
 
-def test_a_long_sequence_loses_its_end_and_is_counted(chatml):
+def test_a_long_sequence_is_truncated_and_counted(chatml):
     # R8
     row = {"messages": conversation("so", "hello world" * 9)}
     [whole] = SFTDataset([row], chatml, 1000)
@@ -72,7 +77,7 @@ def test_a_long_sequence_loses_its_end_and_is_counted(chatml):
     assert SFTDataset([row], chatml, full).truncated == 0
 
 
-def test_what_trains_nothing_is_left_out_and_counted_by_reason(chatml, caplog):
+def test_sequences_without_a_trained_token_are_skipped_and_counted_by_reason(chatml, caplog):
     # R-B7
     rows = [
         {"messages": conversation("so")},
@@ -82,15 +87,15 @@ def test_what_trains_nothing_is_left_out_and_counted_by_reason(chatml, caplog):
     ]
     dataset = SFTDataset(rows, chatml, 40)
     assert [trained for _, trained in texts(dataset)] == ["hello<|im_end|>"]
-    assert dataset.dropped == {"no text of an assistant": 2, "no trained token within max_length": 1}
+    assert dataset.dropped == {"no assistant text": 2, "no trained token within max_length": 1}
     assert [int(item["row"]) for item in dataset] == [1]
-    assert "of 4 rows, some are left out: 2 with no text of an assistant, 1 with no trained" in caplog.text
+    assert "some of 4 rows were skipped: 2 with no assistant text, 1 with no trained" in caplog.text
 
 
 def test_nothing_left_is_an_error(chatml):
     # R-B7
     rows = [{"messages": conversation("so")}, {"messages": conversation("so", "hello")}]
-    with pytest.raises(ConfigError, match="all of 2 rows are left out: 1 with no text.*max_length=3"):
+    with pytest.raises(ConfigError, match="all 2 rows were skipped: 1 with no assistant text.*max_length=3"):
         SFTDataset(rows, chatml, 3)
 
 
@@ -105,7 +110,9 @@ def test_a_conversation_that_splits_gives_several_items_in_order():
 
 @pytest.mark.parametrize("prompt", ["so", [{"role": "user", "content": "so"}]])
 def test_a_prompt_and_a_response_are_a_question_and_its_answer(chatml, prompt):
-    dataset = SFTDataset([{"q": prompt, "a": "hello"}], chatml, 1000, prompt_key="q", response_key="a")
+    dataset = SFTDataset(
+        [{"q": prompt, "a": "hello"}], chatml, config=config(prompt_key="q", response_key="a")
+    )
     same = SFTDataset([{"messages": conversation("so", "hello")}], chatml, 1000)
     assert texts(dataset) == texts(same)
 
@@ -113,11 +120,13 @@ def test_a_prompt_and_a_response_are_a_question_and_its_answer(chatml, prompt):
 def test_without_the_template_prompt_and_response_are_joined_and_the_eos_is_trained(chatml):
     # R3, R-B1
     row = {"prompt": "so ", "response": "hello"}
-    assert texts(SFTDataset([row], chatml, 1000, apply_chat_template=False)) == [
+    assert texts(SFTDataset([row], chatml, 1000, config(apply_chat_template=False))) == [
         ("so hello<|im_end|>", "hello<|im_end|>")
     ]
     messages = {"messages": conversation("so ", "hello")}
-    assert texts(SFTDataset([messages], chatml, 1000, apply_chat_template=False)) == [("so hello", "hello")]
+    assert texts(SFTDataset([messages], chatml, 1000, config(apply_chat_template=False))) == [
+        ("so hello", "hello")
+    ]
 
 
 def test_messages_and_tools_may_be_json_text(chatml):
@@ -133,7 +142,8 @@ def test_variables_of_the_template_are_passed_on(chatml):
         "chat_template": "{% for m in messages %}{{ word + m.content }}{% endfor %}",
         "word": "hello ",
     }
-    dataset = SFTDataset([{"messages": conversation("a", "b")}], chatml, 1000, template_kwargs=settings)
+    rows = [{"messages": conversation("a", "b")}]
+    dataset = SFTDataset(rows, chatml, config=config(apply_chat_template_kwargs=settings))
     assert texts(dataset)[0][0] == "hello ahello b"
 
 
@@ -170,9 +180,25 @@ def test_rows_are_read_from_a_file(chatml, tmp_path, monkeypatch):
     assert texts(SFTDataset([str(path), str(path)], chatml, 1000)) == expected * 2
 
 
+def test_max_length_overrides_the_config_and_max_samples_chooses_rows_of_a_file(chatml, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "so", "response": "x" * n}) + "\n" for n in range(1, 9)))
+    few = config(cache_dir=str(tmp_path), max_samples=3)
+    first, second = (SFTDataset(str(path), chatml, config=few, seed=seed) for seed in (1, 2))
+    assert len(first) == len(second) == 3
+    assert texts(first) != texts(second)
+    assert texts(SFTDataset(first.rows, chatml, 1000)) == texts(first)
+    assert SFTDataset(first.rows, chatml, 999, few).max_length == 999
+    assert SFTDataset(first.rows, chatml, config=few).max_length == 1000
+    with pytest.raises(ConfigError, match="neither max_length nor config is given"):
+        SFTDataset(first.rows, chatml)
+
+
 def test_worker_processes_give_the_same_items(chatml):
     rows = [{"messages": conversation("so", str(n), "so", "hello")} for n in range(3)]
-    assert texts(SFTDataset(rows, chatml, 1000, num_workers=1)) == texts(SFTDataset(rows, chatml, 1000))
+    assert texts(SFTDataset(rows, chatml, config=config(num_workers=1))) == texts(
+        SFTDataset(rows, chatml, 1000)
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,4 +228,4 @@ def test_no_rows_no_length_and_no_eos_are_refused(chatml):
         eos_token = None
 
     with pytest.raises(ConfigError, match="row 0: the tokenizer has no EOS token"):
-        SFTDataset([{"prompt": "so", "response": "a"}], NoEos(), 9, apply_chat_template=False)
+        SFTDataset([{"prompt": "so", "response": "a"}], NoEos(), 9, config(apply_chat_template=False))

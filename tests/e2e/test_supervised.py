@@ -380,7 +380,7 @@ def test_a_trained_reward_model_is_a_classifier_with_one_label(tmp_path: Path, t
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("train_dataset.kwargs.size=7", "fills no batch of 8"),  # R-B15
+        ("train_dataset.kwargs.size=7", "no full batch of 8"),  # R-B15
         ("train_dataset.messages_key=chat", "it has neither 'chat' nor both"),
         ("train_dataset.max_length=4", "no trained token within max_length"),
         ("train_dataset.path=no_such.jsonl", "no_such.jsonl"),

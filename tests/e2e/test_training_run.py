@@ -117,7 +117,7 @@ def test_rollout_and_evaluation_run_alone(run_yaml: Path) -> None:
         ("workflow=tests.e2e.agents.rows", "is a function"),
         ("workflow_kwargs={leters: 2}", "workflow_kwargs .'leters'. do not fit"),
         ("seed=-1", "seed: -1.*greater than or equal to 0"),
-        ("rollout_cache=/proc/nope", "rollout_cache '/proc/nope' is no folder that can be made"),
+        ("rollout_cache=/proc/nope", "rollout_cache '/proc/nope' cannot be created"),
         ("trainer.correction.reject=seq_mean_k3", "give a bound for each statistic"),
         ("should_accept_fn=tests.e2e.agents.nothing", "has no 'nothing'"),
         ("server.device=cuda", "server.device is 'cuda' but torch sees no GPU"),

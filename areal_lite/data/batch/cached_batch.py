@@ -1,4 +1,4 @@
-"""Rollouts made once and trained many times: a step's batch is kept in a file and read again."""
+"""Reuse rollouts between runs: each step's batch is stored in a file and read back by later runs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class BatchCache:
     """One file per training step.
 
     Args:
-        directory: Of the files.
-        made_under: What a batch depends on, by name; values that JSON has.
+        directory: Folder of the files.
+        made_under: Settings that a batch depends on, by name; JSON values.
 
     Raises:
-        ConfigError: If the directory cannot be made, or has batches that were made under other values.
+        ConfigError: If the directory cannot be created, or holds batches made under other settings.
     """
 
     def __init__(self, directory: Path | str, made_under: Mapping[str, Any]) -> None:
@@ -33,16 +33,16 @@ class BatchCache:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"rollout_cache {str(directory)!r} is no folder that can be made: {error}"
+                f"rollout_cache {str(directory)!r} cannot be created: {error}: choose another folder"
             ) from error
         for path in sorted(self._directory.glob("step_*.safetensors"))[:1]:
             self._load(path)
 
     def batch(self, step: int, make: Callable[[], DataProto]) -> DataProto:
-        """Return the batch of a step; where it is missing, make and keep it.
+        """Return the batch of a step; if there is no file, call ``make`` and store its result.
 
         Raises:
-            ConfigError: If the file was made under other values, or holds no whole batch.
+            ConfigError: If the file was made under other settings, or is not a complete batch.
             StorageError: If it cannot be written.
         """
         path = self._directory / f"step_{step}.safetensors"
@@ -55,15 +55,15 @@ class BatchCache:
 
     def _load(self, path: Path) -> DataProto:
         batch = load_data_proto(path)
-        then, now = batch.meta_info.pop(_MADE_UNDER, {}), self._made_under
+        saved, current = batch.meta_info.pop(_MADE_UNDER, {}), self._made_under
         differences = [
-            f"{name} was {then.get(name)!r} and is {now.get(name)!r}"
-            for name in sorted(then.keys() | now.keys())
-            if then.get(name) != now.get(name)
+            f"{name} was {saved.get(name)!r} and is {current.get(name)!r}"
+            for name in sorted(saved.keys() | current.keys())
+            if saved.get(name) != current.get(name)
         ]
         if differences:
             raise ConfigError(
-                f"{path} was made under another config: {'; '.join(differences)}. Put these back, or choose another "
-                "rollout_cache"
+                f"{path} was made under another config: {'; '.join(differences)}. Restore these values, or choose "
+                "another rollout_cache"
             )
         return batch

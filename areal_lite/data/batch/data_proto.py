@@ -1,8 +1,10 @@
-"""The batch that stages hand to one another: columns of one length, and facts about the whole.
+"""A batch as named columns of equal length, with metadata.
 
-Guarantees that tensors and object arrays stay aligned: rows are chosen, repeated, split and joined on
-both sides by the same index. A plain dict of tensors carries it: all that is needed of a batch is that
-index, so a tensor-dict library would add a dependency and no function. Knows nothing of training keys.
+Guarantees that tensors and object arrays stay aligned: both are indexed, repeated, split and concatenated by the same
+rows. Knows nothing of training keys.
+
+`areal-lite train` builds and checks batches; the operations on rows and columns, from indexing to
+:meth:`DataProto.make_iterator`, are for training loops of your own.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from areal_lite.data.rows.collate import ObjectArray, form_of, object_array
 _DICTS = ("batch", "non_tensor_batch", "meta_info")
 
 Rows = slice | Sequence[int] | Sequence[bool] | NDArray[np.integer | np.bool_] | Tensor
-"""Which rows: a slice, numbers (negative ones count from the end), or a mask of ``[B]``."""
+"""Row selection: a slice, row numbers (negative ones count from the end), or a mask ``[B]``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DataProtoItem:
-    """One row: values without the batch dimension."""
+    """One row, without the batch dimension."""
 
     batch: dict[str, Tensor]
     non_tensor_batch: dict[str, Any]
@@ -37,29 +39,28 @@ class DataProtoItem:
 class DataProto:
     """``B`` rows as named columns.
 
-    Methods return a new object with dicts of its own, which shares columns where no rows move; only
-    :meth:`pop`, :meth:`union` and :meth:`reorder` work in place. ``len(batch)`` counts rows, while
-    ``len(batch.batch)`` counts tensors.
+    Methods return a new object, which shares the columns if rows keep their places; only :meth:`pop`, :meth:`union` and
+    :meth:`reorder` work in place. ``len(batch)`` counts rows; ``len(batch.batch)`` counts tensors.
 
     Raises:
-        ValueError: If columns differ in length, or are not what their dict holds.
+        ValueError: If columns differ in length or have the wrong type for their dict.
     """
 
     batch: dict[str, Tensor] = field(default_factory=dict)
     """Tensors ``[B, ...]``."""
 
     non_tensor_batch: dict[str, ObjectArray] = field(default_factory=dict)
-    """Arrays ``[B]`` of dtype object; :func:`~areal_lite.data.rows.collate.object_array` makes one."""
+    """Arrays ``[B]`` of dtype object, made with :func:`~areal_lite.data.rows.collate.object_array`."""
 
     meta_info: dict[str, Any] = field(default_factory=dict)
-    """Facts about the batch as a whole; ``metrics`` is a dict of numbers that :meth:`concat` gathers."""
+    """Metadata of the whole batch; ``metrics`` is a dict of numbers that :meth:`concat` collects."""
 
     def __post_init__(self) -> None:
         self.check_consistency()
 
     @classmethod
     def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> Self:
-        """Return a batch of what :func:`~areal_lite.data.rows.collate.collate_fn` made.
+        """Return a batch of the columns that :func:`~areal_lite.data.rows.collate.collate_fn` returns.
 
         Tensors go to ``batch`` and numpy arrays to ``non_tensor_batch``.
 
@@ -70,7 +71,7 @@ class DataProto:
             if not isinstance(value, Tensor | np.ndarray) or value.ndim == 0:
                 raise ValueError(
                     f"{key!r} is {form_of(value)}: give a tensor or object_array(values); what is not one "
-                    "value per row belongs to meta_info"
+                    "value per row belongs in meta_info"
                 )
         tensors = {key: value for key, value in data.items() if isinstance(value, Tensor)}
         return cls.from_dict(tensors, {key: data[key] for key in data if key not in tensors}, meta_info)
@@ -82,15 +83,15 @@ class DataProto:
         non_tensors: Mapping[str, Sequence[Any] | NDArray[Any]] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Return a batch of tensors and of lists or arrays with one entry per row."""
+        """Return a batch of tensors, and of lists or arrays with one entry per row."""
         arrays = {key: object_array(values) for key, values in (non_tensors or {}).items()}
         return cls(dict(tensors or {}), arrays, dict(meta_info or {}))
 
     def check_consistency(self) -> None:
-        """Check every column; for use after one was put into a dict by hand.
+        """Check every column, e.g. after changing one of the dicts directly.
 
         Raises:
-            ValueError: With key, shape and mend.
+            ValueError: With key, shape and fix.
         """
         for key, tensor in self.batch.items():
             if not isinstance(tensor, Tensor) or tensor.ndim == 0:
@@ -99,7 +100,7 @@ class DataProto:
                 )
             if key in self.non_tensor_batch:
                 raise ValueError(
-                    f"{key!r} is in batch and in non_tensor_batch: a name has one column; rename one"
+                    f"{key!r} is in both batch and non_tensor_batch: a name has one column; rename one"
                 )
         for key, array in self.non_tensor_batch.items():
             if not isinstance(array, np.ndarray) or array.dtype != object or array.ndim != 1:
@@ -110,12 +111,12 @@ class DataProto:
         lengths = {key: len(column) for key, column in self._columns()}
         if len(set(lengths.values())) > 1:
             raise ValueError(
-                f"columns differ in length, {lengths}: give each one entry per row; facts about the whole batch "
-                "belong to meta_info"
+                f"columns differ in length, {lengths}: give each one entry per row; metadata of the whole batch "
+                "belongs in meta_info"
             )
 
     def __len__(self) -> int:
-        """Return the number of rows; 0 without columns."""
+        """Return the number of rows; 0 if there are no columns."""
         return next((len(column) for _, column in self._columns()), 0)
 
     @overload
@@ -123,11 +124,11 @@ class DataProto:
     @overload
     def __getitem__(self, rows: Rows) -> DataProto: ...
     def __getitem__(self, rows: int | Rows) -> DataProtoItem | DataProto:
-        """Return one row for an int, else the chosen rows in the order asked for; slices share storage.
+        """Return one row for an int, else the selected rows in the given order; slices share storage.
 
         Raises:
-            IndexError: If a row is not there, or a mask has another length.
-            TypeError: If ``rows`` says neither rows nor a mask.
+            IndexError: If a row does not exist, or a mask has the wrong length.
+            TypeError: If ``rows`` is neither row numbers nor a mask.
         """
         self.check_consistency()
         if isinstance(rows, int | np.integer):
@@ -139,7 +140,7 @@ class DataProto:
             )
         numbers: Any = rows
         index: Any = rows
-        if not isinstance(rows, slice) or (rows.step or 1) < 0:  # a tensor takes no negative step
+        if not isinstance(rows, slice) or (rows.step or 1) < 0:  # tensors do not support negative steps
             numbers = self._numbers(rows)
             index = torch.from_numpy(numbers)
         return DataProto(
@@ -154,14 +155,14 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] = (),
         meta_info_keys: Sequence[str] = (),
     ) -> DataProto:
-        """Remove the named entries and return them as a batch; all of them or, on an error, none.
+        """Remove the named entries and return them as a batch; on an error nothing is removed.
 
         Raises:
-            KeyError: If one is not there.
+            KeyError: If an entry does not exist.
         """
         popped = self._entries(batch_keys, non_tensor_batch_keys, meta_info_keys)
-        for mine, gone in zip(self._dicts(), popped._dicts(), strict=True):
-            for key in gone:
+        for mine, removed in zip(self._dicts(), popped._dicts(), strict=True):
+            for key in removed:
                 del mine[key]
         return popped
 
@@ -171,10 +172,10 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
-        """Return a batch of the named entries only; None keeps all of that dict.
+        """Return a batch of the named entries only; None keeps a whole dict.
 
         Raises:
-            KeyError: If one is not there.
+            KeyError: If an entry does not exist.
         """
         return self._entries(
             self.batch if batch_keys is None else batch_keys,
@@ -186,8 +187,8 @@ class DataProto:
         """Return the batch with columns renamed, ``{old: new}``.
 
         Raises:
-            KeyError: If an old name is not there.
-            ValueError: If two columns would have one name.
+            KeyError: If an old name does not exist.
+            ValueError: If two columns would get the same name.
         """
         columns = dict(self._columns())
         for key in names:
@@ -195,37 +196,37 @@ class DataProto:
         renamed = {names.get(key, key): column for key, column in columns.items()}
         if len(renamed) < len(columns):
             raise ValueError(
-                f"renaming {dict(names)} in {list(columns)} gives two columns one name: choose another"
+                f"renaming {dict(names)} in {list(columns)} gives two columns the same name: choose another"
             )
         return DataProto.from_single_dict(renamed, self.meta_info)
 
     def union(self, other: DataProto) -> Self:
-        """Take over the entries of ``other``, in place, and return the batch; on an error it stays as it was.
+        """Add the entries of ``other`` in place and return the batch; on an error it is unchanged.
 
         Raises:
-            ValueError: If the number of rows differs, or a name both have stands for different values.
+            ValueError: If the number of rows differs, or both have a name with different values.
         """
         merged = DataProto(*map(_merged, self._dicts(), other._dicts(), _DICTS))
-        for mine, both in zip(self._dicts(), merged._dicts(), strict=True):
-            mine.update(both)
+        for mine, union in zip(self._dicts(), merged._dicts(), strict=True):
+            mine.update(union)
         return self
 
     def repeat(self, repeat_times: int, *, interleave: bool = True) -> DataProto:
-        """Return every row ``repeat_times`` times: ``a, a, b, b``, or without ``interleave`` ``a, b, a, b``."""
+        """Return every row ``repeat_times`` times: ``a, a, b, b``, or ``a, b, a, b`` without ``interleave``."""
         _at_least_one("repeat_times", repeat_times)
         rows = np.arange(len(self))
         return self[np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times)]
 
     def reorder(self, indices: Rows) -> None:
-        """Put row ``indices[i]`` at place ``i``, in place.
+        """Move row ``indices[i]`` to row ``i``, in place.
 
         Raises:
-            ValueError: If ``indices`` does not name each row once.
+            ValueError: If ``indices`` does not contain each row once.
         """
         numbers = self._numbers(indices)
         if not np.array_equal(np.sort(numbers), np.arange(len(self))):
             raise ValueError(
-                f"the {len(numbers)} indices do not name each of {len(self)} rows once: to choose rows, index the batch"
+                f"the {len(numbers)} indices do not name each of {len(self)} rows once: to select rows, index the batch"
             )
         ordered = self[numbers]
         self.batch.update(ordered.batch)
@@ -235,7 +236,7 @@ class DataProto:
         """Return ``chunks`` batches of equal length, which share storage with this one.
 
         Raises:
-            ValueError: If the rows cannot be divided so.
+            ValueError: If the rows cannot be divided evenly.
         """
         _at_least_one("chunks", chunks)
         if len(self) % chunks:
@@ -247,7 +248,7 @@ class DataProto:
         return [self[number * size : (number + 1) * size] for number in range(chunks)]
 
     def split(self, split_size: int) -> list[DataProto]:
-        """Return batches of ``split_size`` rows, the last of what is left; one, if there are no rows."""
+        """Return batches of ``split_size`` rows; the last may be shorter. Without rows, return one empty batch."""
         _at_least_one("split_size", split_size)
         return [self[start : start + split_size] for start in range(0, max(1, len(self)), split_size)]
 
@@ -255,11 +256,11 @@ class DataProto:
     def concat(parts: Sequence[DataProto]) -> DataProto:
         """Return the rows of all parts, in order.
 
-        Numbers in ``meta_info["metrics"]`` become lists of one entry per part (a list is extended);
-        any other fact is taken from the parts that have it.
+        Numbers in ``meta_info["metrics"]`` become lists with one entry per part (lists are extended). Other metadata
+        is taken from the parts that have it.
 
         Raises:
-            ValueError: If there are no parts, columns or their shapes differ, or a fact does.
+            ValueError: If there are no parts, or their columns, shapes or metadata differ.
         """
         if not parts:
             raise ValueError("there are no batches to concatenate: give at least one")
@@ -268,10 +269,10 @@ class DataProto:
         meta_info: dict[str, Any] = {}
         for number, part in enumerate(parts):
             _check_same_columns(first, part, number)
-            facts = dict(part.meta_info)
-            for name, value in facts.pop("metrics", {}).items():
+            metadata = dict(part.meta_info)
+            for name, value in metadata.pop("metrics", {}).items():
                 metrics.setdefault(name, []).extend(value if isinstance(value, list) else [value])
-            meta_info = _merged(meta_info, facts, "meta_info")
+            meta_info = _merged(meta_info, metadata, "meta_info")
         if metrics:
             meta_info["metrics"] = metrics
         return DataProto(
@@ -284,9 +285,9 @@ class DataProto:
         )
 
     def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
-        """Return the batch with rows from its start added until ``divisor`` divides it, and how many were added.
+        """Append rows from the start until ``divisor`` divides the batch; return it and the number of added rows.
 
-        3 rows padded to 8 are ``a, b, c, a, b, c, a, b``; :meth:`unpad` takes them off again.
+        3 rows padded to 8 are ``a, b, c, a, b, c, a, b``; :meth:`unpad` removes the added rows.
         """
         _at_least_one("divisor", divisor)
         pad_size = -len(self) % divisor
@@ -297,7 +298,9 @@ class DataProto:
     def unpad(self, pad_size: int) -> DataProto:
         """Return the batch without its last ``pad_size`` rows."""
         if not 0 <= pad_size <= len(self):
-            raise ValueError(f"pad_size is {pad_size} of {len(self)} rows: give what pad_to_divisor returned")
+            raise ValueError(
+                f"pad_size is {pad_size} of {len(self)} rows: pass the value that pad_to_divisor returned"
+            )
         return self[: len(self) - pad_size]
 
     def make_iterator(
@@ -306,9 +309,9 @@ class DataProto:
         """Return an iterator over mini-batches, every row once per epoch.
 
         Args:
-            mini_batch_size: Rows of each; it divides the batch, so that every row weighs the same in a mean.
-            epochs: Times to go through the batch.
-            seed: Makes the order, another in each epoch and the same in each run; None keeps the order.
+            mini_batch_size: Rows of each; it must divide the batch, so every row has the same weight in a mean.
+            epochs: Passes over the batch.
+            seed: Shuffles each epoch differently, but the same way in each run; None keeps the order.
 
         Raises:
             ValueError: If ``mini_batch_size`` does not divide the batch.
@@ -357,7 +360,7 @@ class DataProto:
         index = rows.cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
         if index.ndim != 1 or (index.size and index.dtype.kind not in "biu"):
             raise TypeError(
-                f"a batch cannot be indexed by {form_of(rows)}: give a number, a slice, or one list, array or tensor "
+                f"a batch cannot be indexed by {form_of(rows)}: give a number, a slice, or a list, array or tensor "
                 "of numbers or bools"
             )
         if index.dtype == bool:
@@ -366,7 +369,7 @@ class DataProto:
             return np.flatnonzero(index)
         outside = index[(index < -len(self)) | (index >= len(self))]
         if outside.size:
-            raise IndexError(f"row {outside[0]} is not there: the batch has {len(self)} rows")
+            raise IndexError(f"row {outside[0]} does not exist: the batch has {len(self)} rows")
         return index.astype(np.int64) % max(1, len(self))
 
 
@@ -385,14 +388,14 @@ def _merged(mine: Mapping[str, Any], theirs: Mapping[str, Any], where: str) -> d
     for key in mine:
         if key in theirs and not _same(mine[key], theirs[key]):
             raise ValueError(
-                f"both sides have {where}[{key!r}], {form_of(mine[key])} and {form_of(theirs[key])}, with different "
-                "values: pop or rename it on one side first"
+                f"both batches have {where}[{key!r}], {form_of(mine[key])} and {form_of(theirs[key])}, with different "
+                "values: pop or rename it in one of them first"
             )
     return {**mine, **theirs}
 
 
 def _same(mine: Any, theirs: Any) -> bool:
-    """Return whether two values are equal all the way down; NaN is equal to NaN."""
+    """Return whether two values are deeply equal; NaN equals NaN."""
     if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
         if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
             return False
@@ -409,12 +412,13 @@ def _same(mine: Any, theirs: Any) -> bool:
 
 
 def _check_same_columns(first: DataProto, part: DataProto, number: int) -> None:
-    expected, found = _row_forms(first), _row_forms(part)
-    for key in expected | found:
-        if expected.get(key) != found.get(key):
+    expected, actual = _row_forms(first), _row_forms(part)
+    for key in expected | actual:
+        if expected.get(key) != actual.get(key):
             raise ValueError(
-                f"part {number} has {found.get(key, 'nothing')} as {key!r}, part 0 has {expected.get(key, 'nothing')}: "
-                "batches are concatenated when their columns agree; pad, pop or rename first"
+                f"part {number} has {actual.get(key, 'nothing')} as {key!r}, part 0 has "
+                f"{expected.get(key, 'nothing')}: only batches with equal columns can be "
+                "concatenated; pad, pop or rename first"
             )
 
 

@@ -1,8 +1,8 @@
 """A batch in one file, without pickle: reading it runs no code.
 
-Guarantees that the file appears whole or not at all, and that what is read equals what was written.
-Tensors and numeric arrays, nested ones too, are kept as safetensors; the rest is JSON in a tensor of
-bytes beside them. Any reader of safetensors finds the tensors of a batch as ``batch/NAME``.
+Guarantees that the file is written atomically and that a batch reads back equal. Tensors and numeric arrays, including
+nested ones, are stored as safetensors; the rest is JSON in a tensor of bytes. Any safetensors reader finds the tensors
+of a batch as ``batch/NAME``.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _FORMAT = "areal_lite.DataProto"
 _SCHEMA = "1"
 _JSON = "json"
 _KIND = "$"
-"""``{"$": kind, "value": ...}`` stands for what JSON has no word for."""
+"""``{"$": kind, "value": ...}`` stands for a value that JSON cannot express."""
 
 
 def save_data_proto(batch: DataProto, path: Path | str) -> Path:
-    """Write ``batch`` to the file ``path``, in place of one that is there, and return the path.
+    """Write ``batch`` to the file ``path``, replacing an existing one, and return the path.
 
-    Gradients and devices are not kept; numpy's numbers become Python's.
+    Gradients and devices are not stored; numpy scalars become Python numbers.
 
     Raises:
-        ValueError: If a value cannot be kept without pickle; with its key.
+        ValueError: If a value cannot be stored without pickle; with its key.
         StorageError: If the disk is full or not writable.
     """
     tensors = to_tensors(batch)
@@ -52,14 +52,14 @@ def save_data_proto(batch: DataProto, path: Path | str) -> Path:
             with aside.open("rb") as file:
                 os.fsync(file.fileno())
             aside.replace(path)
-    except KeyError as error:  # a dtype that safetensors does not have
+    except KeyError as error:  # a dtype that safetensors does not support
         names = [name for name, tensor in tensors.items() if tensor.dtype in error.args]
         raise ValueError(
-            f"{names} are of dtype {error}, which no safetensors file holds: convert them"
+            f"{names} have dtype {error}, which safetensors does not support: convert them"
         ) from error
     except (OSError, SafetensorError) as error:
         raise StorageError(
-            f"the batch could not be written to {path}: {error}: free disk space or mend its permissions"
+            f"the batch could not be written to {path}: {error}: free disk space or fix its permissions"
         ) from error
     return path
 
@@ -68,33 +68,33 @@ def load_data_proto(path: Path | str) -> DataProto:
     """Return the batch that :func:`save_data_proto` wrote, on the CPU.
 
     Raises:
-        ConfigError: If there is no such file, or it is cut off, of another program, or of a later version.
+        ConfigError: If the file is missing, truncated, from another program, or from a later version.
     """
     try:
         with safe_open(path, framework="pt") as file:
             mark = file.metadata() or {}
             if mark.get("format") != _FORMAT:
                 raise ConfigError(
-                    f"{path} holds tensors but no batch: name a file that save_data_proto wrote"
+                    f"{path} holds tensors, but not a batch: name a file that save_data_proto wrote"
                 )
             if mark.get("schema") != _SCHEMA:
                 raise ConfigError(
-                    f"{path} is of schema {mark.get('schema')}, this version reads {_SCHEMA}: use the version that "
+                    f"{path} has schema {mark.get('schema')}, but this version reads {_SCHEMA}: use the version that "
                     "wrote it"
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no mapping
         return from_tensors(tensors)
     except (OSError, SafetensorError, KeyError, orjson.JSONDecodeError) as error:
         raise ConfigError(
-            f"no batch can be read from {path} ({error}): it must be a whole file that save_data_proto wrote"
+            f"no batch can be read from {path} ({error}): it must be a complete file that save_data_proto wrote"
         ) from error
 
 
 def to_tensors(batch: DataProto) -> dict[str, Tensor]:
-    """Return all that is in ``batch`` as tensors by name, on the CPU and without shared storage.
+    """Return the whole content of ``batch`` as named tensors, on the CPU and without shared storage.
 
     Raises:
-        ValueError: If a value cannot be kept without pickle; with its key.
+        ValueError: If a value cannot be stored without pickle; with its key.
     """
     batch.check_consistency()
     tensors = {f"batch/{key}": _dense(tensor) for key, tensor in batch.batch.items()}
@@ -109,7 +109,7 @@ def to_tensors(batch: DataProto) -> dict[str, Tensor]:
 
 
 def from_tensors(tensors: Mapping[str, Tensor]) -> DataProto:
-    """Return the batch that :func:`to_tensors` was given, on the CPU."""
+    """Return the batch from the tensors of :func:`to_tensors`, on the CPU."""
     rest = orjson.loads(tensors[_JSON].numpy().tobytes())
     return DataProto(
         {key: tensors[f"batch/{key}"] for key in rest["batch"]},
@@ -119,7 +119,7 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> DataProto:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Return a copy of its own: safetensors refuses tensors that share storage, as views of a batch do."""
+    """Return a copy: safetensors rejects tensors that share storage, such as views of a batch."""
     return tensor.detach().to("cpu").clone(memory_format=torch.contiguous_format)
 
 
@@ -130,14 +130,14 @@ def _json_section(where: str, values: Mapping[str, Any], tensors: dict[str, Tens
             section[key] = orjson.Fragment(orjson.dumps(_to_json(value, tensors, f"{where}/{key}")))
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"{where}[{key!r}] cannot be kept without pickle: {error}; make it numbers, text, lists, dicts, "
-                "tensors or numeric arrays, or pop it before"
+                f"{where}[{key!r}] cannot be stored without pickle: {error}; use numbers, text, lists, dicts, tensors "
+                "or numeric arrays, or pop it first"
             ) from error
     return section
 
 
 def _to_json(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
-    """Return ``value`` in JSON's words; its tensors are added to ``tensors``."""
+    """Return ``value`` as JSON; its tensors are added to ``tensors``."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -159,7 +159,7 @@ def _to_json(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
         if _KIND not in value and all(isinstance(key, str) for key in value):
             return {key: _to_json(item, tensors, place) for key, item in value.items()}
         return {_KIND: "dict", "value": [_to_json(list(pair), tensors, place) for pair in value.items()]}
-    raise TypeError(f"it holds {form_of(value)}")
+    raise TypeError(f"it contains {form_of(value)}")
 
 
 def _from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:

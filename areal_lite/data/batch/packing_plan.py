@@ -1,7 +1,8 @@
-"""Which sequences share a mini-batch, and which rank computes it.
+"""Plan which sequences share a mini-batch, and which rank computes it.
 
-Guarantees that no mini-batch is over the token cap, that every rank has equally many, and that the order of
-the sequences can be found again. Pure: plans over lengths, for one call. Knows no tensors and no ranks' groups.
+For training loops of your own; `areal-lite train` does not use it. Guarantees that no mini-batch exceeds the token cap,
+that every rank has equally many mini-batches, and that the order of the sequences can be restored. Pure functions of
+lengths; knows nothing of tensors and process groups.
 """
 
 from __future__ import annotations
@@ -21,34 +22,34 @@ class PackingPlan:
     """Sequences ``0 .. num_sequences - 1`` and the dummies after them, each in exactly one mini-batch."""
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
-    """``[rank][mini-batch][sequence]`` indices. Mini-batches at the same place of all ranks are of like size,
-    since there the ranks wait for each other."""
+    """``[rank][mini-batch][sequence]`` indices. The ranks' i-th mini-batches have similar sizes, since ranks wait for
+    each other."""
 
     lengths: tuple[int, ...]
-    """Tokens of each index after padding, dummies included."""
+    """Tokens of each sequence after padding, dummies included."""
 
     num_sequences: int
-    """Sequences that were planned for; an index from here on is a dummy."""
+    """Number of real sequences; indices from here on are dummies."""
 
     @property
     def num_dummies(self) -> int:
-        """Sequences of padding alone, which stand in so that no mini-batch is empty."""
+        """Number of padding-only sequences, added so that no mini-batch is empty."""
         return len(self.lengths) - self.num_sequences
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """What each index counts for in a mean over sequences: 1, and 0 for a dummy."""
+        """Weight of each index in a mean over sequences: 1, or 0 for a dummy."""
         return (1.0,) * self.num_sequences + (0.0,) * self.num_dummies
 
     @property
     def inverse_index(self) -> tuple[int, ...]:
-        """For each sequence its place among the outputs of all ranks, one rank and mini-batch after another."""
+        """Position of each sequence in the flattened outputs ``[rank][mini-batch][sequence]``."""
         order = [index for rank in self.ranks for batch in rank for index in batch]
-        places = sorted(range(len(order)), key=order.__getitem__)
-        return tuple(places[: self.num_sequences])
+        positions = sorted(range(len(order)), key=order.__getitem__)
+        return tuple(positions[: self.num_sequences])
 
     def restore(self, outputs: Sequence[Sequence[Sequence[T]]]) -> list[T]:
-        """Return one output per sequence in the order that was planned for, without the dummies'.
+        """Return one output per sequence in the original order, without dummies.
 
         Args:
             outputs: ``[rank][mini-batch][sequence]``, in the shape of ``ranks``.
@@ -60,10 +61,10 @@ class PackingPlan:
         if counts != (planned := [[len(batch) for batch in rank] for rank in self.ranks]):
             raise ValueError(
                 f"outputs per rank and mini-batch are {counts}, the plan has {planned}: give one output per "
-                "sequence, dummies included, of every rank"
+                "sequence of every rank, dummies included"
             )
         flat = [output for rank in outputs for batch in rank for output in batch]
-        return [flat[place] for place in self.inverse_index]
+        return [flat[position] for position in self.inverse_index]
 
 
 def plan_packing(
@@ -76,17 +77,17 @@ def plan_packing(
 ) -> PackingPlan:
     """Return few mini-batches of nearly equal size, equally many per rank, none above ``max_tokens``.
 
-    Lengths 6, 3, 2, 4, 1 under 8 tokens on two ranks make one mini-batch of 8 tokens for each: sequences 0 and
-    2, and 1, 3 and 4.
+    With lengths 6, 3, 2, 4, 1, 8 tokens and two ranks, each rank gets one mini-batch of 8 tokens: sequences 0 and 2,
+    and sequences 1, 3 and 4.
 
     Args:
         lengths: Tokens of each sequence, 1 or more.
-        max_tokens: Most tokens of a mini-batch, padding included: what one device holds, times the devices that
-            share a sequence. Training and inference may differ in it.
+        max_tokens: Most tokens of a mini-batch, padding included: the capacity of a device times the devices that share
+            a sequence. May differ between training and inference.
         num_ranks: Data-parallel ranks.
-        multiple_of: Lengths are rounded up to a multiple of it. Twice the sequence-parallel size lets every
-            device take one piece of a sequence's head and one of its tail.
-        pair: Sequences 2i and 2i+1 stay side by side in one mini-batch; so do dummies.
+        multiple_of: Lengths are rounded up to a multiple of this. With twice the sequence-parallel size, every device
+            can take one piece of a sequence's head and one of its tail.
+        pair: Keep sequences 2i and 2i+1 adjacent in one mini-batch; dummies too.
 
     Raises:
         ConfigError: If a sequence (or a pair) alone is above ``max_tokens``.
@@ -104,7 +105,9 @@ def plan_packing(
         )
     group = 2 if pair else 1
     if len(lengths) % group:
-        raise ValueError(f"{len(lengths)} sequences are not pairs: give an even number, 2i and 2i+1 together")
+        raise ValueError(
+            f"{len(lengths)} sequences are not pairs: give an even number, with 2i and 2i+1 a pair"
+        )
 
     padded = [-(-length // multiple_of) * multiple_of for length in lengths]
     units = [sum(padded[start : start + group]) for start in range(0, len(padded), group)]
@@ -126,7 +129,7 @@ def plan_packing(
             break
         count += 1
 
-    by_size = [batches[place] for place in sorted(range(count), key=lambda place: -sizes[place])]
+    by_size = [batches[number] for number in sorted(range(count), key=lambda number: -sizes[number])]
     expanded = [tuple(unit * group + i for unit in batch for i in range(group)) for batch in by_size]
     return PackingPlan(
         ranks=tuple(tuple(expanded[rank::num_ranks]) for rank in range(num_ranks)),
@@ -136,7 +139,7 @@ def plan_packing(
 
 
 def _least_minibatches(units: Sequence[int], max_tokens: int) -> int:
-    """Return a count below which no partition fits: by total, and by how few of the longest fit together."""
+    """Return a lower bound on the number of mini-batches, from the total and from the longest sequences."""
     by_total = -(-sum(units) // max_tokens)
     by_length = (
         -(-rank // (max_tokens // length)) for rank, length in enumerate(sorted(units, reverse=True), start=1)
@@ -154,11 +157,11 @@ def balance_order(lengths: Sequence[int], num_ranks: int) -> list[int]:
         num_ranks: Data-parallel ranks; rank r takes the r-th slice.
 
     Raises:
-        ValueError: If the sequences cannot be dealt out evenly.
+        ValueError: If the ranks do not divide the number of sequences.
     """
     if num_ranks < 1 or len(lengths) % num_ranks or not lengths:
         raise ValueError(
-            f"{len(lengths)} sequences cannot be dealt out evenly to {num_ranks} ranks: give a multiple of the ranks"
+            f"{len(lengths)} sequences cannot be divided evenly among {num_ranks} ranks: give a multiple of the ranks"
         )
     parts = get_seqlen_balanced_partitions(lengths, num_ranks, equal_size=True)
     return [index for part in parts for index in part]

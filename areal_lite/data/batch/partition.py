@@ -1,7 +1,7 @@
-"""Items into k parts of nearly equal weight, by two heuristics behind one function.
+"""Partition items into k parts of nearly equal weight, with two heuristics behind one function.
 
-Guarantees that every item is in exactly one part, that no part is empty, and that the heaviest part is above
-the mean by at most the longest item. Pure, without torch. Knows no cap: :mod:`areal_lite.data.batch.packing_plan` does.
+Guarantees that every item is in exactly one part, that no part is empty, and that the heaviest part exceeds the mean by
+at most the longest item. Pure, without torch. Has no token cap; :mod:`areal_lite.data.batch.packing_plan` adds one.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from collections.abc import Sequence
 
 Parts = list[list[int]]
 _Entry = tuple[int, int]
-"""Total length of a part, and its node in the tree of joined items."""
+"""Total length of a part, and its node in the tree of merged items."""
 _FEW_ITEMS = 1024
-"""Up to here Karmarkar-Karp costs a few milliseconds; beyond it gains next to nothing (benchmarks/packing_plans.py)."""
+"""Up to here Karmarkar-Karp takes a few milliseconds; beyond, it gains almost nothing (benchmarks/packing_plans.py)."""
 
 
 def get_seqlen_balanced_partitions(
     lengths: Sequence[int], k_partitions: int, equal_size: bool = False
 ) -> Parts:
-    """Return ``k_partitions`` lists of indices whose lengths add up to nearly the same.
+    """Return ``k_partitions`` lists of indices with nearly equal total lengths.
 
-    It is the better of longest-processing-time and Karmarkar-Karp; the former alone above 1,024 items, unless
-    ``equal_size`` makes the latter cheap.
+    Returns the better result of longest-processing-time and Karmarkar-Karp. Above 1,024 items only the former runs,
+    unless ``equal_size`` makes the latter cheap.
 
     Args:
         lengths: Length of each item, 0 or more.
-        k_partitions: How many parts; at most one per item.
-        equal_size: Parts also have equally many items; where that cannot be, counts differ by one.
+        k_partitions: Number of parts; at most the number of items.
+        equal_size: Parts also have equally many items, or counts that differ by one.
 
     Returns:
         Indices into ``lengths``, sorted inside each part.
 
     Raises:
-        ValueError: If there are fewer items than parts, no part is asked for, or a length is negative.
+        ValueError: If there are fewer items than parts, no parts, or a negative length.
     """
     if not 1 <= k_partitions <= len(lengths):
         raise ValueError(
@@ -41,7 +41,7 @@ def get_seqlen_balanced_partitions(
             "of items, or add items"
         )
     if (shortest := min(lengths)) < 0:
-        raise ValueError(f"item {lengths.index(shortest)} has length {shortest}: lengths are 0 or more")
+        raise ValueError(f"item {lengths.index(shortest)} has length {shortest}: it must be 0 or more")
     methods = [longest_processing_time]
     if equal_size or len(lengths) <= _FEW_ITEMS:
         methods.append(karmarkar_karp)
@@ -55,15 +55,15 @@ def totals(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def longest_processing_time(lengths: Sequence[int], k_partitions: int, equal_size: bool = False) -> Parts:
-    """Give each item, longest first, to the part that is lightest so far; O(n log n).
+    """Give each item, longest first, to the lightest part so far; O(n log n).
 
-    With ``equal_size`` a part that has its share of items waits until all have theirs.
+    With ``equal_size``, a part with its share of items waits until all parts have theirs.
 
     Source: Graham, Bounds on multiprocessing timing anomalies (1969).
     """
     parts: Parts = [[] for _ in range(k_partitions)]
     share = len(lengths) // k_partitions if equal_size else len(lengths)
-    # The count comes second so that items of length 0 fill empty parts first.
+    # The count comes second, so items of length 0 fill empty parts first.
     lightest = [(0, 0, part) for part in range(k_partitions)]
     waiting: list[tuple[int, int, int]] = []
     for index in _longest_first(lengths):
@@ -80,13 +80,13 @@ def longest_processing_time(lengths: Sequence[int], k_partitions: int, equal_siz
 
 
 def karmarkar_karp(lengths: Sequence[int], k_partitions: int, equal_size: bool = False) -> Parts:
-    """Join the two partial solutions of the largest spread, heavy parts with light ones, until one is left.
+    """Merge the two partial solutions of largest spread, heavy parts with light ones, until one is left.
 
-    A partial solution lists its non-empty parts only, heaviest first, so that most joins touch few of them. The
-    first ones hold an item each; or, with ``equal_size``, ``k_partitions`` items of like length, one to a part.
+    A partial solution lists only its non-empty parts, heaviest first, so most merges touch few of them. The initial
+    ones hold one item each or, with ``equal_size``, ``k_partitions`` items of similar length, one per part.
 
-    Source: Karmarkar and Karp, The differencing method of set partitioning (1982); the rounds are after
-    Michiels et al., Performance ratios for the differencing method applied to balanced number partitioning (2003).
+    Source: Karmarkar and Karp, The differencing method of set partitioning (1982). ``equal_size`` follows Michiels et
+    al., Performance ratios for the differencing method applied to balanced number partitioning (2003).
     """
     k = k_partitions
     order = _longest_first(lengths)
@@ -95,16 +95,16 @@ def karmarkar_karp(lengths: Sequence[int], k_partitions: int, equal_size: bool =
 
     def ranked(solution: list[_Entry]) -> tuple[int, int, list[_Entry]]:
         spread = solution[0][0] - (solution[-1][0] if len(solution) == k else 0)
-        return -spread, solution[0][1], solution  # the node is unique: lists are never compared
+        return -spread, solution[0][1], solution  # nodes are unique, so lists are never compared
 
-    def join(a: list[_Entry], b: list[_Entry]) -> list[_Entry]:
+    def merge(a: list[_Entry], b: list[_Entry]) -> list[_Entry]:
         keep_a, keep_b = min(k - len(b), len(a)), min(k - len(a), len(b))
-        joined = a[:keep_a] + b[:keep_b]
+        merged = a[:keep_a] + b[:keep_b]
         for (total_a, node_a), (total_b, node_b) in zip(a[keep_a:], reversed(b[keep_b:]), strict=True):
-            joined.append((total_a + total_b, len(lengths) + len(children)))
+            merged.append((total_a + total_b, len(lengths) + len(children)))
             children.append((node_a, node_b))
-        joined.sort(reverse=True)
-        return joined
+        merged.sort(reverse=True)
+        return merged
 
     heap = [
         ranked([(lengths[index], index) for index in order[start : start + step]])
@@ -113,7 +113,7 @@ def karmarkar_karp(lengths: Sequence[int], k_partitions: int, equal_size: bool =
     heapq.heapify(heap)
     while len(heap) > 1:
         largest = heapq.heappop(heap)[2]
-        heapq.heapreplace(heap, ranked(join(largest, heap[0][2])))
+        heapq.heapreplace(heap, ranked(merge(largest, heap[0][2])))
 
     parts: Parts = []
     for _, root in heap[0][2]:

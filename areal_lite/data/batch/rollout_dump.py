@@ -1,8 +1,7 @@
-"""What was asked, answered and scored at one training step, as JSON lines to look at.
+"""Prompts, answers and scores of one training step as JSON lines.
 
-Guarantees that a file appears whole, and that none is ever replaced: a step that is trained again after a
-resume gets a file of its own. The trajectories themselves are dumped by the engine; here are the scores
-that the trainer saw.
+Guarantees that files are written atomically and never replaced: a step that is trained again after a resume gets a new
+file. The engine dumps full trajectories; these files hold the scores that the trainer saw.
 """
 
 from __future__ import annotations
@@ -31,27 +30,27 @@ def dump_rollouts(
     scores: Sequence[float],
     extra: Mapping[str, Sequence[Any]] | None = None,
 ) -> Path:
-    """Write ``{step}.jsonl``, one line per row, and return its path; ``{step}.1.jsonl`` and so on if it is there.
+    """Write ``{step}.jsonl``, one line per row, and return its path; if it exists, ``{step}.1.jsonl`` and so on.
 
-    A line has ``input``, ``output``, ``gts``, ``score``, ``step`` and what ``extra`` holds. Numbers and arrays
-    of numpy are written as JSON; what is not finite is null.
+    A line has ``input``, ``output``, ``gts``, ``score``, ``step`` and the columns of ``extra``. Numpy numbers and
+    arrays are written as JSON; NaN and inf become null.
 
     Args:
-        directory: Where the files of all steps are.
+        directory: Folder of all steps' files.
         step: The training step.
         inputs: ``[B]`` prompts, text or messages.
         outputs: ``[B]`` answers.
-        gts: ``[B]`` what the answers are judged by (ground truths).
+        gts: ``[B]`` ground truths.
         scores: ``[B]`` rewards.
         extra: More columns ``[B]`` by name.
 
     Raises:
-        ValueError: If a column has another length, the name of a field above, or a value that JSON has no word for.
+        ValueError: If a column has the wrong length, the name of a field above, or a value that is not JSON.
         StorageError: If the disk is full or not writable.
     """
     columns = {"input": inputs, "output": outputs, "gts": gts, "score": scores, "step": [step] * len(inputs)}
     if taken := columns.keys() & (extra or {}).keys():
-        raise ValueError(f"extra has {sorted(taken)}, which every line has already: leave out or rename")
+        raise ValueError(f"extra has {sorted(taken)}, which every line already has: remove or rename them")
     columns |= extra or {}
     for name, column in columns.items():
         if len(column) != len(inputs):
@@ -70,7 +69,7 @@ def dump_rollouts(
         write_whole(path, content)
     except OSError as error:
         raise StorageError(
-            f"the rollouts of step {step} cannot be written to {path}: {error}: free disk space or mend its permissions"
+            f"the rollouts of step {step} cannot be written to {path}: {error}: free disk space or fix its permissions"
         ) from error
     return path
 
@@ -86,7 +85,7 @@ def _json(name: str, value: Any) -> orjson.Fragment:
 
 
 def _plain(value: Any) -> Any:
-    """Return arrays of objects and tensors as lists."""
+    """Convert object arrays and tensors to lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{form_of(value)} has no JSON form")

@@ -1,1 +1,1 @@
-"""Messages, prompts and tokens: everything that asks a tokenizer or a chat template."""
+"""Messages, prompts and tokens: everything that uses a tokenizer or a chat template."""

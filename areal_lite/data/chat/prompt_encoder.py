@@ -1,7 +1,7 @@
-"""A row's prompt as messages, as the text that the chat template makes of them, and as tokens.
+"""A row's prompt as messages, as text rendered by the chat template, and as tokens.
 
-Guarantees that whoever measures a prompt and whoever uses it see the same tokens. Knows nothing of padding.
-Copies go to worker processes, so it holds nothing but its arguments.
+Guarantees the same tokens for measuring a prompt and for using it. Knows nothing of padding. Encoders are copied to
+worker processes, so they hold only their arguments.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ class EncodedPrompt:
     messages: list[dict[str, Any]]
     text: str
     input_ids: list[int]
-    """Not padded, nothing cut."""
+    """Neither padded nor truncated."""
     multi_modal_data: dict[str, Any] = field(default_factory=dict)
-    """``image`` and ``video``, lists of PIL images and of frames; what the row has of them."""
+    """``image`` (list of PIL images) and ``video`` (list of lists of frames), if the row has any."""
     multi_modal_inputs: dict[str, Tensor] = field(default_factory=dict)
-    """What the processor made beside the tokens: ``pixel_values`` and the like."""
+    """The processor's other outputs, such as ``pixel_values``."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEncoder:
-    """Makes the prompts of rows.
+    """Encodes the prompts of rows.
 
     Args:
-        config: Keys and arguments of the chat template.
+        config: Column names and variables of the chat template.
         tokenizer: Hugging Face tokenizer.
-        processor: Hugging Face processor where rows have images or videos, else None.
+        processor: Hugging Face processor if rows have images or videos, else None.
 
     Raises:
-        ConfigError: If there is no chat template, or an argument of the template is not for the user to set.
+        ConfigError: If there is no chat template, or the config sets a reserved variable of the template.
     """
 
     config: DatasetConfig
@@ -61,11 +61,11 @@ class PromptEncoder:
 
     @property
     def _renderer(self) -> Any:
-        """Whoever has the chat template: a processor's knows images."""
+        """The owner of the chat template; a processor's template supports images."""
         return self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
 
     def messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the prompt's messages; a text is one message of the user.
+        """Return the prompt's messages; text becomes one user message.
 
         Raises:
             ConfigError: If the prompt is neither text nor messages.
@@ -85,8 +85,8 @@ class PromptEncoder:
         """Return the prompt of ``row``.
 
         Raises:
-            ConfigError: If the prompt, its images or its tools are not what they should be.
-            TemplateError: If the chat template refuses the messages.
+            ConfigError: If the prompt, its images or its tools are invalid.
+            TemplateError: If the chat template rejects the messages.
         """
         messages = self.messages(row)
         config = self.config
@@ -97,7 +97,7 @@ class PromptEncoder:
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             return EncodedPrompt(messages=messages, text=text, input_ids=ids)
         if self.processor is None:
-            raise ConfigError("the row has images or videos, but there is no processor: pass the model's")
+            raise ConfigError("the row has images or videos: pass the model's processor")
         data: dict[str, Any] = {}
         if images:
             data["image"] = load_images(images)

@@ -1,6 +1,7 @@
-"""Prompt tensors of one length: padding, cutting, positions.
+"""Prompt tensors of one length: padding, truncation, positions.
 
-Guarantees shapes and nothing more; knows no tokenizer and no row.
+For training loops of your own; `areal-lite train` does not use it. Guarantees the shapes. Knows nothing of tokenizers
+and rows.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ def postprocess_data(
     left_pad: bool = True,
     truncation: Truncation = "error",
 ) -> tuple[Tensor, Tensor]:
-    """Return ids and mask padded or cut to ``max_length``.
+    """Return ids and mask padded or truncated to ``max_length``.
 
     Args:
         input_ids: ``[B, T]`` int64.
-        attention_mask: ``[B, T]``, 0 where a token is padding.
-        max_length: Tokens of the result, 1 or more.
+        attention_mask: ``[B, T]``, 0 at padding.
+        max_length: Length of the result, 1 or more.
         pad_token_id: Fills ids; the mask is filled with 0.
-        left_pad: Pad before the prompt, so that its last token stays last.
-        truncation: Of longer prompts, left keeps the last tokens, right the first, middle the first
-            ``max_length // 2`` and the last of them.
+        left_pad: Pad before the prompt, so its last token stays last.
+        truncation: For longer prompts, left keeps the last tokens, right the first ones, and middle the first
+            ``max_length // 2`` plus the last ones.
 
     Returns:
         Two tensors ``[B, max_length]``.
 
     Raises:
-        ValueError: If a prompt is longer and ``truncation`` is error, or an argument cannot be one.
+        ValueError: If a prompt is longer and ``truncation`` is error, or an argument is invalid.
     """
     if truncation not in get_args(Truncation):
         raise ValueError(f"truncation is {truncation!r}: it must be one of {', '.join(get_args(Truncation))}")
@@ -69,7 +70,7 @@ def postprocess_data(
 def pad_sequence_to_length(
     tensors: Tensor, max_seq_len: int, pad_token_id: int, left_pad: bool = False
 ) -> Tensor:
-    """Return ``tensors`` with the last dimension padded to ``max_seq_len``; as they are where it is longer."""
+    """Return ``tensors`` with the last dimension padded to ``max_seq_len``; longer ones are unchanged."""
     missing = max(0, max_seq_len - tensors.shape[-1])
     return F.pad(tensors, (missing, 0) if left_pad else (0, missing), value=pad_token_id)
 
@@ -77,7 +78,7 @@ def pad_sequence_to_length(
 def compute_position_id_with_mask(mask: Tensor) -> Tensor:
     """Return positions ``[..., T]`` that count the tokens of a mask ``[..., T]`` from 0.
 
-    Padding before the tokens has position 0; padding behind them repeats the last position:
+    Padding before the tokens has position 0; padding after them repeats the last position:
     ``[0, 0, 1, 1]`` gives ``[0, 0, 0, 1]`` and ``[1, 1, 0, 0]`` gives ``[0, 1, 1, 1]``.
     """
     return torch.clip(torch.cumsum(mask, dim=-1) - 1, min=0)

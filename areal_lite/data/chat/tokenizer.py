@@ -1,4 +1,4 @@
-"""The tokenizer and the processor of a model, loaded once per folder."""
+"""Loads a model's tokenizer (once per folder), processor and model type."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from areal_lite.errors import ConfigError
 
-# Two threads that import transformers at the same time break its circular imports.
+# Importing transformers from two threads at once breaks its circular imports.
 _lock = threading.Lock()
 
 
 def load_tokenizer(path: str) -> Any:
-    """Return the Hugging Face tokenizer of ``path``, a folder or a hub name; any thread may ask.
+    """Return the Hugging Face tokenizer of ``path``, a folder or a hub name. Thread-safe.
 
     Raises:
         ConfigError: If there is none.
@@ -30,16 +30,16 @@ def _load(path: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # transformers raises many kinds for a missing or broken folder
+    except Exception as error:  # transformers raises many types for a missing or broken folder
         reason = str(error).strip().split("\n", 1)[0]
         raise ConfigError(
             f"no tokenizer can be loaded from {path!r} ({reason}): name a folder with tokenizer.json and "
-            "tokenizer_config.json, such as the model's own"
+            "tokenizer_config.json, such as the model's"
         ) from error
 
 
 def tokenizer_files(path: str) -> dict[str, bytes]:
-    """Return the files of the tokenizer of ``path``, as they stand beside a model's weights.
+    """Return the tokenizer files of ``path`` by name, as they are stored beside a model's weights.
 
     Raises:
         ConfigError: If there is none.
@@ -50,10 +50,10 @@ def tokenizer_files(path: str) -> dict[str, bytes]:
 
 
 def load_processor(path: str) -> Any:
-    """Return the multi-modal processor in the folder ``path``, None where the model reads text only.
+    """Return the multi-modal processor in the folder ``path``, or None if the model reads only text.
 
     Raises:
-        ConfigError: If it has one that cannot be loaded.
+        ConfigError: If the processor cannot be loaded.
     """
     if not any(
         (Path(path) / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
@@ -68,12 +68,12 @@ def load_processor(path: str) -> Any:
             reason = str(error).strip().split("\n", 1)[0]
             raise ConfigError(
                 f"the processor of {path!r} cannot be loaded ({reason}): pip install pillow torchvision, or remove "
-                "its preprocessor_config.json where only text is wanted"
+                "its preprocessor_config.json to use only text"
             ) from error
 
 
 def model_type(path: str) -> str:
-    """Return ``model_type`` of the model's config, "" where it says none.
+    """Return ``model_type`` of the model's config, or "" if it has none.
 
     Raises:
         ConfigError: If there is no model config.

@@ -1,1 +1,1 @@
-"""Dataset rows: where they are read or made, and the order they come in."""
+"""Dataset rows: reading or generating them, and their order."""

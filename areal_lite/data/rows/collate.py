@@ -1,6 +1,6 @@
 """Dataset rows become the columns of one batch.
 
-Guarantees that every column has one entry per row, in order. Knows nothing of what a column means.
+Guarantees one entry per row in every column, in order. Knows nothing about the meaning of a column.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from numpy.typing import NDArray
 from areal_lite.errors import ConfigError
 
 ObjectArray = NDArray[np.object_]
-"""``[B]`` of dtype object: one Python value per row, whatever it is."""
+"""``[B]`` of dtype object: one Python value per row, of any type."""
 
 
 def object_array(values: Iterable[Any]) -> ObjectArray:
-    """Return ``values`` as an object array of shape ``[B]``; lists of equal length stay its elements."""
+    """Return ``values`` as an object array of shape ``[B]``; lists of equal length stay elements."""
     return np.fromiter(values, dtype=object)
 
 
 def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the columns of ``rows``, made for :meth:`DataProto.from_single_dict`.
+    """Return the columns of ``rows``, ready for :meth:`DataProto.from_single_dict`.
 
-    Tensors are stacked along a new first dimension, two of shape ``[T]`` to ``[2, T]``; anything else,
-    lists of equal length too, becomes an :data:`ObjectArray`.
+    For training loops of your own; `areal-lite train` does not use it. Tensors are stacked along a new first dimension:
+    two of shape ``[T]`` become ``[2, T]``. Anything else, even lists of equal length, becomes an :data:`ObjectArray`.
 
     Raises:
         ValueError: If there are no rows.
@@ -40,8 +40,8 @@ def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         missing = [number for number, row in enumerate(rows) if key not in row]
         if missing:
             raise ConfigError(
-                f"rows {missing[:8]} of {len(rows)} have no {key!r}: give every row the same keys, None where "
-                "there is nothing"
+                f"rows {missing[:8]} of {len(rows)} have no {key!r}: give every row the same keys, with None for "
+                "missing values"
             )
         values = [row[key] for row in rows]
         if any(isinstance(value, torch.Tensor) for value in values):
@@ -56,14 +56,14 @@ def _stack(key: str, values: Sequence[Any]) -> torch.Tensor:
     if len(set(forms)) > 1:
         other = next(number for number, form in enumerate(forms) if form != forms[0])
         raise ConfigError(
-            f"{key!r} is {forms[0]} in row 0 but {forms[other]} in row {other}: make them equal, by padding or "
+            f"{key!r} is {forms[0]} in row 0 but {forms[other]} in row {other}: make them equal by padding or "
             ".to(dtype), or give lists, which are not stacked"
         )
     return torch.stack(list(values))
 
 
 def form_of(value: Any) -> str:
-    """Return what ``value`` is, for messages: its type, and of a tensor or array dtype and shape."""
+    """Describe ``value`` for error messages: its type; for a tensor or array also dtype and shape."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of dtype {str(value.dtype).removeprefix('torch.')} and shape {list(value.shape)}"
     if isinstance(value, np.ndarray):

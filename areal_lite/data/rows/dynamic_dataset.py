@@ -1,6 +1,6 @@
-"""Training rows that grow: a generator of the user's adds some at the start and after each step.
+"""Training rows that grow: the user's generator adds rows at the start and after each step.
 
-Guarantees that a resumed run sees the rows it had made. Knows nothing of how rows are drawn.
+Guarantees that a resumed run has the rows it had generated. Knows nothing about the order of rows.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from areal_lite.errors import ConfigError
 
 
 class AbstractDataGenerator(ABC):
-    """What a user writes to make training rows.
+    """Base class of a user's generator of training rows.
 
     Args:
-        config: The training data's section of the config.
+        config: The training dataset's config section.
     """
 
     def __init__(self, config: DatasetConfig) -> None:
@@ -31,18 +31,17 @@ class AbstractDataGenerator(ABC):
 
     @abstractmethod
     def generate(self, dataset: RLHFDataset) -> Sequence[Row]:
-        """Return new rows: dicts of JSON values with the columns of ``dataset.rows``; none is fine."""
+        """Return new rows: dicts of JSON values with the columns of ``dataset.rows``. May be empty."""
 
 
 class DynamicGenDataset(RLHFDataset):
-    """A data set to which the generator of ``config.datagen`` adds rows, once when it is made and after each step.
+    """A data set to which the generator ``config.datagen`` adds rows, at construction and after each step.
 
-    ``rows`` stays one object that grows at its end. New rows go through the filter of the others.
-
-    Args: those of :class:`RLHFDataset`.
+    ``rows`` is one object that grows at its end. New rows pass the same filter as the others. The arguments are those
+    of :class:`RLHFDataset`.
 
     Raises:
-        ConfigError: Also if the generator cannot be had.
+        ConfigError: As for :class:`RLHFDataset`; also if the generator cannot be loaded.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class DynamicGenDataset(RLHFDataset):
         seed: int = 1,
     ) -> None:
         if config.datagen is None:
-            raise ConfigError("datagen is null: name the file or module and the class of a data generator")
+            raise ConfigError("datagen is null: set the path and name of a data generator class")
         super().__init__(data_files, tokenizer, config, processor, max_samples, seed)
         cls = load_class(config.datagen, AbstractDataGenerator, where="datagen")
         self.data_generator: AbstractDataGenerator = cls(self.config)
@@ -63,19 +62,19 @@ class DynamicGenDataset(RLHFDataset):
         self._generate()
 
     def on_batch_end(self, batch: Any) -> None:
-        """Add the rows the generator makes after the training step of ``batch``.
+        """Add the generator's rows after the training step on ``batch``.
 
         Raises:
-            ConfigError: If it returns what are no rows.
+            ConfigError: If the generator returns something other than rows.
         """
         self._generate()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows made so far, JSON values."""
+        """Return the generated rows as JSON values."""
         return {"generated": orjson.loads(orjson.dumps(self.rows.generated))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put the rows of ``state`` in the place of those made so far."""
+        """Replace the generated rows with those of ``state``."""
         self.rows.generated[:] = orjson.loads(orjson.dumps(state["generated"]))
 
     def _generate(self) -> None:
@@ -88,7 +87,7 @@ class DynamicGenDataset(RLHFDataset):
             rows = orjson.loads(orjson.dumps(rows))
         except TypeError as error:
             raise ConfigError(
-                f"{where}: its rows cannot be saved ({error}): make them of JSON values, with text as keys"
+                f"{where}: its rows cannot be saved ({error}): use JSON values and text keys"
             ) from error
         columns = self.rows[0].keys()
         for number, row in enumerate(rows, 1):
@@ -99,21 +98,21 @@ class DynamicGenDataset(RLHFDataset):
 
 
 class _GrowingRows(Sequence[Row]):
-    """Rows that stay on disk, and those made since."""
+    """The rows on disk, followed by the generated ones."""
 
-    def __init__(self, given: Sequence[Row]) -> None:
-        self.given = given
+    def __init__(self, on_disk: Sequence[Row]) -> None:
+        self.on_disk = on_disk
         self.generated: list[Row] = []
 
     def __len__(self) -> int:
-        return len(self.given) + len(self.generated)
+        return len(self.on_disk) + len(self.generated)
 
-    def __getitem__(self, place: Any) -> Any:
-        place = range(len(self))[place]
-        if isinstance(place, range):
-            return [self[single] for single in place]
-        behind = place - len(self.given)
-        return self.given[place] if behind < 0 else self.generated[behind]
+    def __getitem__(self, index: Any) -> Any:
+        index = range(len(self))[index]
+        if isinstance(index, range):
+            return [self[single] for single in index]
+        generated = index - len(self.on_disk)
+        return self.on_disk[index] if generated < 0 else self.generated[generated]
 
-    def __getitems__(self, places: Sequence[int]) -> list[Row]:
-        return [self[place] for place in places]
+    def __getitems__(self, indices: Sequence[int]) -> list[Row]:
+        return [self[index] for index in indices]

@@ -1,7 +1,7 @@
-"""Files kept on this machine: copies of remote files, and whatever else is made once.
+"""A cache of files on this machine: copies of remote files and tables made from text files.
 
-Guarantees that a file of the cache is whole: it is written beside its place and then renamed. Does not know
-whether a remote file has changed since it was copied; remove its copy to have it copied again.
+Guarantees that cached files are complete: each is written under a temporary name and then renamed. Does not notice
+when a remote file changes; delete the copy to download it again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from areal_lite.errors import ConfigError
 
 
 def cached_file(path: Path, write: Callable[[Path], None]) -> Path:
-    """Return ``path``; where it is missing, ``write`` makes it first, under another name."""
+    """Return ``path``; if it is missing, first create it with ``write``, which gets a temporary name."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=path.name)
@@ -32,28 +32,28 @@ def cached_file(path: Path, write: Callable[[Path], None]) -> Path:
 
 
 def local_copies(url: str, cache: Path) -> list[Path]:
-    """Return local copies of a remote file, or of all files that match; each address is copied once.
+    """Return local copies of a remote file, or of all files that match a pattern; each is copied once.
 
     Args:
-        url: Any address fsspec knows: https://, s3://, hf://, ...; ``*`` matches where it can list files.
-        cache: Folder of the copies, which keep their names behind a digest of their address.
+        url: Any address fsspec supports: https://, s3://, hf://, ...; ``*`` works if the protocol can list files.
+        cache: Folder of the copies; a copy is named by a digest of its address and its own name.
 
     Raises:
-        ConfigError: If there is no such file, or it cannot be copied.
+        ConfigError: If no file exists there, or it cannot be copied.
     """
     import fsspec  # type: ignore[import-untyped]
 
     try:
         files, pattern = fsspec.url_to_fs(url)
-        found = sorted(files.glob(pattern)) if "*" in url else [pattern]
+        remotes = sorted(files.glob(pattern)) if "*" in url else [pattern]
         copies = [
             _copy(files, remote, files.unstrip_protocol(remote) if "*" in url else url, cache)
-            for remote in found
+            for remote in remotes
         ]
-    except Exception as error:  # each protocol has its own errors, and may need a package
+    except Exception as error:  # each protocol raises its own errors and may need a package
         raise ConfigError(
-            f"dataset {url}: it cannot be copied ({type(error).__name__}: {error}): check the address, that this "
-            "machine reaches it, and that fsspec's package for it is installed"
+            f"dataset {url}: cannot be copied ({type(error).__name__}: {error}): check the address, the network, and "
+            "that fsspec's package for it is installed"
         ) from error
     if not copies:
         raise ConfigError(f"dataset {url}: no file matches: check the pattern")

@@ -1,6 +1,6 @@
-"""A short hash of what is in a data set, by which a saved place knows its own data again.
+"""A short hash of a data set's content, which ties a saved position to its data.
 
-A few values, evenly spread, stand for all: a change between them that keeps their number is not seen.
+It covers a few evenly spread values: a change between them that keeps the number of rows is not noticed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ FINGERPRINT_ROWS = 64
 
 
 def spread_positions(size: int) -> list[int]:
-    """Return at most ``FINGERPRINT_ROWS`` positions of ``size``, the first and the last among them."""
+    """Return at most ``FINGERPRINT_ROWS`` positions below ``size``, including the first and the last."""
     last = FINGERPRINT_ROWS - 1
     return sorted({number * (size - 1) // last for number in range(FINGERPRINT_ROWS)}) if size else []
 
 
 def content_hash(values: Iterable[Any]) -> str:
-    """Return a hash of JSON values in which arrays and tensors may stand.
+    """Return a hash of JSON values, which may contain arrays and tensors.
 
-    What is neither, an image say, counts by its type alone.
+    Other objects, such as images, contribute only their type.
     """
     digest = hashlib.sha256()
     for value in values:
@@ -39,7 +39,7 @@ def _as_json(value: Any) -> Any:
         return type(value).__name__
     try:
         array = np.asarray(value)
-    except TypeError:  # a number format that numpy lacks
+    except TypeError:  # a dtype that numpy lacks
         return value.tolist()
     if array.dtype.hasobject:
         return array.tolist()

@@ -1,41 +1,50 @@
-"""The rows of a run, wherever they come from.
+"""The rows of a run, from files, the hub, a reasoning-gym task or a function.
 
-Guarantees at least one row, and that files stay on disk: a row is read when it is asked for.
+Guarantees at least one row, and that rows of files stay on disk and are read on access.
 """
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from areal_lite.api.config import RowsConfig
-from areal_lite.data.rows.generated_rows import GYM, generated_rows
+from areal_lite.api.config import DatasetConfig, RowsConfig
+from areal_lite.api.dotted_path import load_object
 from areal_lite.data.rows.row_files import load_dataset, looks_like_files
-from areal_lite.data.rows.text_rows import Row
+from areal_lite.data.rows.text_rows import Row, checked_row, kind_of
 from areal_lite.errors import ConfigError
 
-__all__ = ["Row", "load_rows"]
+__all__ = ["Row", "check_held_out", "load_rows", "select_rows"]
+
+_GYM = "reasoning-gym:"
+"""Prefix of a task's path."""
+_GYM_SIZE = 500
+"""Default number of rows of a reasoning-gym task."""
 
 
 def load_rows(config: RowsConfig, *, seed: int = 1) -> Sequence[Row]:
-    """Return the rows ``config`` names, at most ``max_samples``.
+    """Return the rows that ``config`` names, at most ``max_samples``.
 
-    Files give a ``datasets.Dataset``, which reads row ``i`` from disk at ``rows[i]``; tasks and functions a list.
+    Files give a ``datasets.Dataset``, which reads row ``i`` from disk at ``rows[i]``; tasks and functions give a list.
+    The rows of a reasoning-gym task have the keys question, answer, metadata and task.
 
     Args:
         config: Uses path, kwargs, max_samples, shuffle and cache_dir.
-        seed: Chooses the rows where ``max_samples`` and ``shuffle`` are set; they keep their order.
+        seed: Chooses the rows if ``max_samples`` and ``shuffle`` are set; they keep their order.
 
     Raises:
-        ConfigError: If they cannot be had, one is damaged, or there are none.
+        ConfigError: If the rows cannot be loaded, one is damaged, or there are none.
     """
     path = config.path
-    if isinstance(path, str) and (path.startswith(GYM) or not looks_like_files(path)):
-        rows: Sequence[Row] = generated_rows(path, config.kwargs)
+    if isinstance(path, str) and (path.startswith(_GYM) or not looks_like_files(path)):
+        rows: Sequence[Row] = _generated_rows(path, config.kwargs)
     else:
         rows = load_dataset(path, cache_dir=config.cache_dir)
         if config.kwargs:
-            raise ConfigError(f"dataset {path}: kwargs {config.kwargs} mean nothing to a file: remove them")
+            raise ConfigError(f"dataset {path}: kwargs {config.kwargs} do not apply to a file: remove them")
     if config.max_samples is None or config.max_samples >= len(rows):
         return rows
     chosen: Sequence[int] = range(config.max_samples)
@@ -45,7 +54,84 @@ def load_rows(config: RowsConfig, *, seed: int = 1) -> Sequence[Row]:
 
 
 def select_rows(rows: Sequence[Row], chosen: Sequence[int]) -> Sequence[Row]:
-    """Return the rows at the places ``chosen``; those of files stay on disk."""
+    """Return the rows at the indices ``chosen``; rows of files stay on disk."""
     if isinstance(rows, list):
-        return [rows[place] for place in chosen]
+        return [rows[index] for index in chosen]
     return rows.select(chosen)  # type: ignore[attr-defined,no-any-return]
+
+
+def _generated_rows(path: str, kwargs: dict[str, Any]) -> list[Row]:
+    """Return the rows of ``reasoning-gym:TASK`` or of the function at a dotted path."""
+    rows = _reasoning_gym(path, kwargs) if path.startswith(_GYM) else _function(path, kwargs)
+    if not rows:
+        raise ConfigError(f"dataset {path}: there are no rows: give at least one")
+    return rows
+
+
+def check_held_out(train: DatasetConfig, held_out: DatasetConfig) -> None:
+    """Check that held-out rows of a reasoning-gym task are not training rows too.
+
+    Row i of a task comes from ``seed + i``, so two seeds closer than the size share rows.
+
+    Raises:
+        ConfigError: If the seeds overlap.
+    """
+    if train.path != held_out.path or not (isinstance(train.path, str) and train.path.startswith(_GYM)):
+        return
+    first, second = (_gym_seeds(config) for config in (train, held_out))
+    if max(first.start, second.start) < min(first.stop, second.stop):
+        raise ConfigError(
+            f"eval_dataset {held_out.path} uses seeds {second.start} to {second.stop - 1}, which overlap with the "
+            f"training rows' {first.start} to {first.stop - 1}: set its seed to {first.stop} or more"
+        )
+
+
+def _gym_seeds(config: DatasetConfig) -> range:
+    seed = int(config.kwargs.get("seed", 0))
+    size = int(config.kwargs.get("size", _GYM_SIZE))
+    if config.max_samples is not None and not config.shuffle:
+        size = min(size, config.max_samples)
+    return range(seed, seed + size)
+
+
+def _reasoning_gym(path: str, kwargs: dict[str, Any]) -> list[Row]:
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"dataset {path} needs {error.name}, which is not installed: pip install {error.name}"
+        ) from None
+    task = path.removeprefix(_GYM)
+    if task not in DATASETS:
+        close = difflib.get_close_matches(task, DATASETS, 3)
+        hint = (
+            f"did you mean {' or '.join(close)}?" if close else f"the tasks are {', '.join(sorted(DATASETS))}"
+        )
+        raise ConfigError(f"dataset {path}: reasoning-gym has no task {task!r}; {hint}")
+    if "seed" not in kwargs:
+        raise ConfigError(
+            f"dataset {path}: kwargs has no seed, so each start would generate different rows: set "
+            "kwargs: {seed: 1}, and for held-out rows a seed at least size away"
+        )
+    try:
+        dataset = reasoning_gym.create_dataset(task, **kwargs)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"dataset {path}: kwargs {kwargs}: {error}") from None
+    return [{**row, "task": task} for row in dataset]
+
+
+def _function(path: str, kwargs: dict[str, Any]) -> list[Row]:
+    function = load_object(path, where="dataset path")
+    if not callable(function):
+        raise ConfigError(
+            f"dataset {path}: is a {kind_of(function)}: it must be a function that returns rows"
+        )
+    try:
+        inspect.signature(function).bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"dataset {path}: kwargs {kwargs} do not fit: {error}") from None
+    rows = function(**kwargs)
+    if isinstance(rows, str | Mapping) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+        raise ConfigError(f"dataset {path}: it returned a {kind_of(rows)}: it must return a list of dicts")
+    return [dict(checked_row(row, f"{path}, row {number}")) for number, row in enumerate(rows, 1)]

@@ -1,7 +1,7 @@
-"""Batches of a data set, from a place that can be saved and found again.
+"""Batches of a data set, with a position that can be saved and restored.
 
-Guarantees that the place counts the batches that were handed out, not those that workers made ahead, and that
-a loader with a restored place gives exactly the batches that were left. Torch's DataLoader does the loading.
+Guarantees that the position counts the batches handed out, not those that workers prefetched, and that a loader with
+a restored position yields exactly the remaining batches. Torch's DataLoader does the loading.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ class _HasState(Protocol):
 
 
 class ResumableLoader:
-    """Each iteration gives what is left of the epoch; the next one is another epoch in an order of its own.
+    """Each iteration yields the rest of the current epoch; the next iteration starts a new epoch in its own order.
 
-    Leaving an iteration early leaves the place where it is. One iteration can be under way at a time. A data
-    set may grow: new rows are drawn from the next epoch on.
+    Breaking out of an iteration keeps the position. Only one iteration can run at a time. The data set may grow: new
+    rows are drawn from the next epoch on.
 
     Args:
         dataset: Rows by index. Worker processes get a pickled copy when an epoch begins.
-        batch_size: Rows of a batch; None is the whole data set, as for validation.
-        sampler: The order, as from :func:`areal_lite.data.rows.samplers.create_rl_sampler`. None: one that is made
-            of ``shuffle`` and ``seed``.
-        shuffle: Draw each epoch in another order; only without ``sampler``.
-        seed: Makes the orders, and seeds the worker processes.
-        num_workers: Processes that load rows; 0 loads them in this one, when they are asked for. They import the
-            script that runs, which therefore needs its ``if __name__ == "__main__"``.
-        drop_last: Leave out the rows at the end of an epoch that fill no batch: True to train, False to validate.
-        collate_fn: Makes a batch of a list of rows; None is torch's own, which stacks.
+        batch_size: Rows per batch; None means the whole data set, e.g. for validation.
+        sampler: The order, e.g. from :func:`areal_lite.data.rows.samplers.create_rl_sampler`. None uses an
+            :class:`EpochSampler` with ``shuffle`` and ``seed``.
+        shuffle: Draw each epoch in a new order; only without ``sampler``.
+        seed: Determines the order and seeds the worker processes.
+        num_workers: Processes that load rows; 0 loads them on demand in this process. Workers import the main script,
+            so it needs ``if __name__ == "__main__"``.
+        drop_last: Drop an incomplete last batch of an epoch: True for training, False for validation.
+        collate_fn: Turns a list of rows into a batch; None uses torch's default, which stacks.
 
     Raises:
-        ConfigError: If an epoch would have no batch, or a curriculum is to have workers.
+        ConfigError: If an epoch would have no batch, or a curriculum is combined with workers.
         ValueError: If ``batch_size`` is below 1, or both ``sampler`` and ``shuffle`` are given.
     """
 
@@ -76,12 +76,12 @@ class ResumableLoader:
             raise ValueError(f"batch_size is {batch_size}: use 1 or more, or None for the whole data set")
         if sampler is not None and shuffle:
             raise ValueError(
-                "both sampler and shuffle are given: the sampler decides the order; remove shuffle"
+                "both sampler and shuffle are set, but the sampler decides the order: remove shuffle"
             )
         if isinstance(sampler, AbstractSampler) and num_workers:
             raise ConfigError(
-                f"num_workers is {num_workers} with the curriculum {type(sampler).__name__}: workers draw rows before "
-                "it has learnt from the batches under way. Set num_workers to 0"
+                f"num_workers is {num_workers} with the curriculum {type(sampler).__name__}: workers would draw rows "
+                "before it has learned from earlier batches. Set num_workers to 0"
             )
         if not len(dataset):
             raise ConfigError("the data set has no rows: give at least one")
@@ -93,42 +93,43 @@ class ResumableLoader:
         self._drop_last = drop_last
         self._collate_fn = collate_fn
         self._iteration: object = None
-        self._go_to(0, 0, len(dataset))
+        self._set_position(0, 0, len(dataset))
         if not len(self):
             raise ConfigError(
-                f"an epoch of {len(self._sampler)} rows fills no batch of {self._batch_size}, and drop_last leaves out "
-                f"what fills none: nothing would be trained. Use batches of at most {len(self._sampler)}, or more rows"
+                f"an epoch of {len(self._sampler)} rows has no full batch of {self._batch_size}, and drop_last "
+                f"drops incomplete ones: nothing would be trained. Set batch_size to at most {len(self._sampler)}, or "
+                "add rows"
             )
 
     @property
     def epoch(self) -> int:
-        """The epoch under way, from 0; it ends when its iteration does."""
+        """The current epoch, from 0; it ends with its iteration."""
         return self._epoch
 
     def __len__(self) -> int:
-        """Return the batches of a whole epoch."""
+        """Return the number of batches in a full epoch."""
         full, rest = divmod(len(self._sampler), self._batch_size)
         return full + (rest > 0 and not self._drop_last)
 
     def total_training_steps(self, epochs: int, *, override: int | None = None) -> int:
-        """Return the batches of ``epochs`` epochs, or ``override`` where a run sets its steps itself."""
+        """Return the number of batches in ``epochs`` epochs, or ``override`` if it is set."""
         return len(self) * epochs if override is None else override
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches that are left of this epoch.
+        """Yield the remaining batches of this epoch.
 
         Raises:
-            RuntimeError: If another iteration or a restored place has taken over.
+            RuntimeError: If another iteration began or a position was restored meanwhile.
         """
         self._iteration = mine = object()
         rows: Any = self._dataset
-        place = np.random.SeedSequence([self._seed % 2**64, self._epoch, self._batches])
+        position = np.random.SeedSequence([self._seed % 2**64, self._epoch, self._batches])
         loader = DataLoader[Any](
             rows,
             batch_sampler=BatchSampler(self._indices(), self._batch_size, self._drop_last),
             collate_fn=self._collate_fn,
-            # Torch draws the workers' seeds, by default from the global state that training draws from too.
-            generator=torch.Generator().manual_seed(int(place.generate_state(1)[0])),
+            # By default torch draws the workers' seeds from the global state that training uses too.
+            generator=torch.Generator().manual_seed(int(position.generate_state(1)[0])),
             num_workers=self._num_workers,
             multiprocessing_context=_worker_context() if self._num_workers else None,
         )
@@ -137,19 +138,19 @@ class ResumableLoader:
             yield batch
             if self._iteration is not mine:
                 raise RuntimeError(
-                    "this iteration has ended, since another one began or a place was restored: go on with iter(loader)"
+                    "this iteration has ended, because another one began or a position was restored: use iter(loader)"
                 )
-        self._go_to(self._epoch + 1, 0, len(self._dataset))
+        self._set_position(self._epoch + 1, 0, len(self._dataset))
 
     def update(self, batch: Any) -> None:
-        """Let a curriculum learn from the batch that was just trained on; other orders take no notice."""
+        """Pass the batch that was just trained on to a curriculum; other samplers ignore it."""
         if isinstance(self._sampler, AbstractSampler):
             self._sampler.update(batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place as JSON values: epoch, batches handed out in it, its rows, and whose place it is.
+        """Return the position as JSON values: epoch, batches handed out, rows of the epoch, and a data fingerprint.
 
-        The state of a curriculum that has one is part of it. The data set's own state is not.
+        Includes the state of a curriculum that has one, but not the state of the data set.
         """
         state = {
             "epoch": self._epoch,
@@ -162,39 +163,39 @@ class ResumableLoader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken; a data set that grew must have its rows back before.
+        """Resume from ``state``; restore the rows of a data set that grew first.
 
-        Another data set is known by its number of rows and by what is in a few of them.
+        A different data set is recognized by its number of rows and the content of a few of them.
 
         Raises:
-            ConfigError: If rows, batch size, sampler, shuffle or seed are not what they were then.
+            ConfigError: If rows, batch size, sampler, shuffle or seed have changed.
         """
-        then, now = state["fingerprint"], self._fingerprint()
-        if other := [name for name in {**then, **now} if then.get(name) != now.get(name)]:
-            had, has = ({name: values.get(name) for name in other} for values in (then, now))
+        saved, current = state["fingerprint"], self._fingerprint()
+        if changed := [name for name in {**saved, **current} if saved.get(name) != current.get(name)]:
+            had, has = ({name: values.get(name) for name in changed} for values in (saved, current))
             raise ConfigError(
-                f"the checkpoint's loader had {had}, this one has {has}: its place means nothing here. Use the same "
-                "data set and settings, or start another trial"
+                f"the checkpoint's loader had {had}, this one has {has}: its position does not apply here. Use the "
+                "same data set and settings, or start another trial"
             )
         self._iteration = None
-        self._go_to(int(state["epoch"]), int(state["batches"]), int(state["epoch_rows"]))
+        self._set_position(int(state["epoch"]), int(state["batches"]), int(state["epoch_rows"]))
         if isinstance(self._sampler, _HasState):
             self._sampler.load_state_dict(state["sampler"])
         elif isinstance(self._sampler, AbstractSampler):
             logger.warning(
-                "the curriculum %s has no state_dict and load_state_dict: it starts anew, without what it learnt from "
-                "the batches before",
+                "the curriculum %s has no state_dict and load_state_dict: it restarts without what it learned from "
+                "earlier batches",
                 type(self._sampler).__name__,
             )
 
-    def _go_to(self, epoch: int, batches: int, rows: int) -> None:
+    def _set_position(self, epoch: int, batches: int, rows: int) -> None:
         self._epoch, self._batches, self._epoch_rows = epoch, batches, rows
         if isinstance(self._sampler, EpochSampler):
             self._sampler.set_epoch(epoch, rows)
 
     def _indices(self) -> Iterator[int]:
-        given = 0 if isinstance(self._sampler, _HasState) else self._batches * self._batch_size
-        return itertools.islice(self._sampler, given, None)
+        skipped = 0 if isinstance(self._sampler, _HasState) else self._batches * self._batch_size
+        return itertools.islice(self._sampler, skipped, None)
 
     def _fingerprint(self) -> dict[str, Any]:
         fingerprint = {
@@ -210,7 +211,7 @@ class ResumableLoader:
 
 
 def _worker_context() -> BaseContext:
-    # A fork would copy the threads' locks of this process; the fork server has none, and imports torch once.
+    # A fork would copy locks held by this process's threads; the fork server has none and imports torch once.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context

@@ -1,14 +1,13 @@
 """Rows and their prompts as a torch data set.
 
-Guarantees that every item has the same tensors, and that a row that was left out is counted with its reason.
-Where rows come from: ``rows``; how a prompt becomes tokens: ``prompt_encoder``.
+Guarantees that every item has the same tensors, and that dropped rows are counted by reason. ``load_rows`` reads the
+rows; ``prompt_encoder`` tokenizes a prompt.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-import inspect
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,6 @@ from areal_lite.data.chat.prompt_encoder import EncodedPrompt, PromptEncoder
 from areal_lite.data.chat.prompt_tensors import compute_position_id_with_mask, postprocess_data
 from areal_lite.data.chat.prompt_text import TemplateError
 from areal_lite.data.rows.load_rows import Row, load_rows, select_rows
-from areal_lite.data.rows.user_class import load_class
 from areal_lite.data.vision.rope_positions import multimodal_position_ids
 from areal_lite.errors import ConfigError
 
@@ -35,21 +33,22 @@ _BAD_ROW = "bad row: "
 
 
 class RLHFDataset(Dataset[dict[str, Any]]):
-    """Rows, and for each the tensors of its prompt.
+    """Rows, and the tensors of their prompts.
 
-    ``rows`` has the rows as they were read, without those that were filtered out; ``dropped`` counts these by
-    reason, :data:`TOO_LONG` or :data:`TEMPLATE_FAILED`, of which ``first_failure`` keeps the first message.
+    ``rows`` holds the rows as they were read, without the dropped ones. ``dropped`` counts those by reason,
+    :data:`TOO_LONG` or :data:`TEMPLATE_FAILED`; ``first_failure`` is the first message of the chat template. A run
+    reads only ``rows``; the tensors are for training loops of your own.
 
     Args:
-        data_files: What :func:`areal_lite.data.rows.load_rows.load_rows` reads.
-        tokenizer: Hugging Face tokenizer with a chat template; None where only ``rows`` are wanted.
-        config: Which columns there are and what is made of them; ``data_files`` takes the place of its path.
-        processor: Hugging Face processor of a model that sees images or videos.
-        max_samples: Rows before any are filtered out; -1 is what ``config.max_samples`` says.
-        seed: Chooses them where ``config.shuffle`` is set.
+        data_files: Paths, as :func:`areal_lite.data.rows.load_rows.load_rows` takes them.
+        tokenizer: Hugging Face tokenizer with a chat template; None if only ``rows`` are needed.
+        config: Column names and settings; ``data_files`` replaces its path.
+        processor: Hugging Face processor of a model that reads images or videos.
+        max_samples: Rows before filtering; -1 uses ``config.max_samples``.
+        seed: Chooses the rows if ``config.shuffle`` is set.
 
     Raises:
-        ConfigError: If rows cannot be had, are all filtered out, or, with a tokenizer, have no column of prompts.
+        ConfigError: If the rows cannot be loaded, all are dropped, or, with a tokenizer, the prompt column is missing.
         ValueError: If ``max_samples`` is neither -1 nor positive.
     """
 
@@ -74,7 +73,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         self.dropped: Counter[str] = Counter()
         self.first_failure: str | None = None
         self.rows: Sequence[Row] = load_rows(self.config, seed=seed)
-        # Rows that nobody tokenizes need no prompt, unless the config names its column.
+        # Without a tokenizer rows need no prompt, unless the config names its column.
         if tokenizer is not None or config.prompt_key != DatasetConfig.prompt_key:
             self._check_column(self.rows[0], "prompt_key")
         if config.label_key is not None:
@@ -83,30 +82,30 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         self.rows = self.without_overlong(self.rows)
         if not self.rows:
             raise ConfigError(
-                f"dataset {self.config.path}: of {num_rows} rows none is left; {self._told()}: raise "
-                "max_prompt_length, or mend rows or template"
+                f"dataset {self.config.path}: none of {num_rows} rows is left; {self._drop_summary()}: raise "
+                "max_prompt_length, or fix the rows or the template"
             )
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the row at ``index`` with its prompt as tensors in place of the prompt.
+        """Return the row at ``index`` with its prompt replaced by tensors.
 
-        With ``T`` the config's max_prompt_length, or the prompt's own length where that is null:
+        ``T`` is the config's max_prompt_length, or the prompt's length if that is null:
 
         * ``input_ids``, ``attention_mask``: ``[T]`` int64, padded on the left
-        * ``position_ids``: ``[T]`` int64, or ``[4, T]`` for a processor whose model has positions in an image
-        * ``raw_prompt_ids``: list of the prompt's ids, cut like ``input_ids`` but not padded
-        * ``index``, ``tools_kwargs``, ``interaction_kwargs``: from ``extra_info``, else 0, {} and {}
+        * ``position_ids``: ``[T]`` int64, or ``[4, T]`` for models with M-RoPE
+        * ``raw_prompt_ids``: list of the prompt's ids, truncated like ``input_ids`` but not padded
+        * ``index``, ``tools_kwargs``, ``interaction_kwargs``: from ``extra_info``; default 0, {} and {}
         * ``raw_prompt`` (messages) with return_raw_chat, ``full_prompts`` (text) with return_full_prompt
-        * ``multi_modal_data``, ``multi_modal_inputs``: where the row has images or videos
+        * ``multi_modal_data``, ``multi_modal_inputs`` if the row has images or videos
         * the other columns of the row
 
         Raises:
-            ConfigError: If the row cannot be encoded or is too long to; with its place.
+            ConfigError: If the row cannot be encoded or is too long; with its index.
         """
-        encoder = self._encoder("to make tensors of prompts")
+        encoder = self._encoder("encoding prompts")
         row = self.rows[index]
         try:
             self._check_column(row, "prompt_key")
@@ -132,17 +131,17 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         return item
 
     def without_overlong(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Return ``rows`` without those the config's filter drops, which are counted in ``dropped``.
+        """Return the rows that pass the config's filter; the others are counted in ``dropped``.
 
         Raises:
-            ConfigError: If a prompt is no prompt; with its row.
+            ConfigError: If a prompt is malformed; with its row.
         """
         if not self.config.filter_overlong_prompts:
             return rows
         limit = self.config.max_prompt_length
         if limit is None:
             raise ConfigError("filter_overlong_prompts is set, but max_prompt_length is not: set it as well")
-        measure = functools.partial(_reason_to_drop, self._encoder("to filter overlong prompts"), limit)
+        measure = functools.partial(_reason_to_drop, self._encoder("filter_overlong_prompts"), limit)
         if isinstance(rows, list):
             reasons = [measure(row)["reason"] for row in rows]
         else:
@@ -155,27 +154,27 @@ class RLHFDataset(Dataset[dict[str, Any]]):
                 load_from_cache_file=False,
                 desc=f"Filtering prompts longer than {limit} tokens",
             )["reason"][:]
-        for place, reason in enumerate(reasons):
+        for index, reason in enumerate(reasons):
             if reason.startswith(_BAD_ROW):
-                raise ConfigError(f"dataset {self.config.path}, row {place}: {reason.removeprefix(_BAD_ROW)}")
-        kept = [place for place, reason in enumerate(reasons) if not reason]
+                raise ConfigError(f"dataset {self.config.path}, row {index}: {reason.removeprefix(_BAD_ROW)}")
+        kept = [index for index, reason in enumerate(reasons) if not reason]
         if len(kept) == len(rows):
             return rows
         self.dropped.update(reason.partition(":")[0] for reason in reasons if reason)
         self.first_failure = self.first_failure or next(filter(_is_failure, reasons), None)
-        _log.warning("dataset %s: %s", self.config.path, self._told())
+        _log.warning("dataset %s: %s", self.config.path, self._drop_summary())
         return select_rows(rows, kept)
 
-    def _told(self) -> str:
+    def _drop_summary(self) -> str:
         failures = self.dropped[TEMPLATE_FAILED]
         return (
-            f"dropped {self.dropped[TOO_LONG]} rows with prompts of more than {self.config.max_prompt_length} tokens"
-            + (f", and {failures} rows: the first with {self.first_failure}" if failures else "")
+            f"dropped {self.dropped[TOO_LONG]} rows with prompts longer than {self.config.max_prompt_length} tokens"
+            + (f", and {failures} rows that failed; first: {self.first_failure}" if failures else "")
         )
 
     def _encoder(self, purpose: str) -> PromptEncoder:
         if self.encoder is None:
-            raise ConfigError(f"dataset {self.config.path}: a tokenizer is needed {purpose}: pass one")
+            raise ConfigError(f"dataset {self.config.path}: {purpose} needs a tokenizer: pass one")
         return self.encoder
 
     def _check_column(self, row: Row, setting: str) -> None:
@@ -184,7 +183,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             close = difflib.get_close_matches(key, row, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(
-                f"dataset {self.config.path}: there is no column {key!r} ({setting}); the columns are "
+                f"dataset {self.config.path}: no column {key!r} ({setting}); the columns are "
                 f"{sorted(row)}{hint}"
             )
 
@@ -196,7 +195,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             if prompt.multi_modal_data and ids.shape[1] > limit:
                 raise ValueError(
                     f"the prompt has {ids.shape[1]} tokens, but max_prompt_length is {limit}, and images cannot be "
-                    "cut: raise it, or set filter_overlong_prompts"
+                    "truncated: raise it, or set filter_overlong_prompts"
                 )
             ids, mask = postprocess_data(
                 ids, mask, limit, self._pad_token_id, truncation=self.config.truncation
@@ -216,63 +215,14 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return int(token)
-        return 0  # the mask hides it
-
-
-def create_rl_dataset(
-    data_paths: str | Sequence[str],
-    data_config: DatasetConfig,
-    tokenizer: Any,
-    processor: Any,
-    is_train: bool = True,
-    max_samples: int = -1,
-    seed: int = 1,
-) -> Dataset[Any]:
-    """Return the data set that ``data_config`` asks for.
-
-    ``custom_cls`` comes first, for training and held-out rows alike; ``datagen`` is for training rows;
-    else it is an :class:`RLHFDataset`. A class of the user's is called with data_files, tokenizer, processor and
-    config, and with max_samples and seed where it takes them.
-
-    Args:
-        data_paths: What to read.
-        data_config: The rest.
-        tokenizer: Hugging Face tokenizer, None where only rows are wanted.
-        processor: Hugging Face processor or None.
-        is_train: Whether rows are for training.
-        max_samples: Rows to use; -1 is what ``data_config.max_samples`` says.
-        seed: Chooses them where ``data_config.shuffle`` is set.
-
-    Raises:
-        ConfigError: If the class cannot be had, is no torch data set, or takes no max_samples though that is set.
-    """
-    cls: type = RLHFDataset
-    if data_config.custom_cls is not None:
-        cls = load_class(data_config.custom_cls, Dataset, where="custom_cls")
-    elif data_config.datagen is not None and is_train:
-        from areal_lite.data.rows.dynamic_dataset import DynamicGenDataset
-
-        cls = DynamicGenDataset
-    optional = {"max_samples": max_samples, "seed": seed}
-    parameters = inspect.signature(cls).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        optional = {name: value for name, value in optional.items() if name in parameters}
-    if max_samples != -1 and "max_samples" not in optional:
-        raise ConfigError(
-            f"max_samples is {max_samples}, but {cls.__name__} takes no max_samples: add the argument or leave it unset"
-        )
-    return cls(  # type: ignore[no-any-return]
-        data_files=data_paths, tokenizer=tokenizer, processor=processor, config=data_config, **optional
-    )
+        return 0  # masked out
 
 
 def _reason_to_drop(encoder: PromptEncoder, limit: int, row: Mapping[str, Any]) -> dict[str, str]:
-    """Return why the row is dropped, "" where it is kept."""
+    """Return why the row is dropped, or "" to keep it."""
     try:
         length = len(encoder.encode(row).input_ids)
-    except (
-        TemplateError
-    ) as error:  # a template is a program of the user's; counted, told, and fatal if all fail
+    except TemplateError as error:  # counted and logged; fatal only if every row fails
         return {"reason": f"{TEMPLATE_FAILED}: {error}"}
     except ConfigError as error:
         return {"reason": f"{_BAD_ROW}{error}"}

@@ -1,7 +1,7 @@
 """Rows from files, folders and the hub, as one ``datasets.Dataset`` that stays on disk.
 
-Guarantees that all of what was named is read, in the order it was named, or an error says what cannot be. How
-JSON and CSV are read: ``text_rows``; copies of remote files: ``file_cache``.
+Guarantees that everything named is read, in the order given, or an error says what cannot be read. ``text_rows`` reads
+JSON and CSV; ``file_cache`` copies remote files.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ _WIDEST = {
     "int64": {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"},
     "float64": {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "float32", "float64"},
 }
-"""Type of a column that is one of these types in one file and another in the next."""
+"""Common type of a column whose type differs between files."""
 
 
 @dataclass(slots=True)
 class _Source:
-    """What one or more entries name: files (or addresses of files) by split, and which of them are wanted."""
+    """Files (or their addresses) by split, and the wanted split or slice."""
 
     split: str
     files: dict[str, list[str]]
 
 
 def load_dataset(data_path: str | Sequence[str], *, cache_dir: str | None = None) -> datasets.Dataset:
-    """Return the rows of ``data_path``, joined where it is a list.
+    """Return the rows of ``data_path``; those of a list are concatenated.
 
     Args:
-        data_path: A file (parquet, json, jsonl, csv, arrow; the texts also .gz, .bz2, .xz, .zst), a pattern, a folder
-            of such files, an address (https://, s3://, hf://, ...), or the name of a dataset of the hub; each with
-            ``SPLIT@`` before it where not all of split train is meant: ``train[:10%]@x.jsonl``, ``test@folder``.
-        cache_dir: Folder for copies of remote files and for tables; None is ``~/.cache/areal_lite``.
+        data_path: A file (parquet, json, jsonl, csv, arrow; text files also .gz, .bz2, .xz, .zst), a pattern, a folder
+            of such files, an address (https://, s3://, hf://, ...), or the name of a dataset on the hub. Each may
+            begin with ``SPLIT@``: ``train[:10%]@x.jsonl``, ``test@folder``; the default is all of ``train``.
+        cache_dir: Folder for copies of remote files and for tables; None means ``~/.cache/areal_lite``.
 
     Raises:
-        ConfigError: If something cannot be read, sources differ in columns, or there are no rows; with the path,
-            and the line of a text file.
+        ConfigError: If something cannot be read, sources differ in columns, or there are no rows; with the path and,
+            for text files, the line.
     """
     paths = [data_path] if isinstance(data_path, str) else list(data_path)
     cache = Path(cache_dir or "~/.cache/areal_lite").expanduser()
@@ -65,7 +65,9 @@ def load_dataset(data_path: str | Sequence[str], *, cache_dir: str | None = None
         for path in paths:
             source = _source(path, cache)
             if sources and source.split == sources[-1].split == "train" and source.files.keys() == {"train"}:
-                sources[-1].files["train"] += source.files["train"]  # read together: one choice of types
+                sources[-1].files["train"] += source.files[
+                    "train"
+                ]  # read together, so they share column types
             else:
                 sources.append(source)
         rows = _joined([part for source in sources for part in _parts(source, cache)])
@@ -75,7 +77,7 @@ def load_dataset(data_path: str | Sequence[str], *, cache_dir: str | None = None
 
 
 def looks_like_files(path: str) -> bool:
-    """Return whether ``path`` names files, a folder or a dataset of the hub, and not an object in Python."""
+    """Return whether ``path`` names files, a folder or a dataset on the hub rather than a Python object."""
     _, name = _split_and_path(path)
     return "/" in name or "." not in name or _suffix(name) is not None or Path(name).exists()
 
@@ -102,8 +104,8 @@ def _source(path: str, cache: Path) -> _Source:
     elif local.is_dir():
         return _Source(split, _folder(local.resolve(), cache))
     elif any(char in name for char in "*?["):
-        found = Path(local.anchor).glob(str(local.relative_to(local.anchor)))
-        files = sorted(str(file) for file in found if file.is_file())
+        matches = Path(local.anchor).glob(str(local.relative_to(local.anchor)))
+        files = sorted(str(file) for file in matches if file.is_file())
         if not files:
             raise ConfigError(f"dataset {path}: no file matches {name} (looked in {Path.cwd()})")
     elif _suffix(name) is None and _HUB_NAME.fullmatch(name):
@@ -117,39 +119,39 @@ def _missing(path: Path) -> ConfigError:
     names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, 1)
     hint = f"; did you mean {path.with_name(close[0])}?" if close else f" (looked in {Path.cwd()})"
-    return ConfigError(f"dataset {path}: there is no such file or folder{hint}")
+    return ConfigError(f"dataset {path}: no such file or folder{hint}")
 
 
 def _folder(path: Path, cache: Path) -> dict[str, list[str]]:
     files = _files_by_split(str(path), cache)
-    found = {str(file) for file in path.rglob("*") if _suffix(file.name)}
-    if left_out := sorted(found.difference(*files.values())):
+    readable = {str(file) for file in path.rglob("*") if _suffix(file.name)}
+    if skipped := sorted(readable.difference(*files.values())):
         _log.warning(
-            "dataset %s: left out are %s, which no split has: the others say train or test in their names, or have "
-            "another type; name all that are meant in a list",
+            "dataset %s: skipped %s, which belong to no split: other files have train or test in their names, or "
+            "another type; to read them, name all files in a list",
             path,
-            left_out,
+            skipped,
         )
     return files
 
 
 def _files_by_split(name: str, cache: Path) -> dict[str, list[str]]:
-    """Return the files of a folder or of a dataset of the hub, as their names and README assign them to splits."""
+    """Return the files of a folder or hub dataset by split, as their names and README assign them."""
     import datasets
 
     try:
-        found = datasets.load_dataset_builder(name, cache_dir=str(cache)).config.data_files or {}
+        files = datasets.load_dataset_builder(name, cache_dir=str(cache)).config.data_files or {}
     except Exception as error:  # the hub, the network and a README fail in many ways
         raise ConfigError(
             f"dataset {name}: {str(error) or type(error).__name__}: name a folder of {', '.join(_SUFFIXES)} files, or "
-            "a dataset of the hub that this machine reaches; one of several configurations is named by its files, "
-            "hf://datasets/OWNER/NAME/CONFIGURATION/*.parquet"
+            "a dataset on the hub that this machine can reach; to choose one of several configurations, name its "
+            "files: hf://datasets/OWNER/NAME/CONFIGURATION/*.parquet"
         ) from error
-    return {str(split): [str(file) for file in files] for split, files in found.items()}
+    return {str(split): [str(file) for file in names] for split, names in files.items()}
 
 
 def _parts(source: _Source, cache: Path) -> list[tuple[str, datasets.Dataset]]:
-    """Return the wanted rows of a source in parts, each with its name."""
+    """Return the wanted rows of a source as named parts."""
     import datasets
 
     wanted = [re.match(r"[\w.\-]+", part)[0] for part in source.split.split("+")]  # type: ignore[index]
@@ -157,8 +159,8 @@ def _parts(source: _Source, cache: Path) -> list[tuple[str, datasets.Dataset]]:
         if name not in source.files:
             where = next(iter(source.files.values()), ["?"])[0]
             raise ConfigError(
-                f"dataset {source.split}@{where}: there is no split {name!r}, but {sorted(source.files)}: name one of "
-                "them before the @"
+                f"dataset {source.split}@{where}: no split {name!r}; the splits are {sorted(source.files)}: name one "
+                "before the @"
             )
     if source.split in source.files:
         return _read(source.files[source.split], cache)
@@ -170,7 +172,7 @@ def _parts(source: _Source, cache: Path) -> list[tuple[str, datasets.Dataset]]:
     except (ValueError, AssertionError) as error:
         raise ConfigError(
             f"dataset {source.split}@{source.files[wanted[0]][0]}: {error}: write train, train[:100], train[10%:20%], "
-            "or several with + between them"
+            "or several joined with +"
         ) from None
     return [
         (source.split, splits[part.splitname].select(range(part.from_, part.to)))
@@ -180,45 +182,43 @@ def _parts(source: _Source, cache: Path) -> list[tuple[str, datasets.Dataset]]:
 
 
 def _read(names: Sequence[str], cache: Path) -> list[tuple[str, datasets.Dataset]]:
-    """Return the rows of files in order, texts that stand together as one part."""
+    """Return the rows of files in order; adjacent text files form one part."""
     files: list[Path] = []
     for name in names:
         files += local_copies(name, cache) if "://" in name else [Path(name)]
     parts = []
     for is_text, group in itertools.groupby(files, lambda file: _suffix(file.name) in _TEXT):
-        together = list(group)
+        adjacent = list(group)
         if is_text:
-            parts.append((str(together[0]), text_table(together, cache)))
+            parts.append((str(adjacent[0]), text_table(adjacent, cache)))
         else:
-            parts += [(str(file), _typed_table(file, cache)) for file in together]
+            parts += [(str(file), _typed_table(file, cache)) for file in adjacent]
     return parts
 
 
 def _typed_table(file: Path, cache: Path) -> datasets.Dataset:
-    """Return the rows of a file that carries its types."""
+    """Return the rows of a parquet or arrow file, which stores its types."""
     import datasets
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     suffix = _suffix(file.name)
     if suffix is None:
-        raise ConfigError(
-            f"dataset {file}: its type is not known: rename it to one of {', '.join(_SUFFIXES)}"
-        )
+        raise ConfigError(f"dataset {file}: unknown file type: rename it to one of {', '.join(_SUFFIXES)}")
     try:
         if suffix == ".parquet" and not pyarrow.parquet.read_metadata(file).num_rows:
-            return datasets.Dataset.from_dict({})  # which datasets cannot read
+            return datasets.Dataset.from_dict({})  # datasets cannot read an empty file
         return datasets.load_dataset(suffix[1:], data_files=[str(file)], split="train", cache_dir=str(cache))
-    except Exception as error:  # pyarrow, datasets and a codec each raise their own
-        if "corresponds to no data" in str(error):  # how datasets says that a file has columns but no row
+    except Exception as error:  # pyarrow, datasets and the codecs raise different errors
+        if "corresponds to no data" in str(error):  # a file with columns but no rows
             return datasets.Dataset.from_dict({})
         reason = error.__cause__ or error
         raise ConfigError(
-            f"dataset {file}: it cannot be read ({reason}): is it whole, and of the type its name says?"
+            f"dataset {file}: cannot be read ({reason}): is it complete, and does its type match its name?"
         ) from error
 
 
 def _joined(parts: Sequence[tuple[str, datasets.Dataset]]) -> datasets.Dataset:
-    """Return the rows of all parts as one dataset; parts without rows do not matter."""
+    """Return the rows of all parts as one dataset; empty parts are ignored."""
     import datasets
 
     parts = [(name, rows) for name, rows in parts if len(rows)]
@@ -249,15 +249,15 @@ def _different_types(parts: Sequence[tuple[str, datasets.Dataset]]) -> ConfigErr
             if types[0] != types[1] and datasets.Value("null") not in types:
                 kinds = kind_of(first[0][column]), kind_of(rows[0][column])
                 return ConfigError(
-                    f"dataset {name}: column {column!r} is a {kinds[1]} here ({types[1]}), but a {kinds[0]} in "
-                    f"{first_name} ({types[0]}): write one type in all files"
+                    f"dataset {name}: column {column!r} is a {kinds[1]} ({types[1]}), but a {kinds[0]} in "
+                    f"{first_name} ({types[0]}): use one type in all files"
                 )
     raise AssertionError("concatenate_datasets refused tables of equal types")
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep ``datasets`` from printing bars, and errors that are raised as well."""
+    """Silence the progress bars of ``datasets``, and its log of errors, which are raised anyway."""
     import datasets
 
     level = datasets.logging.get_verbosity()

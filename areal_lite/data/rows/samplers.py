@@ -1,7 +1,7 @@
 """The order in which rows of a data set are drawn.
 
-Guarantees that an epoch's order depends on (seed, epoch) alone, or else on a curriculum of the user's. Knows
-nothing of batches: :class:`areal_lite.data.rows.loader.ResumableLoader` counts and restores the place.
+Guarantees that an epoch's order depends only on (seed, epoch), or is the user's curriculum. Knows nothing of batches:
+:class:`areal_lite.data.rows.loader.ResumableLoader` counts and restores the position.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from areal_lite.errors import ConfigError
 
 
 class AbstractSampler(Sampler[int], ABC):
-    """A curriculum: draws rows with regard to how training went on those before.
+    """Base class of a curriculum, which can choose rows by how training went on earlier ones.
 
-    What ``update`` changes, and the place in the epoch, belong in a ``state_dict()`` of JSON values and a
-    ``load_state_dict(state)``; ``__iter__`` then goes on from that place. Without the two, a resumed run draws
-    its epoch anew and passes over as many rows as were given.
+    To make a curriculum resumable, return what ``update`` changes and the position in the epoch from ``state_dict()``
+    as JSON values, and restore them in ``load_state_dict(state)``; ``__iter__`` then continues from there. Without
+    these methods, a resumed run redraws the epoch and skips as many rows as were handed out.
     """
 
     @abstractmethod
     def __init__(self, data_source: Sized, config: DatasetConfig) -> None:
-        """Take the data set and its section of the config."""
+        """Take the data set and its config section."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[int]:
-        """Yield the indices of one epoch; each is drawn when its batch is made."""
+        """Yield the indices of one epoch, each when its batch is needed."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return how many indices an epoch has."""
+        """Return the number of indices in an epoch."""
 
     @abstractmethod
     def update(self, batch: Any) -> None:
@@ -44,12 +44,12 @@ class AbstractSampler(Sampler[int], ABC):
 
 
 class EpochSampler(Sampler[int]):
-    """Every row once in an epoch, shuffled anew for each one or in the order of the rows.
+    """Every row once per epoch, in a new random order each epoch or in the order of the rows.
 
     Args:
-        data_source: Anything with a length; rows that it gains are drawn from the next ``set_epoch`` on.
+        data_source: Anything with a length; rows added later are drawn from the next ``set_epoch`` on.
         shuffle: False keeps the order of the rows.
-        seed: Makes the orders.
+        seed: Determines the order.
     """
 
     def __init__(self, data_source: Sized, *, shuffle: bool, seed: int) -> None:
@@ -59,7 +59,7 @@ class EpochSampler(Sampler[int]):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, num_rows: int | None = None) -> None:
-        """Choose the epoch of the next iteration, over the first ``num_rows`` rows or all there are."""
+        """Set the epoch of the next iteration, over the first ``num_rows`` rows or all rows."""
         self._epoch = epoch
         self._num_rows = len(self._data_source) if num_rows is None else num_rows
 
@@ -71,7 +71,7 @@ class EpochSampler(Sampler[int]):
 
 
 def epoch_order(num_rows: int, *, seed: int, epoch: int, shuffle: bool = True) -> Sequence[int]:
-    """Return ``0 .. num_rows - 1`` in the order of one epoch; leaves all global random states alone."""
+    """Return ``0 .. num_rows - 1`` in the order of one epoch; does not touch global random state."""
     if not shuffle:
         return range(num_rows)
     order: list[int] = np.random.default_rng([seed % 2**64, epoch]).permutation(num_rows).tolist()
@@ -79,17 +79,17 @@ def epoch_order(num_rows: int, *, seed: int, epoch: int, shuffle: bool = True) -
 
 
 def create_rl_sampler(config: DatasetConfig, dataset: Sized, *, seed: int) -> EpochSampler | AbstractSampler:
-    """Return the curriculum that ``config.sampler`` names, else every row once per epoch.
+    """Return the curriculum that ``config.sampler`` names; by default an :class:`EpochSampler`.
 
     Raises:
-        ConfigError: If the named class cannot be had, or is no whole :class:`AbstractSampler`.
+        ConfigError: If the class cannot be loaded, or does not implement :class:`AbstractSampler`.
     """
     if config.sampler is None:
         return EpochSampler(dataset, shuffle=config.shuffle, seed=seed)
     cls: type[AbstractSampler] = load_class(config.sampler, AbstractSampler, where="sampler")
     if missing := sorted(cls.__abstractmethods__):
         raise ConfigError(
-            f"sampler: {config.sampler.name} of {config.sampler.path} has no {', '.join(missing)}: write every method "
-            "of the base class"
+            f"sampler: {config.sampler.name} of {config.sampler.path} has no {', '.join(missing)}: implement "
+            "every method of the base class"
         )
     return cls(dataset, config)

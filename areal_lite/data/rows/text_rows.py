@@ -1,11 +1,11 @@
 """Rows of JSON and CSV files, kept on disk as one Arrow table.
 
-Guarantees that values come back as they were written: text is never taken for a date, a nested value keeps
-its own keys, a number of a CSV file is one only where it prints as it stood. Every damaged row is an error with
-file and line. Does not know what a column means.
+Guarantees that values come back as they were written: text never becomes a date, nested values keep their own keys,
+and a CSV cell becomes a number only if the number prints as the same text. Every damaged row is an error with file
+and line. Knows nothing about the meaning of a column.
 
-``datasets`` has readers of its own for these files; they turn "2024-01-01" into a timestamp and "007" into 7,
-guess the type of a column from the first megabytes, and name no line.
+The readers of ``datasets`` turn "2024-01-01" into a timestamp and "007" into 7, guess the type of a column from the
+first megabytes, and do not report line numbers.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 Row = dict[str, Any]
 _BATCH = 1000
-"""Rows written at once."""
+"""Rows per record batch."""
 _BOM = b"\xef\xbb\xbf"
 _LONG_NUMBER = re.compile(rb"\d{19}")
 _WHOLE = range(-(1 << 63), 1 << 64)
-"""Whole numbers that orjson reads and writes; it makes floats of others."""
+"""Integers that orjson reads and writes; it turns others into floats."""
 
 
 @dataclass(slots=True)
 class _Column:
-    """What the values of one column have in common, and where the first of them stands."""
+    """Kind and Arrow type of a column's values, and the location of the first one."""
 
     kind: str
     type: str
@@ -54,18 +54,18 @@ class _Column:
 
 
 def text_table(files: Sequence[Path], cache: Path) -> Dataset:
-    """Return the rows of ``files``, in order; a key that a row lacks is None.
+    """Return the rows of ``files``, in order; missing keys become None.
 
-    Texts, bools, and numbers of one type are columns of that type; any other column is kept as JSON. Nested
-    floats are read back to 15 digits.
+    Columns of text, bools, or numbers of one type have that type; any other column is stored as JSON. Nested floats
+    keep 15 digits.
 
     Args:
-        files: ``.json`` (a list of objects, or lines), ``.jsonl`` or ``.csv``, perhaps compressed.
-        cache: Folder of the table, which is made again when a file's size or time of change differ.
+        files: ``.json`` (a list of objects, or lines), ``.jsonl`` or ``.csv``; may be compressed.
+        cache: Folder of the table, which is rebuilt when a file's size or modification time changes.
 
     Raises:
-        ConfigError: If a file cannot be read, a row is damaged, files differ in columns, or a column has values
-            of several kinds.
+        ConfigError: If a file cannot be read, a row is damaged, files differ in columns, or a column mixes kinds of
+            values.
     """
     from datasets import Dataset
 
@@ -79,7 +79,7 @@ def text_table(files: Sequence[Path], cache: Path) -> Dataset:
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a JSON value in words: text, number, bool, list, dict or null."""
+    """Return the kind of a JSON value: text, number, bool, list, dict or null."""
     if value is None:
         return "null"
     return {str: "text", int: "number", float: "number"}.get(type(value), type(value).__name__)
@@ -90,8 +90,8 @@ def different_columns(
 ) -> ConfigError:
     """Return the error for two sources whose columns differ."""
     return ConfigError(
-        f"dataset {second}: its columns are {sorted(second_names)}, but {first} has {sorted(first_names)}: rows "
-        "of one dataset need the same columns; rename or add them, or load the files apart"
+        f"dataset {second}: its columns are {sorted(second_names)}, but {first} has {sorted(first_names)}: all "
+        "rows of a dataset need the same columns; rename or add columns, or load the files separately"
     )
 
 
@@ -120,12 +120,12 @@ def _as_json(value: Any, where: str) -> str | None:
         return None if value is None else orjson.dumps(value).decode()
     except TypeError as error:
         raise ConfigError(
-            f"dataset {where}: a value cannot be kept ({error}): nest it less deeply, or write it as text"
+            f"dataset {where}: a value cannot be stored ({error}): nest it less deeply, or write it as text"
         ) from None
 
 
 def _columns(files: Sequence[Path]) -> dict[str, _Column]:
-    """Return the columns of all files, in order of appearance."""
+    """Return the columns of all files, in order of first appearance."""
     columns: dict[str, _Column] = {}
     first_file: Path | None = None
     for file in files:
@@ -133,7 +133,7 @@ def _columns(files: Sequence[Path]) -> dict[str, _Column]:
         for where, row in _rows(file):
             names |= dict.fromkeys(row)
             for name, value in row.items():
-                _take(columns, name, value, where)
+                _add_value(columns, name, value, where)
         if not names:
             continue
         if first_file is None:
@@ -143,18 +143,18 @@ def _columns(files: Sequence[Path]) -> dict[str, _Column]:
     return columns
 
 
-def _take(columns: dict[str, _Column], name: str, value: Any, where: str) -> None:
+def _add_value(columns: dict[str, _Column], name: str, value: Any, where: str) -> None:
     kind, type_ = kind_of(value), _type(value)
     column = columns.get(name)
     if column is None or column.kind == "null":
         columns[name] = _Column(kind, type_, where)
     elif kind not in ("null", column.kind):
         raise ConfigError(
-            f"dataset {where}: column {name!r} is a {kind} here, but a {column.kind} in {column.where}: write one "
+            f"dataset {where}: column {name!r} is a {kind}, but a {column.kind} in {column.where}: use one "
             "kind in all rows"
         )
     elif type_ not in ("null", column.type):
-        column.type = "json"  # whole and broken numbers, or numbers of 64 bits without a sign
+        column.type = "json"  # integers and floats mixed, or unsigned 64-bit integers
 
 
 def _type(value: Any) -> str:
@@ -174,7 +174,7 @@ def _type(value: Any) -> str:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield each row behind the words that name its place."""
+    """Yield each row with its location for error messages."""
     compression = path.suffix.lower() if path.suffix.lower() in COMPRESSIONS else ""
     is_csv = path.name.lower().removesuffix(compression).endswith(".csv")
     try:
@@ -185,7 +185,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
                 yield from _json_rows(path, file)
     except (OSError, EOFError, UnicodeDecodeError, csv.Error, lzma.LZMAError, zlib.error) as error:
         raise ConfigError(
-            f"dataset {path}: it cannot be read ({error}): is it whole, and of the type its name says?"
+            f"dataset {path}: cannot be read ({error}): is it complete, and does its type match its name?"
         ) from error
 
 
@@ -206,18 +206,18 @@ def _open(path: Path, compression: str) -> BinaryIO:
 
 
 def _json_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Row]]:
-    begun = False
+    in_lines = False
     for number, line in enumerate(file, 1):
         if number == 1:
             line = line.removeprefix(_BOM)
         if not line.strip():
             continue
-        if not begun and line.lstrip().startswith(b"["):
+        if not in_lines and line.lstrip().startswith(b"["):
             for row_number, row in enumerate(_parsed(line + file.read(), str(path)), 1):
                 where = f"{path}, row {row_number}"
                 yield where, checked_row(row, where)
             return
-        begun = True
+        in_lines = True
         where = f"{path}, line {number}"
         try:
             yield where, checked_row(_parsed(line, where), where)
@@ -225,7 +225,7 @@ def _json_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Row]]:
             if line.endswith(b"\n"):
                 raise
             raise ConfigError(
-                f"{error}. It is the last line, perhaps cut off: complete or remove it"
+                f"{error}. It is the last line and may be truncated: complete or remove it"
             ) from None
 
 
@@ -234,7 +234,7 @@ def _parsed(text: bytes, where: str) -> Any:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise ConfigError(
-            f"dataset {where}: not JSON: {error}: write one object a line, or one list of objects"
+            f"dataset {where}: not JSON: {error}: write one object per line, or one list of objects"
         ) from None
     if _LONG_NUMBER.search(text):
         json.loads(text, parse_int=partial(_check_size, where))
@@ -244,7 +244,7 @@ def _parsed(text: bytes, where: str) -> Any:
 def _check_size(where: str, digits: str) -> None:
     if len(digits) > 20 or int(digits) not in _WHOLE:
         raise ConfigError(
-            f"dataset {where}: the number {digits:.40} has more than 64 bits: write it as text, in quotes"
+            f"dataset {where}: the number {digits:.40} has more than 64 bits: write it in quotes, as text"
         )
 
 
@@ -256,7 +256,7 @@ def checked_row(row: Any, where: str) -> Row:
     """
     if not isinstance(row, dict):
         raise ConfigError(
-            f'dataset {where}: it is a {kind_of(row)}: each row must be an object, {{"key": value}}'
+            f'dataset {where}: this is a {kind_of(row)}: each row must be an object, {{"key": value}}'
         )
     return row
 
@@ -279,26 +279,26 @@ def _csv_rows(path: Path, compression: str) -> Iterator[tuple[str, Row]]:
 
 
 def _csv_cells(path: Path, compression: str) -> Iterator[tuple[str, dict[str, str]]]:
-    csv.field_size_limit(1 << 30)  # the default refuses a cell of 128 KiB
+    csv.field_size_limit(1 << 30)  # the default limit is 128 KiB
     with io.TextIOWrapper(_open(path, compression), encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, strict=True)
         header = next(reader, [])
         if len(set(header)) < len(header):
-            raise ConfigError(f"dataset {path}: its columns are {header}: give each its own name")
+            raise ConfigError(f"dataset {path}: duplicate column names in {header}: rename one")
         for cells in reader:
             where = f"{path}, line {reader.line_num}"
             if not cells:
                 continue
             if len(cells) != len(header):
                 raise ConfigError(
-                    f"dataset {where}: it has {len(cells)} cells, but there are {len(header)} columns: add or "
-                    'remove some; a cell with a comma or a line break needs "quotes"'
+                    f"dataset {where}: {len(cells)} cells for {len(header)} columns: fix the line; a cell "
+                    'with a comma or a line break needs "quotes"'
                 )
             yield where, dict(zip(header, cells, strict=True))
 
 
 def _number(cell: str) -> int | float | str:
-    """Return the number of 64 bits that prints as ``cell``, else the cell."""
+    """Return the 64-bit number that prints as ``cell``, else ``cell``."""
     for number in (int, float):
         try:
             value = number(cell)

@@ -1,4 +1,4 @@
-"""Classes of the user's that a config names by file, or by module, and name."""
+"""User classes that a config names by file or module, and class name."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from areal_lite.errors import ConfigError
 def load_class(config: ClassConfig, base: type, *, where: str) -> type:
     """Import the class that ``config`` names.
 
-    A file is run once, however often it is named. Its module is known in this process only, so that objects
-    of its classes do not reach a worker process that was spawned; those of a module on the import path do.
+    A file is executed once per process. Spawned worker processes do not know its module, so objects of its classes
+    cannot be sent to them; objects of classes from an importable module can.
 
     Args:
-        config: File or module, and name.
-        base: What it must be a subclass of.
+        config: File or module, and class name.
+        base: The required base class.
         where: The config key, for errors.
 
     Raises:
-        ConfigError: If it cannot be had, or is no such class.
+        ConfigError: If it cannot be loaded, or is not a subclass of ``base``.
     """
     module = _file_module(config.path, where) if config.path.endswith(".py") else config.path
     cls = load_object(f"{module}.{config.name}", where=where)
@@ -37,13 +37,13 @@ def load_class(config: ClassConfig, base: type, *, where: str) -> type:
 
 
 def _file_module(path: str, where: str) -> str:
-    """Run the file as a module, where that has not been done, and return the module's name."""
+    """Run the file as a module, unless that was done before, and return the module's name."""
     file = Path(path).expanduser().resolve()
     name = f"areal_lite_file_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         if spec is None or spec.loader is None or not file.is_file():
-            raise ConfigError(f"{where}: there is no file {path} (looked in {Path.cwd()})")
+            raise ConfigError(f"{where}: no such file {path} (looked in {Path.cwd()})")
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)

@@ -1,1 +1,1 @@
-"""Images and videos in rows: loading, packing and positions of models that see."""
+"""Images and videos in rows: loading, packing and token positions."""

@@ -1,7 +1,7 @@
 """Images and videos of a dataset row, from placeholders in its text to tensors.
 
-Guarantees that each placeholder has its image or video, in order, and that a row stays as it is. The
-tensors are the processor's own; where tokens stand is :mod:`areal_lite.data.vision.rope_positions`' business.
+Guarantees that placeholders and media match one to one, in order, and that the row is not modified. The tensors are the
+processor's; :mod:`areal_lite.data.vision.rope_positions` computes token positions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DOWNLOAD_TIMEOUT_S = 30.0
-"""Longest silence of a server that an image is read from, in seconds."""
+"""Timeout of reads from an image server, in seconds."""
 
 _PLACEHOLDER = re.compile("<(image|video)>")
 
@@ -32,20 +32,20 @@ _PLACEHOLDER = re.compile("<(image|video)>")
 def build_messages(
     row: Mapping[str, Any], *, prompt_key: str, image_key: str, video_key: str
 ) -> list[dict[str, Any]]:
-    """Return the row's prompt as messages of which each image and video is a part of its own.
+    """Return the row's prompt as messages with each image and video as a separate part.
 
-    Where the row has a column of images, "Look: <image>" becomes the parts ``{"type": "text", "text": "Look: "}``
-    and ``{"type": "image"}``; the same for videos. Content that is a list of parts stays, but for keys that are
-    None, which is what a table writes where a part has no such key.
+    If the row has a column of images, "Look: <image>" becomes the parts ``{"type": "text", "text": "Look: "}`` and
+    ``{"type": "image"}``; videos likewise. Content that is a list of parts is kept, without keys that are None, which
+    tables add to parts that lack them.
 
     Args:
-        row: A dataset row; it is not changed.
-        prompt_key: Column of the prompt: messages, or the text of one message of the user.
-        image_key: Column of images; missing or None is no column.
-        video_key: Column of videos.
+        row: A dataset row; not modified.
+        prompt_key: Column of the prompt: messages, or the text of one user message.
+        image_key: Column of images; may be missing or None.
+        video_key: Column of videos; may be missing or None.
 
     Raises:
-        ConfigError: If the prompt is neither, or there are more or fewer placeholders than images or videos.
+        ConfigError: If the prompt is neither messages nor text, or the numbers of placeholders and media differ.
     """
     prompt = row.get(prompt_key)
     if isinstance(prompt, str):
@@ -59,23 +59,23 @@ def build_messages(
     split = {kind for kind, key in columns.items() if row.get(key) is not None}
     messages = [{**message, "content": _parts(message.get("content"), split)} for message in prompt]
     for kind, key in columns.items():
-        given = column_values(row, key)
+        values = column_values(row, key)
         needed = sum(_inline(part, kind) is None for part in _parts_of(messages, kind))
-        if needed != len(given):
+        if needed != len(values):
             raise ConfigError(
-                f"the prompt has {needed} {kind} placeholders, but {key!r} has {len(given)} {kind}s: write one "
+                f"the prompt has {needed} {kind} placeholders, but {key!r} has {len(values)} {kind}s: write one "
                 f"<{kind}> for each"
             )
     return messages
 
 
 def media_values(messages: Sequence[Mapping[str, Any]], kind: str, column: Sequence[Any] = ()) -> list[Any]:
-    """Return the images or videos of ``messages`` in the order of their parts, not loaded.
+    """Return the images or videos of ``messages`` in the order of their parts, not yet loaded.
 
     Args:
-        messages: With lists of parts as content, see :func:`build_messages`.
-        kind: ``"image"`` or ``"video"``; a part that carries none under this key takes the next of ``column``.
-        column: As many as there are such parts.
+        messages: Messages with lists of parts, see :func:`build_messages`.
+        kind: ``"image"`` or ``"video"``; a part without a value of its own takes the next one of ``column``.
+        column: One value per such part.
     """
     rest = iter(column)
     return [
@@ -84,7 +84,7 @@ def media_values(messages: Sequence[Mapping[str, Any]], kind: str, column: Seque
 
 
 def column_values(row: Mapping[str, Any], key: str) -> list[Any]:
-    """Return the images or videos in a column: its list, its only value, or none where it is missing or None."""
+    """Return the images or videos in a column as a list; empty if the column is missing or None."""
     value = row.get(key)
     if value is None:
         return []
@@ -95,11 +95,11 @@ def load_images(values: Sequence[Any]) -> list[Image]:
     """Return ``values`` as PIL images in RGB.
 
     Args:
-        values: Each a PIL image, a path, an http(s) or base64 ``data:`` URL, the bytes of an image file,
-            ``{"bytes": ..., "path": ...}`` as ``datasets`` gives it, or a uint8 array ``[H, W]`` or ``[H, W, C]``.
+        values: PIL images, paths, http(s) or base64 ``data:`` URLs, bytes of image files,
+            ``{"bytes": ..., "path": ...}`` from ``datasets``, or uint8 arrays ``[H, W]`` or ``[H, W, C]``.
 
     Raises:
-        ConfigError: If one is something else or cannot be read.
+        ConfigError: If a value has another type or cannot be read.
     """
     try:
         from PIL import Image, ImageOps
@@ -114,32 +114,32 @@ def load_images(values: Sequence[Any]) -> list[Image]:
                 image = Image.fromarray(source)
             else:
                 image = source if isinstance(source, Image.Image) else Image.open(source)
-            # A camera may have written the image lying on its side.
+            # Cameras store rotated images with an orientation tag.
             images.append(ImageOps.exif_transpose(image).convert("RGB"))
         except (OSError, TypeError, ValueError, SyntaxError) as error:  # PIL has no error class of its own
             raise ConfigError(
-                f"image {number} of {len(values)} cannot be read from {_name(value)} ({error}): give a PIL image, a "
-                "path, a URL, the bytes of an image file, or a uint8 array [H, W, C]"
+                f"image {number} of {len(values)} cannot be read from {_describe(value)} ({error}): give a PIL image, "
+                "a path, a URL, the bytes of an image file, or a uint8 array [H, W, C]"
             ) from error
     return images
 
 
 def load_videos(values: Sequence[Any]) -> list[list[Image]]:
-    """Return each of ``values`` as its frames, PIL images in RGB.
+    """Return the frames of each video as PIL images in RGB.
 
     Args:
-        values: Each a list of what :func:`load_images` takes, or a uint8 array ``[T, H, W, C]``.
+        values: Lists of images as in :func:`load_images`, or uint8 arrays ``[T, H, W, C]``.
 
     Raises:
-        ConfigError: If one is a video file, or is or holds something else.
+        ConfigError: If a value is a video file or has another type, or a frame cannot be read.
     """
     videos = []
     for number, value in enumerate(values):
         frames = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 4)
         if not frames or len(value) == 0:
             raise ConfigError(
-                f"video {number} of {len(values)} is {_name(value)}: video files are not decoded here, so give one "
-                "frame or more: a list of images, or a uint8 array [T, H, W, C]"
+                f"video {number} of {len(values)} is {_describe(value)}: video files are not decoded here, so give at "
+                "least one frame: a list of images, or a uint8 array [T, H, W, C]"
             )
         videos.append(load_images(list(value)))
     return videos
@@ -148,20 +148,20 @@ def load_videos(values: Sequence[Any]) -> list[list[Image]]:
 def processor_inputs(
     processor: Any, text: str, images: Sequence[Any], videos: Sequence[Any]
 ) -> dict[str, Tensor]:
-    """Return what the model reads for one sequence, made by the processor.
+    """Return the processor's model inputs for one sequence.
 
     Args:
         processor: A Hugging Face processor of images, videos and text.
-        text: With one placeholder token of the model for each image and video.
+        text: Text with one of the model's placeholder tokens per image and video.
         images: PIL images.
         videos: Lists of frames.
 
     Returns:
-        ``input_ids`` and ``attention_mask`` ``[1, T]`` with each placeholder as long as its image, and what
-        there is of ``pixel_values`` ``[patches, values]``, ``image_grid_thw`` ``[N, 3]`` and so on.
+        ``input_ids`` and ``attention_mask`` ``[1, T]`` with placeholders expanded; for images also ``pixel_values``
+        ``[patches, values]``, ``image_grid_thw`` ``[N, 3]`` and so on.
 
     Raises:
-        ConfigError: If the processor refuses them; its own text says why.
+        ConfigError: If the processor rejects them; with its own message.
     """
     import torch
 
@@ -175,15 +175,16 @@ def processor_inputs(
         )
     except (ImportError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{type(processor).__name__} refuses a text with {len(images)} images and {len(videos)} videos: {error}"
+            f"{type(processor).__name__} rejects a text with {len(images)} images and {len(videos)} videos: {error}"
         ) from error
     return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
 
 
 def concatenate_inputs(inputs: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor]:
-    """Return the ``multi_modal_inputs`` of a batch's rows, in order, as the model takes them: joined along dim 0.
+    """Concatenate the ``multi_modal_inputs`` of a batch's rows along dim 0, as the model takes them.
 
-    A row without images is None or empty. Two rows of 24 and 8 patches give ``pixel_values`` of 32.
+    For training loops of your own; `areal-lite train` does not use it. Rows without images are None or empty. Two rows
+    of 24 and 8 patches give ``pixel_values`` of 32.
     """
     import torch
 
@@ -206,10 +207,10 @@ def _parts(content: Any, split: set[str]) -> Any:
         return content
     parts: list[dict[str, Any]] = []
     end = 0
-    for found in _PLACEHOLDER.finditer(content):
-        if found[1] in split:
-            parts += [{"type": "text", "text": content[end : found.start()]}, {"type": found[1]}]
-            end = found.end()
+    for match in _PLACEHOLDER.finditer(content):
+        if match[1] in split:
+            parts += [{"type": "text", "text": content[end : match.start()]}, {"type": match[1]}]
+            end = match.end()
     parts.append({"type": "text", "text": content[end:]})
     parts = [part for part in parts if part.get("text") != ""]
     return parts if end else content
@@ -230,7 +231,7 @@ def _inline(part: Mapping[str, Any], kind: str) -> Any:
 
 
 def _image_source(value: Any) -> Any:
-    """Return a PIL image or array as it is, anything else as what PIL can open."""
+    """Return a PIL image or array unchanged, anything else as a path or file that PIL can open."""
     if isinstance(value, Mapping):
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
     if isinstance(value, bytes):
@@ -250,10 +251,10 @@ def _image_source(value: Any) -> Any:
         raise ValueError(f"its dtype is {value.dtype}, not uint8")
     if isinstance(value, Path | np.ndarray) or hasattr(value, "convert"):
         return value
-    raise TypeError(f"a {type(value).__name__} is no image")
+    raise TypeError(f"a {type(value).__name__} is not an image")
 
 
-def _name(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"an array of dtype {value.dtype} and shape {list(value.shape)}"
     return f"{str(value)[:80]!r}" if isinstance(value, str | Path) else f"a {type(value).__name__}"

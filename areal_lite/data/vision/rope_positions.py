@@ -1,8 +1,8 @@
-"""Positions of tokens for models whose rotary embedding has three axes: time, row and column (M-RoPE).
+"""Token positions for models whose rotary embedding has three axes: time, row and column (M-RoPE).
 
-Guarantees that text counts up by one on all three axes, that the patches of an image or video spread over
-them, and that what follows starts behind the longer edge of the grid, as Qwen2-VL (arXiv:2409.12191),
-Qwen2.5-VL, Qwen3-VL and GLM-4V place them. Knows ids and grids; nothing of pixels or models.
+For training loops of your own: the built-in trainer reads only text. Guarantees the positions of Qwen2-VL
+(arXiv:2409.12191), Qwen2.5-VL, Qwen3-VL and GLM-4V: text counts up by one on all axes, the patches of an image or video
+spread over them, and the next token starts after the longer edge of the grid. Needs only ids and grids.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 from areal_lite.errors import ConfigError
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
-"""What a token stands for."""
+"""Kinds of tokens."""
 
-_FRAMES_APART = {
+_SEPARATE_FRAMES = {
     "Qwen2VLProcessor": False,
     "Qwen2_5_VLProcessor": False,
     "Qwen3VLProcessor": True,
     "Glm4vProcessor": True,
 }
-"""Processors of models with M-RoPE; True where a video is written frame by frame, with times between."""
+"""Processors of models with M-RoPE; True if frames of a video are separated by timestamps."""
 
 
 def multimodal_position_ids(
@@ -35,39 +35,39 @@ def multimodal_position_ids(
     *,
     tokens_per_second: float = 2.0,
 ) -> Tensor | None:
-    """Return the positions of one sequence as its model wants them.
+    """Return the positions of one sequence in the format of its model.
 
     Args:
-        processor: The model's Hugging Face processor; its class says which rule holds.
+        processor: The model's Hugging Face processor; its class selects the rule.
         input_ids: ``[T]`` int64, image and video placeholders expanded.
-        attention_mask: ``[T]`` 0 at padding, on either side.
+        attention_mask: ``[T]``, 0 at padding on either side.
         multi_modal_inputs: ``image_grid_thw`` ``[N, 3]`` patches, ``video_grid_thw`` and, for Qwen2.5-VL,
-            ``second_per_grid_ts`` ``[N]``, as far as there are any.
-        tokens_per_second: Positions in a second of video, ``vision_config.tokens_per_second`` of the model's
-            config; the published Qwen2.5-VL models have 2.
+            ``second_per_grid_ts`` ``[N]``; all optional.
+        tokens_per_second: Positions per second of video, ``vision_config.tokens_per_second`` of the model's
+            config; 2 in the published Qwen2.5-VL models.
 
     Returns:
-        ``[4, T]`` int64: the plain positions, then time, row and column (0 at padding). None where the
-        model's positions are plain.
+        ``[4, T]`` int64: the plain positions, then time, row and column (0 at padding). None if the model has
+        plain positions only.
 
     Raises:
         ValueError: If placeholders and grids disagree.
-        ConfigError: If there are grids, but no rule for this processor.
+        ConfigError: If there are grids, but the processor is unknown.
     """
-    known = [name for name in (kind.__name__ for kind in type(processor).__mro__) if name in _FRAMES_APART]
+    known = [name for name in (kind.__name__ for kind in type(processor).__mro__) if name in _SEPARATE_FRAMES]
     image_grids, video_grids = (multi_modal_inputs.get(f"{kind}_grid_thw") for kind in ("image", "video"))
     if not known:
         if image_grids is None and video_grids is None:
             return None
         raise ConfigError(
-            f"a {type(processor).__name__} gives grids, so its model places patches in three axes, but by which rule "
-            f"is known for {', '.join(_FRAMES_APART)} only: use a model of these"
+            f"{type(processor).__name__} gives grids, so its model uses M-RoPE, but the rule is known only for "
+            f"{', '.join(_SEPARATE_FRAMES)}: use one of their models"
         )
-    frames_apart = _FRAMES_APART[known[0]]
-    if video_grids is not None and frames_apart:
+    separate_frames = _SEPARATE_FRAMES[known[0]]
+    if video_grids is not None and separate_frames:
         video_grids = video_grids.repeat_interleave(video_grids[:, 0], dim=0)
         video_grids[:, 0] = 1
-    seconds = None if frames_apart else multi_modal_inputs.get("second_per_grid_ts")
+    seconds = None if separate_frames else multi_modal_inputs.get("second_per_grid_ts")
     present = attention_mask.bool()
     kinds = token_kinds(
         input_ids[present],
@@ -92,9 +92,9 @@ def multimodal_position_ids(
 def token_kinds(
     input_ids: Tensor, *, image_token_id: int, video_token_id: int, video_marks: tuple[int, int] | None = None
 ) -> Tensor:
-    """Return ``[T]`` :data:`TEXT`, :data:`IMAGE` or :data:`VIDEO` for each of ``input_ids`` ``[T]``.
+    """Return the kind, :data:`TEXT`, :data:`IMAGE` or :data:`VIDEO`, of each of ``input_ids``, both ``[T]``.
 
-    ``video_marks`` are the ids around a video where its frames are written with the image's token.
+    ``video_marks`` are the ids before and after a video whose frames use the image token.
     """
     image, video = input_ids == image_token_id, input_ids == video_token_id
     if video_marks is not None:
@@ -121,16 +121,16 @@ def mrope_positions(
 
     Args:
         kinds: ``[T]``, see :func:`token_kinds`.
-        image_grids: ``[N, 3]`` patches of each image in time, height and width.
+        image_grids: ``[N, 3]`` patches of each image along time, height and width.
         video_grids: The same for each video.
-        merge_size: Patches that become one token along each edge.
-        video_intervals: Positions from one temporal patch of a video to the next; 1 by default.
+        merge_size: Patches merged into one token along each edge.
+        video_intervals: Positions between temporal patches of each video; default 1.
 
     Returns:
         ``[3, T]`` int64.
 
     Raises:
-        ValueError: If the tokens of images or videos are not as many as the grids say.
+        ValueError: If the number of image or video tokens does not match the grids.
     """
     names = {IMAGE: "image", VIDEO: "video"}
     grids: dict[int, list[list[int]]] = {
@@ -151,14 +151,15 @@ def mrope_positions(
             if index == len(grids[kind]):
                 raise ValueError(
                     f"the sequence has more {names[kind]} tokens than its {index} {names[kind]} grids account for: "
-                    "give each placeholder its grid, and keep the policy from sampling placeholder tokens"
+                    "give each placeholder a grid, and keep the policy from sampling placeholder tokens"
                 )
             frames, rows, columns = grids[kind][index]
             rows, columns = rows // merge_size, columns // merge_size
             if count < frames * rows * columns:
                 raise ValueError(
                     f"{names[kind]} {index} has {count} tokens, but its grid {grids[kind][index]} at merge size "
-                    f"{merge_size} says {frames * rows * columns}: expand the placeholder, and do not cut through it"
+                    f"{merge_size} needs {frames * rows * columns}: expand the placeholder, and do not "
+                    "truncate inside it"
                 )
             interval = 1.0 if kind == IMAGE or video_intervals is None else float(video_intervals[index])
             times = (torch.arange(frames) * interval).long()
@@ -169,7 +170,7 @@ def mrope_positions(
     for kind, index in used.items():
         if index < len(grids[kind]):
             raise ValueError(
-                f"there are {len(grids[kind])} {names[kind]} grids, but the sequence has tokens for {index}: give one "
-                "placeholder each"
+                f"there are {len(grids[kind])} {names[kind]} grids, but the sequence has tokens for {index}: give each "
+                "grid a placeholder"
             )
     return torch.cat(pieces, dim=1)

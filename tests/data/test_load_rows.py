@@ -5,8 +5,7 @@ import sys
 import pytest
 
 from areal_lite.api.config import DatasetConfig
-from areal_lite.data.rows.generated_rows import check_held_out
-from areal_lite.data.rows.load_rows import load_rows
+from areal_lite.data.rows.load_rows import check_held_out, load_rows
 from areal_lite.errors import ConfigError
 
 SUM = "reasoning-gym:chain_sum"
@@ -33,7 +32,7 @@ def test_a_reasoning_gym_task_gives_question_answer_metadata_and_task():
         (SUM, {"seed": 1, "min_terms": -1}, "min_terms must be positive"),
     ],
 )
-def test_a_task_that_cannot_be_made_says_why(path, kwargs, message):
+def test_a_task_that_cannot_be_created_says_why(path, kwargs, message):
     with pytest.raises(ConfigError, match=message):
         load(path, kwargs=kwargs)
 
@@ -63,7 +62,7 @@ def test_a_function_gets_its_kwargs_and_gives_rows():
     assert load(f"{__name__}.numbers", kwargs={"count": 2, "start": 5}) == [{"n": 5}, {"n": 6}]
 
 
-def test_max_samples_takes_the_first_rows_or_a_choice_of_the_seed_in_order():
+def test_max_samples_takes_the_first_rows_or_a_seeded_choice_in_order():
     # V2
     def some(**settings):
         return [
@@ -80,13 +79,13 @@ def test_max_samples_takes_the_first_rows_or_a_choice_of_the_seed_in_order():
         ("numbers", {}, "do not fit: missing a required argument: 'count'"),
         ("numbers", {"count": 1, "end": 2}, "unexpected keyword argument 'end'"),
         ("numbers", {"count": 0}, "there are no rows"),
-        ("words", {}, "row 1: it is a text"),
+        ("words", {}, "row 1: this is a text"),
         ("lazily", {}, "it returned a generator: it must return a list"),
         ("NOT_CALLABLE", {}, "it must be a function"),
         ("nombers", {"count": 1}, "did you mean .*numbers"),
     ],
 )
-def test_a_function_that_gives_no_rows_says_why(name, kwargs, message):
+def test_a_function_that_does_not_return_rows_says_why(name, kwargs, message):
     # S-B2: no data set without rows
     with pytest.raises(ConfigError, match=message):
         load(f"{__name__}.{name}", kwargs=kwargs)
@@ -111,7 +110,7 @@ def test_held_out_rows_of_a_task_must_not_be_training_sequences(train, held_out,
     if not overlap:
         check_held_out(*configs)
         return
-    with pytest.raises(ConfigError, match="among the training rows'.*set its seed to"):
+    with pytest.raises(ConfigError, match="overlap with the training rows'.*set its seed to"):
         check_held_out(*configs)
 
 
