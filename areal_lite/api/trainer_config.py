@@ -230,7 +230,7 @@ class TrainerConfig(LearnerConfig):
     """Options of the loss, such as clip_eps, clip_eps_high and dual_clip of ppo."""
 
     loss_aggregation: AggregationMode | None = None
-    """How token losses are reduced to a scalar. Null uses the reduction that the loss was published with."""
+    """How token losses are reduced to a scalar. Null uses the default of the loss."""
 
     loss_scale: Positive | None = None
     """Divisor in tokens of seq-mean-token-sum-norm; required there and refused elsewhere."""
