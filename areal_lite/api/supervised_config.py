@@ -21,7 +21,7 @@ class ConversationsConfig(RowsConfig):
     """Source and tokenization of the conversations."""
 
     max_length: Annotated[int, Field(ge=2)]
-    """Maximum sequence length in tokens. Required: tokens beyond it are not trained."""
+    """Maximum sequence length in tokens. Beyond it, conversations are cut and pairs skipped."""
 
     prompt_key: str = "prompt"
     """Column of the prompt: text, or a list of messages."""

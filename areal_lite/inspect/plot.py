@@ -65,9 +65,7 @@ def plot_metrics(*run_dirs: str | Path, out: str | Path | None = None) -> Path:
     """
     if out is None:
         if len(run_dirs) != 1:
-            raise ConfigError(
-                f"the plot of {len(run_dirs)} runs needs a file name: use --out FILE.png"
-            )
+            raise ConfigError(f"the plot of {len(run_dirs)} runs needs a file name: use --out FILE.png")
         out = Path(run_dirs[0]) / "metrics.png"
     figure = metrics_figure(*run_dirs)
     try:
@@ -91,9 +89,7 @@ def metrics_figure(*run_dirs: str | Path) -> Any:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"plots need {error.name}: pip install {error.name}"
-        ) from None
+        raise ConfigError(f"plots need {error.name}: pip install {error.name}") from None
     runs: dict[str, Records] = {
         "/".join(Path(folder).resolve().parts[-2:]): list(read_records(Path(folder) / "metrics.jsonl"))
         for folder in run_dirs

@@ -159,7 +159,10 @@ def test_wrong_arguments_end_with_64_and_one_line(arguments, message):
     [
         ("train", "trainer.learning_rate  (number > 0; required)\n    Peak learning rate of AdamW."),
         ("config", "checkpoint.resume  (text; default auto)\n    auto resumes from the newest"),
-        ("sft", "trainer.averaging  (token | sequence; default token)\n    Average the loss over trained tokens"),
+        (
+            "sft",
+            "trainer.averaging  (token | sequence; default token)\n    Average the loss over trained tokens",
+        ),
         ("dpo", "trainer.beta  (number > 0; default 0.1)\n    Strength of the constraint towards"),
         (
             "reward-model",
