@@ -98,8 +98,9 @@ class InferenceEngineConfig(RunIdentity):
     that trains on it. 0 is on-policy: generation waits for every weight update."""
 
     over_sampling_groups: Count = 0
-    """Extra groups to start beyond a batch; the first to finish are trained. On-policy, the rest are stopped at the
-    cut and run first in the next batch; mask_offpolicy_in_partial_rollout lets them resume from their tokens."""
+    """Extra groups to start beyond a batch; the first to finish are trained. On-policy, the rest are stopped
+    when the batch is full and run first for the next; mask_offpolicy_in_partial_rollout resumes them from their
+    tokens."""
 
     mask_offpolicy_in_partial_rollout: bool = False
     """Mask tokens beyond the staleness bound and train on the rest."""
@@ -108,7 +109,7 @@ class InferenceEngineConfig(RunIdentity):
     """Times to retry a row after its group failed."""
 
     max_empty_batches: Positive = 10
-    """Stop the run after this many batches' worth of consecutive groups without an accepted one."""
+    """Stop the run if no group is accepted within this many batches' worth of groups."""
 
     episode_timeout_s: Above0 = 3600.0
     """Wall-clock limit in seconds for the episodes of a group, tool calls included."""

@@ -63,9 +63,12 @@ def describe_fields(root: type[Any], prefix: str = "") -> Iterator[FieldHelp]:
 
 
 def meaning_of(record: type[Any], name: str) -> str:
-    """Return the docstring of a field of ``record`` as one line, searching base classes; empty if there is none."""
+    """Return the docstring of a field as plain text on one line, searching base classes; empty if there is none."""
     infos = [getattr(base, "__pydantic_fields__", {}).get(name) for base in record.__mro__]
-    return next((" ".join(info.description.split()) for info in infos if info and info.description), "")
+    return next(
+        (" ".join(info.description.replace("``", "").split()) for info in infos if info and info.description),
+        "",
+    )
 
 
 def help_text(root: type[Any], width: int = 80) -> str:

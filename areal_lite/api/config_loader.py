@@ -186,7 +186,7 @@ def _apply_override(values: dict[Any, Any], override: str, root: type[Any], *, w
     if not equals or not key:
         raise ConfigError(f"{where}: write section.key=value")
     *sections, last = key.split(".")
-    here: dict[Any, Any] = values
+    section: dict[Any, Any] = values
     owner: type[Any] | None = root  # None inside a free-form mapping such as kwargs
     for depth, name in enumerate(sections):
         if owner is not None:
@@ -196,15 +196,15 @@ def _apply_override(values: dict[Any, Any], override: str, root: type[Any], *, w
             owner = _section(field)
             if owner is None and not _is_mapping(field):
                 raise ConfigError(f"{where}: {'.'.join(sections[: depth + 1])} is a value, not a section")
-        below = here.get(name)
-        if below is None:
-            below = here[name] = {}
-        elif not isinstance(below, dict):
-            raise ConfigError(f"{where}: {'.'.join(sections[: depth + 1])} is {_short(below)}, not a section")
-        here = below
+        child = section.get(name)
+        if child is None:
+            child = section[name] = {}
+        elif not isinstance(child, dict):
+            raise ConfigError(f"{where}: {'.'.join(sections[: depth + 1])} is {_short(child)}, not a section")
+        section = child
     if owner is not None and _field_type(owner, last) is None:
         raise ConfigError(f"{where}: {_unknown(owner, last, root)}")
-    here[last] = _parse(text, where=where)
+    section[last] = _parse(text, where=where)
     return key
 
 

@@ -17,7 +17,7 @@ class GenerationHyperparameters:
     """Sampling parameters of one request."""
 
     n_samples: Positive = 1
-    """Must be 1 in a YAML; rollout.group_size sets the episodes per row."""
+    """Must be 1 in a YAML; group_size sets the episodes per row."""
 
     max_new_tokens: Positive = 16384
     """Maximum tokens of an answer."""

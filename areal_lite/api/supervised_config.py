@@ -66,7 +66,7 @@ class SupervisedTrainerConfig(LearnerConfig):
     """Supervised training."""
 
     batch_size: Positive
-    """Sequences or pairs per update. Required: the learning rate depends on it."""
+    """Sequences or pairs per update."""
 
     epochs: Positive = 1
     """Passes over the rows."""

@@ -39,7 +39,7 @@ class OptimizerConfig:
     """AdamW and its learning-rate schedule."""
 
     learning_rate: Above0
-    """Peak learning rate of AdamW. Required: it decides what a run learns."""
+    """Peak learning rate of AdamW."""
 
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule after warm-up; linear and cosine decay to 0 at the last step."""
@@ -204,7 +204,7 @@ class TrainerConfig(LearnerConfig):
     """Reinforcement learning from batches of groups."""
 
     total_steps: Positive
-    """Training steps. Required: it sets the length of the learning-rate schedule."""
+    """Training steps, which is also the length of the learning-rate schedule."""
 
     minibatches_per_step: Positive = 1
     """Optimizer updates per batch; each uses an equal share of the batch's groups."""

@@ -1,4 +1,4 @@
-"""A config is loaded whole or refused with everything that is wrong with it."""
+"""A config loads completely, or is refused with all its errors."""
 
 import dataclasses
 import json
@@ -61,14 +61,14 @@ def test_names_and_tokenizer_flow_into_rollout(write):
     assert load_config(write(), ["rollout.tokenizer_path=other"]).rollout.tokenizer_path == "other"
 
 
-def test_a_name_in_rollout_that_contradicts_the_top_is_refused(write):
+def test_a_rollout_value_that_contradicts_the_top_is_refused(write):
     text = refused(write(), "rollout.trial_name=b", "rollout.fileroot=else", "rollout.seed=2")
     assert "rollout.trial_name: 'b' contradicts trial_name 'trial' at the top: remove it from rollout" in text
     assert "rollout.fileroot: 'else' contradicts" in text
     assert "rollout.seed: 2 contradicts seed 1 at the top" in text
 
 
-def test_all_faults_are_told_at_once_each_with_file_key_value_rule_and_meaning(write):
+def test_all_errors_are_reported_at_once_with_file_key_value_rule_and_meaning(write):
     path = write("""
 model_path: m
 workflow: w.A
@@ -115,7 +115,7 @@ trainer: [1]
         ("#" * (1 << 20) + "\n", "larger than 1048576 bytes"),
     ],
 )
-def test_a_file_that_is_no_mapping_of_yaml_says_where(write, text, message):
+def test_a_file_that_is_not_a_yaml_mapping_is_refused_with_its_position(write, text, message):
     assert message in refused(write(text))
 
 
@@ -128,14 +128,14 @@ trainer: {batch_size: 2, learning_rate: 1e-5}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_is_of_its_kind_and_of_reinforcement_learning_without_one(write, kind):
+def test_the_kind_of_a_file_selects_its_class_and_reinforcement_learning_is_the_default(write, kind):
     named, unnamed = write(SUPERVISED + f"kind: {kind}\n", "named.yaml"), write(SUPERVISED, "unnamed.yaml")
     config = load_config(named, root=ExperimentConfig)
     assert type(config) is KINDS[kind]
     assert load_config(named, root=KINDS[kind]) == config
-    assert load_config(unnamed, root=KINDS[kind]) == config  # the command says it
+    assert load_config(unnamed, root=KINDS[kind]) == config  # the command implies it
     assert load_config(unnamed, [f"kind={kind}"], root=ExperimentConfig) == config
-    Path("again.yaml").write_text(dump_config(config))  # as a run leaves it
+    Path("again.yaml").write_text(dump_config(config))  # as a run saves it
     assert load_config("again.yaml", root=ExperimentConfig) == config
     assert type(load_config(write(), root=ExperimentConfig)) is RunConfig
 
@@ -176,14 +176,14 @@ def test_a_reward_model_with_adapters_is_refused(write):
         load_config(write(SUPERVISED), ["trainer.lora={}"], root=KINDS["reward_model"])
 
 
-def test_a_file_that_is_not_there_names_close_ones(write):
+def test_a_missing_file_suggests_similar_names(write):
     write(name="grpo_gsm8k.yaml")
     assert refused("grpo_gsm8.yaml") == "grpo_gsm8.yaml: no such file; did you mean grpo_gsm8k.yaml?"
     assert refused("no/x.yaml") == "no/x.yaml: no such file; there is no folder no either"
     assert "cannot be read: Is a directory" in refused(".")
 
 
-def test_a_byte_order_mark_is_no_fault(write):
+def test_a_byte_order_mark_is_accepted(write):
     assert load_config(write("\ufeff" + MINIMAL)).experiment_name == "exp"
 
 
@@ -209,11 +209,11 @@ def test_a_byte_order_mark_is_no_fault(write):
         ("trainer=null", "run.yaml, override 'trainer=null': trainer: null: it must be a section"),
     ],
 )
-def test_a_bad_override_is_named_with_the_file(write, override, message):
+def test_a_bad_override_is_reported_with_the_file(write, override, message):
     assert message in refused(write(MINIMAL + "workflow_kwargs: {a: 3}\n"), override)
 
 
-def test_overrides_are_yaml_and_the_last_one_counts(write):
+def test_overrides_are_yaml_and_the_last_one_wins(write):
     config = load_config(
         write(),
         [
@@ -327,7 +327,7 @@ def test_an_override_takes_any_json(tmp_path_factory, value):
     assert config.workflow_kwargs == {"x": value}
 
 
-IDLE = [
+REFUSED_SETTINGS = [
     ("trainer.loss_scale=100", "trainer: loss_scale is 100, but only loss_aggregation"),
     ("trainer.loss_aggregation=seq-mean-token-sum-norm", "divides by loss_scale"),
     (
@@ -356,8 +356,10 @@ IDLE = [
 ]
 
 
-@pytest.mark.parametrize(("override", "says"), IDLE, ids=[override for override, _ in IDLE])
-def test_settings_that_contradict_each_other_or_do_nothing_are_told(write, override, says):
+@pytest.mark.parametrize(
+    ("override", "says"), REFUSED_SETTINGS, ids=[override for override, _ in REFUSED_SETTINGS]
+)
+def test_contradictory_and_unused_settings_are_refused(write, override, says):
     key, _, value = override.partition("=")
     if key == "trainer":
         value = value.replace("{", "{total_steps: 3, learning_rate: 1.0, ", 1)
@@ -365,13 +367,13 @@ def test_settings_that_contradict_each_other_or_do_nothing_are_told(write, overr
         load_config(write(), [f"{key}={value}"])
 
 
-def test_corrections_that_do_not_look_at_the_behaviour_policys_ratio_go_with_proximal_behaviour(write):
+def test_corrections_without_importance_weights_work_with_proximal_behaviour(write):
     correction = "{level: none, max_row_kl: 0.5}"
     changes = [f"trainer.correction={correction}", "trainer.proximal=behaviour"]
     assert load_config(write(), changes).trainer.correction.max_row_kl == 0.5
 
 
-def test_a_dump_masks_what_looks_like_a_key(write):
+def test_a_dump_masks_keys_and_tokens(write):
     config = load_config(
         write(), ["workflow_kwargs={api_key: abc, url: u, list: [sk-0123456789abcdef], max_tokens: 5}"]
     )
@@ -393,7 +395,7 @@ def test_every_config_in_the_repository_loads(path):
     assert dump_config(config)
 
 
-def test_help_tells_type_default_and_meaning_of_every_key():
+def test_help_shows_type_default_and_meaning_of_every_key():
     fields = {field.key: field for field in describe_fields(RunConfig)}
     assert fields["rollout.group_size"] == (
         "rollout.group_size",
@@ -410,7 +412,7 @@ def test_help_tells_type_default_and_meaning_of_every_key():
     assert all(field.meaning for field in fields.values())
 
 
-def test_the_identity_of_a_run_is_one_record_listed_once():
+def test_help_lists_the_identity_of_a_run_once_and_an_engine_alone_has_defaults():
     keys = [field.key for field in describe_fields(RunConfig)]
     for shared in ("experiment_name", "trial_name", "fileroot", "seed"):
         assert shared in keys and f"rollout.{shared}" not in keys

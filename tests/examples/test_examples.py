@@ -1,4 +1,4 @@
-"""Every numbered example runs as its docstring says, on a tiny random model, in a folder of its own."""
+"""Every numbered example runs as its docstring says, with a tiny random model, in its own folder."""
 
 import os
 import re
@@ -74,7 +74,7 @@ def test_03_trains_from_a_yaml(tiny_model, tmp_path):
     assert (run_dir / "model/model.safetensors").exists()
 
 
-def test_04_accepts_a_group_only_where_its_rewards_differ(tiny_model, tmp_path):
+def test_04_accepts_a_group_only_if_its_rewards_differ(tiny_model, tmp_path):
     lines = run_example("04_custom_reward_filter.py", tiny_model, cwd=tmp_path).splitlines()
     assert len(lines) == 3
     for line in lines:
@@ -117,7 +117,7 @@ def test_06_trains_step_by_step(tiny_model, tmp_path):
     assert all(re.search(r"reward \d\.\d+, loss [+-]\d", line) for line in lines)
 
 
-def test_07_learns_answers_and_asks_for_them(tiny_model, tmp_path):
+def test_07_trains_and_checks_the_answers(tiny_model, tmp_path):
     shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
     printed = run_example(
         "07_sft.py", tiny_model, "train_dataset.kwargs.size=8", "trainer.epochs=1", cwd=tmp_path
