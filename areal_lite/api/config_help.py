@@ -65,10 +65,8 @@ def describe_fields(root: type[Any], prefix: str = "") -> Iterator[FieldHelp]:
 def meaning_of(record: type[Any], name: str) -> str:
     """Return the docstring of a field as plain text on one line, searching base classes; empty if there is none."""
     infos = [getattr(base, "__pydantic_fields__", {}).get(name) for base in record.__mro__]
-    return next(
-        (" ".join(info.description.replace("``", "").split()) for info in infos if info and info.description),
-        "",
-    )
+    docstring = next((info.description for info in infos if info and info.description), "")
+    return " ".join(docstring.replace("``", "").split())
 
 
 def help_text(root: type[Any], width: int = 80) -> str:
