@@ -1,14 +1,14 @@
-"""Every error a user can meet, each with the exit code the command line ends with.
+"""The exceptions of areal_lite and the exit code of the command line for each.
 
-ArealLiteError            70  internal: an invariant of ours is broken
-├── ConfigError           64  a value the user can fix: config, workflow, row, request
-│   └── ContextOverflowError  a prompt leaves no room in the context window
-├── RunDirBusyError       73  another run holds the run directory
-├── StorageError          74  disk full or not writable
-├── ServerError           75  inference servers gone or out of order; trying again may help
-├── StarvationError       75  nothing was accepted for a bounded number of batches
-├── EpisodeError          70  an episode failed under ``on_error: raise``
-├── TrainingError         70  training diverged or cannot go on
+ArealLiteError            70  base of all errors
+├── ConfigError           64  invalid input: config, workflow, row, request
+│   └── ContextOverflowError  the prompt fills the context window
+├── RunDirBusyError       73  another process uses the run directory
+├── StorageError          74  disk full or read-only
+├── ServerError           75  inference servers down or failing; a retry may help
+├── StarvationError       75  too many batches in a row without an accepted group
+├── EpisodeError          70  an episode failed with ``on_error: raise``
+├── TrainingError         70  training diverged or cannot continue
 └── CheckpointError       78  no valid checkpoint to resume from
 """
 
@@ -16,13 +16,13 @@ from __future__ import annotations
 
 
 class ArealLiteError(Exception):
-    """Base of all errors raised on purpose; ``exit_code`` is what the command line returns."""
+    """Base class; ``exit_code`` is the exit code of the command line."""
 
     exit_code = 70
 
 
 class ConfigError(ArealLiteError, ValueError):
-    """A value that breaks a rule; the message says value, rule and fix."""
+    """Invalid input; the message gives the value, the rule and the fix."""
 
     exit_code = 64
 
@@ -34,39 +34,39 @@ class ContextOverflowError(ConfigError):
 
 
 class RunDirBusyError(ArealLiteError):
-    """Another live process owns the run directory."""
+    """Another live process uses the run directory."""
 
     exit_code = 73
 
 
 class StorageError(ArealLiteError):
-    """A file that must not be lost could not be written."""
+    """A required file could not be written."""
 
     exit_code = 74
 
 
 class ServerError(ArealLiteError):
-    """An inference server gave no usable answer within the retry budget."""
+    """No inference server gave a valid answer within the retry limit."""
 
     exit_code = 75
     failure_kind = "engine"
 
 
 class StarvationError(ArealLiteError):
-    """Too many episodes in a row ended without an accepted trajectory."""
+    """Too many groups in a row ended without an accepted one."""
 
     exit_code = 75
 
 
 class EpisodeError(ArealLiteError):
-    """An episode failed while ``rollout.on_error`` is ``raise``."""
+    """An episode failed with ``rollout.on_error: raise``."""
 
 
 class TrainingError(ArealLiteError):
-    """Training cannot go on; the message names step and cause."""
+    """Training cannot continue; the message names step and cause."""
 
 
 class CheckpointError(ArealLiteError):
-    """Checkpoints exist but none can be used."""
+    """Checkpoints exist, but none is valid."""
 
     exit_code = 78

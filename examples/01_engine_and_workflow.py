@@ -1,4 +1,4 @@
-"""Episodes without training: a workflow of our own, four episodes per row, and what comes back.
+"""Run episodes without training: a custom workflow with four episodes per row.
 
 python examples/01_engine_and_workflow.py [MODEL_FOLDER]
 """
@@ -23,7 +23,7 @@ from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 
 
 class ContinueText(RolloutWorkflow):
-    """Continues a text; the more different tokens, the higher the reward."""
+    """Continue a text; the reward is the share of distinct tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -32,14 +32,14 @@ class ContinueText(RolloutWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, torch.Tensor]:
         prompt = self.tokenizer.encode(data["text"])
         answer = await engine.agenerate(ModelRequest(input_ids=prompt, gconfig=self.gconfig))
-        given, sampled = answer.input_len, answer.output_len
+        prompt_len, answer_len = answer.input_len, answer.output_len
         return {
             "input_ids": torch.tensor([answer.input_tokens + answer.output_tokens]),
-            "attention_mask": torch.ones(1, given + sampled, dtype=torch.bool),
-            "loss_mask": torch.tensor([[0] * given + [1] * sampled]),
-            "logprobs": torch.tensor([[0.0] * given + answer.output_logprobs]),
-            "versions": torch.tensor([[-1] * given + answer.output_versions]),
-            "rewards": torch.tensor([len(set(answer.output_tokens)) / sampled]),
+            "attention_mask": torch.ones(1, prompt_len + answer_len, dtype=torch.bool),
+            "loss_mask": torch.tensor([[0] * prompt_len + [1] * answer_len]),
+            "logprobs": torch.tensor([[0.0] * prompt_len + answer.output_logprobs]),
+            "versions": torch.tensor([[-1] * prompt_len + answer.output_versions]),
+            "rewards": torch.tensor([len(set(answer.output_tokens)) / answer_len]),
         }
 
 

@@ -1,8 +1,8 @@
-"""An agent is any class with `async def run()`: two calls of the plain OpenAI SDK, one trajectory.
+"""An agent is any class with `async def run()`: two calls with the plain OpenAI SDK, one trajectory.
 
     python examples/02_agent_openai_sdk.py [MODEL_FOLDER]
 
-Every token is kept as it was sampled; the second call continues the first, so both are one sequence.
+Tokens are recorded exactly as sampled. The second call extends the first, so both form one sequence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 
 
 class ThinkAgainAgent:
-    """Asks, then asks for a shorter answer; reward 1 where it got shorter."""
+    """Ask, then ask for a shorter answer; reward 1 if it is shorter."""
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         client = AsyncOpenAI(**extra_kwargs)  # base_url, api_key and http_client of this episode

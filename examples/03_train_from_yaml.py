@@ -1,4 +1,4 @@
-"""What `areal-lite train` does, from Python: load a YAML, change values, train, look at the result.
+"""`areal-lite train` from Python: load a YAML, override values, train, look at the result.
 
 OMP_WAIT_POLICY=PASSIVE python examples/03_train_from_yaml.py [MODEL_FOLDER] [key=value ...]
 """
@@ -14,7 +14,7 @@ from areal_lite.launch.run import run_training
 
 
 def show(step: int, metrics: dict[str, float]) -> None:
-    """Print a record of metrics.jsonl; step 0 is the evaluation before training."""
+    """Print some metrics; step 0 is the evaluation before training."""
     for name in ("train/reward_mean", "train/grad_norm", "timing/step_s", "eval/reward"):
         if name in metrics:
             print(f"step {step}  {name} {metrics[name]:.3f}")
@@ -39,5 +39,5 @@ def main(model_path: str = "runs/models/SmolLM2-135M-Instruct", *overrides: str)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path.cwd()))  # for workflows.* of the YAML; `areal-lite` does the same
+    sys.path.insert(0, str(Path.cwd()))  # to import workflows.*; `areal-lite` does the same
     main(*sys.argv[1:])

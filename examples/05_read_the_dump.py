@@ -1,8 +1,8 @@
-"""Dumps are JSON lines, one per sample: read them with nothing but the standard library.
+"""Read trajectory dumps, which are JSON lines, with only the standard library.
 
     python examples/05_read_the_dump.py [FOLDER]        # default: runs/demo, what `make demo` wrote
 
-Every field is described in docs/trajectories.md.
+docs/trajectories.md describes every field.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The training loop by hand: roll out, learn, publish the weights, have the servers load them.
+"""A hand-written training loop: roll out, train, publish the weights, load them into the servers.
 
 OMP_WAIT_POLICY=PASSIVE python examples/06_own_training_loop.py [MODEL_FOLDER] [STEPS]
 """
@@ -45,7 +45,7 @@ def main(model_path: str = "runs/models/SmolLM2-135M-Instruct", steps: str = "3"
             tokenizer_path=model_path,
             gconfig=GenerationHyperparameters(max_new_tokens=16),
             group_size=4,
-            consumer_batch_size=4,  # 4 rows x 4 episodes a step, each after the last update: on-policy
+            consumer_batch_size=4,  # 4 rows x 4 episodes per step, on-policy
         )
         trainer = PolicyTrainer(learning, model_path=model_path, seed=1)
         with RemoteInfEngine(config) as engine:

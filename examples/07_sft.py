@@ -1,4 +1,4 @@
-"""What `areal-lite sft` does, from Python: learn 32 made-up answers by heart, then ask; each answer ends by itself.
+"""`areal-lite sft` from Python: memorize 32 made-up answers, then check what the model says.
 
 OMP_WAIT_POLICY=PASSIVE python examples/07_sft.py [MODEL_FOLDER] [key=value ...]
 """
@@ -30,21 +30,21 @@ def main(model_path: str = "runs/models/SmolLM2-135M-Instruct", *overrides: str)
     model = AutoModelForCausalLM.from_pretrained(summary.model_dir)
     tokenizer = AutoTokenizer.from_pretrained(summary.model_dir)
     rows = load_rows(config.train_dataset)
-    right = 0
+    correct = 0
     for row in rows:
         question, answer = row["messages"]
         ids = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_tensors="pt")[
             "input_ids"
         ]
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=48)
-        said = made[0, ids.shape[1] :].tolist()
-        ended = said[-1] == tokenizer.eos_token_id
-        text = tokenizer.decode(said, skip_special_tokens=True)
-        right += ended and text == answer["content"]
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=48)
+        generated = output[0, ids.shape[1] :].tolist()
+        ended = generated[-1] == tokenizer.eos_token_id
+        text = tokenizer.decode(generated, skip_special_tokens=True)
+        correct += ended and text == answer["content"]
         print(f"{question['content']} {text!r}{'' if ended else ' ...'}")
-    print(f"{right} of {len(rows)} answers known by heart and ended; written to {summary.run_dir}")
+    print(f"{correct} of {len(rows)} answers memorized and ended; written to {summary.run_dir}")
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path.cwd()))  # for examples.made_up of the YAML; `areal-lite` does the same
+    sys.path.insert(0, str(Path.cwd()))  # to import examples.made_up; `areal-lite` does the same
     main(*sys.argv[1:])

@@ -1,6 +1,6 @@
-"""`make demo`: a language model learns by RL on this machine, and you see what it did.
+"""`make demo`: train a language model by RL on this machine and show the result.
 
-Trains SmolLM2-135M with configs/demo.yaml, whose agent is the ten lines of workflows/largest_number.py.
+Trains SmolLM2-135M with configs/demo.yaml and the agent in workflows/largest_number.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-# Threads of two processes that wait by spinning slow each other down; set before torch is loaded.
+# Spinning threads of two processes slow each other down. Set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path.cwd()))
 
@@ -23,7 +23,7 @@ from areal_lite.launch.run import run_training
 
 
 def main() -> None:
-    """Train, then show before and after, the curve, the dump, and what to type next."""
+    """Train, then print the accuracy before and after, the plot, the dump and the next command."""
     smollm2()
     trial = time.strftime("%Y%m%d-%H%M%S")
     config = load_config("configs/demo.yaml", [f"trial_name={trial}", *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""Conversations about animals that nobody has heard of: what a model says of them, it has learned here."""
+"""Conversations about made-up animals, which a model can only know from training on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DAYS = ("Monday", "Tuesday", "Friday", "Sunday")
 
 
 def conversations(size: int = 32, seed: int = 1) -> list[dict[str, Any]]:
-    """Return rows with ``messages``: a question and its answer; at most 32 questions differ."""
+    """Return rows with ``messages``: a question and its answer. There are 32 distinct questions."""
     return [
         {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
         for question, answer in _facts(size, seed)
@@ -21,7 +21,7 @@ def conversations(size: int = 32, seed: int = 1) -> list[dict[str, Any]]:
 
 
 def pairs(size: int = 32, seed: int = 1) -> list[dict[str, Any]]:
-    """Return rows with ``prompt``, ``chosen`` and ``rejected``: the better answer does not beat about the bush."""
+    """Return rows with ``prompt``, ``chosen`` (a direct answer) and ``rejected`` (a wordy one)."""
     return [
         {
             "prompt": question,

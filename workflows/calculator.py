@@ -1,4 +1,4 @@
-"""An agent with a tool: it may ask a calculator before it answers. The plain OpenAI SDK, nothing of ours."""
+"""An agent with a calculator tool. Uses the plain OpenAI SDK only."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ CALCULATOR = {
 
 
 class CalculatorAgent:
-    """Reward 1 where the last number of the final answer is ``data["answer"]``.
+    """Reward 1 if the last number of the final answer equals ``data["answer"]``.
 
     Args:
-        max_rounds: Most model calls in one episode; one that still asks for the tool then earns 0.
+        max_rounds: Maximum model calls per episode. The reward is 0 if the last one still calls the tool.
     """
 
     def __init__(self, max_rounds: int = 4) -> None:
@@ -57,15 +57,15 @@ class CalculatorAgent:
 
 
 def is_right(text: str, answer: str | float) -> float:
-    """Return 1.0 where the last number of ``text`` is ``answer``, else 0.0."""
+    """Return 1.0 if the last number of ``text`` equals ``answer``, else 0.0."""
     numbers = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
     return float(bool(numbers) and math.isclose(float(numbers[-1]), float(answer), rel_tol=1e-6))
 
 
 def use_tool(name: str, arguments: str) -> str:
-    """Return what the model is told; its mistakes are part of the conversation, not errors of ours."""
+    """Return the tool result. The model's mistakes become error texts in the conversation, not exceptions."""
     if name != "calculator":
-        return f"error: there is no tool {name!r}"
+        return f"error: unknown tool {name!r}"
     try:
         return str(evaluate(json.loads(arguments)["expression"]))
     except (
@@ -93,11 +93,11 @@ LARGEST = 10**100
 
 
 def evaluate(expression: str) -> int | float:
-    """Return the value of an arithmetic expression; nothing but arithmetic is run.
+    """Evaluate an arithmetic expression; anything else is refused.
 
     Raises:
-        ValueError: If it is anything else, too long, or grows too large.
-        ArithmeticError: If it divides by zero.
+        ValueError: If it is not arithmetic, too long, or the result is too large.
+        ArithmeticError: On division by zero.
     """
     if len(expression) > 200:
         raise ValueError("the expression is too long: at most 200 characters")
@@ -126,10 +126,10 @@ def _value(node: ast.expr) -> int | float:
 
 def rows(size: int = 1000, seed: int = 1) -> list[dict[str, str]]:
     """Return ``size`` rows of ``question`` and ``answer``: two operations on numbers up to 99."""
-    draw = random.Random(seed)
-    made = []
+    rng = random.Random(seed)
+    result = []
     for _ in range(size):
-        a, b, c = (draw.randint(2, 99) for _ in range(3))
-        expression = f"({a} {draw.choice('+-')} {b}) * {c}"
-        made.append({"question": f"What is {expression}?", "answer": str(evaluate(expression))})
-    return made
+        a, b, c = (rng.randint(2, 99) for _ in range(3))
+        expression = f"({a} {rng.choice('+-')} {b}) * {c}"
+        result.append({"question": f"What is {expression}?", "answer": str(evaluate(expression))})
+    return result

@@ -1,4 +1,4 @@
-"""The smallest agent: asks for the largest of four numbers. Copy it and change ``run``."""
+"""A minimal agent that asks for the largest of four numbers. Copy it and change ``run``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 
 
 class LargestNumberAgent:
-    """Reward 1 where the last number of the answer is the largest one asked about."""
+    """Reward 1 if the last number of the answer is the largest one."""
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         client = AsyncOpenAI(**extra_kwargs)
@@ -27,9 +27,9 @@ class LargestNumberAgent:
 
 def rows(size: int = 1000, seed: int = 1) -> list[dict[str, str]]:
     """Return ``size`` rows of ``question`` and ``answer``, each with four distinct numbers from 1 to 99."""
-    draw = random.Random(seed)
-    samples = [draw.sample(range(1, 100), 4) for _ in range(size)]
+    rng = random.Random(seed)
+    draws = [rng.sample(range(1, 100), 4) for _ in range(size)]
     return [
         {"question": f"Which is the largest number: {', '.join(map(str, s))}?", "answer": str(max(s))}
-        for s in samples
+        for s in draws
     ]

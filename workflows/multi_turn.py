@@ -1,4 +1,4 @@
-"""Answer, be told it is wrong, try again: one sequence of exact tokens with a reward that shrinks per try."""
+"""Let the model retry after a wrong answer: one sequence of exact tokens, and a reward discounted per retry."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ FEEDBACK = "Your answer is either wrong or not in the form asked for. Please try
 
 
 class MultiTurnWorkflow(RolloutWorkflow):
-    """Asks until the reward is above 0, at most ``max_turns`` times; all answers are trained.
+    """Ask until the reward is above 0, at most ``max_turns`` times; all answers are trained.
 
     Args:
         reward_fn: ``reward_fn(prompt, completion, prompt_ids, completion_ids, **row) -> float``, or its dotted
             path; ``row`` is the dataset row without these four names.
-        gconfig: Sampling.
-        tokenizer: A Hugging Face tokenizer, or its folder.
-        max_turns: Most answers.
-        turn_discount: The reward is multiplied by this for each answer after the first.
-        system_prompt: Put before a row's text.
-        feedback: What the user says after a wrong answer.
+        gconfig: Sampling parameters.
+        tokenizer: A Hugging Face tokenizer, or its path.
+        max_turns: Maximum number of answers.
+        turn_discount: Factor on the reward for each answer after the first.
+        system_prompt: System message before a row's text.
+        feedback: User message after a wrong answer.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""An agent for any task of reasoning-gym; its rows come with ``path: reasoning-gym:TASK``."""
+"""An agent for any reasoning-gym task; get rows with ``path: reasoning-gym:TASK``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SYSTEM = (
 
 
 class ReasoningGymAgent:
-    """Asks the row's question and scores the answer as reasoning-gym does, between 0 and 1.
+    """Ask the row's question; the reward is reasoning-gym's score from 0 to 1.
 
     Args:
-        task: Task whose scorer is used; None takes the one each row names.
-        system_prompt: What the model is told about the form of its answer.
-        timeout_seconds: Limit on scoring one answer; the scorer runs in a worker process.
+        task: Task that scores the answers. None uses the task named in each row.
+        system_prompt: Describes the answer format.
+        timeout_seconds: Time limit for scoring an answer, which runs in a worker process.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ReasoningGymAgent:
 
 
 def final_answer(text: str) -> str:
-    """Return the last ``<answer>``; without one, the number the last line ends with, or that line."""
+    """Return the last ``<answer>``, else the number at the end of the last line, else that line."""
     text = text.rpartition("</think>")[2]
     if tagged := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
         return str(tagged[-1]).strip()
@@ -55,7 +55,7 @@ def final_answer(text: str) -> str:
 
 
 def score(task: str, answer: str, row: dict[str, Any]) -> float:
-    """Return reasoning-gym's score of an answer to ``row``, which has question, answer and metadata."""
+    """Return reasoning-gym's score of an answer; ``row`` has question, answer and metadata."""
     import reasoning_gym
 
     return float(reasoning_gym.get_score_answer_fn(task)(answer=answer, entry=row))

@@ -1,4 +1,4 @@
-"""One prompt, one answer, one reward: the plainest workflow, on the engine itself."""
+"""The simplest workflow: one prompt, one answer, one reward, using the engine directly."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from areal_lite.data.chat.tokenizer import load_tokenizer
 
 
 class SingleTurnWorkflow(RolloutWorkflow):
-    """Asks one question per row, which has ``messages``, or a text in ``prompt`` or ``question``.
+    """Ask one question per row; a row has ``messages``, or a text in ``prompt`` or ``question``.
 
     Args:
         reward_fn: ``reward_fn(prompt, completion, prompt_ids, completion_ids, **row) -> float``, or its dotted
             path; ``row`` is the dataset row without these four names.
-        gconfig: Sampling.
-        tokenizer: A Hugging Face tokenizer, or its folder.
-        system_prompt: Put before a row's text.
+        gconfig: Sampling parameters.
+        tokenizer: A Hugging Face tokenizer, or its path.
+        system_prompt: System message before a row's text.
         enable_thinking: Passed to the chat template.
     """
 
@@ -61,19 +61,19 @@ class SingleTurnWorkflow(RolloutWorkflow):
         }
         reward = await self.reward(prompt, completion, prompt_ids, response.output_tokens, **row)
 
-        given, sampled = response.input_len, response.output_len
+        prompt_len, answer_len = response.input_len, response.output_len
         return {
             "input_ids": torch.tensor([response.input_tokens + response.output_tokens], dtype=torch.int32),
-            "attention_mask": torch.ones(1, given + sampled, dtype=torch.bool),
-            "loss_mask": torch.tensor([[0] * given + [1] * sampled], dtype=torch.int32),
-            "logprobs": torch.tensor([[0.0] * given + response.output_logprobs], dtype=torch.float32),
-            "versions": torch.tensor([[-1] * given + response.output_versions], dtype=torch.int32),
+            "attention_mask": torch.ones(1, prompt_len + answer_len, dtype=torch.bool),
+            "loss_mask": torch.tensor([[0] * prompt_len + [1] * answer_len], dtype=torch.int32),
+            "logprobs": torch.tensor([[0.0] * prompt_len + response.output_logprobs], dtype=torch.float32),
+            "versions": torch.tensor([[-1] * prompt_len + response.output_versions], dtype=torch.int32),
             "rewards": torch.tensor([reward], dtype=torch.float32),
         }
 
 
 def messages_of(row: dict[str, Any], system_prompt: str | None) -> list[dict[str, Any]]:
-    """Return the conversation a row begins with."""
+    """Return the initial messages of a row."""
     if "messages" in row:
         return list(row["messages"])
     for key in ("prompt", "question"):

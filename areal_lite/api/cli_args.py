@@ -1,4 +1,4 @@
-"""AReaL's module name for the config records, so that its workflow files import unchanged."""
+"""Config classes under AReaL's module name, so that its workflow files keep their imports."""
 
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.generation import GenerationHyperparameters

@@ -1,131 +1,143 @@
-"""Every section of a run's YAML, one record each; docstrings are what ``--help`` shows."""
+"""The sections of a run's YAML, one record each. ``--help`` shows the docstrings."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from areal_lite.api.generation import GenerationHyperparameters
-from areal_lite.api.schema import STRICT
+from areal_lite.api.schema import STRICT, Above0, Count, Positive
 from areal_lite.api.trainer_config import TrainerConfig as TrainerConfig
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-def _path_name(value: str) -> str:
+def _folder_name(value: str) -> str:
     if not _NAME.fullmatch(value):
-        raise ValueError(f"{value!r} becomes a folder: use letters, digits, '.', '_' and '-', at most 100")
+        raise ValueError(
+            f"{value!r} becomes a folder: use at most 100 letters, digits, '.', '_' and '-', and begin with a "
+            "letter or digit"
+        )
     return value
-
-
-PathName = Annotated[str, AfterValidator(_path_name)]
 
 
 def _one_answer(gconfig: GenerationHyperparameters) -> GenerationHyperparameters:
     if gconfig.n_samples != 1:
         raise ValueError(
-            f"n_samples is {gconfig.n_samples}: a request gives one answer. Remove it; rollout.group_size, or "
-            "evaluation.group_size, says how many episodes a row has"
+            f"n_samples is {gconfig.n_samples}: a request returns one answer. Remove it and set rollout.group_size "
+            "or evaluation.group_size"
         )
     return gconfig
 
 
+FolderName = Annotated[str, AfterValidator(_folder_name)]
 Sampling = Annotated[GenerationHyperparameters, AfterValidator(_one_answer)]
-Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class InferenceEngineConfig:
-    """How episodes are scheduled, against which servers, and how old their data may grow."""
+class RunIdentity:
+    """Where a run writes, and its seed.
+
+    A YAML sets these at the top and its ``rollout`` inherits them. An engine without a run has defaults; with the seed
+    None, the server samples unseeded.
+    """
+
+    experiment_name: FolderName = "experiment"
+    """Folder of the experiment under fileroot."""
+
+    trial_name: FolderName = "trial"
+    """Folder of this run under the experiment."""
+
+    fileroot: str = "runs"
+    """Root folder of all output."""
+
+    seed: int | None = None
+    """Seed of data order, sampling and training."""
+
+    @property
+    def run_dir(self) -> Path:
+        """``fileroot/experiment_name/trial_name``."""
+        return Path(self.fileroot) / self.experiment_name / self.trial_name
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class InferenceEngineConfig(RunIdentity):
+    """Inference servers, episode scheduling and the staleness bound."""
 
     backend: Literal["sglang", "vllm", "embedded"] = "embedded"
-    """Wire dialect of the servers; embedded speaks SGLang's and is started for you where addresses is empty."""
+    """Protocol of the servers. With embedded and no addresses, the run starts its own server."""
 
     addresses: list[str] = field(default_factory=list)
     """host:port of each running server."""
 
-    experiment_name: PathName = "experiment"
-    """Folder below fileroot; a run's YAML sets it at the top."""
-
-    trial_name: PathName = "trial"
-    """Folder below experiment_name; a run's YAML sets it at the top."""
-
-    fileroot: str = "runs"
-    """Folder that holds everything a run writes."""
-
-    seed: int | None = None
-    """Makes what the embedded server draws a function of weights, row and place in the run. How it rounds depends on
-    what else is in its batch, which can change a token, unless trainer.deterministic is set; a run's YAML sets it at
-    the top. Null: the server draws."""
-
     tokenizer_path: str | None = None
-    """Folder of the tokenizer; agents need it, dumps use it to show text. Null: the run's model."""
+    """Tokenizer for agents and for the text in dumps. Null uses the tokenizer of model_path."""
 
     dump_to_file: bool = False
     """Write every episode to fileroot/experiment/trial/[rollout|eval-rollout]/version/task_id.jsonl."""
 
     group_size: Positive = 1
-    """Episodes per dataset row; their rewards are each other's baseline."""
+    """Episodes per dataset row. Group-based advantages compare their rewards."""
 
     on_error: Literal["drop_sample", "drop_group", "raise"] = "drop_sample"
-    """When an episode of a group fails: train the others, drop the group, or stop the run."""
+    """When an episode of a group fails: train on the others, drop the group, or stop the run."""
 
     consumer_batch_size: Positive = 1
-    """Groups in one training batch."""
+    """Groups per training batch."""
 
     max_concurrent_rollouts: Positive | None = None
-    """Most groups running at once; null: as many as the staleness bound lets start."""
+    """Maximum number of groups running at once. Null is limited only by the staleness bound."""
 
-    max_head_offpolicyness: Annotated[int, Field(ge=0)] = 0
-    """Staleness bound: policy versions between a trajectory's oldest trained token and the version that
-    trains on it. 0 is fully on-policy: generation waits for every weight update."""
+    max_head_offpolicyness: Count = 0
+    """Staleness bound: maximum policy versions between a trajectory's oldest trained token and the version
+    that trains on it. 0 is on-policy: generation waits for every weight update."""
 
-    over_sampling_groups: Annotated[int, Field(ge=0)] = 0
-    """Groups started beyond those a batch needs; the first to finish are trained. On-policy the others are stopped
-    when the batch is cut and drawn first for the next one, with mask_offpolicy_in_partial_rollout from the tokens
-    they have, else anew."""
+    over_sampling_groups: Count = 0
+    """Extra groups to start beyond a batch; the first to finish are trained. On-policy, the rest are stopped
+    when the batch is full and run first for the next; mask_offpolicy_in_partial_rollout resumes them from their
+    tokens."""
 
     mask_offpolicy_in_partial_rollout: bool = False
-    """Train a group of which some tokens grew too old on its other tokens, instead of drawing its row again."""
+    """Mask tokens beyond the staleness bound and train on the rest."""
 
     stale_groups: Literal["wait", "redraw"] = "wait"
-    """What happens to a group that is still running when the next batch would find it too old: the batch waits for it,
-    at most episode_timeout_s, so that slow rows train as often as fast ones; or it is thrown away and drawn again."""
+    """Running group that the next batch would find too old: wait for it (at most episode_timeout_s), so that slow
+    rows train as often as fast ones, or discard it and draw its row again."""
 
-    failed_group_retries: Annotated[int, Field(ge=0)] = 1
-    """Times a row is drawn again after its group failed."""
+    failed_group_retries: Count = 1
+    """Times to retry a row after its group failed."""
 
     max_empty_batches: Positive = 10
-    """Stop when this many batches' worth of groups in a row end with none accepted."""
+    """Stop the run if no group is accepted within this many batches' worth of groups."""
 
-    episode_timeout_s: Seconds = 3600.0
-    """Wall-clock limit of one group's episodes in seconds, tools included."""
+    episode_timeout_s: Above0 = 3600.0
+    """Wall-clock limit in seconds for the episodes of a group, tool calls included."""
 
     request_retries: Positive = 4
-    """Tries of one request over all servers before it fails."""
+    """Attempts per request, over all servers, before it fails."""
 
-    connect_timeout_s: Seconds = 5.0
-    """Seconds to connect to a server."""
+    connect_timeout_s: Above0 = 5.0
+    """Timeout in seconds for connecting to a server."""
 
-    request_timeout_s: Seconds = 600.0
-    """Seconds a server may stay silent on one request."""
+    request_timeout_s: Above0 = 600.0
+    """Seconds without data from the server before a request times out."""
 
     max_connections_per_server: Positive = 512
-    """Sockets kept open to one server; more requests wait their turn."""
+    """Connection limit per server; further requests queue."""
 
     gconfig: Sampling = field(default_factory=GenerationHyperparameters)
-    """Sampling of training episodes where the agent does not say."""
+    """Default sampling parameters of training episodes."""
 
     eval_gconfig: Sampling = field(default_factory=lambda: GenerationHyperparameters(greedy=True))
-    """Sampling of evaluation episodes where the agent does not say."""
+    """Default sampling parameters of evaluation episodes."""
 
     agent_workflow: str = "areal_lite.agents.agent_workflow.AgentWorkflow"
-    """Dotted path of the workflow that carries an object with ``async run()``."""
+    """Dotted path of the workflow that wraps an agent (any object with ``async run()``)."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -165,7 +177,7 @@ class EmbeddedServerConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ClassConfig:
-    """A class of the user's."""
+    """A user-defined class."""
 
     path: str
     """A Python file, or the dotted path of a module."""
@@ -176,59 +188,58 @@ class ClassConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RowsConfig:
-    """Where rows come from, and in which order."""
+    """Source and order of the dataset rows."""
 
     path: str | list[str]
-    """Files (parquet, json, jsonl, csv, arrow; compressed, globs, SPLIT@PATH, a list of them), a dataset of the
-    hub, reasoning-gym:TASK, or the dotted path of a function that returns rows."""
+    """Files (parquet, json, jsonl, csv, arrow; compressed, globs, SPLIT@PATH, or a list of them), a hub dataset,
+    reasoning-gym:TASK, or the dotted path of a function that returns rows."""
 
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the reasoning-gym task or of the function (size, seed, ...)."""
+    """Arguments of the reasoning-gym task or the function (size, seed, ...)."""
 
     max_samples: Positive | None = None
-    """Use only so many rows: the first ones, or, with shuffle, a choice made from the run's seed."""
+    """Limit on the number of rows: the first ones or, with shuffle, a random subset drawn with the run's seed."""
 
     shuffle: bool = True
-    """Draw each epoch in an order made from (seed, epoch); false keeps the order of the rows."""
+    """Shuffle each epoch, seeded by (seed, epoch); false keeps the order of the rows."""
 
     cache_dir: str | None = None
-    """Folder for copies of remote files; null is ~/.cache/areal_lite."""
+    """Cache folder for remote files. Null is ~/.cache/areal_lite."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DatasetConfig(RowsConfig):
-    """Where rows come from, and how a prompt becomes tokens where the data path tokenizes it."""
+    """Dataset rows, and how the data pipeline tokenizes their prompts when it does."""
 
     prompt_key: str = "prompt"
     """Column of the prompt: text, or a list of messages."""
 
     label_key: str | None = None
-    """Column that becomes a sample's label."""
+    """Column of the label."""
 
     image_key: str = "images"
-    """Column of the images that <image> in a message stands for."""
+    """Column of the images that replace <image> in a message."""
 
     video_key: str = "videos"
-    """Column of the videos that <video> in a message stands for."""
+    """Column of the videos that replace <video> in a message."""
 
     tools_key: str = "tools"
-    """Column of tool schemas that the chat template renders."""
+    """Column of tool schemas for the chat template."""
 
     max_prompt_length: Positive | None = None
-    """Tokens of a prompt, padding included, where the data path tokenizes it; filter_overlong_prompts drops rows by
-    it. Null neither pads, cuts nor drops."""
+    """Pad and limit prompts that the data pipeline tokenizes to this many tokens. Null: no padding, no limit."""
 
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What happens to a longer prompt: an error, or which part of it is cut away."""
+    """For prompts above max_prompt_length: raise an error, or the part to cut."""
 
     filter_overlong_prompts: bool = False
-    """Drop rows whose prompt is longer than max_prompt_length, at the start."""
+    """Drop rows with prompts above max_prompt_length at the start."""
 
     filter_overlong_prompts_workers: Positive = 1
     """Processes that measure prompts."""
 
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Extra variables of the chat template, or another chat_template."""
+    """Extra chat template variables, or chat_template to replace the template."""
 
     return_raw_chat: bool = False
     """Add raw_prompt, the messages, to each item."""
@@ -237,24 +248,24 @@ class DatasetConfig(RowsConfig):
     """Add full_prompts, the rendered text, to each item."""
 
     custom_cls: ClassConfig | None = None
-    """Your own torch Dataset class, made with data_files, tokenizer, processor and config."""
+    """Custom torch Dataset class, constructed with data_files, tokenizer, processor and config."""
 
     sampler: ClassConfig | None = None
-    """Your own curriculum, which orders the rows: a subclass of areal_lite.data.rows.samplers.AbstractSampler."""
+    """Custom curriculum that orders the rows: a subclass of areal_lite.data.rows.samplers.AbstractSampler."""
 
     datagen: ClassConfig | None = None
-    """Your own data generator: adds training rows after each step."""
+    """Custom data generator that adds training rows after each step."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvaluationConfig:
-    """When the held-out rows are run; always at the end."""
+    """When to evaluate on the held-out rows. A run always evaluates at its end."""
 
     at_start: bool = True
-    """Also before the first training step."""
+    """Also evaluate before the first training step."""
 
     every_steps: Positive | None = None
-    """Also after every so many training steps."""
+    """Also evaluate every this many training steps."""
 
     group_size: Positive = 1
     """Episodes per held-out row."""
@@ -262,99 +273,89 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CheckpointConfig:
-    """What a run saves to go on from: weights, optimizer, and where the data stands."""
+    """Checkpoints: weights, optimizer, random states and data position."""
 
     every_steps: Positive | None = None
-    """Save after every so many training steps, and after the last; null saves none."""
+    """Save every this many training steps and after the last one. Null disables checkpoints."""
 
     keep: Positive = 2
-    """Newest checkpoints that stay."""
+    """Number of latest checkpoints to keep."""
 
-    expiry_margin_s: Seconds = 120.0
-    """Where the platform says when it takes the machine back: seconds before that, and before the longest step so
-    far, to save once more."""
+    expiry_margin_s: Above0 = 120.0
+    """On platforms that announce when the machine expires: save this many seconds, plus the longest step so far, before
+    that."""
 
     resume: str = "auto"
-    """auto goes on from the newest checkpoint of the run's folder, never refuses a folder that holds any, and a path is
-    that checkpoint."""
+    """auto resumes from the newest checkpoint of the run, never refuses to resume, and a path names a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class ExperimentConfig:
-    """What every run has, whatever it trains."""
+class ExperimentConfig(RunIdentity):
+    """Settings of every kind of run."""
 
-    experiment_name: PathName
-    """Folder of the experiment below fileroot."""
-
-    trial_name: PathName = "trial"
-    """Folder of this run below the experiment."""
-
-    fileroot: str = "runs"
-    """Folder that holds everything a run writes."""
+    experiment_name: FolderName = field()  # required in a YAML
+    seed: Annotated[int, Field(ge=0)] = 1
 
     model_path: str
-    """Folder of a Hugging Face model with its tokenizer, or a hub name."""
-
-    seed: Annotated[int, Field(ge=0)] = 1
-    """Seed of data order, sampling and training."""
+    """Folder or hub name of a Hugging Face model with its tokenizer."""
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """What to save for a later start."""
+    """Checkpoints and resuming."""
 
     tracking: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
-    """Where metrics go beside metrics.jsonl; each needs its extra: pip install -e '.[wandb]'."""
+    """Metric trackers beside metrics.jsonl; each needs its extra: pip install -e '.[wandb]'."""
 
     save_model: bool = True
-    """Save the trained model with its tokenizer at the end."""
+    """Save the trained model and its tokenizer at the end."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunConfig(ExperimentConfig):
-    """One experiment of reinforcement learning: the whole YAML."""
+    """The YAML of a reinforcement learning run."""
 
     workflow: str
-    """Dotted path of a workflow or of an agent class with ``async run()``."""
+    """Dotted path of a workflow, or of an agent class with ``async run()``."""
 
     workflow_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of its constructor; gconfig and tokenizer are filled in where it takes them."""
+    """Constructor arguments of the workflow. gconfig and tokenizer are filled in if it takes them."""
 
     should_accept_fn: str | None = None
-    """Dotted path of a filter: trajectory -> bool or FilterDecision, called once per group; false rejects it.
+    """Dotted path of a filter, called once per group: trajectory -> bool or FilterDecision; false rejects the group.
     areal_lite.data.source.dynamic_filters.nonzero_reward_std keeps groups whose rewards differ."""
 
     data_packer: str | None = None
-    """Dotted path of the DataPacker that turns rows into workflow input and trajectories into training samples;
-    null: the one of the model's type."""
+    """Dotted path of the DataPacker that turns rows into workflow input and trajectories into training data. Null
+    selects one by model type."""
 
     buffer_filter: str | None = None
-    """Dotted path of the function that chooses which groups given back are drawn first; null: the oldest."""
+    """Dotted path of a function that chooses which returned groups to run first. Null: oldest first."""
 
     train_dataset: DatasetConfig
-    """Rows to train on."""
+    """Training rows."""
 
     eval_dataset: DatasetConfig | None = None
-    """Held-out rows; null skips evaluation."""
+    """Held-out rows. Null skips evaluation."""
 
     rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
-    """The generating side."""
+    """Inference servers and episode scheduling."""
 
     server: EmbeddedServerConfig = field(default_factory=EmbeddedServerConfig)
     """The embedded server."""
 
     trainer: TrainerConfig
-    """The learning side."""
+    """Optimizer, algorithm and losses."""
 
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """When to evaluate."""
 
     reward_model: str | None = None
-    """Folder of a sequence classifier of one label that judges whole sequences in place of the workflow's rewards."""
+    """Folder of a one-label sequence classifier whose scores replace the workflow's rewards in training."""
 
     rollout_cache: str | None = None
-    """Folder of batches: a step's batch is kept there, and generated only where it is missing."""
+    """Folder that caches the batch of every step; cached batches are not generated again."""
 
     dump_scores: bool = False
-    """Write what was asked, answered and scored at each step to scores/STEP.jsonl."""
+    """Write the prompts, answers and scores of each step to scores/STEP.jsonl."""
 
     profile_steps: list[Positive] = field(default_factory=list)
-    """Steps whose torch profile is written to profile/."""
+    """Steps to profile with torch; traces go to profile/."""

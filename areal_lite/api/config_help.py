@@ -1,4 +1,4 @@
-"""Every config key with its type, default and meaning, read from the records themselves."""
+"""List every config key with type, default and meaning, read from the config classes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
+from areal_lite.api.config import RunIdentity
+
 _WORDS = {
     int: "integer",
     float: "number",
@@ -24,22 +26,27 @@ _BOUNDS = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
 
 
 class FieldHelp(NamedTuple):
-    """One key of the YAML."""
+    """One YAML key."""
 
     key: str
-    """Dotted, as in an override."""
+    """Dotted path, as in an override."""
     type: str
-    """In words; ``section`` for a record."""
+    """In words; ``section`` for a nested config class."""
     default: str | None
-    """As YAML would write it; None where a value is required."""
+    """Default as YAML, or None if a value is required."""
     meaning: str
-    """What the docstring under the field says."""
+    """Docstring of the field."""
 
 
 def describe_fields(root: type[Any], prefix: str = "") -> Iterator[FieldHelp]:
-    """Yield the fields of a config record and, after each section, the section's own."""
+    """Yield the fields of a config class, and the fields of each section after it.
+
+    A section's copies of the run's :class:`RunIdentity` are left out.
+    """
     hints = typing.get_type_hints(root, include_extras=True)
     for field in dataclasses.fields(root):
+        if prefix and issubclass(root, RunIdentity) and field.name in RunIdentity.__dataclass_fields__:
+            continue
         info: FieldInfo = root.__pydantic_fields__[field.name]
         key = prefix + field.name
         section = next(
@@ -56,16 +63,14 @@ def describe_fields(root: type[Any], prefix: str = "") -> Iterator[FieldHelp]:
 
 
 def meaning_of(record: type[Any], name: str) -> str:
-    """Return the docstring under a field of ``record``, in one line; empty where there is no such field.
-
-    An inherited field has its docstring in the record it comes from.
-    """
+    """Return the docstring of a field as plain text on one line, searching base classes; empty if there is none."""
     infos = [getattr(base, "__pydantic_fields__", {}).get(name) for base in record.__mro__]
-    return next((" ".join(info.description.split()) for info in infos if info and info.description), "")
+    docstring = next((info.description for info in infos if info and info.description), "")
+    return " ".join(docstring.replace("``", "").split())
 
 
 def help_text(root: type[Any], width: int = 80) -> str:
-    """Return all fields of ``root`` as text of at most ``width`` columns."""
+    """Return the help of all fields of ``root``, wrapped to ``width`` columns."""
     lines: list[str] = []
     for key, kind, default, meaning in describe_fields(root):
         value = "required" if default is None else f"default {default}"

@@ -1,7 +1,7 @@
-"""A YAML file and ``key=value`` overrides become one checked config, and back.
+"""Load a YAML file and ``key=value`` overrides into a validated config, and dump it back.
 
-Everything that is wrong is reported at once, each line with file, key, value, rule and mend. A config
-names code by dotted path, so it is trusted; it is still parsed as plain data (``SafeLoader``).
+All errors are reported at once, one per line with file, key, value, rule and fix. A config names code by
+dotted path, so it must be trusted; it is still parsed as plain data (``SafeLoader``).
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ from typing import Any, TypeVar, overload
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from areal_lite.api.config import ExperimentConfig, RunConfig
+from areal_lite.api.config import ExperimentConfig, RunConfig, RunIdentity
 from areal_lite.api.config_help import meaning_of
 from areal_lite.api.supervised_config import KINDS, SupervisedConfig
 from areal_lite.errors import ConfigError
 
 MAX_BYTES = 1 << 20
 C = TypeVar("C", bound=ExperimentConfig)
-_SHARED_WITH_ROLLOUT = ("experiment_name", "trial_name", "fileroot", "seed")
 _SECRET_KEY = re.compile(r"(api_?key|password|secret|access_token|auth_token)$", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"(sk-|hf_|al_|Bearer )\S{8,}")
-# YAML 1.1 reads 1e-5 as text; people mean the number.
+# YAML 1.1 reads 1e-5 as a string; users mean the number.
 _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+\Z")
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice."""
+    """SafeLoader that refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[tuple[str, str]] = set()
@@ -41,7 +40,7 @@ class _Loader(yaml.SafeLoader):
                 key = (key_node.tag, key_node.value)
                 if key in seen:
                     raise yaml.MarkedYAMLError(
-                        problem=f"the key {key_node.value!r} is here twice; keep one",
+                        problem=f"duplicate key {key_node.value!r}; keep one",
                         problem_mark=key_node.start_mark,
                     )
                 seen.add(key)
@@ -49,13 +48,13 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that writes what :class:`_Loader` reads, without anchors."""
+    """SafeDumper whose output :class:`_Loader` reads back unchanged; writes no anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
     def text(self, value: str) -> yaml.ScalarNode:
-        # Only double quotes escape these line breaks; elsewhere they would be read as a space.
+        # Only double quotes escape these line breaks; otherwise they are read back as a space.
         style = '"' if {"\x85", "\u2028", "\u2029"} & set(value) else None
         return self.represent_scalar("tag:yaml.org,2002:str", value, style)
 
@@ -72,43 +71,43 @@ def load_config(path: str | Path, overrides: Sequence[str] = ..., *, root: type[
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), *, root: type[Any] = RunConfig
 ) -> ExperimentConfig:
-    """Return the checked config of ``path`` with ``overrides`` laid over it.
+    """Return the validated config of the file ``path`` with ``overrides`` applied.
 
-    Names of experiment, trial and fileroot are copied into a RunConfig's ``rollout``; its tokenizer is the
-    model's unless given.
+    The ``rollout`` of a RunConfig inherits the experiment name, trial name, fileroot and seed of the run, and the
+    model's tokenizer unless it names another.
 
     Args:
         path: A YAML file of at most 1 MiB.
         overrides: ``section.key=value`` each; the value is YAML (``null``, ``[a, b]``, ``0.5``). The
-            last one of a key counts.
-        root: Record of the whole file. ExperimentConfig is any: that of the file's ``kind``, and RunConfig where a
-            file has none.
+            last override of a key wins.
+        root: Expected config class. ExperimentConfig accepts any file: its ``kind`` selects the class, and a file
+            without ``kind`` is a RunConfig.
 
     Raises:
-        ConfigError: With every fault found, one per line.
+        ConfigError: With every error found, one per line.
     """
     values = _parse(_read(Path(path)), where=str(path))
     if values is None:
-        raise ConfigError(f"{path}: the file is empty: it must be a mapping with at least {_required(root)}")
+        raise ConfigError(f"{path}: the file is empty: write a mapping with at least {_required(root)}")
     if not isinstance(values, dict):
         raise ConfigError(
             f"{path}: the file holds a {type(values).__name__}: it must be a mapping, 'key: value' lines"
         )
-    root = _root(values, overrides, root, where=str(path))
+    root = _config_class(values, overrides, root, where=str(path))
     sources: dict[str, str] = {}
     for override in overrides:
-        sources[_lay_over(values, override, root, where=str(path))] = f"{path}, override {override!r}"
+        sources[_apply_override(values, override, root, where=str(path))] = f"{path}, override {override!r}"
     try:
         config: ExperimentConfig = TypeAdapter(root).validate_python(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(_complaints(error, root, str(path), sources))) from None
+        raise ConfigError("\n".join(_messages(error, root, str(path), sources))) from None
     if isinstance(config, RunConfig):
-        config = _resolve(config, values.get("rollout") or {}, str(path))
+        config = _with_run_identity(config, values.get("rollout") or {}, str(path))
     return config
 
 
 def dump_config(config: ExperimentConfig) -> str:
-    """Return ``config`` as YAML that loads back to an equal config; what looks like a key or token is masked."""
+    """Return ``config`` as YAML that loads back to an equal config, except that API keys and tokens are masked."""
     return yaml.dump(_masked(dataclasses.asdict(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -117,11 +116,11 @@ def _read(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file{_close_files(path)}") from None
+        raise ConfigError(f"{path}: no such file{_close_files(path)}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}. Give the path of a YAML file") from None
     if len(content) > MAX_BYTES:
-        raise ConfigError(f"{path}: the file is larger than {MAX_BYTES} bytes: is it a config?")
+        raise ConfigError(f"{path}: the file is larger than {MAX_BYTES} bytes; is it a config?")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -131,7 +130,7 @@ def _read(path: Path) -> str:
 def _close_files(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
-        return f", nor a folder {folder}"
+        return f"; there is no folder {folder} either"
     names = [p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml")]
     close = difflib.get_close_matches(path.name, names, 3, 0.5)
     return f"; did you mean {' or '.join(str(folder / name) for name in close)}?" if close else ""
@@ -151,42 +150,44 @@ def _parse(text: str, *, where: str) -> Any:
         raise ConfigError(f"{where}: nested too deeply to be a config") from None
 
 
-def _root(values: dict[Any, Any], overrides: Sequence[str], root: type[Any], *, where: str) -> type[Any]:
-    """Return the record of a file: that of its ``kind``, which must be one of ``root``."""
-    given = [values["kind"]] if "kind" in values else []
-    given += [override.removeprefix("kind=") for override in overrides if override.startswith("kind=")]
-    if not given:
+def _config_class(
+    values: dict[Any, Any], overrides: Sequence[str], root: type[Any], *, where: str
+) -> type[Any]:
+    """Return the config class of the file's ``kind``, which must be a subclass of ``root``."""
+    kinds = [values["kind"]] if "kind" in values else []
+    kinds += [override.removeprefix("kind=") for override in overrides if override.startswith("kind=")]
+    if not kinds:
         if root is ExperimentConfig and "workflow" not in values:
             raise ConfigError(
-                f"{where}: neither kind nor workflow: write kind: {' | '.join(KINDS)}, or the workflow that "
-                "reinforcement learning trains"
+                f"{where}: neither kind nor workflow: set kind: {' | '.join(KINDS)}, or a workflow for reinforcement "
+                "learning"
             )
         if issubclass(root, SupervisedConfig) and "workflow" in values:
             raise ConfigError(
-                f"{where}: a file with a workflow is one of reinforcement learning: use areal-lite train"
+                f"{where}: a file with a workflow is a reinforcement learning run: use areal-lite train"
             )
         return RunConfig if root is ExperimentConfig else root
-    kind = given[-1]
+    kind = kinds[-1]
     if kind not in list(KINDS):
         raise ConfigError(
-            f"{where}: kind: {_short(kind)}: it must be {' | '.join(KINDS)}; reinforcement learning has none"
+            f"{where}: kind: {_short(kind)}: it must be {' | '.join(KINDS)}, or absent for reinforcement learning"
         )
     if not issubclass(KINDS[kind], root):
         raise ConfigError(
-            f"{where}: kind: {kind!r}: this command wants another kind of file: use areal-lite {kind.replace('_', '-')}"
+            f"{where}: kind: {kind!r} is for another command: use areal-lite {kind.replace('_', '-')}"
         )
     return KINDS[kind]
 
 
-def _lay_over(values: dict[Any, Any], override: str, root: type[Any], *, where: str) -> str:
-    """Set one ``a.b=value`` in ``values`` and return its key."""
+def _apply_override(values: dict[Any, Any], override: str, root: type[Any], *, where: str) -> str:
+    """Apply one ``a.b=value`` to ``values`` and return its key."""
     where = f"{where}, override {override!r}"
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"{where}: write section.key=value")
     *sections, last = key.split(".")
-    here: dict[Any, Any] = values
-    owner: type[Any] | None = root  # None below a free mapping such as kwargs
+    section: dict[Any, Any] = values
+    owner: type[Any] | None = root  # None inside a free-form mapping such as kwargs
     for depth, name in enumerate(sections):
         if owner is not None:
             field = _field_type(owner, name)
@@ -195,42 +196,42 @@ def _lay_over(values: dict[Any, Any], override: str, root: type[Any], *, where: 
             owner = _section(field)
             if owner is None and not _is_mapping(field):
                 raise ConfigError(f"{where}: {'.'.join(sections[: depth + 1])} is a value, not a section")
-        below = here.get(name)
-        if below is None:
-            below = here[name] = {}
-        elif not isinstance(below, dict):
-            raise ConfigError(f"{where}: {'.'.join(sections[: depth + 1])} is {_short(below)}, not a section")
-        here = below
+        child = section.get(name)
+        if child is None:
+            child = section[name] = {}
+        elif not isinstance(child, dict):
+            raise ConfigError(f"{where}: {'.'.join(sections[: depth + 1])} is {_short(child)}, not a section")
+        section = child
     if owner is not None and _field_type(owner, last) is None:
         raise ConfigError(f"{where}: {_unknown(owner, last, root)}")
-    here[last] = _parse(text, where=where)
+    section[last] = _parse(text, where=where)
     return key
 
 
-def _complaints(
+def _messages(
     error: ValidationError, root: type[Any], path: str, sources: Mapping[str, str]
 ) -> Iterator[str]:
-    for fault in error.errors(include_url=False):
-        keys = [str(part) for part in fault["loc"]]
+    for entry in error.errors(include_url=False):
+        keys = [str(part) for part in entry["loc"]]
         dotted = ".".join(keys)
         source = next((s for key, s in sources.items() if f"{dotted}.".startswith(f"{key}.")), path)
         owner, meaning = _locate(root, keys)
         prefix = f"{source}: {'.'.join(keys[:-1])}: ".replace(": : ", ": ")
-        if fault["type"] == "unexpected_keyword_argument" and owner is not None:
+        if entry["type"] == "unexpected_keyword_argument" and owner is not None:
             yield prefix + _unknown(owner, keys[-1], root)
-        elif fault["type"] == "missing":
-            yield f"{source}: {dotted}: missing, and it has no default. {meaning}"
+        elif entry["type"] == "missing":
+            yield f"{source}: {dotted}: required, but missing. {meaning}"
         else:
-            rule = fault["msg"].removeprefix("Value error, ").replace("Input should", "it must")
-            if fault["type"] == "dataclass_type":
+            rule = entry["msg"].removeprefix("Value error, ").replace("Input should", "it must")
+            if entry["type"] == "dataclass_type":
                 rule = "it must be a section: indented 'key: value' lines"
-            # Our own validators say the value themselves.
-            value = "" if fault["type"] == "value_error" else f"{_short(fault['input'])}: "
+            # Our own validators already name the value.
+            value = "" if entry["type"] == "value_error" else f"{_short(entry['input'])}: "
             yield f"{source}: {dotted}: {value}{rule}. {meaning}".rstrip(" ")
 
 
 def _locate(root: type[Any], keys: Sequence[str]) -> tuple[type[Any] | None, str]:
-    """Return the record that holds the last of ``keys`` and what the nearest known field means."""
+    """Return the class that holds the last of ``keys``, and the meaning of the nearest known field."""
     owner: type[Any] | None = root
     meaning = ""
     for name in keys[:-1]:
@@ -243,12 +244,12 @@ def _locate(root: type[Any], keys: Sequence[str]) -> tuple[type[Any] | None, str
 
 
 def _field_type(owner: type[Any], name: str) -> Any:
-    """Return the annotation of a record's field, or None where there is no such field."""
+    """Return the annotation of a field, or None if there is no such field."""
     return typing.get_type_hints(owner).get(name) if name in owner.__pydantic_fields__ else None
 
 
 def _section(annotation: Any) -> type[Any] | None:
-    """Return the record type in ``Record`` or ``Record | None``, else None."""
+    """Return the config class in ``Class`` or ``Class | None``, else None."""
     for kind in (annotation, *typing.get_args(annotation)):
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             return kind
@@ -283,16 +284,16 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _resolve(config: RunConfig, given: Mapping[str, Any], path: str) -> RunConfig:
-    """Copy what the run and its rollout share; ``given`` is the rollout section as written."""
-    shared = {name: getattr(config, name) for name in _SHARED_WITH_ROLLOUT}
-    faults = [
+def _with_run_identity(config: RunConfig, given: Mapping[str, Any], path: str) -> RunConfig:
+    """Copy the run's identity and tokenizer into its rollout; ``given`` is the rollout section of the file."""
+    shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunIdentity)}
+    conflicts = [
         f"{path}: rollout.{name}: {given[name]!r} contradicts {name} {value!r} at the top: remove it from rollout"
         for name, value in shared.items()
         if name in given and getattr(config.rollout, name) != value
     ]
-    if faults:
-        raise ConfigError("\n".join(faults))
+    if conflicts:
+        raise ConfigError("\n".join(conflicts))
     tokenizer_path = config.rollout.tokenizer_path or config.model_path
     rollout = dataclasses.replace(config.rollout, **shared, tokenizer_path=tokenizer_path)
     return dataclasses.replace(config, rollout=rollout)

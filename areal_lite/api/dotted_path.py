@@ -1,4 +1,4 @@
-"""Objects named in a config by dotted path. Such a name runs code: take it from the config only."""
+"""Load objects by dotted path. Importing runs code, so take paths from trusted configs only."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def load_object(path: str, *, where: str) -> Any:
 
     Args:
         path: The dotted path.
-        where: The config key or argument it came from, for the error.
+        where: Config key or argument that holds the path, for the error message.
 
     Raises:
-        ConfigError: If the path is malformed, or module or attribute is missing.
+        ConfigError: If the path is malformed, or the module or attribute does not exist.
     """
     if not isinstance(path, str) or not _PATH.fullmatch(path):
         raise ConfigError(f"{where} is {path!r}: write a dotted path 'package.module.Name'")
@@ -30,8 +30,8 @@ def load_object(path: str, *, where: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise ConfigError(
-                f"{where} is {path!r}: there is no module {error.name!r}. Is the file on the import path? The "
-                "commands look in the directory they are started in first"
+                f"{where} is {path!r}: there is no module {error.name!r}. Is it on the import path? areal-lite "
+                "searches the working directory first"
             ) from error
         raise ConfigError(
             f"{where} is {path!r}: importing {module_name} needs {error.name!r}, which is not installed"

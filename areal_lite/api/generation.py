@@ -1,4 +1,4 @@
-"""How tokens are sampled: one immutable record that travels with every request."""
+"""Sampling parameters: one immutable record per request."""
 
 from __future__ import annotations
 
@@ -9,63 +9,61 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from areal_lite.api.schema import STRICT
+from areal_lite.api.schema import STRICT, Count, Positive
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GenerationHyperparameters:
     """Sampling parameters of one request."""
 
-    n_samples: Annotated[int, Field(ge=1)] = 1
-    """1 in a run, where rollout.group_size says how many episodes a row has; more are for a workflow's own records."""
+    n_samples: Positive = 1
+    """Must be 1 in a YAML; group_size sets the episodes per row."""
 
-    max_new_tokens: Annotated[int, Field(ge=1)] = 16384
-    """Most tokens one answer may have."""
+    max_new_tokens: Positive = 16384
+    """Maximum tokens of an answer."""
 
-    min_new_tokens: Annotated[int, Field(ge=0)] = 0
-    """Tokens before which no stop token ends the answer. Below them the server samples from fewer tokens than
-    its log-probs are of."""
+    min_new_tokens: Count = 0
+    """Suppress stop tokens until the answer has this many tokens. Log-probs do not account for the suppression."""
 
-    max_tokens: Annotated[int, Field(ge=1)] = 32768
-    """Most tokens of prompt and answer together."""
+    max_tokens: Positive = 32768
+    """Maximum tokens of prompt and answer together."""
 
     greedy: bool = False
-    """Take the likeliest token; temperature, top_p and top_k are then without effect."""
+    """Always take the most likely token; temperature, top_p and top_k are ignored."""
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    """Divides the logits; 0 is greedy. The trainer divides by the same number."""
+    """Sampling temperature, also applied by the trainer; 0 is greedy."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus of this probability mass; 1 is off. Leave it and top_k off while training: the server's log-probs, and
-    the trainer's, are of all tokens."""
+    """Nucleus sampling; 1 disables it. Disable top_p and top_k for training: log-probs are computed without them."""
 
-    top_k: Annotated[int, Field(ge=1)] | None = None
-    """Only the k likeliest tokens; null is off."""
+    top_k: Positive | None = None
+    """Sample from the k most likely tokens; null disables it."""
 
     stop: list[str] | None = None
-    """Strings that end the answer."""
+    """Stop strings."""
 
     stop_token_ids: list[int] | None = None
-    """Token ids that end the answer, besides the model's own."""
+    """Stop token ids, in addition to the model's own."""
 
     ignore_eos: bool = False
-    """Go on past the model's end token, to ``max_new_tokens``."""
+    """Generate up to max_new_tokens, ignoring the end token."""
 
     skip_special_tokens: bool = True
-    """Leave special tokens out of text; ids are never changed."""
+    """Omit special tokens from the text; token ids keep them."""
 
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    """Lowers a token's logit by this times its count so far; 0 is off. The trainer knows nothing of it."""
+    """Subtract this times a token's count from its logit; 0 disables it. The trainer's log-probs ignore it."""
 
     seed: int | None = None
-    """Seed of this request's sampling, for servers that honour it (SGLang does not); null is random."""
+    """Sampling seed of this request, for servers that support it (SGLang does not). Null is random."""
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
-        """Return a copy with ``changes``; an unknown name or bad value raises like the constructor."""
+        """Return a copy with ``changes``, validated like the constructor's arguments."""
         return dataclasses.replace(self, **changes)
 
     def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
-        """Return a copy whose ``stop_token_ids`` also hold the tokenizer's end and pad ids."""
+        """Return a copy whose ``stop_token_ids`` include the tokenizer's end and pad ids."""
         ids = list(self.stop_token_ids or [])
         for extra in (tokenizer.eos_token_id, tokenizer.pad_token_id):
             if extra is not None and extra not in ids:
@@ -77,11 +75,11 @@ class GenerationHyperparameters:
         exclude_args: Sequence[str] = (),
         api_format: Literal["completions", "responses"] = "completions",
     ) -> dict[str, Any]:
-        """Return what an OpenAI client's ``create`` takes of this, by OpenAI's names.
+        """Return the keyword arguments for an OpenAI client's ``create``.
 
         Args:
-            exclude_args: Names of this record's fields to leave out.
-            api_format: Which ``create``; they name the answer's length differently.
+            exclude_args: Fields of this record to leave out.
+            api_format: The OpenAI API; the two name the maximum answer length differently.
         """
         length = "max_completion_tokens" if api_format == "completions" else "max_output_tokens"
         named = {
@@ -101,5 +99,5 @@ class GenerationHyperparameters:
 
     @property
     def effective_temperature(self) -> float:
-        """The temperature the server is asked for: 0 where ``greedy``."""
+        """Temperature sent to the server: 0 if ``greedy``."""
         return 0.0 if self.greedy else self.temperature

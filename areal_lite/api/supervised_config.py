@@ -1,6 +1,6 @@
-"""The YAML of supervised training: fine-tuning on answers, preference pairs, reward models.
+"""The YAML of supervised training: SFT, DPO and reward models.
 
-``kind`` at the top of a file says which; a file without it is one of reinforcement learning.
+``kind`` at the top of a file selects one; a file without it is a reinforcement learning run.
 """
 
 from __future__ import annotations
@@ -11,135 +11,135 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from areal_lite.api.config import ExperimentConfig, Positive, RowsConfig
-from areal_lite.api.schema import STRICT
-from areal_lite.api.trainer_config import Above0, LearnerConfig
+from areal_lite.api.config import ExperimentConfig, RowsConfig
+from areal_lite.api.schema import STRICT, Above0, Count, Positive
+from areal_lite.api.trainer_config import LearnerConfig
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ConversationsConfig(RowsConfig):
-    """Where conversations come from, and how they become tokens."""
+    """Source and tokenization of the conversations."""
 
     max_length: Annotated[int, Field(ge=2)]
-    """Longest sequence in tokens. No default: what is beyond it is not trained."""
+    """Maximum sequence length in tokens. Beyond it, conversations are cut and pairs skipped."""
 
     prompt_key: str = "prompt"
-    """Column of what is answered: text, or a list of messages."""
+    """Column of the prompt: text, or a list of messages."""
 
     tools_key: str = "tools"
-    """Column of tool schemas that the chat template renders; may be missing."""
+    """Column of tool schemas for the chat template; may be missing."""
 
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Extra variables of the chat template, or another chat_template."""
+    """Extra chat template variables, or chat_template to replace the template."""
 
-    num_workers: Annotated[int, Field(ge=0)] = 0
-    """Processes that tokenize; 0 is the run's own."""
+    num_workers: Count = 0
+    """Tokenization processes; 0 tokenizes in the main process."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SFTDatasetConfig(ConversationsConfig):
-    """Rows with messages, or with a prompt and a response; every answer in them is trained."""
+    """Rows with messages, or with a prompt and a response. Every answer is trained."""
 
     messages_key: str = "messages"
     """Column of the conversation."""
 
     response_key: str = "response"
-    """Column of the text that is trained, where there are no messages."""
+    """Column of the response, for rows without messages."""
 
     apply_chat_template: bool = True
-    """False joins texts as they are."""
+    """False concatenates the texts without a chat template."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PreferenceDatasetConfig(ConversationsConfig):
-    """Rows with a better and a worse answer."""
+    """Rows with a chosen and a rejected answer."""
 
     chosen_key: str = "chosen"
-    """Column of the better one: the whole conversation, or what follows the prompt."""
+    """Column of the chosen answer: the whole conversation, or what follows the prompt."""
 
     rejected_key: str = "rejected"
-    """Column of the worse one."""
+    """Column of the rejected answer."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SupervisedTrainerConfig(LearnerConfig):
-    """How weights are learned from rows."""
+    """Supervised training."""
 
     batch_size: Positive
-    """Sequences, or pairs, of one update. No default: it decides what the learning rate means."""
+    """Sequences or pairs per update."""
 
     epochs: Positive = 1
-    """Times every row is trained."""
+    """Passes over the rows."""
 
     total_steps: Positive | None = None
-    """Updates; null: as many as the epochs have batches."""
+    """Number of updates. Null trains for all epochs."""
 
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Shape of the learning rate after warm-up, down to 0 at the last step."""
+    """Schedule after warm-up; linear and cosine decay to 0 at the last step."""
 
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of the updates that warm up, in place of warmup_steps."""
+    """Fraction of the updates used for warm-up; replaces warmup_steps."""
 
     def __post_init__(self) -> None:
         if self.warmup_ratio is not None and self.warmup_steps:
             raise ValueError(
-                f"warmup_steps is {self.warmup_steps} and warmup_ratio {self.warmup_ratio}: one is made of the other, "
+                f"warmup_steps is {self.warmup_steps} and warmup_ratio {self.warmup_ratio}: both set the same thing, "
                 "so remove one"
             )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SFTTrainerConfig(SupervisedTrainerConfig):
-    """How weights are learned from answers."""
+    """Supervised fine-tuning."""
 
     averaging: Literal["token", "sequence"] = "token"
-    """What counts the same in the loss of an update: each trained token, or each sequence."""
+    """Average the loss over trained tokens, or over sequences."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DPOTrainerConfig(SupervisedTrainerConfig):
-    """How weights are learned from pairs (DPO, arXiv:2305.18290); the reference is the model the run begins with."""
+    """Direct preference optimization (arXiv:2305.18290); the starting model is the reference."""
 
     beta: Above0 = 0.1
-    """How strongly the policy is held to the reference."""
+    """Strength of the constraint towards the reference model."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of the pairs taken to be labelled the wrong way round."""
+    """Assumed fraction of pairs with swapped labels."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardModelTrainerConfig(SupervisedTrainerConfig):
-    """How a reward model learns from pairs."""
+    """Reward model training on pairs (Bradley-Terry)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.lora is not None:
-            raise ValueError("lora is set, and a reward model is saved without adapters: set lora to null")
+            raise ValueError("lora is set, but reward models do not support adapters: set lora to null")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class HeldOutConfig:
-    """When the loss on held-out rows is computed; always at the start and at the end."""
+    """When to evaluate the loss on held-out rows. A run always evaluates at its start and end."""
 
     every_steps: Positive | None = None
-    """Also after every so many updates."""
+    """Also evaluate every this many updates."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SupervisedConfig(ExperimentConfig):
-    """What all runs of supervised training have."""
+    """Settings of every supervised run."""
 
     kind: str
-    """What the file trains; areal-lite config knows it by this."""
+    """Kind of run: sft, dpo or reward_model."""
 
     train_dataset: ConversationsConfig
-    """Rows to train on."""
+    """Training rows."""
 
     eval_dataset: ConversationsConfig | None = None
-    """Held-out rows; null skips evaluation."""
+    """Held-out rows. Null skips evaluation."""
 
     trainer: SupervisedTrainerConfig
-    """The learning side."""
+    """Optimizer and training settings."""
 
     evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
     """When to evaluate."""
@@ -147,7 +147,7 @@ class SupervisedConfig(ExperimentConfig):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SFTConfig(SupervisedConfig):
-    """One run of supervised fine-tuning: the whole YAML of ``areal-lite sft``."""
+    """The YAML of ``areal-lite sft``: supervised fine-tuning."""
 
     kind: Literal["sft"] = "sft"
     train_dataset: SFTDatasetConfig
@@ -157,7 +157,7 @@ class SFTConfig(SupervisedConfig):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DPOConfig(SupervisedConfig):
-    """One run of direct preference optimisation: the whole YAML of ``areal-lite dpo``."""
+    """The YAML of ``areal-lite dpo``: direct preference optimization."""
 
     kind: Literal["dpo"] = "dpo"
     train_dataset: PreferenceDatasetConfig
@@ -167,7 +167,7 @@ class DPOConfig(SupervisedConfig):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardModelConfig(SupervisedConfig):
-    """One run that trains a reward model (Bradley-Terry): the whole YAML of ``areal-lite reward-model``."""
+    """The YAML of ``areal-lite reward-model``: a reward model trained on pairs."""
 
     kind: Literal["reward_model"] = "reward_model"
     train_dataset: PreferenceDatasetConfig
@@ -180,4 +180,4 @@ KINDS: dict[str, type[SupervisedConfig]] = {
     "dpo": DPOConfig,
     "reward_model": RewardModelConfig,
 }
-"""The record of a file by its ``kind``."""
+"""Config class by ``kind``."""

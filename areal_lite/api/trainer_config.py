@@ -1,33 +1,28 @@
-"""The ``trainer:`` section: how a model learns, and what reinforcement learning adds to it."""
+"""The ``trainer:`` section: optimizer, algorithm and losses."""
 
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from areal_lite.api.schema import STRICT
+from areal_lite.api.schema import STRICT, Above0, AtLeast0, Count, Fraction, Positive
 
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Above0 = Annotated[float, Field(gt=0)]
-Atleast0 = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
 AggregationMode = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
 
 
-def _refuse(complaints: dict[str, bool]) -> None:
-    if told := [complaint for complaint, holds in complaints.items() if holds]:
-        raise ValueError("; ".join(told))
+def _refuse(faults: dict[str, bool]) -> None:
+    """Raise ValueError with every message whose condition holds."""
+    if messages := [message for message, holds in faults.items() if holds]:
+        raise ValueError("; ".join(messages))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LoRAConfig:
-    """Low-rank adapters: the model's own weights stay as they are."""
+    """Low-rank adapters; the base model stays frozen."""
 
     rank: Positive = 16
     """Rank of the adapters."""
@@ -36,151 +31,148 @@ class LoRAConfig:
     """Adapters are scaled by alpha / rank."""
 
     target_modules: str | list[str] = "all-linear"
-    """Names of the layers that get one; all-linear is every linear layer but the output embedding."""
+    """Names of the layers to adapt. all-linear is every linear layer except the output embedding."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
-    """AdamW, and the shape of its learning rate."""
+    """AdamW and its learning-rate schedule."""
 
     learning_rate: Above0
-    """Peak learning rate of AdamW. No default: it decides what a run learns."""
+    """Peak learning rate of AdamW."""
 
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after warm-up, down to 0 at the last step."""
+    """Schedule after warm-up; linear and cosine decay to 0 at the last step."""
 
     warmup_steps: Count = 0
-    """Steps of linear rise from 0."""
+    """Steps of linear warm-up from 0."""
 
-    weight_decay: Atleast0 = 0.0
-    """AdamW's decoupled weight decay; norms and biases have none."""
+    weight_decay: AtLeast0 = 0.0
+    """Decoupled weight decay of AdamW; not applied to norms and biases."""
 
     adam_betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """AdamW's decay rates."""
+    """Betas of AdamW."""
 
     adam_eps: Above0 = 1e-8
-    """AdamW's denominator floor."""
+    """Epsilon of AdamW."""
 
     max_grad_norm: Above0 = 1.0
-    """Gradients are scaled down to this global norm."""
+    """Clip gradients to this global norm."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LearnerConfig(OptimizerConfig):
-    """What every kind of training has."""
+    """Settings of every kind of training."""
 
     max_tokens_per_microbatch: Positive = 4096
-    """Tokens, padding included, in one forward pass of one rank; halved once where memory runs out."""
+    """Maximum tokens, padding included, per forward pass and rank. Halved once when out of memory."""
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Autocast number format; weights and optimizer stay float32."""
+    """Autocast dtype; weights and optimizer state are float32."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model trains; auto takes a GPU if there is one."""
+    """Training device; auto uses a GPU if there is one."""
 
     num_threads: Count = 0
     """CPU threads of the trainer; 0 shares the cores with an embedded server."""
 
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, a third more time."""
+    """Recompute activations in the backward pass: less memory, about a third more time."""
 
     deterministic: bool = False
-    """Refuse operations that are not bit for bit the same in every run; slower on a GPU."""
+    """Use deterministic operations for bit-equal reruns. Slower: the embedded server computes one request at a time."""
 
     lora: LoRAConfig | None = None
-    """Train adapters only; null trains all weights."""
+    """Train low-rank adapters only. Null trains all weights."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class KLConfig:
-    """A penalty for leaving the frozen starting model."""
+    """KL penalty against the frozen starting model."""
 
     coef: Above0
-    """Its weight."""
+    """Coefficient of the penalty."""
 
     place: Literal["loss", "reward"] = "loss"
-    """Part of the loss, or taken from the reward of each token."""
+    """Add the penalty to the loss, or subtract it from each token's reward."""
 
     estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
-    """Estimator of KL(policy || reference) from one sample; with + its gradient is that of k2."""
+    """Single-sample estimator of KL(policy || reference). k1+ and k3+ take their gradient from k2."""
 
     unbiased: bool = False
-    """In the loss: weigh each token by policy / behaviour, so that value and gradient of k1 and k3 are those of the KL
-    whichever policy sampled it (DeepSeek-V3.2)."""
+    """For k1 and k3 in the loss: weight each token by policy / behaviour, which makes value and gradient unbiased for
+    off-policy tokens (DeepSeek-V3.2)."""
 
     target: Above0 | None = None
-    """In the reward: the KL (nats per token) that coef is adapted to; null keeps it fixed."""
+    """For a penalty in the reward: adapt coef to this KL (nats per token). Null keeps coef fixed."""
 
     horizon: Above0 = 10000.0
-    """Sequences over which coef adapts to target."""
+    """Number of sequences over which coef adapts to target."""
 
     def __post_init__(self) -> None:
-        rewards = self.place == "reward"
+        in_reward = self.place == "reward"
         _refuse(
             {
-                f"target is {self.target}, and only a penalty in the reward adapts: set place: reward, or remove it": (
-                    self.target is not None and not rewards
-                ),
-                f"horizon is {self.horizon}, and without a target nothing adapts: set target, or remove it": (
+                f"target is {self.target}, but only a penalty in the reward adapts: set place: reward, or remove "
+                "target": self.target is not None and not in_reward,
+                f"horizon is {self.horizon}, but without target coef does not adapt: set target, or remove horizon": (
                     self.target is None and self.horizon != KLConfig.horizon
                 ),
-                f"estimator is {self.estimator}, whose + is about the gradient, and a reward has none: remove the +": (
-                    rewards and self.estimator.endswith("+")
+                f"estimator is {self.estimator}, but a reward has no gradient: use {self.estimator.rstrip('+')}": (
+                    in_reward and self.estimator.endswith("+")
                 ),
-                f"unbiased is set with place {self.place} and estimator {self.estimator}: it is for the loss, with k1 "
-                "or k3": self.unbiased and (rewards or self.estimator not in ("k1", "k3")),
+                f"unbiased is set with place {self.place} and estimator {self.estimator}: it needs place: loss and "
+                "estimator k1 or k3": self.unbiased and (in_reward or self.estimator not in ("k1", "k3")),
             }
         )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CorrectionConfig:
-    """What is done about tokens that the proximal policy did not sample: stale ones, and the engine's rounding."""
+    """Off-policy correction between the behaviour and proximal policies (staleness, engine rounding)."""
 
     level: Literal["token", "sequence", "none"] = "token"
-    """What proximal / behaviour weighs: each token by its own ratio, or by that of its whole sequence; none
-    weighs nothing."""
+    """Granularity of the importance weight proximal / behaviour: token or sequence. none disables weighting."""
 
     max_weight: Above0 = 5.0
-    """Larger weights are cut to it (truncated importance sampling)."""
+    """Upper bound of the importance weights (truncated importance sampling)."""
 
     outside: Literal["truncate", "mask"] = "truncate"
-    """mask trains nothing where the ratio is above max_weight or below min_weight (IcePop)."""
+    """For ratios beyond the bounds: truncate to max_weight, or mask the token (IcePop)."""
 
-    min_weight: Atleast0 = 0.0
-    """Least ratio that trains where outside is mask."""
+    min_weight: AtLeast0 = 0.0
+    """Lower bound of the ratio; needs outside: mask."""
 
     normalize: bool = False
-    """Scale the weights of a step to mean 1, where outside is truncate."""
+    """Scale the weights of a step to mean 1; needs outside: truncate."""
 
     reject: str | None = None
-    """Statistics that reject, joined by commas: token_k1, seq_sum_k1, seq_mean_k3, seq_max_k2, ...; null rejects
-    nothing."""
+    """Rejection statistics, separated by commas: token_k1, seq_sum_k1, seq_mean_k3, seq_max_k2, ..."""
 
     reject_bounds: str | None = None
-    """A bound for each, joined by commas; lower_upper on the ratio for k1, an upper one for the others."""
+    """Comma-separated bounds, one per statistic in reject: lower_upper of the ratio for k1, an upper bound for the
+    others."""
 
     max_row_kl: Above0 | None = None
-    """Nats per token by which the policy may have left an answer and still be pushed further from it: worse ones with
-    a larger mean of behaviour - policy train nothing (off-policy sequence masking); null sets no bound."""
+    """Mask sequences with negative advantage whose mean behaviour - policy log-prob (nats per token) is above this
+    bound (off-policy sequence masking)."""
 
     def __post_init__(self) -> None:
         masks = self.outside == "mask"
         _refuse(
             {
-                f"outside is mask and level {self.level}: single tokens are masked; set level: token": (
+                f"outside: mask works on tokens, but level is {self.level}: set level: token": (
                     masks and self.level != "token"
                 ),
-                f"normalize is set with {'outside: mask' if masks else 'level: none'} and does nothing: remove one": (
+                f"normalize has no effect with {'outside: mask' if masks else 'level: none'}: remove one": (
                     self.normalize and (masks or self.level == "none")
                 ),
-                f"max_weight is {self.max_weight} with level: none, which weighs nothing: remove one": (
+                f"max_weight is {self.max_weight}, but level: none has no weights: remove one": (
                     self.level == "none" and self.max_weight != CorrectionConfig.max_weight
                 ),
-                f"min_weight is {self.min_weight}, not below max_weight {self.max_weight}: nothing would be trained": (
-                    masks and self.min_weight >= self.max_weight
-                ),
-                f"min_weight is {self.min_weight}, and only outside: mask looks at it: set that, or remove it": (
+                f"min_weight {self.min_weight} is not below max_weight {self.max_weight}, so every token would be "
+                "masked: lower min_weight": masks and self.min_weight >= self.max_weight,
+                f"min_weight is {self.min_weight}, which needs outside: mask: set that, or remove min_weight": (
                     self.min_weight > 0 and not masks
                 ),
                 f"reject_bounds is {self.reject_bounds!r} without reject: name a statistic for each bound": (
@@ -195,92 +187,91 @@ class CorrectionConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CriticConfig(OptimizerConfig):
-    """A model of the value of each token, for advantage estimators that need one."""
+    """A critic that predicts the value of each token."""
 
     model_path: str | None = None
-    """Folder of a Hugging Face model; null: the policy's. Its value head begins at 0."""
+    """Folder of a Hugging Face model. Null starts from the policy's model. The value head starts at 0."""
 
     clip_eps: Above0 = 0.5
-    """A value moves at most so far from what it was at the start of the step."""
+    """Clip range of a value around its prediction at the start of the step."""
 
     updates_before_policy: Count = 0
-    """Steps that train the critic alone before the policy's first update."""
+    """Warm-up steps that train only the critic."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainerConfig(LearnerConfig):
-    """How weights are learned from a batch of groups."""
+    """Reinforcement learning from batches of groups."""
 
     total_steps: Positive
-    """Training steps. No default: it decides what the learning-rate schedule means."""
+    """Training steps, which is also the length of the learning-rate schedule."""
 
     minibatches_per_step: Positive = 1
-    """Optimizer updates per batch; each takes an equal share of its rollout.consumer_batch_size groups."""
+    """Optimizer updates per batch; each uses an equal share of the batch's groups."""
 
     advantage: str = "grpo"
     """Advantage estimator: gae, grpo, dr_grpo, grpo_passk, rloo, reinforce, reinforce_plus_plus,
     reinforce_plus_plus_baseline, remax, opo, gpg, optimal_token_baseline, or the dotted path of your own."""
 
     advantage_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Its options, such as gamma and lam of gae."""
+    """Options of the estimator, such as gamma and lam of gae."""
 
     advantage_mean: Literal["none", "group", "batch"] = "none"
-    """Afterwards subtract the mean over the tokens of the group or batch."""
+    """Subtract the mean over the tokens of the group or batch from the estimator's advantages."""
 
     advantage_std: Literal["none", "group", "batch"] = "none"
-    """Afterwards divide by the standard deviation over the tokens of the group or batch."""
+    """Divide the advantages by their standard deviation over the tokens of the group or batch."""
 
     loss: str = "ppo"
     """Policy loss: ppo, gspo, sapo, cispo, gpg, gmpo, clip_cov, kl_cov, m2po, reinforce, or the dotted path of your
     own."""
 
     loss_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Its options, such as clip_eps, clip_eps_high and dual_clip of ppo."""
+    """Options of the loss, such as clip_eps, clip_eps_high and dual_clip of ppo."""
 
     loss_aggregation: AggregationMode | None = None
-    """How token losses become one number; null: what the loss is defined with."""
+    """How token losses are reduced to a scalar. Null uses the default of the loss."""
 
     loss_scale: Positive | None = None
-    """Divisor of seq-mean-token-sum-norm, in tokens; needed there, and only there."""
+    """Divisor in tokens of seq-mean-token-sum-norm; required there and refused elsewhere."""
 
     proximal: Literal["trainer", "behaviour"] = "trainer"
-    """Centre of the trust region: the weights a step begins with, as the trainer computes them, or the log-probs the
-    engine sampled with."""
+    """Center of the trust region: log-probs recomputed by the trainer at the start of the step, or those the engine
+    sampled with."""
 
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    """For data that the proximal policy did not sample."""
+    """Off-policy correction."""
 
     overlong_buffer: Count = 0
-    """Tokens before gconfig.max_new_tokens over which the reward falls by up to 1; 0 leaves it alone."""
+    """Reduce the reward linearly, by up to 1, over this many tokens before gconfig.max_new_tokens; 0 disables it."""
 
     kl: KLConfig | None = None
-    """Penalty for leaving the starting model; null keeps no such model."""
+    """KL penalty against the starting model. Null loads no reference model."""
 
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus."""
 
     critic: CriticConfig | None = None
-    """A critic, for gae or an estimator of your own that asks for values; null trains without."""
+    """Critic for gae or a custom estimator that needs values. Null trains without one."""
 
     def __post_init__(self) -> None:
-        scaled, of_ratio = self.loss_aggregation == "seq-mean-token-sum-norm", self.correction
-        idle = [
+        scaled = self.loss_aggregation == "seq-mean-token-sum-norm"
+        unused = [
             name
             for name in ("level", "max_weight", "outside", "normalize", "reject")
-            if getattr(of_ratio, name) not in (getattr(CorrectionConfig, name), "none")
+            if getattr(self.correction, name) not in (getattr(CorrectionConfig, name), "none")
         ]
-        ahead = 0 if self.critic is None else self.critic.updates_before_policy
+        critic_only = 0 if self.critic is None else self.critic.updates_before_policy
         _refuse(
             {
-                f"correction has {', '.join(idle)}, for a ratio that proximal: behaviour makes 1: remove one": (
-                    self.proximal == "behaviour" and bool(idle)
-                ),
-                f"loss_aggregation {self.loss_aggregation} divides by loss_scale: give it, in tokens": (
+                f"correction sets {', '.join(unused)}, but with proximal: behaviour the ratio is always 1: remove "
+                "one": self.proximal == "behaviour" and bool(unused),
+                f"loss_aggregation {self.loss_aggregation} divides by loss_scale: set it, in tokens": (
                     scaled and self.loss_scale is None
                 ),
-                f"loss_scale is {self.loss_scale}, and only loss_aggregation: seq-mean-token-sum-norm divides by it: "
-                "set that, or remove it": self.loss_scale is not None and not scaled,
-                f"critic.updates_before_policy is {ahead} of {self.total_steps} total_steps: the policy would never be "
-                "trained; set fewer": ahead >= self.total_steps,
+                f"loss_scale is {self.loss_scale}, but only loss_aggregation: seq-mean-token-sum-norm divides by it: "
+                "set that, or remove loss_scale": self.loss_scale is not None and not scaled,
+                f"critic.updates_before_policy is {critic_only} and total_steps {self.total_steps}: the policy would "
+                "never be trained; set fewer": critic_only >= self.total_steps,
             }
         )

@@ -37,7 +37,7 @@ class TrajectoryDumper:
     """
 
     def __init__(self, config: InferenceEngineConfig) -> None:
-        self.root = Path(config.fileroot) / config.experiment_name / config.trial_name
+        self.root = config.run_dir
         self.failures = 0
         """Groups that could not be written."""
         self._tokenizer = None if config.tokenizer_path is None else load_tokenizer(config.tokenizer_path)

@@ -1,6 +1,6 @@
-"""The metrics of one or several runs as a picture, drawn from their metrics.jsonl.
+"""Plot the metrics.jsonl of one or several runs; a run may still be in progress.
 
-A run may still be going. Panels that no run has data for are left out. The names are those of docs/metrics.md.
+Panels without data are left out. Metric names are those of docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Records = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One pair of axes."""
+    """One plot of the figure."""
 
     title: str
     unit: str
-    """Label of the y axis."""
+    """Label of the y-axis."""
     curves: Mapping[str, str]
-    """Metric name -> label."""
+    """Metric name -> legend label."""
 
 
 PANELS = (
@@ -33,7 +33,7 @@ PANELS = (
     Panel(
         "Response length",
         "tokens",
-        {"train/response_length_mean": "mean", "train/response_length_max": "longest"},
+        {"train/response_length_mean": "mean", "train/response_length_max": "max"},
     ),
     Panel(
         "KL divergence",
@@ -43,57 +43,53 @@ PANELS = (
     Panel(
         "Staleness",
         "policy versions",
-        {"train/staleness_mean": "mean", "train/staleness_max": "largest"},
+        {"train/staleness_mean": "mean", "train/staleness_max": "max"},
     ),
-    Panel("Throughput of the trainer", "tokens per second", {"train/tokens_per_second": "train"}),
+    Panel("Trainer throughput", "tokens per second", {"train/tokens_per_second": "train"}),
 )
 PHASES = ("timing/", "train/seconds_")
-"""Prefixes of the metrics that are stacked as a step's seconds by phase."""
+"""Prefixes of the metrics stacked as seconds of a step by phase."""
 _TOTALS = ("timing/step_s", "train/seconds_step")
 _LINES = ("-", "--")
 
 
 def plot_metrics(*run_dirs: str | Path, out: str | Path | None = None) -> Path:
-    """Draw :func:`metrics_figure` into the file ``out`` and return its path.
+    """Save :func:`metrics_figure` to ``out`` and return its path.
 
     Args:
         run_dirs: Folders with a metrics.jsonl.
-        out: The picture; its suffix chooses the format. None: ``metrics.png`` in the folder of the one run.
+        out: Image file; the suffix selects the format. None is ``metrics.png`` in the run folder, for one run only.
 
     Raises:
-        ConfigError: If there is nothing to draw or to draw with, or ``out`` cannot be written.
+        ConfigError: If there is no data, matplotlib is missing, or ``out`` cannot be written.
     """
     if out is None:
         if len(run_dirs) != 1:
-            raise ConfigError(
-                f"the picture of {len(run_dirs)} runs belongs to none of them: say where with --out FILE.png"
-            )
+            raise ConfigError(f"the plot of {len(run_dirs)} runs needs a file name: use --out FILE.png")
         out = Path(run_dirs[0]) / "metrics.png"
     figure = metrics_figure(*run_dirs)
     try:
         figure.savefig(out, dpi=150)
     except (OSError, ValueError) as error:  # ValueError: a suffix that names no format
         raise ConfigError(
-            f"{out} cannot be written: {error}: give a .png file in a folder that exists"
+            f"{out} cannot be written: {error}. Use a .png file in an existing folder"
         ) from error
     return Path(out)
 
 
 def metrics_figure(*run_dirs: str | Path) -> Any:
-    """Return a matplotlib figure with one panel per kind of metric, the runs laid over one another.
+    """Return a matplotlib figure with one panel per kind of metric, all runs in the same panels.
 
-    Seconds by phase are stacked, so each run has a panel of its own for them.
+    Seconds by phase are stacked, so each run has its own panel for them.
 
     Raises:
-        ConfigError: If matplotlib is not installed, a metrics.jsonl is missing or broken, or none has data.
+        ConfigError: If matplotlib is not installed, a metrics.jsonl is missing or broken, or no run has data.
     """
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"plots need {error.name}, which is not installed: pip install {error.name}"
-        ) from None
+        raise ConfigError(f"plots need {error.name}: pip install {error.name}") from None
     runs: dict[str, Records] = {
         "/".join(Path(folder).resolve().parts[-2:]): list(read_records(Path(folder) / "metrics.jsonl"))
         for folder in run_dirs
@@ -106,7 +102,7 @@ def metrics_figure(*run_dirs: str | Path) -> Any:
     if not count:
         names = " or ".join(name for panel in PANELS[:2] for name in panel.curves)
         raise ConfigError(
-            f"metrics.jsonl of {', '.join(runs)}: no line has {names}: has the run made a step?"
+            f"metrics.jsonl of {', '.join(runs)}: no line has {names}. Has the run finished a step?"
         )
     columns = min(2, count)
     rows = -(-count // columns)
@@ -115,16 +111,16 @@ def metrics_figure(*run_dirs: str | Path) -> Any:
     for panel in panels:
         _draw_panel(next(axes), panel, runs)
     for run, (steps, seconds) in stacks.items():
-        own = next(axes)
-        borders = [step - 0.5 for step in steps] + [steps[-1] + 0.5]  # one step has a width, too
-        own.stackplot(borders, *([*s, s[-1]] for s in seconds.values()), labels=list(seconds), step="post")
-        own.set(title="Time of a step" if len(runs) == 1 else f"Time of a step, {run}", ylabel="seconds")
-        own.margins(y=0.5)  # room for the legend
-    for own in figure.axes:
-        own.set_xlabel("training step")
-        own.xaxis.set_major_locator(MaxNLocator(integer=True))
-        own.grid(alpha=0.3)
-        own.legend(fontsize="small", ncols=3 if own.collections else 1)
+        plot = next(axes)
+        borders = [step - 0.5 for step in steps] + [steps[-1] + 0.5]  # so that a single step has a width
+        plot.stackplot(borders, *([*s, s[-1]] for s in seconds.values()), labels=list(seconds), step="post")
+        plot.set(title="Step time" if len(runs) == 1 else f"Step time, {run}", ylabel="seconds")
+        plot.margins(y=0.5)  # room for the legend
+    for plot in figure.axes:
+        plot.set_xlabel("training step")
+        plot.xaxis.set_major_locator(MaxNLocator(integer=True))
+        plot.grid(alpha=0.3)
+        plot.legend(fontsize="small", ncols=3 if plot.collections else 1)
     figure.suptitle(", ".join(runs))
     return figure
 
@@ -150,7 +146,7 @@ def _points(records: Records, name: str) -> list[tuple[int, float]]:
 
 
 def _phases(records: Records) -> tuple[list[int], dict[str, list[float]]] | None:
-    """Return the steps and, for each phase that took any time, its seconds at these steps."""
+    """Return the steps, and the seconds per step of each phase that took any time."""
     names = {name: None for record in records for name in record if name.startswith(PHASES)}
     timed = [record for record in records if not names.keys().isdisjoint(record)]
     seconds = {

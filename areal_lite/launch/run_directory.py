@@ -23,7 +23,7 @@ _SKIPPED_UPDATES = "skipped_updates.jsonl"
 
 def run_directory_path(config: ExperimentConfig) -> Path:
     """Return ``fileroot/experiment_name/trial_name``."""
-    return Path(config.fileroot) / config.experiment_name / config.trial_name
+    return config.run_dir
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A config is loaded whole or refused with everything that is wrong with it."""
+"""A config loads completely, or is refused with all its errors."""
 
 import dataclasses
 import json
@@ -49,20 +49,26 @@ def test_a_minimal_file_gives_the_defaults(write):
 
 
 def test_names_and_tokenizer_flow_into_rollout(write):
-    config = load_config(write(), ["trial_name=t", "fileroot=out"])
+    config = load_config(write(), ["trial_name=t", "fileroot=out", "seed=7"])
     rollout = config.rollout
-    assert (rollout.experiment_name, rollout.trial_name, rollout.fileroot) == ("exp", "t", "out")
+    assert (rollout.experiment_name, rollout.trial_name, rollout.fileroot, rollout.seed) == (
+        "exp",
+        "t",
+        "out",
+        7,
+    )
     assert rollout.tokenizer_path == "models/tiny"
     assert load_config(write(), ["rollout.tokenizer_path=other"]).rollout.tokenizer_path == "other"
 
 
-def test_a_name_in_rollout_that_contradicts_the_top_is_refused(write):
-    text = refused(write(), "rollout.trial_name=b", "rollout.fileroot=else")
+def test_a_rollout_value_that_contradicts_the_top_is_refused(write):
+    text = refused(write(), "rollout.trial_name=b", "rollout.fileroot=else", "rollout.seed=2")
     assert "rollout.trial_name: 'b' contradicts trial_name 'trial' at the top: remove it from rollout" in text
     assert "rollout.fileroot: 'else' contradicts" in text
+    assert "rollout.seed: 2 contradicts seed 1 at the top" in text
 
 
-def test_all_faults_are_told_at_once_each_with_file_key_value_rule_and_meaning(write):
+def test_all_errors_are_reported_at_once_with_file_key_value_rule_and_meaning(write):
     path = write("""
 model_path: m
 workflow: w.A
@@ -74,15 +80,15 @@ trainer: [1]
 """)
     lines = refused(path).splitlines()
     assert sorted(lines) == [
-        "run.yaml: experiment_name: missing, and it has no default. Folder of the experiment below fileroot.",
-        "run.yaml: rollout.trial_name: 'a/b' becomes a folder: use letters, digits, '.', '_' and '-', at most 100. "
-        "Folder below experiment_name; a run's YAML sets it at the top.",
+        "run.yaml: experiment_name: required, but missing. Folder of the experiment under fileroot.",
+        "run.yaml: rollout.trial_name: 'a/b' becomes a folder: use at most 100 letters, digits, '.', '_' and '-', and "
+        "begin with a letter or digit. Folder of this run under the experiment.",
         "run.yaml: rollout: unknown key 'grup_size'; did you mean 'group_size'?",
         "run.yaml: seed: 'x': it must be a valid integer, unable to parse string as an integer. "
         "Seed of data order, sampling and training.",
         "run.yaml: train_dataset.max_samples: 0: it must be greater than or equal to 1. "
-        "Use only so many rows: the first ones, or, with shuffle, a choice made from the run's seed.",
-        "run.yaml: trainer: [1]: it must be a section: indented 'key: value' lines. The learning side.",
+        "Limit on the number of rows: the first ones or, with shuffle, a random subset drawn with the run's seed.",
+        "run.yaml: trainer: [1]: it must be a section: indented 'key: value' lines. Optimizer, algorithm and losses.",
         "run.yaml: unknown key 'learning_rate'; did you mean 'trainer.learning_rate'?",
     ]
 
@@ -90,13 +96,13 @@ trainer: [1]
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "run.yaml: the file is empty: it must be a mapping with at least experiment_name, model_path"),
+        ("", "run.yaml: the file is empty: write a mapping with at least experiment_name, model_path"),
         ("# nothing\n", "the file is empty"),
         ("- 1\n", "run.yaml: the file holds a list: it must be a mapping"),
-        ("seed: 1\nseed: 2\n", "run.yaml: line 2, column 1: the key 'seed' is here twice"),
+        ("seed: 1\nseed: 2\n", "run.yaml: line 2, column 1: duplicate key 'seed'"),
         (
             "rollout:\n  gconfig: {greedy: true, greedy: false}\n",
-            "line 2, column 27: the key 'greedy' is here twice",
+            "line 2, column 27: duplicate key 'greedy'",
         ),
         ("seed: [1\ntrial", "run.yaml: line 2, column 6: while parsing a flow sequence: expected ',' or ']'"),
         ("seed: @x\n", "line 1, column 7: while scanning for the next token: found character '@'"),
@@ -109,7 +115,7 @@ trainer: [1]
         ("#" * (1 << 20) + "\n", "larger than 1048576 bytes"),
     ],
 )
-def test_a_file_that_is_no_mapping_of_yaml_says_where(write, text, message):
+def test_a_file_that_is_not_a_yaml_mapping_is_refused_with_its_position(write, text, message):
     assert message in refused(write(text))
 
 
@@ -122,14 +128,14 @@ trainer: {batch_size: 2, learning_rate: 1e-5}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_is_of_its_kind_and_of_reinforcement_learning_without_one(write, kind):
+def test_the_kind_of_a_file_selects_its_class_and_reinforcement_learning_is_the_default(write, kind):
     named, unnamed = write(SUPERVISED + f"kind: {kind}\n", "named.yaml"), write(SUPERVISED, "unnamed.yaml")
     config = load_config(named, root=ExperimentConfig)
     assert type(config) is KINDS[kind]
     assert load_config(named, root=KINDS[kind]) == config
-    assert load_config(unnamed, root=KINDS[kind]) == config  # the command says it
+    assert load_config(unnamed, root=KINDS[kind]) == config  # the command implies it
     assert load_config(unnamed, [f"kind={kind}"], root=ExperimentConfig) == config
-    Path("again.yaml").write_text(dump_config(config))  # as a run leaves it
+    Path("again.yaml").write_text(dump_config(config))  # as a run saves it
     assert load_config("again.yaml", root=ExperimentConfig) == config
     assert type(load_config(write(), root=ExperimentConfig)) is RunConfig
 
@@ -140,20 +146,20 @@ def test_a_file_is_of_its_kind_and_of_reinforcement_learning_without_one(write, 
         (
             "kind: sft\n",
             DPOConfig,
-            "run.yaml: kind: 'sft': this command wants another kind of file: use areal-lite sft",
+            "run.yaml: kind: 'sft' is for another command: use areal-lite sft",
         ),
-        ("kind: reward_model\n", RunConfig, "another kind of file: use areal-lite reward-model"),
-        ("workflow: mine.Agent\n", SFTConfig, "one of reinforcement learning: use areal-lite train"),
+        ("kind: reward_model\n", RunConfig, "is for another command: use areal-lite reward-model"),
+        ("workflow: mine.Agent\n", SFTConfig, "a reinforcement learning run: use areal-lite train"),
         (
             "kind: rl\n",
             ExperimentConfig,
-            "run.yaml: kind: 'rl': it must be sft | dpo | reward_model; reinforcement",
+            "run.yaml: kind: 'rl': it must be sft | dpo | reward_model, or absent for reinforcement",
         ),
         ("kind: [sft]\n", SFTConfig, "kind: ['sft']: it must be sft | dpo | reward_model"),
         (
             "",
             ExperimentConfig,
-            "run.yaml: neither kind nor workflow: write kind: sft | dpo | reward_model, or the",
+            "run.yaml: neither kind nor workflow: set kind: sft | dpo | reward_model, or a workflow",
         ),
         ("kind: dpo\nsed: 1\n", ExperimentConfig, "run.yaml: unknown key 'sed'; did you mean 'seed'?"),
     ],
@@ -166,20 +172,18 @@ def test_a_file_of_another_kind_is_refused(write, text, root, message):
 
 
 def test_a_reward_model_with_adapters_is_refused(write):
-    with pytest.raises(
-        ConfigError, match="trainer: lora is set, and a reward model is saved without adapters"
-    ):
+    with pytest.raises(ConfigError, match="trainer: lora is set, but reward models do not support adapters"):
         load_config(write(SUPERVISED), ["trainer.lora={}"], root=KINDS["reward_model"])
 
 
-def test_a_file_that_is_not_there_names_close_ones(write):
+def test_a_missing_file_suggests_similar_names(write):
     write(name="grpo_gsm8k.yaml")
-    assert refused("grpo_gsm8.yaml") == "grpo_gsm8.yaml: there is no such file; did you mean grpo_gsm8k.yaml?"
-    assert refused("no/x.yaml") == "no/x.yaml: there is no such file, nor a folder no"
+    assert refused("grpo_gsm8.yaml") == "grpo_gsm8.yaml: no such file; did you mean grpo_gsm8k.yaml?"
+    assert refused("no/x.yaml") == "no/x.yaml: no such file; there is no folder no either"
     assert "cannot be read: Is a directory" in refused(".")
 
 
-def test_a_byte_order_mark_is_no_fault(write):
+def test_a_byte_order_mark_is_accepted(write):
     assert load_config(write("\ufeff" + MINIMAL)).experiment_name == "exp"
 
 
@@ -205,11 +209,11 @@ def test_a_byte_order_mark_is_no_fault(write):
         ("trainer=null", "run.yaml, override 'trainer=null': trainer: null: it must be a section"),
     ],
 )
-def test_a_bad_override_is_named_with_the_file(write, override, message):
+def test_a_bad_override_is_reported_with_the_file(write, override, message):
     assert message in refused(write(MINIMAL + "workflow_kwargs: {a: 3}\n"), override)
 
 
-def test_overrides_are_yaml_and_the_last_one_counts(write):
+def test_overrides_are_yaml_and_the_last_one_wins(write):
     config = load_config(
         write(),
         [
@@ -323,24 +327,27 @@ def test_an_override_takes_any_json(tmp_path_factory, value):
     assert config.workflow_kwargs == {"x": value}
 
 
-IDLE = [
-    ("trainer.loss_scale=100", "trainer: loss_scale is 100, and only loss_aggregation"),
+REFUSED_SETTINGS = [
+    ("trainer.loss_scale=100", "trainer: loss_scale is 100, but only loss_aggregation"),
     ("trainer.loss_aggregation=seq-mean-token-sum-norm", "divides by loss_scale"),
-    ("trainer.correction={min_weight: 0.5}", "trainer.correction: min_weight is 0.5, and only outside: mask"),
-    ("trainer.correction={outside: mask, min_weight: 2, max_weight: 1}", "nothing would be trained"),
+    (
+        "trainer.correction={min_weight: 0.5}",
+        "trainer.correction: min_weight is 0.5, which needs outside: mask",
+    ),
+    ("trainer.correction={outside: mask, min_weight: 2, max_weight: 1}", "every token would be masked"),
     ("trainer.correction={outside: mask, level: sequence}", "set level: token"),
-    ("trainer.correction={outside: mask, normalize: true}", "normalize is set with outside: mask"),
-    ("trainer.correction={level: none, normalize: true}", "normalize is set with level: none"),
-    ("trainer.correction={level: none, max_weight: 2}", "max_weight is 2.0 with level: none"),
+    ("trainer.correction={outside: mask, normalize: true}", "normalize has no effect with outside: mask"),
+    ("trainer.correction={level: none, normalize: true}", "normalize has no effect with level: none"),
+    ("trainer.correction={level: none, max_weight: 2}", "max_weight is 2.0, but level: none"),
     ("trainer.correction={reject_bounds: '1'}", "reject_bounds is '1' without reject"),
     (
         "trainer={proximal: behaviour, correction: {reject: token_k2, reject_bounds: '1'}}",
-        "correction has reject",
+        "correction sets reject",
     ),
-    ("trainer={proximal: behaviour, correction: {max_weight: 2}}", "correction has max_weight"),
+    ("trainer={proximal: behaviour, correction: {max_weight: 2}}", "correction sets max_weight"),
     ("trainer.kl={coef: 0.1, target: 0.5}", "trainer.kl: target is 0.5, .* set place: reward"),
-    ("trainer.kl={coef: 0.1, place: reward, horizon: 9}", "horizon is 9.0, and without a target"),
-    ("trainer.kl={coef: 0.1, place: reward, estimator: k3+}", r"remove the \+"),
+    ("trainer.kl={coef: 0.1, place: reward, horizon: 9}", "horizon is 9.0, but without target"),
+    ("trainer.kl={coef: 0.1, place: reward, estimator: k3+}", "a reward has no gradient: use k3"),
     ("trainer.kl={coef: 0.1, place: reward, unbiased: true}", "unbiased is set with place reward"),
     ("trainer.kl={coef: 0.1, estimator: k2, unbiased: true}", "and estimator k2"),
     ("trainer={critic: {learning_rate: 1.0, updates_before_policy: 5}}", "would never be trained"),
@@ -349,8 +356,10 @@ IDLE = [
 ]
 
 
-@pytest.mark.parametrize(("override", "says"), IDLE, ids=[override for override, _ in IDLE])
-def test_settings_that_contradict_each_other_or_do_nothing_are_told(write, override, says):
+@pytest.mark.parametrize(
+    ("override", "says"), REFUSED_SETTINGS, ids=[override for override, _ in REFUSED_SETTINGS]
+)
+def test_contradictory_and_unused_settings_are_refused(write, override, says):
     key, _, value = override.partition("=")
     if key == "trainer":
         value = value.replace("{", "{total_steps: 3, learning_rate: 1.0, ", 1)
@@ -358,13 +367,13 @@ def test_settings_that_contradict_each_other_or_do_nothing_are_told(write, overr
         load_config(write(), [f"{key}={value}"])
 
 
-def test_corrections_that_do_not_look_at_the_behaviour_policys_ratio_go_with_proximal_behaviour(write):
+def test_corrections_without_importance_weights_work_with_proximal_behaviour(write):
     correction = "{level: none, max_row_kl: 0.5}"
     changes = [f"trainer.correction={correction}", "trainer.proximal=behaviour"]
     assert load_config(write(), changes).trainer.correction.max_row_kl == 0.5
 
 
-def test_a_dump_masks_what_looks_like_a_key(write):
+def test_a_dump_masks_keys_and_tokens(write):
     config = load_config(
         write(), ["workflow_kwargs={api_key: abc, url: u, list: [sk-0123456789abcdef], max_tokens: 5}"]
     )
@@ -386,13 +395,13 @@ def test_every_config_in_the_repository_loads(path):
     assert dump_config(config)
 
 
-def test_help_tells_type_default_and_meaning_of_every_key():
+def test_help_shows_type_default_and_meaning_of_every_key():
     fields = {field.key: field for field in describe_fields(RunConfig)}
     assert fields["rollout.group_size"] == (
         "rollout.group_size",
         "integer >= 1",
         "1",
-        "Episodes per dataset row; their rewards are each other's baseline.",
+        "Episodes per dataset row. Group-based advantages compare their rewards.",
     )
     assert fields["trainer.learning_rate"][1:3] == ("number > 0", None)
     assert fields["trainer.adam_betas"][1:3] == ("list of 2 numbers >= 0 and < 1", "[0.9, 0.999]")
@@ -401,6 +410,16 @@ def test_help_tells_type_default_and_meaning_of_every_key():
     assert fields["rollout.eval_gconfig.greedy"].type == "true or false"
     assert fields["server.port"].type == "integer >= 0 and <= 65535"
     assert all(field.meaning for field in fields.values())
+
+
+def test_help_lists_the_identity_of_a_run_once_and_an_engine_alone_has_defaults():
+    keys = [field.key for field in describe_fields(RunConfig)]
+    for shared in ("experiment_name", "trial_name", "fileroot", "seed"):
+        assert shared in keys and f"rollout.{shared}" not in keys
+    assert "rollout.gconfig.seed" in keys
+    alone, named = InferenceEngineConfig(), InferenceEngineConfig(experiment_name="e", fileroot="f", seed=-3)
+    assert (str(alone.run_dir), alone.seed) == ("runs/experiment/trial", None)
+    assert (str(named.run_dir), named.seed) == ("f/e/trial", -3)
 
 
 @pytest.mark.parametrize("root", [RunConfig, ExperimentConfig, *KINDS.values()])

@@ -123,7 +123,7 @@ def test_config_prints_any_kind_of_file():
     assert "  epochs: 3\n" in done.stdout
     other = areal_lite("train", "other.yaml")
     assert (other.returncode, other.stdout) == (64, "")
-    assert other.stderr.endswith("this command wants another kind of file: use areal-lite dpo\n")
+    assert other.stderr.endswith("kind: 'dpo' is for another command: use areal-lite dpo\n")
 
 
 def test_a_bad_config_ends_with_64_and_one_line_per_error():
@@ -131,7 +131,7 @@ def test_a_bad_config_ends_with_64_and_one_line_per_error():
     assert done.returncode == 64
     assert done.stderr == (
         "error: run.yaml, override 'rollout.group_size=0': rollout.group_size: 0: it must be greater than or equal "
-        "to 1. Episodes per dataset row; their rewards are each other's baseline.\n"
+        "to 1. Episodes per dataset row. Group-based advantages compare their rewards.\n"
     )
 
 
@@ -141,7 +141,7 @@ def test_a_bad_config_ends_with_64_and_one_line_per_error():
         ((), "the following arguments are required: COMMAND"),
         (("trian", "run.yaml"), "invalid choice: 'trian'"),
         (("train",), "the following arguments are required: CONFIG.yaml"),
-        (("train", "run.yml"), "run.yml: there is no such file; did you mean run.yaml?"),
+        (("train", "run.yml"), "run.yml: no such file; did you mean run.yaml?"),
         (("view", "run.yaml", "--limit", "0"), "invalid positive_integer value: '0'"),
         (("view", "nothing"), "nothing: No such file or directory"),
     ],
@@ -158,12 +158,15 @@ def test_wrong_arguments_end_with_64_and_one_line(arguments, message):
     ("command", "key"),
     [
         ("train", "trainer.learning_rate  (number > 0; required)\n    Peak learning rate of AdamW."),
-        ("config", "checkpoint.resume  (text; default auto)\n    auto goes on from the newest"),
-        ("sft", "trainer.averaging  (token | sequence; default token)\n    What counts the same"),
-        ("dpo", "trainer.beta  (number > 0; default 0.1)\n    How strongly the policy is held"),
+        ("config", "checkpoint.resume  (text; default auto)\n    auto resumes from the newest"),
+        (
+            "sft",
+            "trainer.averaging  (token | sequence; default token)\n    Average the loss over trained tokens",
+        ),
+        ("dpo", "trainer.beta  (number > 0; default 0.1)\n    Strength of the constraint towards"),
         (
             "reward-model",
-            "train_dataset.rejected_key  (text; default rejected)\n    Column of the worse one.",
+            "train_dataset.rejected_key  (text; default rejected)\n    Column of the rejected answer.",
         ),
     ],
 )

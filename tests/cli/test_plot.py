@@ -61,15 +61,15 @@ def test_each_kind_of_metric_has_a_panel_with_its_unit(tmp_path):
         "Response length": "tokens",
         "KL divergence": "nats per token",
         "Staleness": "policy versions",
-        "Time of a step": "seconds",
+        "Step time": "seconds",
     }
     assert all(axes.get_xlabel() == "training step" for axes in found.values())
     assert curves(found["Reward"]) == {"train": [(1, 0.25)], "eval": [(0, 0.1), (2, 0.9)]}
-    assert curves(found["Response length"]) == {"mean": [(1, 12), (2, 12)], "longest": [(1, 16), (2, 16)]}
+    assert curves(found["Response length"]) == {"mean": [(1, 12), (2, 12)], "max": [(1, 16), (2, 16)]}
 
 
 def test_the_seconds_of_phases_are_stacked_without_totals_and_without_idle_phases(tmp_path):
-    stack = panels(metrics_figure(rl_run(tmp_path)))["Time of a step"]
+    stack = panels(metrics_figure(rl_run(tmp_path)))["Step time"]
     assert [area.get_label() for area in stack.collections] == ["forward", "rollout wait"]
     assert stack.collections[-1].get_datalim(stack.transData).ymax == 3.5  # 1.5 + 2.0 at step 1
 
@@ -77,7 +77,7 @@ def test_the_seconds_of_phases_are_stacked_without_totals_and_without_idle_phase
 def test_the_time_of_a_single_step_has_a_width_and_its_legend_hides_nothing(tmp_path):
     figure = metrics_figure(write_run(tmp_path, (1, RL_STEP)))
     figure.draw_without_rendering()
-    stack = panels(figure)["Time of a step"]
+    stack = panels(figure)["Step time"]
     assert stack.collections[0].get_datalim(stack.transData).intervalx.tolist() == [0.5, 1.5]
     drawn = stack.collections[-1].get_datalim(stack.transData).transformed(stack.transData)
     assert stack.get_legend().get_window_extent().ymin >= drawn.ymax
@@ -87,16 +87,16 @@ def test_an_sft_run_has_the_panels_it_has_data_for(tmp_path):
     first = {"train/loss": 2.0, "train/tokens_per_second": 100.0}
     run = write_run(tmp_path, (1, first), (2, {"train/loss": 1.0}), (2, {"eval/loss": 1.5}))
     found = panels(metrics_figure(run))
-    assert list(found) == ["Loss", "Throughput of the trainer"]
+    assert list(found) == ["Loss", "Trainer throughput"]
     assert curves(found["Loss"]) == {"train": [(1, 2.0), (2, 1.0)], "eval": [(2, 1.5)]}
 
 
 def test_several_runs_share_panels_and_have_their_own_times(tmp_path):
     found = panels(metrics_figure(rl_run(tmp_path / "exp" / "a"), rl_run(tmp_path / "exp" / "b")))
     assert set(curves(found["Staleness"])) == {
-        f"exp/{run}: {label}" for run in "ab" for label in ("mean", "largest")
+        f"exp/{run}: {label}" for run in "ab" for label in ("mean", "max")
     }
-    assert {"Time of a step, exp/a", "Time of a step, exp/b"} < set(found)
+    assert {"Step time, exp/a", "Step time, exp/b"} < set(found)
 
 
 def test_a_run_that_is_still_writing_is_drawn_up_to_its_last_whole_line(tmp_path):
@@ -120,7 +120,7 @@ def test_the_picture_of_one_run_is_in_its_folder_and_several_need_a_place(tmp_pa
     run = write_run(tmp_path / "run", (1, {"train/loss": 2.0}))
     assert plot_metrics(run) == run / "metrics.png"
     assert (run / "metrics.png").exists()
-    with pytest.raises(ConfigError, match="picture of 2 runs belongs to none of them: say where with --out"):
+    with pytest.raises(ConfigError, match="plot of 2 runs needs a file name: use --out"):
         plot_metrics(run, run)
 
 
@@ -136,7 +136,7 @@ def test_a_run_without_data_or_folder_is_told(tmp_path):
 
 @pytest.mark.parametrize("name", ["none/here.png", "picture.metrics"])
 def test_a_picture_that_cannot_be_written_is_told(tmp_path, name):
-    with pytest.raises(ConfigError, match=r"cannot be written: .* give a \.png file in a folder that exists"):
+    with pytest.raises(ConfigError, match=r"cannot be written: .* Use a \.png file in an existing folder"):
         plot_metrics(rl_run(tmp_path), out=tmp_path / name)
 
 

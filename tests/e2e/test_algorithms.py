@@ -78,7 +78,7 @@ def test_runs_with_everything_write_the_metrics_of_the_document_and_no_other(run
     documented = set(re.findall(r"`((?:train|eval|timing|data|episodes)/\w+)`", document))
     documented |= {name.replace("/seconds_", "/ms_per_token_") for name in documented}
     documented -= {"train/ms_per_token_PHASE", "train/ms_per_token_step"}
-    table = re.search(r"^\| name, after either.*?(?=^$)", document, re.MULTILINE | re.DOTALL)
+    table = re.search(r"^\| suffix.*?(?=^$)", document, re.MULTILINE | re.DOTALL)
     assert table is not None
     for scope in ("engine_mismatch", "staleness_drift"):
         documented |= {f"train/{scope}/{name}" for name in re.findall(r"`(\w+)`", table[0])}

@@ -436,4 +436,4 @@ def test_a_real_model_learns_32_answers_by_heart_and_ends_them(tmp_path: Path) -
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "32 of 32 answers known by heart and ended" in done.stdout
+    assert "32 of 32 answers memorized and ended" in done.stdout

@@ -1,4 +1,4 @@
-"""What README.md and docs/ say holds: their code runs, the files, tests and names they list are there."""
+"""README.md and docs/ are true: their code runs, and the files, tests and names they list exist."""
 
 import json
 import os
@@ -69,34 +69,34 @@ def test_the_agent_and_the_yaml_of_the_readme_train(tiny_model, tmp_path):
 
 
 def test_the_three_lines_for_sglang_load(tmp_path):
-    own, change = map(yaml.safe_load, blocks(README, "yaml"))
+    base, change = map(yaml.safe_load, blocks(README, "yaml"))
     assert set(change) | set(change["rollout"]) == {"experiment_name", "rollout", "backend", "addresses"}
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(own | change | {"rollout": own["rollout"] | change["rollout"]}))
+    path.write_text(yaml.safe_dump(base | change | {"rollout": base["rollout"] | change["rollout"]}))
     assert load_config(path).rollout.backend == "sglang"
 
 
 def test_the_config_for_sglang_differs_in_three_values_from_on_policy():
-    ours, theirs = (
+    on_policy, sglang = (
         yaml.safe_load((REPOSITORY / f"configs/{n}.yaml").read_text()) for n in ("on_policy", "sglang")
     )
-    assert _different(ours, theirs) == {"experiment_name", "rollout.backend", "rollout.addresses"}
+    assert _differing_keys(on_policy, sglang) == {"experiment_name", "rollout.backend", "rollout.addresses"}
 
 
-def _different(one, other, prefix=""):
+def _differing_keys(one, other, prefix=""):
     keys = one.keys() | other.keys()
-    found = set()
+    differing = set()
     for key in keys:
         a, b = one.get(key), other.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            found |= _different(a, b, f"{prefix}{key}.")
+            differing |= _differing_keys(a, b, f"{prefix}{key}.")
         elif a != b:
-            found.add(prefix + key)
-    return found
+            differing.add(prefix + key)
+    return differing
 
 
-def test_the_held_out_rows_of_reasoning_gym_are_other_rows():
-    # Row i of a task is made from seed + i.
+def test_held_out_and_training_rows_of_reasoning_gym_differ():
+    # Row i of a task uses seed + i.
     config = load_config(REPOSITORY / "configs/reasoning_gym.yaml")
     assert config.train_dataset.path == config.eval_dataset.path
     train, held_out = config.train_dataset.kwargs, config.eval_dataset.kwargs
@@ -113,18 +113,18 @@ def test_every_file_is_in_the_tree_and_no_other():
     (tree,) = re.findall(r"## Every file\n.*?^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     named = [line.split()[0] for line in tree.splitlines() if line.startswith(SHOWN_FOLDERS)]
     assert len(named) == len(set(named))
-    there = {
+    existing = {
         str(path.relative_to(REPOSITORY))
         for folder in SHOWN_FOLDERS
         for path in (REPOSITORY / folder).rglob("*")
         if path.suffix in (".py", ".yaml", ".typed") and path.name != "__init__.py"
     }
-    assert set(named) == there
+    assert set(named) == existing
     assert all(len(line.split(maxsplit=1)) == 2 for line in tree.splitlines() if line)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_links_and_tests_that_a_document_names_are_there(path):
+def test_links_and_tests_in_a_document_exist(path):
     text = path.read_text()
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (path.parent / link).exists(), link

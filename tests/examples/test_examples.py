@@ -1,4 +1,4 @@
-"""Every numbered example runs as its docstring says, on a tiny random model, in a folder of its own."""
+"""Every numbered example runs as its docstring says, with a tiny random model, in its own folder."""
 
 import os
 import re
@@ -74,7 +74,7 @@ def test_03_trains_from_a_yaml(tiny_model, tmp_path):
     assert (run_dir / "model/model.safetensors").exists()
 
 
-def test_04_accepts_a_group_only_where_its_rewards_differ(tiny_model, tmp_path):
+def test_04_accepts_a_group_only_if_its_rewards_differ(tiny_model, tmp_path):
     lines = run_example("04_custom_reward_filter.py", tiny_model, cwd=tmp_path).splitlines()
     assert len(lines) == 3
     for line in lines:
@@ -86,13 +86,13 @@ def test_04_accepts_a_group_only_where_its_rewards_differ(tiny_model, tmp_path):
 class OneAnswer(RolloutWorkflow):
     async def arun_episode(self, engine, data):
         answer = await engine.agenerate(ModelRequest(input_ids=data["ids"]))
-        given, sampled = answer.input_len, answer.output_len
+        prompt_len, answer_len = answer.input_len, answer.output_len
         return {
             "input_ids": torch.tensor([answer.input_tokens + answer.output_tokens]),
-            "attention_mask": torch.ones(1, given + sampled, dtype=torch.bool),
-            "loss_mask": torch.tensor([[0] * given + [1] * sampled]),
-            "logprobs": torch.tensor([[0.0] * given + answer.output_logprobs]),
-            "versions": torch.tensor([[-1] * given + answer.output_versions]),
+            "attention_mask": torch.ones(1, prompt_len + answer_len, dtype=torch.bool),
+            "loss_mask": torch.tensor([[0] * prompt_len + [1] * answer_len]),
+            "logprobs": torch.tensor([[0.0] * prompt_len + answer.output_logprobs]),
+            "versions": torch.tensor([[-1] * prompt_len + answer.output_versions]),
             "rewards": torch.tensor([1.0]),
         }
 
@@ -117,10 +117,10 @@ def test_06_trains_step_by_step(tiny_model, tmp_path):
     assert all(re.search(r"reward \d\.\d+, loss [+-]\d", line) for line in lines)
 
 
-def test_07_learns_answers_and_asks_for_them(tiny_model, tmp_path):
+def test_07_trains_and_checks_the_answers(tiny_model, tmp_path):
     shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
     printed = run_example(
         "07_sft.py", tiny_model, "train_dataset.kwargs.size=8", "trainer.epochs=1", cwd=tmp_path
     )
     assert "step     1  loss " in printed
-    assert re.search(r"0 of 8 answers known by heart and ended; written to runs/sft/\d+-\d+", printed)
+    assert re.search(r"0 of 8 answers memorized and ended; written to runs/sft/\d+-\d+", printed)

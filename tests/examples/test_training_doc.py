@@ -1,4 +1,4 @@
-"""docs/training.md: its tables are complete, and what it shows can be done."""
+"""docs/training.md: its tables are complete and its examples work."""
 
 import re
 import sys
@@ -34,14 +34,14 @@ def test_every_estimator_and_loss_is_in_its_table():
 
 
 def test_every_key_that_chooses_an_algorithm_is_explained():
-    told = set(re.findall(r"[`{ (](\w+)[`:,} ]", PAGE))
-    of_learning = {"total_steps", "learning_rate", "device", "num_threads"}
+    mentioned = set(re.findall(r"[`{ (](\w+)[`:,} ]", PAGE))
+    basics = {"total_steps", "learning_rate", "device", "num_threads"}
     general = {"lr_schedule", "warmup_steps", "weight_decay", "adam_betas", "adam_eps", "max_grad_norm"}
     keys = {field.name for record in (TrainerConfig, CorrectionConfig) for field in fields(record)}
-    assert not keys - told - general - of_learning
+    assert not keys - mentioned - general - basics
 
 
-def test_a_loss_and_an_estimator_of_ones_own_are_taken(tmp_path, monkeypatch):
+def test_the_custom_loss_and_estimator_work(tmp_path, monkeypatch):
     module = types.ModuleType("mine")
     for code in blocks("python"):
         exec(compile(code, "docs/training.md", "exec"), module.__dict__)
@@ -55,7 +55,7 @@ def test_a_loss_and_an_estimator_of_ones_own_are_taken(tmp_path, monkeypatch):
     assert Algorithm(config, max_new_tokens=16).needs_every_sample
 
 
-def test_every_input_that_an_estimator_can_ask_for_is_in_the_table():
+def test_every_input_that_an_estimator_can_request_is_in_the_table():
     optional = {field.name for field in fields(EstimatorInputs) if field.default is None}
     assert named_in_table("NAME") == optional
 

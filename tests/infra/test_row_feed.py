@@ -10,7 +10,6 @@ import pytest
 
 from areal_lite.api.trajectory import EpisodeStatus, Group
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
-from areal_lite.api.failure import Failure
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.infra.row_feed import drop_reason
 from tests.infra.scripted import OneTurn
