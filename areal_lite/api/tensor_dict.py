@@ -81,6 +81,7 @@ def trajectory_of(
             else:
                 arrays = check_tensor_dict(returned)
                 trajectory.sequences.extend(_row_sequences(arrays, calls, tree))
+                trajectory.has_loss_mask = "loss_mask" in arrays
                 trajectory.extras = {
                     key: value for key, value in returned.items() if key not in (*TOKEN_KEYS, "rewards")
                 }
@@ -368,7 +369,8 @@ def tensor_dict_of(trajectories: Sequence[Trajectory]) -> dict[str, Any] | None:
     view: dict[str, Any] = {"input_ids": None, "attention_mask": torch.from_numpy(present)}
     for key, dtype in _VIEW.items():
         columns = [getattr(sequence, key) for sequence in sequences]
-        if all(column is not None for column in columns):
+        unmasked = key == "loss_mask" and not all(trajectory.has_loss_mask for trajectory in having)
+        if not unmasked and all(column is not None for column in columns):
             padded = np.full(present.shape, PADDING.get(key, 0), dtype)
             padded[present] = np.concatenate(columns)
             view[key] = torch.from_numpy(padded)

@@ -162,6 +162,8 @@ class Trajectory:
     """What trains; empty unless the episode finished with data."""
     reward: float | None = None
     """Of the episode; the mean over its sequences where it rewards its turns one by one."""
+    has_loss_mask: bool = True
+    """False where the workflow's tensor dict has none: nothing says what to train."""
     extras: dict[str, Any] = field(default_factory=dict)
     """Keys of a workflow's tensor dict that are not about tokens or rewards, per sequence."""
 

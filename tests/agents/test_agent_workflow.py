@@ -17,7 +17,7 @@ from areal_lite.api import episode_context
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.generation import GenerationHyperparameters
-from areal_lite.api.tensor_dict import trajectory_tensors
+from areal_lite.api.tensor_dict import tensor_dict_of, trajectory_of
 from areal_lite.errors import ConfigError, ServerError
 from tests.agents.scripted_engine import ScriptedEngine, tokenizer
 
@@ -62,7 +62,7 @@ def test_a_number_rewards_the_whole_episode_as_one_sequence(config: Any, reward:
         await two_turns(data, **extra_kwargs)
         return reward
 
-    tensors = trajectory_tensors(run_episode(config, run, ["one", "two"]))
+    tensors = tensor_dict_of([trajectory_of(run_episode(config, run, ["one", "two"]), [])])
     assert tensors is not None
     assert tensors["rewards"].tolist() == [value]
     mask = tensors["loss_mask"][0].bool()
@@ -76,7 +76,7 @@ def test_a_dict_rewards_each_completion_as_a_row_of_its_own(config: Any) -> None
         first, second = await two_turns(data, **extra_kwargs)
         return {second: 1, first: 0.5}
 
-    tensors = trajectory_tensors(run_episode(config, run, ["one", "two"]))
+    tensors = tensor_dict_of([trajectory_of(run_episode(config, run, ["one", "two"]), [])])
     assert tensors is not None
     assert tensors["rewards"].tolist() == [0.5, 1.0]
     trained = [

@@ -108,9 +108,9 @@ def test_recorded_tokens_are_taken_as_they_are(packer: DecoderOnlyLLMDataPacker)
     trained = packer.get_policy_input({"prompt": "not read"}, sample)
     assert trained.input_ids.tolist() == list(sample.tokens)
     assert trained.loss_mask.tolist() == [bool(x) for x in sample.loss_mask]
-    assert trained.behaviour_logprobs is not None
+    assert trained.logprobs is not None
     assert trained.versions is not None
-    assert trained.behaviour_logprobs.tolist() == [0] * 3 + [-0.5] * 4 + [0] * 2 + [-0.5] * 4
+    assert trained.logprobs.tolist() == [0] * 3 + [-0.5] * 4 + [0] * 2 + [-0.5] * 4
     assert trained.versions.tolist() == [-1] * 3 + [0] * 4 + [-1] * 2 + [1] * 4
     assert (trained.reward, trained.group_id, trained.task_id) == (1.0, "2", "t7")
 
@@ -134,7 +134,7 @@ def test_a_single_turn_is_the_prompt_and_what_was_sampled(
     assert trained.input_ids.tolist() == ids(tokenizer, prompt) + answer
     assert trained.input_ids[trained.loss_mask].tolist() == answer
     assert len(trained.loss_mask) == len(trained.input_ids)
-    assert (trained.behaviour_logprobs, trained.versions) == (None, None)
+    assert (trained.logprobs, trained.versions) == (None, None)
 
 
 def test_text_is_tokenized_without_special_tokens_of_its_own(tokenizer: Any) -> None:
@@ -215,12 +215,12 @@ def test_log_probs_nobody_recorded_are_nan_beside_recorded_ones_and_absent_alone
 ) -> None:
     sample = recorded()
     sample.append([30, 31], sampled=True)
-    logprobs = packer.get_policy_input("a", sample).behaviour_logprobs
+    logprobs = packer.get_policy_input("a", sample).logprobs
     assert logprobs is not None
     assert [math.isnan(x) for x in logprobs] == [False] * 7 + [True] * 2
     sample = recorded()
     sample.append([30, 31], sampled=True, trained=False)
-    logprobs = packer.get_policy_input("a", sample).behaviour_logprobs
+    logprobs = packer.get_policy_input("a", sample).logprobs
     assert logprobs is not None
     assert logprobs[-2:].tolist() == [0, 0]  # no NaN where nothing trains
 

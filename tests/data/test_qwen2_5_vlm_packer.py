@@ -123,10 +123,10 @@ def test_recorded_placeholders_are_as_long_as_their_images(
     assert np.count_nonzero(ids == IMAGE_ID) == 6 + 2
     # The rest is what was recorded, and the columns moved along.
     assert ids[ids != IMAGE_ID].tolist() == [token for token in sample.tokens if token != IMAGE_ID]
-    assert trained.behaviour_logprobs is not None
+    assert trained.logprobs is not None
     assert trained.versions is not None
     assert packer.tokenizer.decode(ids[trained.loss_mask]) == "noise"
-    assert trained.behaviour_logprobs[trained.loss_mask].tolist() == [-1.0] * 5
+    assert trained.logprobs[trained.loss_mask].tolist() == [-1.0] * 5
     assert trained.versions.tolist() == [-1] * (len(ids) - 5) + [3] * 5
 
 

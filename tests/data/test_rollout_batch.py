@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from areal_lite.api.config import DatasetConfig
+from areal_lite.api.tensor_dict import trajectory_of
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
-from areal_lite.data.batch.training_batch import check_training_batch
+from areal_lite.data.batch.training_batch import check_training_batch, training_sequences
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
-from areal_lite.data.packer.rollout_batch import result_samples, rollout_inputs, training_batch
+from areal_lite.data.packer.rollout_batch import rollout_inputs, row_of, training_batch
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.errors import ConfigError, TrainingError
 from tests.fixtures.tiny_model import build_tiny_model
@@ -37,15 +38,19 @@ def result(status: EpisodeStatus = EpisodeStatus.ACCEPTED, **changes: Any) -> Gr
         "rewards": torch.tensor([1.0, 0.5]),
     }
     trajectory = {key: value for key, value in (tensors | changes).items() if value is not None}
-    return Group(task_id=7, group_id="seven", status=status, data={}, trajectory=trajectory)
+    group = Group(
+        task_id=7, group_id="seven", status=status, data={}, trajectories=[trajectory_of(trajectory, [])]
+    )
+    group.name_parts()
+    return group
 
 
 def test_rows_lose_their_padding_on_either_side() -> None:
     first, second = samples_of(result())
     assert first.input_ids.tolist() == [5, 6, 7]
     assert first.loss_mask.tolist() == [False, True, True]
-    assert first.behaviour_logprobs is not None
-    assert first.behaviour_logprobs.tolist() == [0.0, -1.0, -2.0]
+    assert first.logprobs is not None
+    assert first.logprobs.tolist() == [0.0, -1.0, -2.0]
     assert (first.reward, first.group_id, first.task_id) == (1.0, "seven", "7")
     assert second.input_ids.tolist() == [8, 9]
     assert second.num_trained_tokens == 1
@@ -57,7 +62,7 @@ def test_only_accepted_results_train() -> None:
 
 def test_log_probs_and_versions_may_be_missing() -> None:
     first, _ = samples_of(result(logprobs=None, versions=None))
-    assert first.behaviour_logprobs is None
+    assert first.logprobs is None
     assert first.staleness(9) is None
 
 
@@ -119,4 +124,4 @@ def test_a_collate_that_changes_the_number_of_inputs_is_refused(packer: DecoderO
 
 def samples_of(episode: Group) -> list[TokenSequence]:
     packer = DecoderOnlyLLMDataPacker()
-    return [packer.get_policy_input(sample.row, sample) for sample in result_samples(episode)]
+    return [packer.get_policy_input(row_of(episode), one) for one in training_sequences([episode])]

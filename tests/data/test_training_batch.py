@@ -113,11 +113,11 @@ def test_the_rows_of_a_batch_are_the_samples_it_was_made_of(
         assert row.loss_mask.tolist() == one.loss_mask.tolist()
         assert (row.reward, row.group_id, row.task_id) == (one.reward, one.group_id, one.task_id)
         assert row.staleness(9) == one.staleness(9)
-        if one.behaviour_logprobs is not None:
-            assert row.behaviour_logprobs is not None
-            assert row.behaviour_logprobs.tolist() == one.behaviour_logprobs.tolist()
-        elif row.behaviour_logprobs is not None:
-            assert np.isnan(row.behaviour_logprobs[row.loss_mask]).all()
+        if one.logprobs is not None:
+            assert row.logprobs is not None
+            assert row.logprobs.tolist() == one.logprobs.tolist()
+        elif row.logprobs is not None:
+            assert np.isnan(row.logprobs[row.loss_mask]).all()
         assert row.multi_modal_inputs is None
 
 
@@ -128,7 +128,7 @@ def test_rows_are_views_of_the_batch() -> None:
     for key, array in (
         ("input_ids", row.input_ids),
         ("loss_mask", row.loss_mask),
-        ("logprobs", row.behaviour_logprobs),
+        ("logprobs", row.logprobs),
         ("versions", row.versions),
     ):
         assert array is not None
@@ -149,7 +149,7 @@ def test_other_dtypes_of_the_same_kind_are_read_too() -> None:
         batch.batch[key] = batch.batch[key].to(dtype)
     check_training_batch(batch)
     for row, expected in zip(training_sequences(batch), plain, strict=True):
-        for name in ("input_ids", "loss_mask", "behaviour_logprobs", "versions"):
+        for name in ("input_ids", "loss_mask", "logprobs", "versions"):
             np.testing.assert_array_equal(getattr(row, name), getattr(expected, name), strict=True)
 
 

@@ -47,7 +47,7 @@ class OneTurn(RolloutWorkflow):
             raise asyncio.CancelledError
         if do == "hang":
             await asyncio.Event().wait()
-        if do == "odd" and workflow_context.get().sample_idx % 2:
+        if do == "odd" and workflow_context.get().member_idx % 2:
             raise ValueError("odd member")
         if do == "bad":
             return {"input_ids": torch.zeros(3)}

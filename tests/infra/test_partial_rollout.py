@@ -14,7 +14,6 @@ import torch
 
 from areal_lite.api import GenerationHyperparameters, InferenceEngine, ModelRequest, RolloutWorkflow
 from areal_lite.api.engine_api import FilterDecision
-from areal_lite.data.packer.rollout_batch import result_samples
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.data.source.dynamic_filters import nonzero_reward_std
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
@@ -299,8 +298,8 @@ def test_a_stopped_group_survives_json_whole(start_stub: StartStub, start_engine
     engine = start_engine(stub, consumer_batch_size=1, over_sampling_groups=1)
     source = source_of(3)
     (result,) = engine.prepare_batch(source, OneTurn)
-    (recorded,) = result_samples(result)
-    assert list(recorded.tokens) == [2, 2, 2, *answer_tokens([2, 2, 2], 0, 8)]
+    (recorded,) = result.sequences
+    assert recorded.input_ids.tolist() == [2, 2, 2, *answer_tokens([2, 2, 2], 0, 8)]
     state = orjson.loads(orjson.dumps(source.state_dict()))
     again = source_of(3)
     again.load_state_dict(state)

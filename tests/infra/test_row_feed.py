@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
@@ -52,7 +53,7 @@ def raise_from_another() -> None:
         (lambda: raise_with(""), "Lost"),
         (raise_from_another, "KeyError"),
         (lambda: asyncio.run(raise_in_tasks()), "Lost"),
-        (lambda: raise_with("id 7 " * 2000), "an error of a long message"),
+        (lambda: raise_with("id 7 " * 2000), "Lost"),
     ],
 )
 def test_failures_are_counted_by_the_type_of_their_exception_whatever_it_says(
@@ -60,17 +61,21 @@ def test_failures_are_counted_by_the_type_of_their_exception_whatever_it_says(
 ) -> None:
     with pytest.raises(Exception) as caught:
         fail()
-    assert drop_reason(ended("failed", error_text(caught.value))) == f"failed: {kind}"
+    assert drop_reason(ended("failed", failure=Failure.of(caught.value))) == f"failed: {kind}"
 
 
-def test_what_we_say_ourselves_is_counted_as_said() -> None:
-    late = "the episode ran longer than episode_timeout_s=1"
-    assert drop_reason(ended("failed", late)) == f"failed: {late}"
-    assert drop_reason(ended("rejected", "should_accept_fn said no: too short")).endswith("no: too short")
+def test_failures_without_an_exception_are_counted_by_kind_and_rejections_by_reason() -> None:
+    late = Failure(FailureKind.DEADLINE, "", "the episode ran longer than episode_timeout_s=1")
+    assert drop_reason(ended("failed", failure=late)) == "failed: deadline"
+    assert drop_reason(ended("rejected", rejection="should_accept_fn said no: too short")).endswith(
+        "no: too short"
+    )
 
 
-def ended(status: str, error: str) -> Group:
-    return Group(task_id=1, group_id="1", status=EpisodeStatus(status), data={}, error=error)
+def ended(status: str, *, failure: Failure | None = None, rejection: str | None = None) -> Group:
+    return Group(
+        task_id=1, group_id="1", status=EpisodeStatus(status), data={}, failure=failure, rejection=rejection
+    )
 
 
 class Broken(RolloutDataSource):

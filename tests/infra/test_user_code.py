@@ -152,7 +152,7 @@ def test_a_group_that_a_workflow_makes_itself_is_begun_anew_after_it_was_stopped
     engine = start_engine(stub, consumer_batch_size=1, over_sampling_groups=1)
     source, workflow = source_of(9), GroupedRolloutWorkflow(OneTurn(), 2)
     (result,) = engine.prepare_batch(source, workflow)
-    assert (result.data["n"], len(result.rewards), len(result.members)) == (2, 2, 2)
+    assert (result.data["n"], len(result.rewards), len(result.trajectories)) == (2, 2, 2)
     assert [[sample.status for sample in group] for group in source.buffer] == [["pending"]]
     let_go(stub)
     engine.update_weights_from_disk("ckpt", 1)

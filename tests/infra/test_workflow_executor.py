@@ -144,8 +144,9 @@ def test_a_group_is_one_trajectory_with_a_row_per_member(engine: RemoteInfEngine
     (result,) = engine.rollout_batch([{"ids": [1, 2]}], OneTurn, group_size=4)
     assert result.trajectory is not None
     assert result.trajectory["input_ids"].shape == (4, 10)
-    assert [m.sample_idx for m in result.members] == [0, 1, 2, 3]
-    assert all(m.num_rows == 1 and len(m.turns) == 1 for m in result.members)
+    assert [t.member_idx for t in result.trajectories] == [0, 1, 2, 3]
+    assert all(len(t.sequences) == 1 for t in result.trajectories)
+    assert all([turn.role for turn in t.turns] == ["prompt", "assistant"] for t in result.trajectories)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,7 @@ def test_a_failing_member_is_handled_as_on_error_says(
     (result,) = engine.rollout_batch([{"do": "odd"}], OneTurn, group_size=4)
     assert result.status == status
     assert len(result.rewards) == rows
-    assert "odd member" in (result.members[1].error or "")
+    assert "odd member" in getattr(result.trajectories[1].failure, "text", "")
 
 
 def test_no_sibling_is_left_running_after_a_group_was_dropped() -> None:
@@ -167,7 +168,7 @@ def test_no_sibling_is_left_running_after_a_group_was_dropped() -> None:
 
     class Watch(RolloutWorkflow):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> None:
-            index = workflow_context.get().sample_idx
+            index = workflow_context.get().member_idx
             running.add(index)
             try:
                 if index == 3:
@@ -224,7 +225,7 @@ def test_thousands_of_concurrent_episodes_each_see_their_own_context(
 
             return tensors_of(
                 ModelResponse(
-                    input_tokens=[int(str(after.task_id)), after.sample_idx],
+                    input_tokens=[int(str(after.task_id)), after.member_idx],
                     output_tokens=[1],
                     output_logprobs=[-1.0],
                     output_versions=[after.version],

@@ -18,6 +18,7 @@ from areal_lite.api import (
     ModelRequest,
     ModelResponse,
     RolloutWorkflow,
+    Trajectory,
 )
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
@@ -49,6 +50,18 @@ def generate_all(engine: RemoteInfEngine, prompts: list[list[int]], **sampling: 
 def distance(response: ModelResponse, expected: torch.Tensor) -> float:
     """Return the largest gap between the answer's log-probs and ``expected``."""
     return float((torch.tensor(response.output_logprobs) - expected).abs().max())
+
+
+def answer_of(trajectory: Trajectory) -> ModelResponse:
+    """Return the one model call of an episode."""
+    prompt_turn, turn = trajectory.turns
+    assert turn.logprobs is not None and turn.versions is not None
+    return ModelResponse(
+        input_tokens=prompt_turn.ids.tolist(),
+        output_tokens=turn.ids.tolist(),
+        output_logprobs=turn.logprobs.tolist(),
+        output_versions=turn.versions.tolist(),
+    )
 
 
 class LongAnswer(RolloutWorkflow):
@@ -229,8 +242,8 @@ class RealServerContract:
             engine.update_weights_from_disk(str(perturbed.path), 1)
             (result,) = engine.prepare_batch(source, LongAnswer)
         assert result.trajectory is not None
-        for member, ids, count in zip(result.members, begun, kept, strict=True):
-            (answer,) = member.turns
+        for trajectory, ids, count in zip(result.trajectories, begun, kept, strict=True):
+            answer = answer_of(trajectory)
             assert (answer.input_tokens + answer.output_tokens)[: len(ids)] == ids
             assert answer.output_versions == [0] * count + [1] * (160 - count)
             old, new = policy.logprobs(answer), perturbed.logprobs(answer)
@@ -259,12 +272,12 @@ class RealServerContract:
         with RemoteInfEngine(InferenceEngineConfig(**config, gconfig=gconfig)) as engine:
             (result,) = engine.rollout_batch([ROW], AGENT, group_size=8)
         assert result.status is EpisodeStatus.ACCEPTED, result.error
-        assert [member.status for member in result.members] == [EpisodeStatus.ACCEPTED] * 8
+        assert [t.status for t in result.trajectories] == [EpisodeStatus.ACCEPTED] * 8
         assert result.trajectory is not None
         assert len(result.rewards) == 8
         tokenizer = load_tokenizer(str(server.model))
-        for i, member in enumerate(result.members):
-            (turn,) = member.turns
+        for i, trajectory in enumerate(result.trajectories):
+            turn = answer_of(trajectory)
             given = turn.input_len
             assert ROW["question"] in tokenizer.decode(turn.input_tokens)
             whole = turn.input_tokens + turn.output_tokens
@@ -289,7 +302,7 @@ class RealServerContract:
                     asyncio.run(engine.agenerate(direct))
         for result in results:
             assert result.status is EpisodeStatus.FAILED
-            assert [member.status for member in result.members] == [EpisodeStatus.FAILED] * 2
+            assert [t.status for t in result.trajectories] == [EpisodeStatus.FAILED] * 2
             assert "no usable answer in 4 tries" in (result.error or "")
             assert line.address in (result.error or "")
 

@@ -11,7 +11,7 @@ import pytest
 
 from areal_lite.agents.agent_workflow import AgentWorkflow
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig
-from areal_lite.api.tensor_dict import trajectory_tensors
+from areal_lite.api.tensor_dict import tensor_dict_of, trajectory_of
 from tests.agents.scripted_engine import ScriptedEngine, tokenizer
 from workflows import calculator, largest_number, reasoning_gym
 from workflows.multi_turn import MultiTurnWorkflow
@@ -27,7 +27,7 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(workflow: Any, row: dict[str, Any], answers: list[Any]) -> tuple[dict[str, Any], ScriptedEngine]:
     engine = ScriptedEngine(answers)
-    tensors = trajectory_tensors(asyncio.run(workflow.arun_episode(engine, row)))
+    tensors = tensor_dict_of([trajectory_of(asyncio.run(workflow.arun_episode(engine, row)), [])])
     assert tensors is not None
     return tensors, engine
 

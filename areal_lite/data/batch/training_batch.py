@@ -179,7 +179,7 @@ def training_sequences(batch: Sequence[Group] | DataProto) -> list[TokenSequence
     """Return what trains of a batch, unpadded: of accepted groups as they are, of a DataProto as views.
 
     Raises:
-        ConfigError: If a trajectory has no reward.
+        ConfigError: If a trajectory has no loss mask or no reward.
         ValueError: If a DataProto breaks a rule of a training batch.
     """
     if isinstance(batch, DataProto):
@@ -187,11 +187,16 @@ def training_sequences(batch: Sequence[Group] | DataProto) -> list[TokenSequence
         return _unpadded(batch)
     groups = [group for group in batch if group.status is EpisodeStatus.ACCEPTED]
     for group in groups:
-        if any(sequence.reward is None for sequence in group.sequences):
-            raise ConfigError(
-                f"task {group.task_id}: the trajectory has no 'rewards', so training cannot know how good each "
-                "sequence is: return 'rewards' from the workflow"
-            )
+        missing = {
+            "loss_mask": not all(trajectory.has_loss_mask for trajectory in group.trajectories),
+            "rewards": any(sequence.reward is None for sequence in group.sequences),
+        }
+        for key, what in _REQUIRED.items():
+            if missing[key]:
+                raise ConfigError(
+                    f"task {group.task_id}: the trajectory has no {key!r}, so training cannot know {what}: return "
+                    f"{key!r} from the workflow"
+                )
     return [sequence for group in groups for sequence in group.sequences]
 
 
