@@ -406,11 +406,10 @@ def check_same_keys(outcomes: Sequence[dict[str, Any]]) -> None:
     Raises:
         ValueError: With both lists of keys.
     """
-    first = outcomes[0]
     for other in outcomes[1:]:
-        if other.keys() != first.keys():
+        if other.keys() != outcomes[0].keys():
             raise ValueError(
-                f"tensor dicts of one group have different keys, {sorted(first)} and {sorted(other)}: "
+                f"tensor dicts of one group have different keys, {sorted(outcomes[0])} and {sorted(other)}: "
                 "return the same keys from every episode"
             )
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from areal_lite.api.failure import Failure
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 TaskId = int | str
 
@@ -128,7 +129,7 @@ class TokenSequence:
     @property
     def num_trained_tokens(self) -> int:
         """Tokens that train."""
-        return int(np.count_nonzero(self.loss_mask))
+        return int(self.loss_mask.sum())
 
     def trained_versions(self) -> tuple[int, int] | None:
         """Return the oldest and newest policy version of the trained tokens; None where unknown."""

@@ -14,9 +14,9 @@ from areal_lite.infra.lead import Lead
 
 @dataclass(slots=True)
 class AdmissionGate:
-    """AReaL's capacity with a lead: ``min(concurrency - running, (version + 1) * batch + lead + extra - taken)``.
+    """Capacity as in AReaL: ``min(concurrency - running, (bound + version + 1) * batch + extra - taken)``.
 
-    ``lead`` is at most ``bound * batch``, AReaL's own, and no more than keeps the trainer fed.
+    Groups of a data source start later than that: as late as keeps the trainer fed (:class:`Lead`).
     """
 
     max_concurrent: int | None
@@ -35,7 +35,7 @@ class AdmissionGate:
     taken: int = 0
     """Training groups that run, or ended accepted and were not given back as stale."""
     lead: Lead = field(init=False)
-    """How many groups may start before the batch that needs them."""
+    """How many groups of a data source may start before the batch that needs them."""
 
     def __post_init__(self) -> None:
         self.lead = Lead(batch_size=self.batch_size, max_staleness=self.max_staleness)
@@ -48,14 +48,16 @@ class AdmissionGate:
         """Return whether a group may start whose result waits for a training step."""
         return self.may_start() and self.taken < self._limit
 
-    @property
-    def ahead(self) -> int:
-        """Groups that may run or wait for a batch at once."""
-        return self.batch_size + self.lead.groups + self._extra
+    def may_start_ahead(self, ahead: int) -> bool:
+        """Return whether a data source may start a group while ``ahead`` of it run or wait for a batch."""
+        most = self.batch_size + self.lead.groups + self._extra
+        in_time = self.taken < self.version * self.batch_size + most
+        # No more ahead than can be trained in time, also when versions passed without a batch.
+        return self.may_start() and in_time and ahead < most
 
     @property
     def _limit(self) -> int:
-        return self.version * self.batch_size + self.ahead
+        return (self.max_staleness + self.version + 1) * self.batch_size + self._extra
 
     @property
     def _extra(self) -> int:

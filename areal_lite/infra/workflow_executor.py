@@ -329,8 +329,7 @@ class WorkflowExecutor:
         if not self._feeds:
             return
         feed, recipe = next(reversed(self._feeds.values()))
-        # No more ahead than can be trained in time, also when versions passed without a batch.
-        while feed.ahead < gate.ahead and gate.may_start_training():
+        while gate.may_start_ahead(feed.ahead):
             if (samples := feed.next_group()) is None:
                 return
             feed.running += 1

@@ -18,7 +18,7 @@ from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.tensor_dict import tensor_dict_of, trajectory_of
-from areal_lite.errors import ConfigError, ServerError
+from areal_lite.errors import ConfigError, ContextOverflowError, ServerError
 from tests.agents.scripted_engine import ScriptedEngine, tokenizer
 
 Run = Callable[..., Awaitable[Any]]
@@ -134,7 +134,7 @@ def test_an_episode_that_outgrew_the_context_may_end_with_its_reward(config: Any
             return 0.5
         raise AssertionError
 
-    rows = run_episode(config, run, ["one", ConfigError("longer than the context length")])
+    rows = run_episode(config, run, ["one", ContextOverflowError("longer than the context length")])
     assert [row.reward for row in rows.values()] == [0.5]
 
 

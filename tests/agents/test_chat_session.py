@@ -15,7 +15,7 @@ from areal_lite.agents.chat_request import RequestError
 from areal_lite.agents.chat_sampling import warn_once
 from areal_lite.agents.chat_session import ChatSession
 from areal_lite.api.generation import GenerationHyperparameters
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, ContextOverflowError
 from tests.agents.scripted_engine import ScriptedEngine, random_ids, tokenizer
 
 TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
@@ -341,7 +341,7 @@ def test_the_run_decides_the_distribution_and_says_so_once(caplog: pytest.LogCap
 @pytest.mark.parametrize("by", ["gconfig", "engine"])
 def test_a_prompt_that_is_too_long_says_context_length_exceeded(by: str) -> None:
     gconfig = GenerationHyperparameters(max_tokens=4 if by == "gconfig" else 30000)
-    error = ConfigError("The input (9 tokens) is longer than the model's context length (4 tokens).")
+    error = ContextOverflowError("The input (9 tokens) is longer than the model's context length (4 tokens).")
     session, _ = make_session([error], gconfig=gconfig)
     with pytest.raises(RequestError) as refused:
         asyncio.run(session.create({"messages": [user("much too long")]}))

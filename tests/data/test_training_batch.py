@@ -66,10 +66,10 @@ def test_what_no_sample_has_is_no_column() -> None:
 
 def test_nothing_is_cut_off() -> None:
     with pytest.raises(
-        ValueError, match="task long: the sample has 5 tokens, length is 4: nothing is cut here"
+        ValueError, match="task long: the sequence has 5 tokens, length is 4: nothing is cut here"
     ):
         collate_sequences([sample(3), sample(5, task_id="long")], 4, pad_token_id=0)
-    with pytest.raises(ValueError, match="no samples to collate"):
+    with pytest.raises(ValueError, match="no sequences to collate"):
         collate_sequences([], 4, pad_token_id=0)
 
 

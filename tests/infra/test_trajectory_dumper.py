@@ -45,7 +45,7 @@ def test_one_line_per_sample_at_the_seeds_path_with_the_seeds_fields(
     }
     assert seed_fields.items() <= record.items()
     assert record["prompt"] is record["completion"] is None  # no tokenizer was given
-    assert (record["status"], record["group_id"], record["schema"]) == ("accepted", "0", 1)
+    assert (record["status"], record["group_id"], record["schema"]) == ("accepted", "0", 2)
     assert len(lines(tmp_path, "eval-rollout", "0", "1.jsonl")) == 1
 
 

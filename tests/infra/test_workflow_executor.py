@@ -12,7 +12,7 @@ import pytest
 
 from areal_lite.api import EpisodeStatus, InferenceEngine, RolloutWorkflow
 from areal_lite.errors import ConfigError, EpisodeError, StarvationError
-from areal_lite.infra import workflow_context, workflow_executor
+from areal_lite.infra import group_runner, workflow_context
 from areal_lite.infra.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
 from tests.infra.scripted import OneTurn, TwoTurns
 from tests.stub_server import StubThread
@@ -102,7 +102,7 @@ def test_a_task_id_in_use_is_refused_and_the_engine_goes_on(engine: RemoteInfEng
 def test_an_episode_over_its_deadline_fails_also_if_it_swallows_the_cancel(
     start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workflow_executor, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(group_runner, "CANCEL_GRACE_S", 0.05)
     release = threading.Event()
 
     class Stubborn(RolloutWorkflow):
