@@ -25,10 +25,10 @@ from areal_lite.launch.evaluation import Evaluation
 from areal_lite.launch.generating_side import GeneratingSide
 from areal_lite.launch.profiling import StepProfiler
 from areal_lite.launch.stopping import Stopped, finishing, interruptible, stop_together
+from areal_lite.trainer.broadcast import broadcast_batch, broadcast_json
 from areal_lite.trainer.checkpoint import CONFIG_FILE
 from areal_lite.trainer.checkpoint_writer import CheckpointWriter
 from areal_lite.trainer.expiry import expires_soon
-from areal_lite.trainer.hand_over import broadcast_batch, broadcast_json
 from areal_lite.trainer.policy_trainer import PolicyTrainer
 from areal_lite.trainer.snapshot import snapshot
 from areal_lite.trainer.weights import publish_weights

@@ -67,7 +67,7 @@ def interruptible() -> Iterator[None]:
 def stop_together() -> None:
     """Raise :class:`Stopped` on every rank if one was asked to end; all call it, in :func:`finishing`."""
     global _signal
-    from areal_lite.trainer.hand_over import gather_json  # torch, which most commands do without
+    from areal_lite.trainer.broadcast import gather_json  # torch, which most commands do without
 
     if asked := max(gather_json(_signal)):
         _signal = asked

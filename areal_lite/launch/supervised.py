@@ -34,9 +34,9 @@ from areal_lite.launch.run import OnStep
 from areal_lite.launch.run_directory import run_directory, run_directory_path
 from areal_lite.launch.skipped_updates import note_skipped
 from areal_lite.launch.stopping import Stopped, finishing, interruptible, stop_together
+from areal_lite.trainer.broadcast import broadcast_json
 from areal_lite.trainer.checkpoint import CONFIG_FILE, load_checkpoint
 from areal_lite.trainer.checkpoint_writer import CheckpointWriter
-from areal_lite.trainer.hand_over import broadcast_json
 from areal_lite.trainer.metrics import MetricsWriter
 from areal_lite.trainer.policy_model import resolve_device
 from areal_lite.trainer.preference_trainer import DPOTrainer, RewardModelTrainer

@@ -24,8 +24,7 @@ from areal_lite.trainer.checkpoint import (
 )
 from areal_lite.trainer.checkpoint_writer import CheckpointWriter
 from areal_lite.trainer.lora import has_adapters
-from areal_lite.trainer.rng_state import restore_rng_state, rng_state
-from areal_lite.trainer.seeding import seed_process
+from areal_lite.trainer.seeding import restore_rng_state, rng_state, seed_process
 from areal_lite.trainer.snapshot import snapshot
 from areal_lite.trainer.weights import publish_weights
 from tests.trainer.resume_loop import LoopTrainer
@@ -135,7 +134,7 @@ def test_going_back_in_a_runs_folder_never_leaves_two_histories(tiny: Path, tmp_
         save(trainer, tmp_path, step)
     early = tmp_path / "step_00000002"
     with pytest.raises(
-        CheckpointError, match="step_00000005, later than step 2.*resume=auto to go on from the newest"
+        CheckpointError, match="step_00000005, later than step 2.*resume=auto to resume from the newest"
     ):
         find_checkpoint(tmp_path, str(early))
     assert find_checkpoint(tmp_path / "another", str(early)) == early
@@ -159,13 +158,13 @@ def test_f50_a_changed_or_missing_file_is_found_and_never_passed_over(
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(
-        CheckpointError, match="newest checkpoint.*changed or cut off.*go on from step_00000001"
+        CheckpointError, match="newest checkpoint.*changed or truncated.*resume from step_00000001"
     ):
         find_checkpoint(tmp_path, "auto")
     path.unlink()
-    with pytest.raises(CheckpointError, match="is not whole"):
+    with pytest.raises(CheckpointError, match="is incomplete"):
         find_checkpoint(tmp_path, "auto")
-    with pytest.raises(CheckpointError, match="is not whole"):
+    with pytest.raises(CheckpointError, match="is incomplete"):
         find_checkpoint(tmp_path, str(path.parents[file.count("/")]))
 
 
@@ -212,7 +211,7 @@ def test_a_checkpoint_of_another_part_of_the_model_is_refused(tiny: Path, tmp_pa
     two = LoopTrainer(tiny)
     two.learners["critic"] = two.learners["policy"]
     with pytest.raises(
-        CheckpointError, match=r"has trained \['policy'\] and this run trains \['critic', 'policy'\]"
+        CheckpointError, match=r"holds \['policy'\] and this run trains \['critic', 'policy'\]"
     ):
         load_checkpoint(two, folder)
 
@@ -271,8 +270,8 @@ def test_every_change_of_what_is_trained_is_refused_by_name(tmp_path: Path) -> N
     assert str(refused.value) == (
         f"{tmp_path} was made with another config: model_path was 'models/small' and is 'b'; rollout.group_size was 4 "
         "and is 8; seed was 1 and is 2; trainer.correction.max_weight was 5.0 and is 2.0; trainer.lora was None and is "
-        "{'rank': 4}; trainer.loss_kwargs was {} and is {'clip_eps': 0.1}. Put these back to go on, or start another "
-        "trial_name"
+        "{'rank': 4}; trainer.loss_kwargs was {} and is {'clip_eps': 0.1}. Restore these values to resume, or start "
+        "another trial_name"
     )
 
 

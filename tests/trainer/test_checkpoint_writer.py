@@ -149,7 +149,7 @@ def test_f56_nothing_is_deleted_before_the_new_one_was_read_back(
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", spoils)
         writer.save(2, taken, {})
-        with pytest.raises(StorageError, match="cannot be read back.*the disk is at fault"):
+        with pytest.raises(StorageError, match="cannot be read back.*check the disk"):
             writer.wait()
     assert names(tmp_path) == ["step_00000001"]
     assert find_checkpoint(tmp_path, "auto") == tmp_path / "step_00000001"

@@ -56,7 +56,7 @@ def test_t5_a_byte_flipped_in_metrics_is_reported_with_its_place(metrics: bytes,
     for place in range(len(metrics) - 1):  # without the last newline the last line is a torn one
         path.write_bytes(metrics[:place] + bytes([metrics[place] ^ 0x80]) + metrics[place + 1 :])
         start = metrics[:place].rfind(b"\n") + 1
-        with pytest.raises(StorageError, match=f"the line at byte {start} is no record"):
+        with pytest.raises(StorageError, match=f"the line at byte {start} is not a record"):
             MetricsWriter(tmp_path, last_step=ALL)
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.data_proto_file import load_data_proto
-from areal_lite.trainer.hand_over import broadcast_batch, broadcast_json, gather_json
+from areal_lite.trainer.broadcast import broadcast_batch, broadcast_json, gather_json
 from areal_lite.trainer.ranks import Ranks, join_ranks
 from areal_lite.trainer.snapshot import restore
 from areal_lite.trainer.weights import write_model
@@ -210,5 +210,5 @@ def test_one_process_is_alone_and_hands_over_to_itself(monkeypatch: pytest.Monke
 
 
 def test_a_batch_that_nobody_has_is_refused() -> None:
-    with pytest.raises(ValueError, match="rank 0 gives None"):
+    with pytest.raises(ValueError, match="rank 0 passed None"):
         broadcast_batch(None)

@@ -40,5 +40,5 @@ def test_machines_that_stay_never_expire() -> None:
 
 
 def test_a_time_that_is_no_number_is_refused() -> None:
-    with pytest.raises(ConfigError, match="SAGEMAKER.* is 'tomorrow'.*mend or unset"):
+    with pytest.raises(ConfigError, match="SAGEMAKER.* is 'tomorrow'.*fix or unset"):
         expires_soon({NAMES[1]: "tomorrow"}, 0, margin_s=1, longest_step_s=1)

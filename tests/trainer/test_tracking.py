@@ -148,7 +148,7 @@ def test_a_tracker_that_breaks_is_warned_about_once_and_the_run_and_the_others_g
     assert tracking.failures == {"far": 4}
     assert kept.steps == [1, 2, 3] and kept.closed
     assert [message.split(";")[0] for message in caplog.messages] == [
-        "far failed, and the run goes on: ConnectionError: no route to host",
+        "far failed, and the run continues: ConnectionError: no route to host",
         "far failed 4 times in this run",
     ]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
