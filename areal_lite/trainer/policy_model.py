@@ -64,7 +64,7 @@ def load_pretrained(auto_class: Any, model_path: str, *, what: str, **options: A
     """Return the model in float32 and the names of weights that the folder lacks.
 
     Raises:
-        ConfigError: If ``model_path`` is no model folder and no model the hub or its cache gives.
+        ConfigError: If ``model_path`` is neither a model folder nor a model on the hub or in its cache.
     """
     path = Path(model_path)
     if path.is_dir() and not (path / "config.json").is_file():

@@ -110,7 +110,7 @@ def test_a_folder_without_the_body_of_a_model_is_refused(tiny: Path, tmp_path: P
         load_critic(str(tmp_path), device=CPU)
 
 
-def test_a_model_with_many_labels_is_no_critic(tiny: Path, tmp_path: Path) -> None:
+def test_a_model_with_many_labels_is_not_a_critic(tiny: Path, tmp_path: Path) -> None:
     model = transformers.AutoModelForTokenClassification.from_pretrained(tiny, num_labels=2)
     write_model(model, tmp_path, torch.float32)
     with pytest.raises(ConfigError, match="cannot be loaded as a critic"):

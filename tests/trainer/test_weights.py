@@ -87,7 +87,7 @@ def test_a_failed_write_leaves_the_older_version_and_no_half_folder(model: Any, 
     assert names(tmp_path) == ["v00000001"]
 
 
-def test_what_a_killed_writer_left_is_swept_away(model: Any, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_writer_are_removed(model: Any, tmp_path: Path) -> None:
     (tmp_path / ".areal-lite-tmp-dead").mkdir()
     publish_weights(model, tmp_path, 1)
     assert names(tmp_path) == ["v00000001"]
