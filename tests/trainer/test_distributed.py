@@ -168,7 +168,7 @@ def test_the_batch_of_rank_0_reaches_every_rank_as_it_is(size: int, by_ranks: Pa
 @pytest.mark.parametrize("size", SIZES)
 def test_every_rank_receives_the_same_decision(size: int, by_ranks: Path) -> None:
     for rank in range(size):
-        decision, everyone = json.loads((by_ranks / str(size) / f"told_{rank}.json").read_bytes())
+        decision, everyone = json.loads((by_ranks / str(size) / f"decision_{rank}.json").read_bytes())
         assert decision == {"stop": True}  # rank 0's, while the others said False
         assert everyone == [[other, "é"] for other in range(size)]
 

@@ -160,7 +160,7 @@ def run_rank(out: Path, model_path: Path) -> None:
         batch = broadcast_batch(generated_rows() if ranks.rank == 0 else None)
         save_data_proto(batch, out / f"broadcast_{ranks.rank}")
         told = [broadcast_json({"stop": ranks.rank == 0}), gather_json([ranks.rank, "é"])]
-        (out / f"told_{ranks.rank}.json").write_text(json.dumps(told))
+        (out / f"decision_{ranks.rank}.json").write_text(json.dumps(told))
 
 
 def held(trainer: PolicyTrainer) -> list[int]:
