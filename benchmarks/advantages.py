@@ -18,17 +18,23 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from areal_lite.trainer.estimators.estimator import ESTIMATORS, EstimatorInputs
+from areal_lite.trainer.estimators import EstimatorInputs, Turns
+from areal_lite.trainer.estimators.estimator import ESTIMATORS
 from areal_lite.trainer.estimators.normalize import normalize_advantages
 
-GROUPS = ["grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"]
+GROUPS = [
+    *("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"),
+    *("turn_grpo", "turn_returns"),
+]
 GAMMA, LAM = 1.0, 0.95
+TURNS = 8
+"""Rewarded turns of each episode, one after the other."""
 
 
 def make_step(num_episodes: int, length: int, group_size: int) -> EstimatorInputs:
     """Return a step of equally long episodes with random rewards."""
     torch.manual_seed(0)
-    tokens = num_episodes * length
+    tokens, num_turns = num_episodes * length, num_episodes * TURNS
     rewards = torch.zeros(num_episodes, length)
     rewards[:, -1] = scores = torch.randn(num_episodes)
     logprobs = -torch.rand(tokens)
@@ -41,6 +47,13 @@ def make_step(num_episodes: int, length: int, group_size: int) -> EstimatorInput
         baselines=torch.randn(num_episodes),
         proximal_logprobs=logprobs,
         sum_squared_probs=logprobs.exp().square(),
+        turns=Turns(
+            of_token=torch.arange(num_turns).repeat_interleave(length // TURNS),
+            rewards=torch.randn(num_turns),
+            episodes=torch.arange(num_turns) // TURNS,
+            index=torch.arange(num_turns) % TURNS,
+            parents=torch.where(torch.arange(num_turns) % TURNS > 0, torch.arange(num_turns) - 1, -1),
+        ),
     )
 
 

@@ -27,7 +27,7 @@ class AdmissionGate:
     extra: int = 0
     """Groups that may be started beyond what the batches need."""
     cut: bool = False
-    """Whether this version's batch is cut; on-policy nothing more may then start before the next version."""
+    """Whether this version's batch is cut: until the next one is wanted, only the lead may be ahead."""
     version: int = 0
     paused: bool = False
     running: int = 0
@@ -50,10 +50,8 @@ class AdmissionGate:
 
     def may_start_ahead(self, ahead: int) -> bool:
         """Return whether a data source may start a group while ``ahead`` of it run or wait for a batch."""
-        most = self.batch_size + self.lead.groups + self._extra
-        in_time = self.taken < self.version * self.batch_size + most
-        # No more ahead than can be trained in time, also when versions passed without a batch.
-        return self.may_start() and in_time and ahead < most
+        wanted = 0 if self.cut else self.batch_size
+        return self.may_start_training() and ahead < wanted + self.lead.groups + self._extra
 
     @property
     def _limit(self) -> int:

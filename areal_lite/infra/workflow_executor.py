@@ -179,6 +179,8 @@ class WorkflowExecutor:
         count = self.config.consumer_batch_size
         max_misses = self.config.max_empty_batches * count
         asked = time.monotonic()
+        if self.config.max_head_offpolicyness:
+            self.gate.cut = False
         self._find_overdue(feed)
         while True:
             self._pump()

@@ -1,7 +1,7 @@
-"""Writes checkpoints while training goes on.
+"""Writes checkpoints in the background while training continues.
 
-Guarantees that a checkpoint is there whole or not at all, that an older one is deleted only after a newer one was
-read back, and that whatever goes wrong is raised: by the next call, at the latest when its context ends.
+Guarantees that checkpoints are complete or absent, that an older one is deleted only after a newer one was read back,
+and that any failure is raised by the next call, at the latest when the context ends.
 """
 
 from __future__ import annotations
@@ -13,26 +13,25 @@ from pathlib import Path
 from types import TracebackType
 
 from areal_lite.errors import CheckpointError, StorageError
+from areal_lite.trainer.atomic_folder import check_folder, remove_folder, sweep, write_folder
 from areal_lite.trainer.checkpoint import checkpoint_folder, checkpoints, refuse_later
 from areal_lite.trainer.crash_points import crash_point
 from areal_lite.trainer.ranks import Ranks
 from areal_lite.trainer.snapshot import Snapshot, write_snapshot
-from areal_lite.trainer.whole_folder import check_folder, remove_folder, sweep, write_folder
 
 SPARE = 1.2
-"""A checkpoint is not begun with less free space than so many times its size, which is known to a few kB; the
-rest is for what the run writes meanwhile."""
+"""Free space required for a checkpoint, as a multiple of its size; the surplus is for other files of the run."""
 
 
 class CheckpointWriter:
-    """One write at a time, in a thread; only the first rank writes.
+    """One write at a time, in a thread; only rank 0 writes.
 
     Args:
-        root: Folder of the run's checkpoints; what a killed writer left there is removed.
-        keep: Newest checkpoints that stay.
+        root: Folder of the run's checkpoints; leftovers of a killed writer are removed.
+        keep: Number of newest checkpoints to keep.
 
     Raises:
-        CheckpointError: If there are older ones to remove, and the newest is not whole.
+        CheckpointError: If older ones are to be removed but the newest is damaged.
     """
 
     def __init__(self, root: Path | str, *, keep: int) -> None:
@@ -43,22 +42,22 @@ class CheckpointWriter:
         self._error: Exception | None = None
         if self._writes:
             sweep(self._root)
-            there = checkpoints(self._root)
-            if len(there) > keep:  # killed before it could delete, maybe after the run's last step
-                check_folder(there[-1])
+            found = checkpoints(self._root)
+            if len(found) > keep:  # the last run was killed before it could delete
+                check_folder(found[-1])
                 self._remove_older()
 
     def save(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:
-        """Begin to write the checkpoint after ``step`` steps; waits for the one before.
+        """Start writing the checkpoint after ``step`` steps; wait for the previous write first.
 
         Args:
-            step: Training steps done, which is the policy version as well.
-            snapshot: The trainer; its memory is freed once it is written, unless the caller keeps it.
-            files: What else belongs to the same moment, by path inside the checkpoint.
+            step: Training steps done, also the policy version.
+            snapshot: The trainer's state; its memory is freed after the write, unless the caller keeps it.
+            files: Further files of the same moment, by path inside the checkpoint.
 
         Raises:
-            StorageError: If the disk has too little space, or the write before failed; older checkpoints stay.
-            CheckpointError: If there is a checkpoint of this or a later step.
+            StorageError: If the disk has too little space, or the previous write failed; older checkpoints stay.
+            CheckpointError: If a checkpoint of this or a later step exists.
         """
         self.wait()
         if not self._writes:
@@ -66,12 +65,12 @@ class CheckpointWriter:
         refuse_later(self._root, step - 1)
         self._check_space(step, snapshot.num_bytes + sum(map(len, files.values())))
         self._thread = threading.Thread(
-            target=self._main, args=(step, snapshot, files), name="areal-lite-checkpoint", daemon=True
+            target=self._run, args=(step, snapshot, files), name="areal-lite-checkpoint", daemon=True
         )
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until nothing is being written.
+        """Wait for the current write.
 
         Raises:
             StorageError: If the write failed.
@@ -94,7 +93,7 @@ class CheckpointWriter:
         except Exception as failure:
             if error is None:
                 raise
-            error.add_note(f"besides, the last checkpoint was not written: {failure}")
+            error.add_note(f"the last checkpoint was not written either: {failure}")
 
     def _check_space(self, step: int, num_bytes: int) -> None:
         try:
@@ -104,21 +103,21 @@ class CheckpointWriter:
             raise StorageError(f"checkpoints cannot be written to {self._root}: {error}") from error
         if free < SPARE * num_bytes:
             raise StorageError(
-                f"the checkpoint of step {step} takes {num_bytes} bytes and {self._root} has {free} free: "
+                f"the checkpoint of step {step} takes {num_bytes} bytes and {self._root} has {free} free, but "
                 f"{SPARE} times its size is needed. Free disk space, or keep fewer with checkpoint.keep"
             )
 
-    def _main(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:
+    def _run(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:
         try:
             self._write(step, snapshot, files)
         except Exception as error:  # the training thread raises it
             self._error = error
 
     def _write(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:
-        def write(aside: Path) -> None:
-            write_snapshot(snapshot, aside, step)
+        def write(temporary: Path) -> None:
+            write_snapshot(snapshot, temporary, step)
             for name, content in files.items():
-                path = aside / name
+                path = temporary / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
             crash_point("checkpoint:after_files")
@@ -129,9 +128,7 @@ class CheckpointWriter:
             check_folder(folder)
         except CheckpointError as error:
             remove_folder(folder, kind="checkpoint")
-            raise StorageError(
-                f"what was just written cannot be read back: {error}: the disk is at fault"
-            ) from error
+            raise StorageError(f"the new checkpoint cannot be read back: {error}: check the disk") from error
         crash_point("checkpoint:before_delete")
         self._remove_older()
         crash_point("checkpoint:after_delete")

@@ -1,7 +1,7 @@
-"""Named places at which a test can have the process killed, to see what is left on disk.
+"""Named crash points: tests kill the process there and inspect the disk.
 
-``AREAL_LITE_CRASH_AT=weights:after_rename:3`` kills it, as ``kill -9`` does, when that place is reached for the
-third time (the first without a number). Nothing else changes, and without the variable nothing at all.
+``AREAL_LITE_CRASH_AT=weights:after_rename:3`` kills it with SIGKILL when that point is reached for the third time (the
+first without a number). Without the variable a crash point does nothing.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ CRASH_POINTS = (
     "weights:during_delete",
     "weights:after_delete",
 )
-"""Every place there is."""
+"""All crash points."""
 
 _reached = 0
 
 
 def crash_point(name: str) -> None:
-    """Kill this process if the environment names this place."""
+    """Kill this process if the environment variable names this crash point."""
     global _reached
     wanted = os.environ.get(VARIABLE)
     if wanted is None:

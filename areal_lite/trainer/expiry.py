@@ -1,4 +1,4 @@
-"""Machines that are lent until a known time: whether to save before it comes."""
+"""Machines that are reclaimed at a known time: when to save before that."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def expires_soon(
     longest_step_s: float,
     saved_at: float | None = None,
 ) -> bool:
-    """Return whether this is the time to save: the next step might not end, and nothing was saved in that time yet.
+    """Return whether to save now, because the machine may be reclaimed during the next step.
 
-    So a run saves once before its machine goes, and not at all after that.
+    A run saves once in that window before the machine expires, and not after it.
 
     Args:
-        environment: Where the platform says when the machine goes, in seconds since the epoch.
+        environment: Environment variables, with the platform's expiration time in seconds since the epoch.
         now: Seconds since the epoch.
-        margin_s: Seconds that saving takes, and some to spare.
+        margin_s: Seconds that saving takes, with some to spare.
         longest_step_s: Seconds of the longest step so far.
-        saved_at: When the last checkpoint was saved, in seconds since the epoch.
+        saved_at: Time of the last checkpoint, in seconds since the epoch.
 
     Raises:
-        ConfigError: If the platform's value is no number.
+        ConfigError: If the platform's value is not a number.
     """
     name = next((name for name in _VARIABLES if environment.get(name)), None)
     if name is None:
@@ -41,8 +41,8 @@ def expires_soon(
         expires = float(environment[name])
     except ValueError:
         raise ConfigError(
-            f"{name} is {environment[name]!r}: it must be the seconds since the epoch at which the machine goes; mend "
-            "or unset it"
+            f"{name} is {environment[name]!r}: it must be the time at which the machine expires, in seconds since the "
+            "epoch; fix or unset it"
         ) from None
     begins = expires - margin_s - longest_step_s
     return begins <= now < expires and (saved_at is None or saved_at < begins)

@@ -1,7 +1,7 @@
 """A model being trained, with its optimizer: losses of micro-batches in, one update out.
 
-Guarantees that an update that is not finite is never applied, and that memory running out once costs
-time and not the run. Knows nothing of what is learned.
+Guarantees that a non-finite update is never applied, and that running out of memory once costs time but not the
+run. Does not know what is learned.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from areal_lite.trainer.sharding import shard
 logger = logging.getLogger(__name__)
 
 MAX_SKIPPED_UPDATES = 3
-"""Non-finite updates in a row that stop the run."""
+"""Consecutive non-finite updates after which the run stops."""
 
 T = TypeVar("T")
 
 
 class Update(NamedTuple):
-    """What became of one update."""
+    """The result of one update."""
 
     loss: float
     grad_norm: float
@@ -47,9 +47,9 @@ class Learner:
     """Owns the optimizer of ``module``.
 
     Args:
-        module: What is trained, on its device.
+        module: The model to train, on its device.
         config: Number format and memory.
-        optimizer: Learning rate and so on; ``config`` itself where one model is trained.
+        optimizer: Learning rate, schedule and so on; often ``config`` itself.
         total_steps: Steps of the learning-rate schedule.
     """
 
@@ -61,7 +61,7 @@ class Learner:
         self.steps_done = 0
         self.skipped_in_a_row = 0
         self.max_tokens = config.max_tokens_per_microbatch
-        """Tokens of one forward pass."""
+        """Most tokens of one forward pass."""
         self.ranks = Ranks.current()
         self._config = config
         self._rates = optimizer
@@ -70,18 +70,18 @@ class Learner:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the step that comes."""
+        """The learning rate of the next step."""
         return learning_rate(self._rates, self.steps_done, self._total_steps)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context forward passes run in."""
+        """Return the autocast context of forward passes."""
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.dtype == "bfloat16")
 
     def within_memory(self, compute: Callable[[int], T]) -> T:
-        """Return ``compute(max_tokens)``, tried again with half the tokens once in the run if memory runs out.
+        """Return ``compute(max_tokens)``; retry with half the tokens, once per run, if memory runs out.
 
         Raises:
-            TrainingError: If it runs out again, or where ranks wait for each other.
+            TrainingError: If memory runs out again, or with several ranks, which would wait for each other.
         """
         while True:
             try:
@@ -92,12 +92,12 @@ class Learner:
                 tokens = self.max_tokens
                 if tokens < self._config.max_tokens_per_microbatch or tokens == 1 or self.ranks.size > 1:
                     raise TrainingError(
-                        f"step {self.steps_done}: no memory for micro-batches of {tokens} tokens: lower "
+                        f"step {self.steps_done}: out of memory with micro-batches of {tokens} tokens: lower "
                         "trainer.max_tokens_per_microbatch, or set trainer.gradient_checkpointing: true"
                     ) from error
             self.max_tokens //= 2
             logger.warning(
-                "step %d: memory ran out, micro-batches have %d tokens from here on",
+                "step %d: out of memory; micro-batches have %d tokens from here on",
                 self.steps_done,
                 self.max_tokens,
             )
@@ -112,11 +112,11 @@ class Learner:
         *,
         clock: Callable[[str], AbstractContextManager[Any]] = _untimed,
     ) -> Update:
-        """Add up the gradients of the micro-batches and apply them, unless they are not finite.
+        """Accumulate the gradients of the micro-batches and apply them if they are finite.
 
         Args:
-            cut: Micro-batches of at most so many tokens, the same number on every rank.
-            loss_of: A micro-batch's part of the loss of all ranks.
+            cut: Returns micro-batches of at most the given number of tokens; equally many on every rank.
+            loss_of: Returns a micro-batch's part of the loss of all ranks.
             clock: Times the phases ``backward`` and ``optimizer``.
         """
 
@@ -140,7 +140,7 @@ class Learner:
     def _apply(self, loss: float) -> Update:
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         for parameter in parameters:
-            if parameter.grad is None:  # it had no part in the loss; AdamW would pass it over
+            if parameter.grad is None:  # not part of the loss; AdamW would skip it
                 parameter.grad = torch.zeros_like(parameter)
         norm = torch.nn.utils.clip_grad_norm_(parameters, self._rates.max_grad_norm)
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
@@ -152,21 +152,21 @@ class Learner:
         return Update(loss, grad_norm, False)
 
     def check(self, update: Update) -> None:
-        """Stop where too many updates in a row were not finite.
+        """Stop the run after too many consecutive non-finite updates.
 
         Raises:
-            TrainingError: With the third.
+            TrainingError: At the third.
         """
         if self.skipped_in_a_row >= MAX_SKIPPED_UPDATES:
             raise TrainingError(
                 f"step {self.steps_done}: loss {update.loss} and gradient norm {update.grad_norm}, the "
-                f"{self.skipped_in_a_row}rd update in a row that is not finite; none of them was applied. Lower "
-                "trainer.learning_rate or trainer.max_grad_norm, or look at what is in the batch"
+                f"{self.skipped_in_a_row}rd non-finite update in a row; none of them was applied. Lower "
+                "trainer.learning_rate or trainer.max_grad_norm, or inspect the batch"
             )
 
 
 def _out_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """Return whether memory ran out; torch has an error of its own for GPUs only, and not for their libraries."""
+    """Return whether memory ran out; torch has an exception type for GPU memory only, and not for CUDA libraries."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return any(words in str(error) for words in ("DefaultCPUAllocator: can't allocate", "_ALLOC_FAILED"))

@@ -1,6 +1,6 @@
 """Log-probs of the trained tokens under a causal language model.
 
-Guarantees that logits exist for a few positions at a time only.
+Guarantees that logits exist for only a few positions at a time.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from areal_lite.errors import ConfigError
 from areal_lite.trainer.packed_model import PackedModel, PackedRows
 
 LOGIT_BYTES = 64 << 20
-"""Size of the float32 logits that exist at once, of which there are up to two copies: those of 341 positions over
-49,152 tokens, of 110 over 151,936."""
+"""Size of the float32 logits that exist at once, with up to two copies: 341 positions for a vocabulary of 49,152,
+110 for 151,936."""
 
 
 class TokenScores(NamedTuple):
-    """Per trained token, ``[N]`` float32, of ``log_softmax(logits / temperature)``."""
+    """Scores of each trained token, ``[N]`` float32, from ``log_softmax(logits / temperature)``."""
 
     logprobs: Tensor
     """Nats."""
@@ -32,10 +32,9 @@ class TokenScores(NamedTuple):
 
 
 class TokenScorer(PackedModel):
-    """A causal LM seen as a function from packed rows to log-probs.
+    """A causal LM as a function from packed rows to log-probs.
 
-    Where the model does more to logits than its output embedding (soft caps, scales), full logits are
-    computed.
+    Models that transform logits after the output embedding (soft caps, scales) compute full logits.
 
     Raises:
         ConfigError: If ``temperature`` is not above 0.
@@ -44,7 +43,7 @@ class TokenScorer(PackedModel):
     def __init__(self, model: Any, *, temperature: float) -> None:
         if temperature <= 0:
             raise ConfigError(
-                f"temperature is {temperature}: the trainer divides logits by it; sample with one above 0"
+                f"temperature is {temperature}: the trainer divides logits by it; sample with a temperature above 0"
             )
         super().__init__(model)
         self.temperature = temperature
@@ -52,7 +51,7 @@ class TokenScorer(PackedModel):
             self._head = (self._plain_head(),)
 
     def forward(self, packed: PackedRows, *, entropy_grad: bool = False) -> TokenScores:
-        """Return the scores of the trained tokens; log-probs carry gradient, entropies with ``entropy_grad``."""
+        """Return the scores of the trained tokens; log-probs carry gradient, entropies only with ``entropy_grad``."""
         (head,) = self._head
         if head is None:
             logits = self.model(**self.inputs(packed)).logits.flatten(0, 1)[packed.predicted_at]
@@ -63,21 +62,21 @@ class TokenScorer(PackedModel):
         return TokenScores(*scores)
 
     def _plain_head(self) -> nn.Linear | None:
-        """Return the output embedding where logits are nothing but that times the decoder's states."""
+        """Return the output embedding if the logits are its plain product with the decoder's states, else None."""
         head = self.model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             return None
         ids = torch.arange(1, 5, device=self.model.device)[None]
         logits = self.model(input_ids=ids, use_cache=False).logits
         states = self._decoder[0](input_ids=ids, use_cache=False)[0]
-        # Bit for bit: a soft cap of 30 changes the small logits of a fresh model by no more than rounding would.
+        # Bit-equal: a soft cap of 30 changes the small logits of a fresh model by no more than rounding.
         return head if states.shape[:2] == ids.shape and torch.equal(head(states), logits) else None
 
 
 class ChunkedScores(torch.autograd.Function):
     """Scores from states ``[N, hidden]`` and output embedding ``[vocabulary, hidden]``, a chunk of positions at a time.
 
-    The backward pass makes the logits again: a product more, but no ``[N, vocabulary]`` is kept.
+    The backward pass recomputes the logits: one more matrix product, but no ``[N, vocabulary]`` tensor is kept.
     """
 
     @staticmethod
@@ -111,7 +110,7 @@ class ChunkedScores(torch.autograd.Function):
         states_dtype, weight_dtype = ctx.dtypes
         grad_chosen, grad_entropy = grad_chosen / ctx.temperature, grad_entropy / ctx.temperature
         grad_states = torch.empty_like(states, dtype=states_dtype)
-        # A frozen head, as under low-rank adapters, needs no gradient.
+        # A frozen head, as with low-rank adapters, needs no gradient.
         grad_weight = torch.zeros_like(weight, dtype=weight_dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=weight_dtype) if ctx.needs_input_grad[2] else None
         for here in _chunks(states, weight):
@@ -133,7 +132,7 @@ class ChunkedScores(torch.autograd.Function):
                     grad_weight += grad_logits.T @ states[here]
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
-            del grad_logits  # before the next chunk's is made
+            del grad_logits  # free it before the next chunk
         return grad_states, grad_weight, grad_bias, None, None, None
 
 

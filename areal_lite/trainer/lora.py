@@ -1,7 +1,7 @@
-"""Low-rank adapters beside frozen weights, by peft (LoRA, arXiv:2106.09685).
+"""Low-rank adapters on frozen weights, with peft (LoRA, arXiv:2106.09685).
 
-Guarantees that the weights the run began with are never changed: without adapters the model is the
-reference, bit for bit, and merged weights are made beside it. The model keeps its class.
+Guarantees that the initial weights never change: with adapters disabled the model is the reference, bit for bit,
+and merged weights are separate tensors. The model keeps its class.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from transformers.pytorch_utils import Conv1D
 
 from areal_lite.api.trainer_config import LoRAConfig
 from areal_lite.errors import CheckpointError, ConfigError
-from areal_lite.trainer.sharding import divided_like, full_tensors
+from areal_lite.trainer.sharding import full_tensors, shard_like
 
 _ADAPTER = "default"
-_PREFIX = "base_model.model."  # how peft's files begin each name
+_PREFIX = "base_model.model."  # of every name in peft's files
 
 
 def add_adapters(model: Any, config: LoRAConfig) -> None:
-    """Give the model's linear layers adapters that begin as 0, in float32; nothing else is trained from here on.
+    """Add float32 adapters with zero effect to the model's linear layers; only the adapters train from here on.
 
     Raises:
-        ConfigError: If peft is not installed, or a name of ``config.target_modules`` is that of no linear layer.
+        ConfigError: If peft is not installed, or ``config.target_modules`` names something that is not a linear layer.
     """
     try:
         from peft import LoraConfig
@@ -51,7 +51,7 @@ def add_adapters(model: Any, config: LoRAConfig) -> None:
 
 @contextmanager
 def adapters_off(model: Any) -> Iterator[None]:
-    """Make the model the one it was before :func:`add_adapters`; not for backward passes."""
+    """Disable the adapters, so that the model is the one before :func:`add_adapters`; not for backward passes."""
     model.disable_adapters()
     try:
         yield
@@ -60,14 +60,14 @@ def adapters_off(model: Any) -> Iterator[None]:
 
 
 def has_adapters(model: Any) -> bool:
-    """Return whether :func:`add_adapters` was here."""
+    """Return whether the model has adapters."""
     return bool(getattr(model, "peft_config", None))
 
 
 def plain_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights in ``dtype`` as the model without adapters names them, adapters merged in, tied ones once.
+    """Yield the weights in ``dtype`` with adapters merged, under the base model's names; tied weights once.
 
-    The sum is made in float32, one layer at a time, beside the model.
+    Adapters are merged in float32, one layer at a time, into new tensors.
     """
     layers = {
         f"{name}.base_layer.weight": module
@@ -88,9 +88,9 @@ def plain_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]
 
 
 def write_adapters(model: Any, folder: Path) -> None:
-    """Write the adapters alone, in peft's format, which names the model they belong to.
+    """Write only the adapters, in peft's format, which names their base model.
 
-    Every rank must call it, and the first writes.
+    Every rank must call this; rank 0 writes.
     """
     trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
     weights = {name: whole for name, whole in full_tensors(trained) if whole is not None}
@@ -99,10 +99,10 @@ def write_adapters(model: Any, folder: Path) -> None:
 
 
 def load_adapters(model: Any, folder: Path) -> None:
-    """Give the model's adapters the values that :func:`write_adapters` wrote, bit for bit.
+    """Load the adapters that :func:`write_adapters` wrote, bit for bit.
 
     Raises:
-        CheckpointError: If they are of other layers, rank or alpha.
+        CheckpointError: If the saved adapters have other layers, rank or alpha.
     """
     from peft import get_peft_model_state_dict
 
@@ -112,12 +112,12 @@ def load_adapters(model: Any, folder: Path) -> None:
     shapes = {name: value.shape for name, value in own.items()}
     if alpha != model.peft_config[_ADAPTER].lora_alpha or shapes != {n: v.shape for n, v in saved.items()}:
         raise CheckpointError(
-            f"the adapters in {folder} are of other layers, rank or alpha than the model's: use the trainer.lora "
-            "they were made with"
+            f"the adapters in {folder} have other layers, rank or alpha than the model's: use the trainer.lora "
+            "they were trained with"
         )
     with torch.no_grad():
         for name, value in own.items():
-            value.copy_(divided_like(value, saved[name]))
+            value.copy_(shard_like(value, saved[name]))
 
 
 def _layer_names(model: Any, wanted: str | list[str]) -> list[str]:
@@ -134,7 +134,7 @@ def _layer_names(model: Any, wanted: str | list[str]) -> list[str]:
     unknown = [name for name in names if not any(f".{layer}".endswith(f".{name}") for layer in linear)]
     if unknown or not names:
         raise ConfigError(
-            f"trainer.lora.target_modules names {unknown}, which are no linear layers below the output embedding: use "
+            f"trainer.lora.target_modules names {unknown}, which are not linear layers below the output embedding: use "
             f"all-linear or some of {last}"
         )
     return names

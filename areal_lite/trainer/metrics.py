@@ -1,6 +1,6 @@
-"""metrics.jsonl: one JSON object per training step, each passed on to the run's trackers.
+"""metrics.jsonl: one JSON object per training step, also sent to the run's trackers.
 
-Guarantees that every line is one whole record, or that the run ends with an error that says why not.
+Guarantees that every line is a complete record, or that the run ends with an error.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from areal_lite.trainer.tracking import Tracking
 
 
 class MetricsWriter:
-    """Appends records to ``run_dir/metrics.jsonl``; each line is one write, so a reader sees whole lines.
+    """Appends records to ``run_dir/metrics.jsonl``; each line is one write, so readers see complete lines.
 
     Args:
         run_dir: Folder of the run.
-        last_step: Records beyond this step are removed: they are about to be written again.
-        tracking: Where each record goes as well; its owner closes it.
+        last_step: Records after this step are removed, because they will be written again.
+        tracking: Also receives each record; its owner closes it.
 
     Raises:
-        StorageError: If the file cannot be opened, or a whole line up to ``last_step`` is no record.
+        StorageError: If the file cannot be opened, or a complete line up to ``last_step`` is not a record.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class MetricsWriter:
         rest = memoryview(json.dumps(record).encode() + b"\n")
         crash_point("metrics:before_write")
         with self._disk_errors():
-            while rest:  # a disk that fills up takes a part of the line, then refuses the rest
+            while rest:  # a full disk may take only a part of the line
                 rest = rest[self._file.write(rest) :]
         crash_point("metrics:after_write")
         if self._tracking is not None:
@@ -75,13 +75,13 @@ class MetricsWriter:
             yield
         except OSError as error:
             raise StorageError(
-                f"{self._path} cannot be written: {error}: free disk space or mend its permissions, then resume from "
+                f"{self._path} cannot be written: {error}: free disk space or fix its permissions, then resume from "
                 "the last checkpoint"
             ) from error
 
 
 def _cut_off(path: Path, last_step: int) -> None:
-    """Remove the records after ``last_step``, and what a killed run left of one."""
+    """Remove the records after ``last_step``, and an incomplete last line."""
     end = 0
     with path.open("r+b") as file:
         for line in file:
@@ -91,7 +91,7 @@ def _cut_off(path: Path, last_step: int) -> None:
                 step = int(json.loads(line)["step"])
             except (ValueError, KeyError, TypeError) as error:
                 raise StorageError(
-                    f"{path} is damaged: the line at byte {end} is no record ({error!r}): remove the line to go on"
+                    f"{path} is damaged: the line at byte {end} is not a record ({error!r}): remove the line"
                 ) from None
             if step > last_step:
                 break

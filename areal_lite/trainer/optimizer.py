@@ -1,4 +1,4 @@
-"""AdamW with its parameter groups, and the shape of the learning rate; the rate is a pure function."""
+"""AdamW with its parameter groups, and the learning-rate schedule as a pure function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from areal_lite.api.trainer_config import OptimizerConfig
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Return AdamW over the trainable parameters; norms and biases (one-dimensional) do not decay."""
+    """Return AdamW over the trainable parameters; norms and biases (one-dimensional) have no weight decay."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -29,8 +29,8 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of the ``step``-th training step, counted from 0.
 
-    It rises linearly from 0 over ``warmup_steps``, then stays, or falls to 0 at ``total_steps`` linearly or along half
-    a cosine: transformers' ``get_*_schedule_with_warmup``.
+    It rises linearly from 0 over ``warmup_steps``, then is constant, or falls to 0 at ``total_steps`` linearly or as
+    half a cosine, as in transformers' ``get_*_schedule_with_warmup``.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
     if step < warmup:

@@ -12,7 +12,7 @@ from areal_lite.trainer.data_metrics import timing_metrics
 
 
 class PhaseClock:
-    """Adds up the seconds of phases by name; on a GPU a phase ends when its work has."""
+    """Sums up seconds by phase; on a GPU a phase ends when its work is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Loading Hugging Face models to be trained: in float32, without dropout, with every weight from the folder."""
+"""Loads Hugging Face models for training: in float32, without dropout, with every weight from the folder."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def load_policy(
     """Return the causal LM on ``device``, ready for backward passes; with ``lora`` only its adapters train.
 
     Raises:
-        ConfigError: If ``model_path`` is no model folder and no model the hub or its cache gives, lacks weights, or
-            adapters cannot be added.
+        ConfigError: If ``model_path`` is neither a model folder nor a model on the hub or in its cache, lacks weights,
+            or adapters cannot be added.
     """
     model, missing = load_pretrained(AutoModelForCausalLM, model_path, what="causal LM")
     if missing:
         raise ConfigError(
-            f"model_path {model_path!r} has no weights for {missing}: give the folder of a whole causal LM, "
+            f"model_path {model_path!r} has no weights for {missing}: give the folder of a complete causal LM, "
             "not of a critic or reward model made from one"
         )
     if lora is not None:
@@ -42,7 +42,7 @@ def load_policy(
 
 
 def load_scalar_model(auto_class: Any, model_path: str, *, what: str) -> tuple[Any, bool]:
-    """Return the model with a head of one number, and whether the folder had that head; a new one is all 0.
+    """Return the model with a scalar head, and whether the folder had that head; a new head is zero.
 
     Raises:
         ConfigError: As :func:`load_policy`.
@@ -51,7 +51,7 @@ def load_scalar_model(auto_class: Any, model_path: str, *, what: str) -> tuple[A
     body = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
     if body:
         raise ConfigError(
-            f"model_path {model_path!r} has no weights for {body[:4]}: give the folder of a whole model, such as "
+            f"model_path {model_path!r} has no weights for {body[:4]}: give the folder of a complete model, such as "
             "the policy's"
         )
     with torch.no_grad():
@@ -64,7 +64,7 @@ def load_pretrained(auto_class: Any, model_path: str, *, what: str, **options: A
     """Return the model in float32 and the names of weights that the folder lacks.
 
     Raises:
-        ConfigError: If ``model_path`` is no model folder and no model the hub or its cache gives.
+        ConfigError: If ``model_path`` is neither a model folder nor a model on the hub or in its cache.
     """
     path = Path(model_path)
     if path.is_dir() and not (path / "config.json").is_file():
@@ -86,7 +86,7 @@ def load_pretrained(auto_class: Any, model_path: str, *, what: str, **options: A
 
 
 def prepare(model: Any, *, device: torch.device, gradient_checkpointing: bool) -> Any:
-    """Switch dropout off, and recomputing of activations on where it is wanted; return the model on ``device``."""
+    """Switch off dropout, enable activation checkpointing if asked for, and return the model on ``device``."""
     _switch_off_dropout(model)
     model.train(gradient_checkpointing)  # transformers recomputes activations in training mode only
     if gradient_checkpointing:
@@ -96,7 +96,7 @@ def prepare(model: Any, *, device: torch.device, gradient_checkpointing: bool) -
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Keep transformers from drawing bars on stderr, once per published version."""
+    """Keep transformers from drawing progress bars on stderr at each published version."""
     enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -108,7 +108,7 @@ def without_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def _without_load_report() -> Iterator[None]:
-    """Missing weights are judged here; unused ones, such as a critic's output embedding, are nobody's concern."""
+    """Silence transformers' report: missing weights are checked here, unused ones do not matter."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
@@ -118,10 +118,10 @@ def _without_load_report() -> Iterator[None]:
 
 
 def resolve_device(device: str, *, key: str = "trainer.device") -> torch.device:
-    """Return the device that ``auto``, ``cpu`` or ``cuda`` means here; ``key`` is where the config says it.
+    """Return the torch device for ``auto``, ``cpu`` or ``cuda``; ``key`` is the config key, for errors.
 
     Raises:
-        ConfigError: If it says ``cuda`` and there is none.
+        ConfigError: If ``device`` is ``cuda`` and there is no GPU.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
@@ -131,7 +131,7 @@ def resolve_device(device: str, *, key: str = "trainer.device") -> torch.device:
 
 
 def _switch_off_dropout(model: nn.Module) -> None:
-    """With dropout, two passes over the same tokens would be two policies, and their ratio noise."""
+    """Switch off dropout: with it, two passes over the same tokens would differ, and their ratio would be noise."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -1,9 +1,9 @@
-"""Attention over sequences side by side in one row: no padding, and no mask of all tokens by all.
+"""Attention over sequences side by side in one row: no padding, and no quadratic mask over all tokens.
 
-Guarantees that a query sees the keys of its own segment up to itself. On a GPU, in half precision, torch's
-kernel for sequences of different lengths does it; elsewhere one segment after another.
+Guarantees that a query sees only the keys of its own segment, up to itself. On a GPU in half precision torch's
+variable-length kernel computes it; elsewhere the segments are computed one after another.
 
-Transformers finds it under :data:`RAGGED`. A forward pass without a layout is plain attention.
+Transformers selects it by the name :data:`RAGGED`. A forward pass without segments is plain attention.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ RAGGED = "areal_lite_ragged"
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """``S`` segments of ``T`` tokens side by side: the last queries of a segment are the last of its ``K`` keys."""
+    """``S`` segments of ``T`` tokens side by side; the queries of a segment are the last of its keys."""
 
     query_ends: Tensor
-    """``[S + 1]`` int32, from 0: where the queries of each segment end."""
+    """``[S + 1]`` int32, from 0: the ends of the segments' queries."""
     key_ends: Tensor
-    """``[S + 1]`` int32, from 0: where its keys end."""
+    """``[S + 1]`` int32, from 0: the ends of the segments' keys."""
     keys: Tensor
-    """``[K]`` int64, the token of each key; those of a common prefix stand once for every segment."""
+    """``[K]`` int64, the token of each key; a shared prefix appears once in every segment."""
     longest_query: int
     longest_key: int
 
@@ -49,7 +49,7 @@ def ragged_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Return ``[1, T, heads, width]`` for ``[1, heads, T, width]``, in the shapes of transformers."""
+    """Return ``[1, T, heads, width]`` from inputs ``[1, heads, T, width]``, the layout of transformers."""
     if segments is None:
         plain: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
@@ -64,7 +64,7 @@ def ragged_attention(
 
 
 def _by_kernel(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
-    out: Tensor = varlen_attn(  # type: ignore[assignment]  # a pair only where more is asked for
+    out: Tensor = varlen_attn(  # type: ignore[assignment]  # returns a pair only on request
         query,
         key,
         value,

@@ -1,6 +1,6 @@
-"""The processes that train one model together, as torchrun starts them; one process is the case without any.
+"""The processes that train one model together, as started by torchrun; or a single process.
 
-Sums over ranks are how they agree: every rank holds the whole step's numbers and computes its share.
+Ranks agree through sums: every rank holds the numbers of the whole step and computes its share of them.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 _TIMEOUT = timedelta(minutes=10)
-"""A rank that waits so long for another in the midst of a step fails."""
+"""How long a rank waits for another during a step before it fails."""
 
 _HEAD_START_S = 2.0
-"""A rank that fails keeps its connections so long. Whoever fails because of it waits as well, and so the launcher
-meets the first failure first and ends the others. Where all are stopped, the first rank closes its server meanwhile."""
+"""How long a failed rank keeps its connections. Ranks that fail because of it wait as well, so the launcher sees the
+first failure first and ends the others. When all ranks are stopped, rank 0 closes its server in this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process's place among them."""
+    """The rank of this process and the number of ranks."""
 
     rank: int = 0
     size: int = 1
 
     @classmethod
     def current(cls) -> Ranks:
-        """Return the place in torch's process group, alone where there is none."""
+        """Return the rank in torch's process group; rank 0 of 1 without a group."""
         return cls(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else cls()
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Add ``tensor`` up over the ranks, in place, and return it."""
+        """Sum ``tensor`` over the ranks in place, and return it."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def most(self, count: int, device: torch.device) -> int:
-        """Return the largest ``count`` of any rank."""
+        """Return the maximum of ``count`` over the ranks."""
         if self.size == 1:
             return count
         highest = torch.tensor(count, device=device)
@@ -54,13 +54,13 @@ class Ranks:
 
 @contextmanager
 def join_ranks(device: torch.device) -> Iterator[Ranks]:
-    """Join the ranks that torchrun (or whoever sets RANK, WORLD_SIZE and MASTER_*) started; alone without it.
+    """Join the process group of torchrun (or of any launcher that sets RANK, WORLD_SIZE and MASTER_*), if there is one.
 
-    An exception is handed to torchrun, which shows the traceback of the first rank that failed and ends the others.
+    An exception is reported to torchrun, which shows the traceback of the first failed rank and ends the others.
 
     Args:
-        device: What this rank trains on: tensors there travel by NCCL on a GPU (each rank takes the one of its
-            LOCAL_RANK), those on the CPU by gloo.
+        device: The device this rank trains on. GPU tensors use NCCL (each rank takes the GPU of its LOCAL_RANK), CPU
+            tensors gloo.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Ranks()
@@ -78,7 +78,7 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
         if isinstance(error, Exception) or Ranks.current().rank:
             threading.Event().wait(_HEAD_START_S)
         assert dist.group.WORLD is not None
-        dist.group.WORLD.abort()  # what is under way would keep this rank from leaving
+        dist.group.WORLD.abort()  # pending communication would keep this rank from leaving
         raise
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Functions chosen in the YAML: by name among those registered here, or by the dotted path of the user's own."""
+"""Functions chosen in the YAML: by registered name, or by the dotted path of a user's function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Registry(Generic[F]):
     """Functions of one kind by name.
 
     Args:
-        kind: What they are, for errors: "advantage estimator".
+        kind: Kind of function, for errors: "advantage estimator".
     """
 
     def __init__(self, kind: str) -> None:
@@ -27,7 +27,7 @@ class Registry(Generic[F]):
         self._functions: dict[str, F] = {}
 
     def register(self, name: str) -> Callable[[F], F]:
-        """Return a decorator that makes a function known as ``name``.
+        """Return a decorator that registers a function as ``name``.
 
         Raises:
             ConfigError: If another function has that name.
@@ -35,7 +35,7 @@ class Registry(Generic[F]):
 
         def decorate(function: F) -> F:
             if self._functions.setdefault(name, function) is not function:
-                raise ConfigError(f"there is a {self.kind} {name!r} already: choose another name")
+                raise ConfigError(f"there is already a {self.kind} {name!r}: choose another name")
             return function
 
         return decorate
@@ -45,10 +45,10 @@ class Registry(Generic[F]):
         return sorted(self._functions)
 
     def get(self, name: str, *, where: str) -> F:
-        """Return the function called ``name``, or found at that dotted path.
+        """Return the function registered as ``name``, or found at that dotted path.
 
         Raises:
-            ConfigError: If there is none, or it is no function. ``where`` is the config key that named it.
+            ConfigError: If there is none, or it is not callable. ``where`` is the config key that names it.
         """
         if name in self._functions:
             return self._functions[name]
@@ -60,15 +60,15 @@ class Registry(Generic[F]):
         close = difflib.get_close_matches(name, self._functions, 1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(
-            f"{where} is {name!r}: there is no such {self.kind}; {hint}There are {', '.join(self.names())}, and the "
-            "dotted path of a function of yours"
+            f"{where} is {name!r}: there is no such {self.kind}; {hint}choose one of "
+            f"{', '.join(self.names())}, or give the dotted path of your own function"
         )
 
     def bound(self, name: str, kwargs: Mapping[str, Any], *, where: str) -> Callable[..., Any]:
         """Return :meth:`get` with its keyword arguments filled in from the config key ``{where}_kwargs``.
 
         Raises:
-            ConfigError: If it does not take one of them.
+            ConfigError: If the function does not accept one of them.
         """
         function = self.get(name, where=where)
         kinds = {p.name: p.kind for p in inspect.signature(function).parameters.values()}

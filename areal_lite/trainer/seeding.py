@@ -1,19 +1,19 @@
-"""Random seeds, CPU threads and determinism of the training process, set in one place."""
+"""Random seeds and generator states, CPU threads and determinism of the training process."""
 
 from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import numpy as np
 import torch
 
 
 def seed_process(seed: int, *, num_threads: int = 0, deterministic: bool = False) -> None:
-    """Seed python, numpy and torch, and give torch ``num_threads`` CPU threads (0 leaves its own choice).
+    """Seed python, numpy and torch, and give torch ``num_threads`` CPU threads (0: torch's own choice).
 
-    ``deterministic`` has torch refuse operations that are not bit for bit the same in every run; to be called before
-    a GPU is used.
+    With ``deterministic`` torch refuses operations that are not bit-reproducible. Call this before a GPU is used.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -23,3 +23,32 @@ def seed_process(seed: int, *, num_threads: int = 0, deterministic: bool = False
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the states of python, numpy and torch, and of the current GPU if torch uses one, as JSON values."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss],
+        "torch": _hex(torch.get_rng_state()),
+        "cuda": _hex(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
+    }
+
+
+def restore_rng_state(state: dict[str, Any]) -> None:
+    """Restore the states that :func:`rng_state` returned; a GPU's state is ignored on a machine without one."""
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    np.random.set_state(tuple(state["numpy"]))
+    torch.set_rng_state(_tensor(state["torch"]))
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_tensor(state["cuda"]))
+
+
+def _hex(state: torch.Tensor) -> str:
+    return bytes(state.tolist()).hex()
+
+
+def _tensor(state: str) -> torch.Tensor:
+    return torch.tensor(list(bytes.fromhex(state)), dtype=torch.uint8)

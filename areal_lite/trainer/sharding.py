@@ -1,7 +1,7 @@
-"""A model divided among the ranks: each keeps a part of every weight, its gradient and its optimizer state.
+"""A model sharded over the ranks: each keeps a part of every weight, gradient and optimizer state.
 
-Guarantees that the whole of a weight exists only while its layer computes, or while it is written. Knows
-nothing of losses: gradients come out averaged over the ranks.
+Guarantees that a full weight exists only while its layer computes or while it is written. Knows nothing of losses:
+gradients are averaged over the ranks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def shard(module: M) -> M:
-    """Divide ``module`` in place among the ranks and return it; alone, it stays as it is.
+    """Shard ``module`` in place over the ranks and return it; a single process leaves it unchanged.
 
-    Each layer is gathered while it computes. What is in no layer (embeddings, last norm, head) is gathered for the
-    whole of ``module``'s forward and backward pass, so its ``forward`` may use these weights directly, and no other
-    method may. To be called before the optimizer is made.
+    Each layer is gathered while it computes. Weights outside of layers (embeddings, last norm, head) are gathered for
+    the whole forward and backward pass of ``module``: only its ``forward`` may use them directly. Call this before
+    the optimizer is made.
     """
     ranks = Ranks.current()
     if ranks.size > 1:
@@ -33,15 +33,15 @@ def shard(module: M) -> M:
         layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
         for layer in reversed(layers):  # FSDP wants inner modules first
             fully_shard(layer, mesh=mesh)
-        # Resharded even after a pass without gradient: nothing but weights in parts is ever seen outside of forward.
+        # Reshard even after a pass without gradient, so that weights outside of forward are always sharded.
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     return module
 
 
 def full_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the named tensors whole, one at a time, on rank 0, and None in their place on the others.
+    """Yield the named tensors, gathered one at a time, on rank 0; None in their place on other ranks.
 
-    Every rank must go through all of them. Beyond what they share, ranks need memory for two of them.
+    Every rank must iterate over all of them. Besides their shards, ranks need memory for two tensors.
     """
     first = Ranks.current().rank == 0
     for name, tensor in tensors:
@@ -49,8 +49,8 @@ def full_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, T
         yield name, whole if first else None
 
 
-def divided_like(part: Tensor, whole: Tensor) -> Tensor:
-    """Return ``whole``, of which every rank has the same, on ``part``'s device and divided among the ranks as it is."""
+def shard_like(part: Tensor, whole: Tensor) -> Tensor:
+    """Shard the replicated tensor ``whole`` like ``part``, on its device."""
     whole = whole.to(part.device)
     if isinstance(part, DTensor):
         return distribute_tensor(whole, part.device_mesh, part.placements)

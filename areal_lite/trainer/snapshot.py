@@ -1,8 +1,8 @@
-"""A trainer at one moment, copied into this machine's memory, so that training can go on while it is written.
+"""A copy of a trainer's state in CPU memory, so that training can continue while it is written.
 
-Guarantees that what :func:`restore` gives a trainer is bit for bit what :func:`snapshot` took from it. Parameters
-are known by name, so neither their order nor the number of ranks is part of it. Knows nothing of folders that
-appear whole: see :mod:`areal_lite.trainer.checkpoint_writer`.
+Guarantees that :func:`restore` gives a trainer the state that :func:`snapshot` took, bit for bit. Parameters are
+stored by name, independent of their order and of the number of ranks. Atomic writing is in
+:mod:`areal_lite.trainer.checkpoint_writer`.
 """
 
 from __future__ import annotations
@@ -19,57 +19,57 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from areal_lite.errors import CheckpointError
+from areal_lite.trainer.broadcast import gather_json
 from areal_lite.trainer.crash_points import crash_point
-from areal_lite.trainer.hand_over import gather_json
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.lora import has_adapters, load_adapters
 from areal_lite.trainer.policy_model import load_pretrained, without_progress_bars
 from areal_lite.trainer.ranks import Ranks
-from areal_lite.trainer.rng_state import restore_rng_state, rng_state
-from areal_lite.trainer.sharding import divided_like
+from areal_lite.trainer.seeding import restore_rng_state, rng_state
+from areal_lite.trainer.sharding import shard_like
 
 
 class Trainer(Protocol):
-    """What a checkpoint is made of."""
+    """A trainer that can be saved in a checkpoint."""
 
     @property
     def learners(self) -> Mapping[str, Learner]:
-        """Whatever is trained, by name; ``learner.module.model`` is a Hugging Face model."""
+        """The trained models by name; ``learner.module.model`` is a Hugging Face model."""
 
     def counters(self) -> dict[str, Any]:
-        """Return what else decides the next step, as JSON values; learners' own counts are not part of it."""
+        """Return further state that decides the next step, as JSON values, without the learners' own counts."""
 
     def load_counters(self, counters: dict[str, Any]) -> None:
-        """Take over what :meth:`counters` returned."""
+        """Restore the result of :meth:`counters`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerSnapshot:
-    """One learner."""
+    """The state of one learner."""
 
     model: Any
-    """The living model: what is written of it is its config."""
+    """The model itself; only its config is written."""
     weights: dict[str, Tensor]
-    """What is trained of it, float32 on the CPU: all weights under the model's names (tied ones are one tensor), or
-    adapters alone."""
+    """Trained weights, float32 on the CPU: all weights under the model's names (tied ones are one tensor), or only
+    the adapters."""
     optimizer: dict[str, Tensor]
-    """``parameter.kind``: the optimizer's state."""
+    """Optimizer state by ``parameter.kind``."""
     steps_done: int
     skipped_in_a_row: int
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Tensors are there on the first rank only."""
+    """The state of a trainer; only rank 0 has the tensors."""
 
     learners: dict[str, LearnerSnapshot]
     counters: dict[str, Any]
     rng: list[dict[str, Any]]
-    """One for each rank."""
+    """Random state of each rank."""
 
     @property
     def num_bytes(self) -> int:
-        """What its tensors take, in memory and on disk."""
+        """Size of the tensors, in memory and on disk."""
         tensors = (
             t for one in self.learners.values() for t in (*one.weights.values(), *one.optimizer.values())
         )
@@ -77,7 +77,7 @@ class Snapshot:
 
 
 def snapshot(trainer: Trainer) -> Snapshot:
-    """Copy all that decides how training goes on; every rank must call it."""
+    """Copy all state that decides how training continues; every rank must call this."""
     return Snapshot(
         learners={name: _learner_snapshot(learner) for name, learner in trainer.learners.items()},
         counters=trainer.counters(),
@@ -104,9 +104,9 @@ def write_snapshot(taken: Snapshot, folder: Path, step: int) -> None:
 
 
 def restore(trainer: Trainer, folder: Path) -> None:
-    """Put ``trainer`` where it was when ``folder`` was written; every rank must call it.
+    """Restore ``trainer`` from ``folder``; every rank must call this.
 
-    Random states are those of the ranks then; further ranks keep their own.
+    Each rank gets its saved random state; ranks beyond the saved number keep their own.
 
     Raises:
         CheckpointError: If the trainer trains other models, or other parts of them.
@@ -115,7 +115,7 @@ def restore(trainer: Trainer, folder: Path) -> None:
     saved, own = set(state["learners"]), set(trainer.learners)
     if saved != own:
         raise CheckpointError(
-            f"{folder} has trained {sorted(saved)} and this run trains {sorted(own)}: use the config it was made with"
+            f"{folder} holds {sorted(saved)} and this run trains {sorted(own)}: use the config it was made with"
         )
     for name, learner in trainer.learners.items():
         _load_weights(learner.module.model, folder / name / "model")
@@ -155,7 +155,7 @@ def _learner_snapshot(learner: Learner) -> LearnerSnapshot:
 
 
 def _copy(tensor: Tensor) -> Tensor | None:
-    """Return a copy on the CPU, whole where ranks have parts; None on all ranks but the first."""
+    """Return a full copy on the CPU; None on all ranks but rank 0."""
     whole = tensor.detach()
     if isinstance(whole, DTensor):
         whole = whole.full_tensor()
@@ -176,9 +176,9 @@ def _load_weights(model: Any, folder: Path) -> None:
     own = model.state_dict()
     loaded = load_pretrained(type(model), str(folder), what="checkpoint")[0].state_dict()
     shapes = ({name: tuple(tensor.shape) for name, tensor in one.items()} for one in (loaded, own))
-    _refuse_others(folder, *shapes)
+    _check_same(folder, *shapes)
     for name, tensor in own.items():
-        tensor.copy_(divided_like(tensor, loaded[name]))
+        tensor.copy_(shard_like(tensor, loaded[name]))
 
 
 def _load_optimizer(learner: Learner, file: Path) -> None:
@@ -187,11 +187,11 @@ def _load_optimizer(learner: Learner, file: Path) -> None:
     for key, tensor in load_file(file).items():
         name, _, kind = key.rpartition(".")
         state.setdefault(name, {})[kind] = tensor
-    if state:  # it is empty before the first update
-        _refuse_others(file, dict.fromkeys(state, "trained"), dict.fromkeys(parameters, "trained"))
+    if state:  # empty before the first update
+        _check_same(file, dict.fromkeys(state, "trained"), dict.fromkeys(parameters, "trained"))
     by_number = {
         number: {
-            kind: divided_like(parameter, value) if value.shape == parameter.shape else value
+            kind: shard_like(parameter, value) if value.shape == parameter.shape else value
             for kind, value in state.get(name, {}).items()
         }
         for number, (name, parameter) in enumerate(parameters.items())
@@ -202,11 +202,11 @@ def _load_optimizer(learner: Learner, file: Path) -> None:
     )
 
 
-def _refuse_others(path: Path, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
+def _check_same(path: Path, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
     pairs = {name: (saved.get(name, "absent"), own.get(name, "absent")) for name in {**saved, **own}}
     other = [f"{name!r} was {then} and is {now}" for name, (then, now) in pairs.items() if then != now]
     if other:
         raise CheckpointError(
-            f"{path} does not fit the model: {len(other)} parameters are not the same, {other[0]}: use the "
+            f"{path} does not fit the model: {len(other)} parameters differ, {other[0]}: use the "
             "model_path and config it was made with"
         )

@@ -1,7 +1,7 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, trackio.
+"""Trackers that receive metrics besides metrics.jsonl: TensorBoard, Weights & Biases, trackio.
 
-Guarantees that a tracker which cannot start is an error before the run does anything expensive, and that
-one which breaks later never ends the run. Knows nothing of what the metrics mean.
+Guarantees that a tracker that cannot start is an error before the run does anything expensive, and that one that
+fails later never ends the run. Does not know what the metrics mean.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from areal_lite.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 UPLOAD_TIMEOUT_S = 60
-"""How long the end of a run waits for an upload, in seconds; what is left stays on disk."""
+"""How long the end of a run waits for an upload, in seconds; the rest stays on disk."""
 
 
 class Tracker(Protocol):
-    """One place that metrics go to."""
+    """A destination of metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -35,7 +35,7 @@ class Tracker(Protocol):
 
 
 class Tracking:
-    """Trackers by name. What they raise is warned about once each, and counted in ``failures``."""
+    """Trackers by name. Their exceptions are logged once per tracker and counted in ``failures``."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self.failures: Counter[str] = Counter()
@@ -55,11 +55,11 @@ class Tracking:
     def _attempt(self, name: str, call: Callable[..., None], *arguments: object) -> None:
         try:
             call(*arguments)
-        except Exception as error:  # an observer's fault must not reach the run
+        except Exception as error:  # a tracker must not stop the run
             self.failures[name] += 1
             if self.failures[name] == 1:
                 logger.warning(
-                    "%s failed, and the run goes on: %s: %s; further failures are only counted",
+                    "%s failed, and the run continues: %s: %s; further failures are only counted",
                     name,
                     type(error).__name__,
                     error,
@@ -75,14 +75,14 @@ class Tracking:
 
 
 def start_tracking(config: ExperimentConfig, run_dir: Path, *, last_step: int = 0) -> Tracking:
-    """Start what ``config.tracking`` names, as run ``trial_name`` of project ``experiment_name``, with the config.
+    """Start the trackers of ``config.tracking``, as run ``trial_name`` of project ``experiment_name``.
 
-    What looks like a key or token in the config is masked.
+    They record the config; values that look like a key or token are masked.
 
     Args:
         config: The whole config of the run.
-        run_dir: Folder of the run; what a tracker keeps on disk or must remember for a resume is in it.
-        last_step: The step that the run goes on from; 0 starts afresh.
+        run_dir: Folder of the run, which also holds the trackers' files.
+        last_step: The step that the run resumes from; 0 starts a new run.
 
     Raises:
         ConfigError: If a package is not installed, or a tracker cannot start.
@@ -94,11 +94,11 @@ def start_tracking(config: ExperimentConfig, run_dir: Path, *, last_step: int = 
         except Exception as error:
             Tracking(trackers).close()
             if isinstance(error, ImportError):
-                mend = f"it is not installed: pip install {name}"
+                reason = f"it is not installed: pip install {name}"
             else:
-                mend = f"{type(error).__name__}: {error}"
+                reason = f"{type(error).__name__}: {error}"
             raise ConfigError(
-                f"tracking: {name} cannot start: {mend}, or remove {name} from tracking"
+                f"tracking: {name} cannot start: {reason}, or remove {name} from tracking"
             ) from error
     return Tracking(trackers)
 
@@ -125,7 +125,7 @@ class _WeightsAndBiases:
 
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
             raise PermissionError(
-                "there is no API key: run `wandb login`, or set WANDB_MODE=offline and send the run later with "
+                "there is no API key: run `wandb login`, or set WANDB_MODE=offline and upload the run later with "
                 "`wandb sync`"
             )
         run_id = run_dir / "wandb_run_id"
@@ -140,7 +140,7 @@ class _WeightsAndBiases:
             resume="allow",
             settings=wandb.Settings(console="off", finish_timeout=UPLOAD_TIMEOUT_S),
         )
-        # W&B drops what comes with a step of its own that is not above the last one, as after a resume.
+        # W&B drops metrics whose step is not above the last one, as after a resume; so step is a metric here.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -170,7 +170,7 @@ class _Trackio:
 
 
 def _values(config: ExperimentConfig) -> dict[str, Any]:
-    """Return the config as plain values, what looks like a key or token masked."""
+    """Return the config as plain values, with keys and tokens masked."""
     values: dict[str, Any] = yaml.safe_load(dump_config(config))
     return values
 

@@ -1,4 +1,4 @@
-"""Published weights: ordinary Hugging Face folders; a server told to load ``v00000007`` never meets half of it."""
+"""Published weights: ordinary Hugging Face folders, written atomically, so a server never loads half a version."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from areal_lite.trainer.atomic_folder import remove_folder, write_folder
 from areal_lite.trainer.crash_points import crash_point
 from areal_lite.trainer.lora import has_adapters, plain_weights, write_adapters
 from areal_lite.trainer.policy_model import without_progress_bars
 from areal_lite.trainer.ranks import Ranks
 from areal_lite.trainer.sharding import full_tensors
-from areal_lite.trainer.whole_folder import remove_folder, write_folder
 
 MAX_SHARD_BYTES = 4 << 30
-"""Weights in one file; also what writing them takes in memory."""
+"""Size of one file of weights, and of the memory needed to write it."""
 
 _FILE = "model.safetensors"
 _VERSION_FOLDER = re.compile(r"v(\d{8,})")
@@ -34,11 +34,11 @@ _KEPT = 2
 def publish_weights(
     model: Any, directory_root: Path | str, version: int, *, dtype: torch.dtype = torch.bfloat16
 ) -> Path:
-    """Write ``directory_root/v{version:08d}`` and return it; the newest two versions stay.
+    """Write ``directory_root/v{version:08d}`` and return it; keep the newest two versions.
 
     The folder holds config.json, generation_config.json, model.safetensors (Hugging Face names, tied
     weights once; several files and their index where the model is large) in ``dtype``, and the ``manifest.json`` of
-    :mod:`areal_lite.trainer.whole_folder`. Every rank must call it; the folder is there when the first returns.
+    :mod:`areal_lite.trainer.atomic_folder`. Every rank must call this; the folder exists when rank 0 returns.
 
     Raises:
         StorageError: If the disk is full or not writable.
@@ -48,7 +48,9 @@ def publish_weights(
     if Ranks.current().rank:
         write_model(model, folder, dtype)
         return folder
-    write_folder(folder, lambda aside: write_model(model, aside, dtype), kind="weights", version=version)
+    write_folder(
+        folder, lambda temporary: write_model(model, temporary, dtype), kind="weights", version=version
+    )
     older = [
         path
         for path in root.iterdir()
@@ -63,23 +65,23 @@ def publish_weights(
 def save_model(
     model: Any, tokenizer: Any, directory: Path | str, *, dtype: torch.dtype = torch.bfloat16
 ) -> Path:
-    """Write model and tokenizer to ``directory``, whole or not at all, in place of weights saved there before.
+    """Write model and tokenizer atomically to ``directory``, replacing weights saved there before.
 
-    Adapters are merged in, and lie alone in ``directory/adapters``, in peft's format. Every rank must call it; the
-    folder is there when the first returns.
+    Adapters are merged, and also written to ``directory/adapters`` in peft's format. Every rank must call this; the
+    folder exists when rank 0 returns.
 
     Raises:
         StorageError: If the disk is full or not writable, or ``directory`` holds other files.
     """
 
-    def write(aside: Path) -> None:
-        write_model(model, aside, dtype)
+    def write(temporary: Path) -> None:
+        write_model(model, temporary, dtype)
         if has_adapters(model):
-            write_adapters(model, aside / "adapters")
+            write_adapters(model, temporary / "adapters")
 
-    def write_all(aside: Path) -> None:
-        write(aside)
-        tokenizer.save_pretrained(aside)
+    def write_all(temporary: Path) -> None:
+        write(temporary)
+        tokenizer.save_pretrained(temporary)
 
     folder = Path(directory)
     if Ranks.current().rank:
@@ -92,14 +94,14 @@ def save_model(
 def write_model(
     model: Any, folder: Path, dtype: torch.dtype, *, max_shard_bytes: float = MAX_SHARD_BYTES
 ) -> None:
-    """Write the weights in ``dtype``, adapters merged in, and the config as a Hugging Face folder.
+    """Write the weights in ``dtype``, with adapters merged, and the config as a Hugging Face folder.
 
-    Every rank must call it, and the first writes. Beyond the model it needs memory for one file of weights.
+    Every rank must call this; rank 0 writes. Besides the model it needs memory for one file of weights.
     """
     if getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False):
-        max_shard_bytes = math.inf  # names in the folder differ, and may need several weights to be made
-    plain = copy.copy(model)  # the same weights; attributes of its own
-    plain._hf_peft_config_loaded = False  # or transformers would write the adapters alone
+        max_shard_bytes = math.inf  # saved names differ, and one may be made from several weights
+    plain = copy.copy(model)  # shares the weights, has its own attributes
+    plain._hf_peft_config_loaded = False  # or transformers would write only the adapters
     parts: list[Path] = []
     for weights in _shards(full_tensors(plain_weights(model, dtype)), max_shard_bytes):
         with without_progress_bars():
@@ -114,7 +116,7 @@ def write_model(
 
 
 def _shards(weights: Iterable[tuple[str, Tensor | None]], max_bytes: float) -> Iterator[dict[str, Tensor]]:
-    """Yield weights that fill a file, copied to the CPU; nothing on ranks that have none."""
+    """Yield the weights of one file at a time, copied to the CPU; nothing on ranks without weights."""
     shard: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights:
@@ -130,7 +132,7 @@ def _shards(weights: Iterable[tuple[str, Tensor | None]], max_bytes: float) -> I
 
 
 def _name_parts(folder: Path, parts: list[Path]) -> None:
-    """Give the files of weights the names that Hugging Face's loaders look for."""
+    """Rename the files of weights to the names that Hugging Face's loaders expect."""
     if len(parts) == 1:
         parts[0].rename(folder / _FILE)
         return

@@ -243,7 +243,7 @@ def test_resuming_with_other_data_or_from_nothing_is_refused(run_yaml: Path) -> 
     with pytest.raises(ConfigError, match="already holds a training run"):
         run_training(load_config(run_yaml, [*more, "checkpoint.resume=never"]))
     with pytest.raises(
-        ConfigError, match="'nowhere' is no folder: it must be auto, never.*there are .*step_00000001"
+        ConfigError, match="'nowhere' is not a folder: it must be auto, never.*this run has .*step_00000001"
     ):
         run_training(load_config(run_yaml, [*more, "checkpoint.resume=nowhere"]))
     checkpoint = summary.run_dir / "checkpoints" / "step_00000001"

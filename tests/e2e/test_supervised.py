@@ -321,7 +321,7 @@ def test_a_checkpoint_of_another_config_or_without_steps_left_is_refused(sft_yam
         run(sft_yaml, *some, "trainer.total_steps=3", "trainer.batch_size=4")
     with pytest.raises(ConfigError, match="already holds a training run"):
         run(sft_yaml, *some, "checkpoint.resume=never")
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         run(sft_yaml, *some, "checkpoint.resume=no/such/step_00000001")
 
 

@@ -59,7 +59,7 @@ def test_every_estimator_goes_with_every_loss(advantage: str, loss: str) -> None
         ),
     ],
 )
-def test_what_cannot_work_is_told_with_its_key(settings: dict[str, Any], says: str) -> None:
+def test_invalid_settings_fail_with_their_key(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         algorithm(**settings)
 
@@ -151,14 +151,12 @@ def plain(inputs: PolicyInputs) -> Any:
         ("loss", "plain", r"returns a Tensor: return LossTerms\(losses\)"),
     ],
 )
-def test_what_a_function_of_the_users_may_not_return_is_told_with_its_name(
-    key: str, name: str, says: str
-) -> None:
+def test_a_user_function_with_a_wrong_return_value_is_named(key: str, name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=rf"trainer\.{key} '{__name__}\.{name}' .*{says}"):
         algorithm(**{key: f"{__name__}.{name}"})
 
 
-def test_what_an_estimator_asks_for_is_computed_before_the_update() -> None:
+def test_inputs_that_an_estimator_asks_for_are_computed_before_the_update() -> None:
     made = algorithm(advantage=f"{__name__}.weighed")
     assert made.needs == {"importance_weights"}
     assert made.needs_proximal_early
@@ -168,18 +166,18 @@ def test_what_an_estimator_asks_for_is_computed_before_the_update() -> None:
     assert not algorithm().needs
 
 
-def test_an_estimator_of_the_users_with_a_critic_is_told_to_return_returns() -> None:
+def test_a_user_estimator_with_a_critic_must_return_returns() -> None:
     with pytest.raises(ConfigError, match=r"return Estimate\(advantages, returns\)"):
         algorithm(advantage=f"{__name__}.less_value", critic=CRITIC)
 
 
-def test_an_option_that_is_positional_is_told_to_be_keyword_only() -> None:
+def test_a_positional_option_must_be_keyword_only() -> None:
     options = {"floor": 0.1}
     with pytest.raises(ConfigError, match=r"trainer.advantage_kwargs: .*'floor' .* must be keyword-only"):
         algorithm(advantage=f"{__name__}.less_value", critic=CRITIC, advantage_kwargs=options)
 
 
-def test_only_losses_that_are_known_to_vanish_let_samples_be_left_out() -> None:
+def test_only_losses_known_to_vanish_skip_samples() -> None:
     own = "tests.trainer.training_data.squared_ratio"
     assert not algorithm().needs_every_sample
     assert algorithm(loss=own).needs_every_sample

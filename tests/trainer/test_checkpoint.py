@@ -24,8 +24,7 @@ from areal_lite.trainer.checkpoint import (
 )
 from areal_lite.trainer.checkpoint_writer import CheckpointWriter
 from areal_lite.trainer.lora import has_adapters
-from areal_lite.trainer.rng_state import restore_rng_state, rng_state
-from areal_lite.trainer.seeding import seed_process
+from areal_lite.trainer.seeding import restore_rng_state, rng_state, seed_process
 from areal_lite.trainer.snapshot import snapshot
 from areal_lite.trainer.weights import publish_weights
 from tests.trainer.resume_loop import LoopTrainer
@@ -41,7 +40,7 @@ def save(trainer: LoopTrainer, root: Path, step: int, files: dict[str, bytes] | 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all weights", "adapters"])
 @pytest.mark.parametrize("kind", ["tiny", "untied"])
-def test_training_goes_on_bit_for_bit(
+def test_training_resumes_bit_for_bit(
     kind: str, lora: dict[str, Any] | None, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """F49: weights, optimizer, learning rate, counters and random states, all from one checkpoint."""
@@ -101,7 +100,7 @@ def test_a_trainer_that_never_updated_can_be_saved(tiny: Path, tmp_path: Path) -
     assert resumed.train_step(BATCHES[0]) == LoopTrainer(tiny).train_step(BATCHES[0])
 
 
-def test_every_generator_goes_on_drawing() -> None:
+def test_every_random_generator_is_restored() -> None:
     def draw() -> list[float]:
         return [random.gauss(0, 1), np.random.normal(), torch.randn(()).item()]
 
@@ -135,7 +134,7 @@ def test_going_back_in_a_runs_folder_never_leaves_two_histories(tiny: Path, tmp_
         save(trainer, tmp_path, step)
     early = tmp_path / "step_00000002"
     with pytest.raises(
-        CheckpointError, match="step_00000005, later than step 2.*resume=auto to go on from the newest"
+        CheckpointError, match="step_00000005, later than step 2.*resume=auto to resume from the newest"
     ):
         find_checkpoint(tmp_path, str(early))
     assert find_checkpoint(tmp_path / "another", str(early)) == early
@@ -149,7 +148,7 @@ def test_going_back_in_a_runs_folder_never_leaves_two_histories(tiny: Path, tmp_
     "file",
     ["trainer.json", "rng.json", "policy/optimizer.safetensors", "policy/model/model.safetensors", "data"],
 )
-def test_f50_a_changed_or_missing_file_is_found_and_never_passed_over(
+def test_f50_a_changed_or_missing_file_is_detected_and_never_skipped(
     file: str, tiny: Path, tmp_path: Path
 ) -> None:
     trainer = LoopTrainer(tiny)
@@ -159,26 +158,24 @@ def test_f50_a_changed_or_missing_file_is_found_and_never_passed_over(
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(
-        CheckpointError, match="newest checkpoint.*changed or cut off.*go on from step_00000001"
+        CheckpointError, match="newest checkpoint.*changed or truncated.*resume from step_00000001"
     ):
         find_checkpoint(tmp_path, "auto")
     path.unlink()
-    with pytest.raises(CheckpointError, match="is not whole"):
+    with pytest.raises(CheckpointError, match="is incomplete"):
         find_checkpoint(tmp_path, "auto")
-    with pytest.raises(CheckpointError, match="is not whole"):
+    with pytest.raises(CheckpointError, match="is incomplete"):
         find_checkpoint(tmp_path, str(path.parents[file.count("/")]))
 
 
-def test_weights_alone_are_no_checkpoint(tiny: Path, tmp_path: Path) -> None:
+def test_weights_alone_are_not_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
     folder = publish_weights(LoopTrainer(tiny).model, tmp_path / "weights", 3)
     with pytest.raises(CheckpointError, match="v00000003 holds weights without trainer.json.*set model_path"):
         find_checkpoint(tmp_path / "checkpoints", str(folder))
 
 
 @pytest.mark.parametrize("manifest", ["", "[]", '{"files": []}', '{"files": {"a": 1, "\\ud800": 2}}', "nul"])
-def test_f50_a_damaged_manifest_is_no_reason_to_start_afresh(
-    manifest: str, tiny: Path, tmp_path: Path
-) -> None:
+def test_f50_a_damaged_manifest_does_not_start_a_new_run(manifest: str, tiny: Path, tmp_path: Path) -> None:
     folder = save(LoopTrainer(tiny), tmp_path, 1)
     (folder / "manifest.json").write_text(manifest)
     with pytest.raises(CheckpointError, match="newest checkpoint cannot be used"):
@@ -212,7 +209,7 @@ def test_a_checkpoint_of_another_part_of_the_model_is_refused(tiny: Path, tmp_pa
     two = LoopTrainer(tiny)
     two.learners["critic"] = two.learners["policy"]
     with pytest.raises(
-        CheckpointError, match=r"has trained \['policy'\] and this run trains \['critic', 'policy'\]"
+        CheckpointError, match=r"holds \['policy'\] and this run trains \['critic', 'policy'\]"
     ):
         load_checkpoint(two, folder)
 
@@ -257,7 +254,7 @@ def with_change(change: dict[str, Any]) -> str:
         {"rollout.addresses": ["a:1"], "checkpoint.every_steps": 5, "fileroot": "elsewhere"},
     ],
 )
-def test_what_changes_no_weight_may_change(change: dict[str, Any], tmp_path: Path) -> None:
+def test_settings_that_do_not_affect_weights_may_change(change: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     check_config(tmp_path, with_change(change))
 
@@ -271,11 +268,11 @@ def test_every_change_of_what_is_trained_is_refused_by_name(tmp_path: Path) -> N
     assert str(refused.value) == (
         f"{tmp_path} was made with another config: model_path was 'models/small' and is 'b'; rollout.group_size was 4 "
         "and is 8; seed was 1 and is 2; trainer.correction.max_weight was 5.0 and is 2.0; trainer.lora was None and is "
-        "{'rank': 4}; trainer.loss_kwargs was {} and is {'clip_eps': 0.1}. Put these back to go on, or start another "
-        "trial_name"
+        "{'rank': 4}; trainer.loss_kwargs was {} and is {'clip_eps': 0.1}. Restore these values to resume, or start "
+        "another trial_name"
     )
 
 
-def test_a_run_without_a_config_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_config_is_accepted(tmp_path: Path) -> None:
     check_config(tmp_path, yaml.safe_dump(CONFIG))
     assert checkpoints(tmp_path / "nowhere") == []

@@ -79,7 +79,7 @@ def test_a_snapshot_is_freed_once_it_is_written(tiny: Path, tmp_path: Path) -> N
     assert [tensor() for tensor in tensors if tensor() is not None] == []
 
 
-def test_what_fails_in_the_thread_is_raised_by_the_next_call_and_only_once(
+def test_a_failure_in_the_thread_is_raised_by_the_next_call_and_only_once(
     taken: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*args: Any) -> None:
@@ -116,7 +116,7 @@ def test_a_failed_write_does_not_hide_why_the_run_ended(
     assert "the last checkpoint was not written" in ended.value.__notes__[0]
 
 
-def test_f51_a_checkpoint_that_may_not_fit_is_not_begun(
+def test_f51_a_checkpoint_that_may_not_fit_is_not_started(
     taken: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
@@ -149,13 +149,13 @@ def test_f56_nothing_is_deleted_before_the_new_one_was_read_back(
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", spoils)
         writer.save(2, taken, {})
-        with pytest.raises(StorageError, match="cannot be read back.*the disk is at fault"):
+        with pytest.raises(StorageError, match="cannot be read back.*check the disk"):
             writer.wait()
     assert names(tmp_path) == ["step_00000001"]
     assert find_checkpoint(tmp_path, "auto") == tmp_path / "step_00000001"
 
 
-def test_what_a_killed_writer_left_goes_when_the_next_one_starts(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_writer_are_removed_at_the_next_start(tmp_path: Path) -> None:
     for name in (".areal-lite-tmp-abc", ".areal-lite-tmp-step_00000001", ".tmp-of another program"):
         (tmp_path / name / "policy").mkdir(parents=True)
         (tmp_path / name / "policy" / "optimizer.safetensors").write_bytes(b"half")
@@ -164,7 +164,7 @@ def test_what_a_killed_writer_left_goes_when_the_next_one_starts(tmp_path: Path)
     CheckpointWriter(tmp_path / "not there yet", keep=1)
 
 
-def test_f56_older_ones_a_killed_writer_did_not_delete_go_at_the_next_start_if_the_newest_is_whole(
+def test_f56_older_checkpoints_that_a_killed_writer_kept_are_removed_at_the_next_start(
     taken: Snapshot, tmp_path: Path
 ) -> None:
     with CheckpointWriter(tmp_path, keep=2) as writer:

@@ -56,13 +56,11 @@ def test_t5_a_byte_flipped_in_metrics_is_reported_with_its_place(metrics: bytes,
     for place in range(len(metrics) - 1):  # without the last newline the last line is a torn one
         path.write_bytes(metrics[:place] + bytes([metrics[place] ^ 0x80]) + metrics[place + 1 :])
         start = metrics[:place].rfind(b"\n") + 1
-        with pytest.raises(StorageError, match=f"the line at byte {start} is no record"):
+        with pytest.raises(StorageError, match=f"the line at byte {start} is not a record"):
             MetricsWriter(tmp_path, last_step=ALL)
 
 
-def test_metrics_after_a_damaged_line_are_no_concern_of_an_earlier_step(
-    metrics: bytes, tmp_path: Path
-) -> None:
+def test_damage_after_the_resumed_step_does_not_matter(metrics: bytes, tmp_path: Path) -> None:
     lines = metrics.splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines[:5]) + b"damaged\n" + lines[6])
     with MetricsWriter(tmp_path, last_step=4):

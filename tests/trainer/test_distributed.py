@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.data_proto_file import load_data_proto
-from areal_lite.trainer.hand_over import broadcast_batch, broadcast_json, gather_json
+from areal_lite.trainer.broadcast import broadcast_batch, broadcast_json, gather_json
 from areal_lite.trainer.ranks import Ranks, join_ranks
 from areal_lite.trainer.snapshot import restore
 from areal_lite.trainer.weights import write_model
@@ -166,9 +166,9 @@ def test_the_batch_of_rank_0_reaches_every_rank_as_it_is(size: int, by_ranks: Pa
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_every_rank_hears_the_same_decision(size: int, by_ranks: Path) -> None:
+def test_every_rank_receives_the_same_decision(size: int, by_ranks: Path) -> None:
     for rank in range(size):
-        decision, everyone = json.loads((by_ranks / str(size) / f"told_{rank}.json").read_bytes())
+        decision, everyone = json.loads((by_ranks / str(size) / f"decision_{rank}.json").read_bytes())
         assert decision == {"stop": True}  # rank 0's, while the others said False
         assert everyone == [[other, "é"] for other in range(size)]
 
@@ -200,7 +200,7 @@ def test_a_rank_that_hangs_ends_the_run_and_shows_where_it_stands() -> None:
     assert "rank      : 0" in ended.stderr[ended.stderr.index("Root Cause") :]
 
 
-def test_one_process_is_alone_and_hands_over_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_process_broadcasts_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     batch = generated_rows()
     with join_ranks(torch.device("cpu")) as ranks:
@@ -210,5 +210,5 @@ def test_one_process_is_alone_and_hands_over_to_itself(monkeypatch: pytest.Monke
 
 
 def test_a_batch_that_nobody_has_is_refused() -> None:
-    with pytest.raises(ValueError, match="rank 0 gives None"):
+    with pytest.raises(ValueError, match="rank 0 passed None"):
         broadcast_batch(None)

@@ -49,7 +49,7 @@ def test_an_episode_without_tokens_has_no_kl() -> None:
     assert mean_kl(torch.zeros(0), torch.zeros(0, dtype=torch.int64)) == 0.0
 
 
-def test_a_resumed_controller_goes_on_from_its_coefficient() -> None:
+def test_a_resumed_controller_restores_its_coefficient() -> None:
     first, resumed = (KLController(0.2, target=6.0, horizon=1000) for _ in range(2))
     first.update(9.0, 256)
     resumed.load_state(json.loads(json.dumps(first.state())))

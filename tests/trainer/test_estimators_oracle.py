@@ -113,7 +113,7 @@ def test_only_the_best_episode_of_a_group_has_an_advantage_at_pass_at_k(key: str
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("key", keys("adv.remax."))
-def test_remax_takes_the_greedy_reward_from_what_is_still_earned(key: str, dtype: torch.dtype) -> None:
+def test_remax_subtracts_the_greedy_reward_from_the_return(key: str, dtype: torch.dtype) -> None:
     """A7."""
     rewards, mask = split(key)
     given = step(mask, rewards, dtype)
@@ -155,7 +155,7 @@ def test_reinforce_plus_plus_carries_credit_over_tool_tokens_undiscounted(reward
 
 @pytest.mark.parametrize("mask", ["mask", "mask_mt"])
 @pytest.mark.parametrize("rewards", ["rewards_outcome", "rewards_binary"])
-def test_reinforce_plus_plus_baseline_whitens_what_groups_say(rewards: str, mask: str) -> None:
+def test_reinforce_plus_plus_baseline_whitens_centred_rewards(rewards: str, mask: str) -> None:
     """A6: as upstream, once its group of one is centred like the others."""
     given = step(mask, rewards, torch.float64)
     centred = advantages("dr_grpo", given)

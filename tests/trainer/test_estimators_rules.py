@@ -202,7 +202,7 @@ def test_a_kl_penalty_within_the_episode_lowers_its_reward() -> None:
     assert run("reinforce", penalised, gamma=1.0).tolist() == [0.5, 0.75, 1.0]
 
 
-def test_remax_takes_the_greedy_reward_off() -> None:
+def test_remax_subtracts_the_greedy_reward() -> None:
     """A7."""
     step = replace(
         make_step([1.0, 0.0], "aa", [2, 1]), baselines=torch.tensor([0.25, 0.5], dtype=torch.float64)
@@ -210,7 +210,7 @@ def test_remax_takes_the_greedy_reward_off() -> None:
     assert run("remax", step).tolist() == [0.75, 0.75, -0.5]
 
 
-def test_an_optimal_baseline_weighs_episodes_by_the_gradient_up_to_a_place() -> None:
+def test_an_optimal_baseline_weighs_episodes_by_the_gradient_up_to_a_position() -> None:
     """A11: norms 0.5 and 1, then 1 alone; an importance weight counts squared."""
     half = torch.tensor([0.5, 1.0, 1.0], dtype=torch.float64)
     step = replace(
@@ -233,7 +233,7 @@ def test_an_optimal_baseline_weighs_episodes_by_the_gradient_up_to_a_place() -> 
     )
 
 
-def test_tokens_that_were_sure_do_not_divide_by_a_rounding_error() -> None:
+def test_certain_tokens_do_not_divide_by_a_rounding_error() -> None:
     """A11: float32 may put ``1 - 2 p + sum p^2`` just below 0."""
     sure = torch.zeros(2)
     step = replace(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.estimators import EstimatorInputs, Turns
 from areal_lite.trainer.estimators.estimator import COMPARES_GROUP, ESTIMATORS
+from areal_lite.trainer.estimators.group_estimators import STD_FLOOR
 from tests.trainer.turn_data import (
     Episode,
     RewardedTurn,
@@ -106,6 +109,41 @@ def test_a_kl_penalty_lowers_the_reward_of_its_turn() -> None:
     step = make_turn_step([("a", line(1, 0)), ("a", line(1, 1))])
     penalised = replace(step, token_rewards=step.token_rewards - torch.tensor([0.5, 0.0, 0.0, 0.25]))
     assert per_turn("turn_grpo", penalised, divide_by_std=False) == [-0.25, -0.375, 0.25, 0.375]
+
+
+def by_loops(episodes: list[Episode], gamma: float) -> list[float]:
+    """Return ``turn_returns`` of each turn, straight from its definition."""
+
+    def turn_return(own: Sequence[RewardedTurn], place: int) -> float:
+        later = [turn_return(own, child) for child, turn in enumerate(own) if turn.parent == place]
+        return own[place].reward + (gamma * sum(later) / len(later) if later else 0.0)
+
+    values = [[turn_return(own, place) for place in range(len(own))] for _, own in episodes]
+    result = []
+    for number, (group, own) in enumerate(episodes):
+        for place, turn in enumerate(own):
+            there = [
+                [value for value, one in zip(values[other], turns, strict=True) if one.index == turn.index]
+                for other, (name, turns) in enumerate(episodes)
+                if name == group
+            ]
+            there = [one for one in there if one]
+            if len(there) < 2:
+                result.append(0.0)
+                continue
+            baseline = mean(mean(one) for one in there)
+            variance = sum(mean((value - baseline) ** 2 for value in one) for one in there) / (len(there) - 1)
+            result.append((values[number][place] - baseline) / (variance**0.5 + STD_FLOOR))
+    return result
+
+
+@given(turn_episodes, st.sampled_from([0.0, 0.5, 1.0]))
+@settings(deadline=None, max_examples=80)
+def test_any_forest_gives_what_its_definition_says(episodes: list[Episode], gamma: float) -> None:
+    step = make_turn_step(episodes)
+    assert step.turns is not None
+    expected = torch.tensor(by_loops(episodes, gamma), dtype=torch.float64)[step.turns.of_token]
+    torch.testing.assert_close(run("turn_returns", step, gamma=gamma), expected, rtol=1e-6, atol=1e-6)
 
 
 @given(turn_episodes, st.booleans())

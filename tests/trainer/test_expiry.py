@@ -39,6 +39,6 @@ def test_machines_that_stay_never_expire() -> None:
     assert not expires_soon({NAMES[0]: ""}, 0, margin_s=60, longest_step_s=1e9)
 
 
-def test_a_time_that_is_no_number_is_refused() -> None:
-    with pytest.raises(ConfigError, match="SAGEMAKER.* is 'tomorrow'.*mend or unset"):
+def test_a_time_that_is_not_a_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match="SAGEMAKER.* is 'tomorrow'.*fix or unset"):
         expires_soon({NAMES[1]: "tomorrow"}, 0, margin_s=1, longest_step_s=1)

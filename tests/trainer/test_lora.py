@@ -224,8 +224,8 @@ def test_named_layers_get_adapters(untied: Path) -> None:
 
 
 @pytest.mark.parametrize("names", ["lm_head", ["q_proj", "nowhere"], ["embed_tokens"], []])
-def test_names_of_no_linear_layer_are_refused(untied: Path, names: str | list[str]) -> None:
-    with pytest.raises(ConfigError, match="no linear layers.*all-linear or some of.*'q_proj'"):
+def test_names_that_are_not_linear_layers_are_refused(untied: Path, names: str | list[str]) -> None:
+    with pytest.raises(ConfigError, match="not linear layers.*all-linear or some of.*'q_proj'"):
         load(untied, LoRAConfig(target_modules=names))
 
 

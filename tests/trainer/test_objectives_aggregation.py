@@ -172,7 +172,7 @@ def test_entropy_is_averaged_as_any_loss(mode: AggregationMode) -> None:
         ({"scale": 0.0}, r"scale is 0.0: .* must be above 0"),
     ],
 )
-def test_counts_that_cannot_be_are_errors(counts: Any, text: str) -> None:
+def test_impossible_counts_are_errors(counts: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         token_weights(AggregationMode.TOKEN_MEAN, torch.tensor([0, 1, 1]), **counts)
 
@@ -186,7 +186,7 @@ def test_a_weight_per_loss() -> None:
     ("over_episode", "expected"),
     [(episode_sum, [4.0, 5.0, 4.0]), (episode_mean, [2.0, 5.0, 2.0]), (episode_max, [3.0, 5.0, 3.0])],
 )
-def test_figures_of_episodes_are_given_to_each_of_their_tokens(
+def test_sums_means_and_maxima_of_episodes_reach_each_token(
     over_episode: Callable[[Tensor, Tensor], Tensor], expected: list[float]
 ) -> None:
     """Row numbers are neither dense nor in order."""

@@ -149,12 +149,12 @@ def test_a_token_whose_log_prob_is_not_a_number_is_rejected(option: str, bounds:
         ("token_k2,token_k3", "0.1", "has 2 options, '0.1' 1 bounds: give one bound per option"),
     ],
 )
-def test_what_cannot_be_read_is_an_error(option: str, bounds: str, text: str) -> None:
+def test_invalid_options_and_bounds_are_errors(option: str, bounds: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         rejection_mask(log(1.0), log(1.0), torch.zeros(1, dtype=torch.int64), option=option, bounds=bounds)
 
 
-def test_only_bad_episodes_the_policy_has_left_are_taken_out() -> None:
+def test_only_bad_episodes_that_the_policy_left_are_masked() -> None:
     """Rows, in order: bad and left, bad and approached, good and left."""
     drifted = drifted_episodes(
         torch.tensor([-1.0, -1.0, 1.0, -1.0]),

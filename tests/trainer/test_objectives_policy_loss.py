@@ -132,7 +132,7 @@ def test_losses_and_gradients_are_the_oracles(
 
 
 @dtypes
-def test_ratios_are_held_to_exp_20(dtype: torch.dtype) -> None:
+def test_ratios_are_clamped_at_exp_20(dtype: torch.dtype) -> None:
     """L1: log-probs 30 times as large overflow nothing, and beyond the bound no gradient flows."""
     mask = inputs("mask", dtype).bool()
     data = oracle_inputs(mask, dtype)
@@ -207,7 +207,7 @@ def test_gspos_ratio_is_slimes_mean_over_the_episode() -> None:
     assert_matches(terms.losses, -torch.exp(-case("slime.gspo_kl", "value")[mask]))
 
 
-def test_off_policy_episodes_with_a_bad_score_are_taken_out_as_slime_does() -> None:
+def test_off_policy_episodes_with_a_bad_score_are_masked_as_in_slime() -> None:
     mask = inputs("mask").bool()
     data = oracle_inputs(mask, torch.float64, advantages="adv_seq")
     drifted = drifted_episodes(data.policy, data.proximal, data.advantages, data.episodes, max_kl=0.02)
@@ -336,7 +336,7 @@ def test_statistics_by_hand() -> None:
     assert not any(values.requires_grad for values in {**statistics, **ppo(data).statistics}.values())
 
 
-def test_an_episodes_ratio_is_held_to_exp_10() -> None:
+def test_an_episodes_ratio_is_clamped_at_exp_10() -> None:
     """L2: a bad episode the policy has run to has a bounded loss, and no gradient."""
     data = small([15.0, 15.0], advantages=[-1.0, -1.0])
     losses = gspo(data).losses
@@ -451,7 +451,7 @@ def test_an_episodes_losses_do_not_depend_on_the_episodes_beside_it(name: str) -
 
 
 @pytest.mark.parametrize("name", CHOOSING)
-def test_what_is_chosen_depends_neither_on_the_order_of_episodes_nor_on_rounding(name: str) -> None:
+def test_the_choice_depends_neither_on_the_order_of_episodes_nor_on_rounding(name: str) -> None:
     whole = oracle_inputs(inputs("mask").bool(), torch.float64)
     shuffled = torch.randperm(12, generator=torch.Generator().manual_seed(0))
     order = shuffled[whole.episodes].argsort(stable=True)

@@ -150,7 +150,7 @@ def test_a_folder_that_lacks_weights_of_a_causal_lm_is_refused(tiny: Path, tmp_p
     model = transformers.AutoModelForTokenClassification.from_pretrained(tiny, num_labels=1)
     model.config.tie_word_embeddings = False
     model.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"no weights for \['lm_head.weight'\].*whole causal LM"):
+    with pytest.raises(ConfigError, match=r"no weights for \['lm_head.weight'\].*complete causal LM"):
         load_policy(str(tmp_path), device=CPU)
 
 

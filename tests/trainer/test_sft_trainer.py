@@ -129,7 +129,7 @@ def test_an_update_that_is_not_finite_is_told_and_not_applied_and_the_third_in_a
     items[0]["input_ids"][0] = 5
     for _ in range(2):
         assert trainer.train_step([items[2], items[0]])["skipped_updates"] == 1.0
-    with pytest.raises(TrainingError, match=r"step 2: loss nan .* the 3rd update in a row"):
+    with pytest.raises(TrainingError, match=r"step 2: loss nan .* the 3rd non-finite update in a row"):
         trainer.train_step(items[:1])
     torch.testing.assert_close(weights, before, rtol=0, atol=0, equal_nan=True)
     assert [(one["step"], one["rows"]) for one in told] == [(0, [0, 2]), (1, [0, 2]), (2, [0])]
@@ -163,7 +163,7 @@ def test_memory_that_runs_out_once_halves_the_micro_batch_and_changes_nothing_el
         list(pressed.model.parameters()), list(calm.model.parameters()), rtol=1e-3, atol=1e-5
     )
     run_out_of_memory(pressed.scorer, error, above=1)
-    with pytest.raises(TrainingError, match="no memory for micro-batches of 64 tokens: lower"):
+    with pytest.raises(TrainingError, match="out of memory with micro-batches of 64 tokens: lower"):
         getattr(pressed, act)(items)
 
 

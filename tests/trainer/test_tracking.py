@@ -56,7 +56,7 @@ def test_tensorboard_shows_the_config_and_each_step_once_after_a_resume(tmp_path
     assert b"hunter2" not in shown
 
 
-def test_weights_and_biases_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_biases_resumes_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     run(tmp_path, "wandb", 1, 2)
@@ -71,7 +71,7 @@ def test_weights_and_biases_goes_on_in_the_same_run(tmp_path: Path, monkeypatch:
         assert b"hunter2" not in content
 
 
-def test_weights_and_biases_without_a_key_is_told_before_the_run_not_asked_for(
+def test_weights_and_biases_without_a_key_fails_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wandb = pytest.importorskip("wandb")
@@ -83,7 +83,7 @@ def test_weights_and_biases_without_a_key_is_told_before_the_run_not_asked_for(
         start_tracking(config("wandb"), tmp_path)
 
 
-def test_trackio_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_resumes_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # read at import
     pytest.importorskip("trackio")
     run(tmp_path, "trackio", 1)
@@ -107,7 +107,7 @@ def test_a_missing_package_is_named(
         start_tracking(config(name), tmp_path)
 
 
-def test_a_tracker_that_cannot_start_is_told(tmp_path: Path) -> None:
+def test_a_tracker_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     (tmp_path / "tensorboard").write_text("a file where the folder goes")
     with pytest.raises(ConfigError, match=r"tensorboard cannot start: FileExistsError.*remove tensorboard"):
@@ -124,7 +124,7 @@ class Unreachable:
         raise ConnectionError("no route to host")
 
 
-def test_a_tracker_that_breaks_is_warned_about_once_and_the_run_and_the_others_go_on(
+def test_a_failing_tracker_is_logged_once_and_stops_neither_the_run_nor_the_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Kept:
@@ -148,7 +148,7 @@ def test_a_tracker_that_breaks_is_warned_about_once_and_the_run_and_the_others_g
     assert tracking.failures == {"far": 4}
     assert kept.steps == [1, 2, 3] and kept.closed
     assert [message.split(";")[0] for message in caplog.messages] == [
-        "far failed, and the run goes on: ConnectionError: no route to host",
+        "far failed, and the run continues: ConnectionError: no route to host",
         "far failed 4 times in this run",
     ]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3

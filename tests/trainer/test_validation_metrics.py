@@ -64,5 +64,5 @@ def test_one_answer_per_prompt_has_its_mean_alone_and_each_prompt_counts_once() 
 
 
 def test_columns_of_another_length_are_refused() -> None:
-    with pytest.raises(ValueError, match="acc has 1 entries for 2 rows"):
+    with pytest.raises(ValueError, match="acc has 1 entries for 2 answers"):
         validation_metrics({"acc": [1.0]}, prompt_ids=["p", "q"], data_sources=["s", "s"])

@@ -106,14 +106,14 @@ def test_a_folder_without_the_body_of_a_model_is_refused(tiny: Path, tmp_path: P
     policy = load_policy(str(tiny), device=CPU)
     kept = {name: value for name, value in policy.state_dict().items() if "layers.1" not in name}
     policy.save_pretrained(tmp_path, state_dict=kept)
-    with pytest.raises(ConfigError, match=r"no weights for \['model.layers.1.*whole model"):
+    with pytest.raises(ConfigError, match=r"no weights for \['model.layers.1.*complete model"):
         load_critic(str(tmp_path), device=CPU)
 
 
-def test_a_model_with_many_labels_is_no_critic(tiny: Path, tmp_path: Path) -> None:
+def test_a_model_with_many_labels_is_not_a_critic(tiny: Path, tmp_path: Path) -> None:
     model = transformers.AutoModelForTokenClassification.from_pretrained(tiny, num_labels=2)
     write_model(model, tmp_path, torch.float32)
     with pytest.raises(ConfigError, match="cannot be loaded as a critic"):
         load_critic(str(tmp_path), device=CPU)
-    with pytest.raises(ConfigError, match="has 0 linear heads of one number"):
+    with pytest.raises(ConfigError, match="has 0 linear heads with one output"):
         ValueScorer(model)

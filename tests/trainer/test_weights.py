@@ -87,7 +87,7 @@ def test_a_failed_write_leaves_the_older_version_and_no_half_folder(model: Any, 
     assert names(tmp_path) == ["v00000001"]
 
 
-def test_what_a_killed_writer_left_is_swept_away(model: Any, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_writer_are_removed(model: Any, tmp_path: Path) -> None:
     (tmp_path / ".areal-lite-tmp-dead").mkdir()
     publish_weights(model, tmp_path, 1)
     assert names(tmp_path) == ["v00000001"]
@@ -102,6 +102,6 @@ def test_the_final_model_comes_with_its_tokenizer(model: Any, tiny: Path, tmp_pa
 
 def test_a_folder_with_other_files_is_not_overwritten(model: Any, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(StorageError, match="holds files that are no model of ours"):
+    with pytest.raises(StorageError, match="holds files that areal_lite did not write"):
         save_model(model, AutoTokenizer.from_pretrained(tiny), tmp_path)
     assert names(tmp_path) == ["thesis.txt"]

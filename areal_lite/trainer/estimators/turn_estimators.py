@@ -35,9 +35,7 @@ def turn_grpo(inputs: EstimatorInputs, *, divide_by_std: bool = True) -> Estimat
     Source: the turn-level advantage of MT-GRPO (arXiv:2505.11821), for any number of turns and without its outcome
     term; the weighting of trees is ours.
     """
-    turns = inputs.needed("turns")
-    advantages = _compare(inputs, turns, inputs.turn_rewards(), divide_by_std=divide_by_std)
-    return Estimate(advantages.to(inputs.token_rewards.dtype).index_select(0, turns.of_token))
+    return _compare(inputs, inputs.turn_rewards(), divide_by_std=divide_by_std)
 
 
 def turn_returns(inputs: EstimatorInputs, *, gamma: float = 1.0, divide_by_std: bool = True) -> Estimate:
@@ -58,10 +56,8 @@ def turn_returns(inputs: EstimatorInputs, *, gamma: float = 1.0, divide_by_std: 
     is ours.
     """
     check_discount(gamma, "turn")
-    turns = inputs.needed("turns")
-    returns = _discounted_returns(turns, inputs.turn_rewards(), gamma)
-    advantages = _compare(inputs, turns, returns, divide_by_std=divide_by_std)
-    return Estimate(advantages.to(inputs.token_rewards.dtype).index_select(0, turns.of_token))
+    returns = _discounted_returns(inputs.needed("turns"), inputs.turn_rewards(), gamma)
+    return _compare(inputs, returns, divide_by_std=divide_by_std)
 
 
 def _discounted_returns(turns: Turns, rewards: Tensor, gamma: float) -> Tensor:
@@ -69,17 +65,16 @@ def _discounted_returns(turns: Turns, rewards: Tensor, gamma: float) -> Tensor:
     has_parent = turns.parents >= 0
     num_children = torch.bincount(turns.parents[has_parent], minlength=len(rewards)).clamp(min=1)
     returns = rewards.clone()
-    for index in (
-        torch.unique(turns.index).flip(0).tolist()
-    ):  # a parent's index is smaller than its children's
+    for index in torch.unique(turns.index).flip(0).tolist():  # children have a larger index than their parent
         children = (has_parent & (turns.index == index)).nonzero()[:, 0]
         parents = turns.parents[children]
         returns.index_add_(0, parents, gamma * returns[children] / num_children[parents])
     return returns
 
 
-def _compare(inputs: EstimatorInputs, turns: Turns, values: Tensor, *, divide_by_std: bool) -> Tensor:
-    """Return ``[S]`` float64, values minus the group's baseline at the same index."""
+def _compare(inputs: EstimatorInputs, values: Tensor, *, divide_by_std: bool) -> Estimate:
+    """Compare ``values [S]`` with the group's baseline at the same index."""
+    turns = inputs.needed("turns")
     width = int(turns.index.max()) + 1 if len(values) else 1
     visits, visit = torch.unique(turns.episodes * width + turns.index, return_inverse=True)
     by_visit = Grouping.numbered(visit)  # the turns of one episode at one index, which count as one
@@ -88,8 +83,8 @@ def _compare(inputs: EstimatorInputs, turns: Turns, values: Tensor, *, divide_by
 
     baselines = places.spread(places.means(by_visit.means(values)))
     compared = places.spread(places.size) > 1
-    centred = torch.where(by_visit.spread(compared), values - by_visit.spread(baselines), 0.0)
-    if not divide_by_std:
-        return centred
-    variances = places.sums(by_visit.means(centred.square())) / (places.size - 1).clamp(min=1)
-    return centred / (by_visit.spread(places.spread(variances.sqrt())) + STD_FLOOR)
+    advantages = torch.where(by_visit.spread(compared), values - by_visit.spread(baselines), 0.0)
+    if divide_by_std:
+        variances = places.sums(by_visit.means(advantages.square())) / (places.size - 1).clamp(min=1)
+        advantages = advantages / (by_visit.spread(places.spread(variances.sqrt())) + STD_FLOOR)
+    return Estimate(advantages.to(inputs.token_rewards.dtype).index_select(0, turns.of_token))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from areal_lite.api.trainer_config import CriticConfig, KLConfig, LoRAConfig, TrainerConfig
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.data_proto_file import save_data_proto
-from areal_lite.trainer.hand_over import broadcast_batch, broadcast_json, gather_json
+from areal_lite.trainer.broadcast import broadcast_batch, broadcast_json, gather_json
 from areal_lite.trainer.policy_trainer import PolicyTrainer
 from areal_lite.trainer.ranks import join_ranks
 from areal_lite.trainer.snapshot import restore, snapshot, write_snapshot
@@ -160,7 +160,7 @@ def run_rank(out: Path, model_path: Path) -> None:
         batch = broadcast_batch(generated_rows() if ranks.rank == 0 else None)
         save_data_proto(batch, out / f"broadcast_{ranks.rank}")
         told = [broadcast_json({"stop": ranks.rank == 0}), gather_json([ranks.rank, "é"])]
-        (out / f"told_{ranks.rank}.json").write_text(json.dumps(told))
+        (out / f"decision_{ranks.rank}.json").write_text(json.dumps(told))
 
 
 def held(trainer: PolicyTrainer) -> list[int]:

@@ -1,7 +1,7 @@
-"""Batches and decisions that some ranks have and all need: after each call, every rank holds the same.
+"""Sends batches and decisions from the ranks that have them to all ranks.
 
-All ranks make the same calls in the same order. A rank waits for as long as another generates, and fails
-where that other is gone. Nothing is pickled.
+All ranks make the same calls in the same order. A rank waits as long as another one generates, and fails if that
+one is gone. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from areal_lite.data.batch.data_proto_file import from_tensors, to_tensors
 from areal_lite.data.batch.training_batch import data_proto_of
 from areal_lite.trainer.ranks import Ranks
 
-_PATIENCE = timedelta(days=7)
+_TIMEOUT = timedelta(days=7)
 
 
 def broadcast_json(value: Any = None) -> Any:
-    """Return rank 0's ``value`` as JSON gives it back: whether to stop, say; what the others give is not read.
+    """Return rank 0's ``value``, such as whether to stop, after a round trip through JSON; other ranks' is ignored.
 
     Raises:
-        TypeError: If rank 0's is not made of JSON's types.
+        TypeError: If rank 0's value is not JSON-serializable.
     """
     ranks = Ranks.current()
     return orjson.loads(_from_rank(0, orjson.dumps(value if ranks.rank == 0 else None)))
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Return every rank's ``value``, rank by rank, as JSON gives it back.
+    """Return the ``value`` of every rank, in rank order, after a round trip through JSON.
 
     Raises:
-        TypeError: If one is not made of JSON's types.
+        TypeError: If one is not JSON-serializable.
     """
     own = orjson.dumps(value)
     return [orjson.loads(_from_rank(rank, own)) for rank in range(Ranks.current().size)]
@@ -48,14 +48,13 @@ def gather_json(value: Any) -> list[Any]:
 def broadcast_batch(batch: Sequence[Group] | DataProto | None) -> Sequence[Group] | DataProto:
     """Return rank 0's batch; the others give None. Groups reach other ranks as a ``DataProto`` on the CPU.
 
-    Every rank gets the whole of it, a few bytes a token, and then computes its share: which samples these are depends
-    on all of them.
+    Every rank gets the whole batch, a few bytes a token, and computes its share of it, which depends on all samples.
 
     Raises:
-        ValueError: If rank 0 gives None, or a value that cannot be kept without pickle.
+        ValueError: If rank 0 passes None, or a value that cannot be stored without pickle.
     """
     if batch is None and Ranks.current().rank == 0:
-        raise ValueError("rank 0 gives None for a batch: it is the rank whose batch all others get")
+        raise ValueError("rank 0 passed None as the batch: all ranks train on the batch of rank 0")
     if Ranks.current().size == 1:
         assert batch is not None
         return batch
@@ -66,7 +65,7 @@ def broadcast_batch(batch: Sequence[Group] | DataProto | None) -> Sequence[Group
 
 
 def _from_rank(source: int, data: bytes) -> bytes:
-    """Return what rank ``source`` gives as ``data``."""
+    """Return the ``data`` of rank ``source``."""
     ranks = Ranks.current()
     if ranks.size == 1:
         return data
@@ -83,5 +82,5 @@ def _broadcast(tensor: Tensor, source: int) -> None:
     assert dist.group.WORLD is not None
     options = dist.BroadcastOptions()
     options.rootRank = source
-    options.timeout = _PATIENCE
+    options.timeout = _TIMEOUT
     dist.group.WORLD.broadcast([tensor], options).wait()

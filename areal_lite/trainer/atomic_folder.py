@@ -1,9 +1,9 @@
-"""Folders that appear whole or not at all, and that can be judged later.
+"""Folders that are written atomically and can be verified later.
 
-A folder is written aside, flushed to disk, described by ``manifest.json``, which is written last, and renamed
-into place: whoever finds it under its name finds all of it, after a crash as well. The manifest is
-``{"schema": 1, "version": n, "files": {name: {"size": bytes, "sha256": hex}}}``. One process at a time writes
-below one parent.
+A folder is written under a temporary name, flushed to disk, described by ``manifest.json``, which is written last, and
+renamed: under its final name it is always complete, even after a crash. The manifest is
+``{"schema": 1, "version": n, "files": {name: {"size": bytes, "sha256": hex}}}``. Only one process at a time may write
+below a parent folder.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from areal_lite.trainer.crash_points import crash_point
 
 Kind = Literal["weights", "model", "checkpoint"]
 
-_ASIDE = ".areal-lite-tmp-"
-"""How the names of folders begin that are being written or deleted."""
+_TEMPORARY = ".areal-lite-tmp-"
+"""Prefix of folders that are being written or deleted."""
 _MANIFEST = "manifest.json"
 _SCHEMA = 1
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, kind: Kind, version: int | None) -> None:
-    """Have ``write`` fill a folder aside, describe it by a manifest, and put it in the place of ``folder``.
+    """Let ``write`` fill a temporary folder, add a manifest, and replace ``folder`` by it.
 
     Raises:
         StorageError: If the disk is full or not writable, or ``folder`` holds files without a manifest.
@@ -39,42 +39,42 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, kind: Kind, ver
     try:
         if folder.exists() and any(folder.iterdir()) and not (folder / _MANIFEST).is_file():
             raise StorageError(
-                f"{folder} holds files that are no {kind} of ours ({_MANIFEST} is missing): name another folder"
+                f"{folder} holds files that areal_lite did not write ({_MANIFEST} is missing): choose another folder"
             )
         folder.parent.mkdir(parents=True, exist_ok=True)
         sweep(folder.parent)
-        aside = Path(tempfile.mkdtemp(prefix=_ASIDE, dir=folder.parent))
-        aside.chmod(0o755)
-        write(aside)
+        temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=folder.parent))
+        temporary.chmod(0o755)
+        write(temporary)
         crash_point(f"{kind}:before_manifest")
-        inside = sorted(aside.rglob("*"))
-        for path in inside:
+        paths = sorted(temporary.rglob("*"))
+        for path in paths:
             path.chmod(0o755 if path.is_dir() else 0o644)
             _flush(path)
-        files = {str(path.relative_to(aside)): _digest(path) for path in inside if path.is_file()}
+        files = {str(path.relative_to(temporary)): _digest(path) for path in paths if path.is_file()}
         manifest = {"schema": _SCHEMA, "version": version, "files": files}
-        (aside / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        _flush(aside / _MANIFEST)
-        _flush(aside)
+        (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        _flush(temporary / _MANIFEST)
+        _flush(temporary)
         crash_point(f"{kind}:after_manifest")
         if folder.exists():
-            folder.rename(Path(tempfile.mkdtemp(prefix=_ASIDE, dir=folder.parent)) / folder.name)
-        aside.rename(folder)
+            folder.rename(Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=folder.parent)) / folder.name)
+        temporary.rename(folder)
         _flush(folder.parent)
         crash_point(f"{kind}:after_rename")
     except (OSError, SafetensorError) as error:
         raise StorageError(
-            f"the {kind} could not be written to {folder}: {error}: free disk space or mend its permissions"
+            f"the {kind} could not be written to {folder}: {error}: free disk space or fix its permissions"
         ) from error
     finally:
         sweep(folder.parent)
 
 
 def check_folder(folder: Path) -> None:
-    """Read a folder of :func:`write_folder` back and compare it with its manifest.
+    """Read back a folder of :func:`write_folder` and compare it with its manifest.
 
     Raises:
-        CheckpointError: If the manifest is missing or of another version, or a file is not what it says.
+        CheckpointError: If the manifest is missing or has another schema, or a file differs from it.
     """
     try:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
@@ -83,34 +83,34 @@ def check_folder(folder: Path) -> None:
                 f"{folder} has schema {manifest['schema']} and this version reads {_SCHEMA}: use the version that "
                 "wrote it"
             )
-        for name, told in manifest["files"].items():
-            if _digest(folder / name) != told:
+        for name, expected in manifest["files"].items():
+            if _digest(folder / name) != expected:
                 raise CheckpointError(
-                    f"{folder / name} is not what {_MANIFEST} says: it was changed or cut off"
+                    f"{folder / name} differs from {_MANIFEST}: it was changed or truncated"
                 )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder} is not whole: {error}") from error
+        raise CheckpointError(f"{folder} is incomplete: {error}") from error
 
 
 def remove_folder(folder: Path, *, kind: Kind) -> None:
-    """Delete a folder of :func:`write_folder`; nobody meets a part of it under its name.
+    """Delete a folder of :func:`write_folder`; it never appears incomplete under its name.
 
     Raises:
         StorageError: If it cannot be renamed.
     """
-    aside = folder.with_name(f"{_ASIDE}{folder.name}")
+    temporary = folder.with_name(f"{_TEMPORARY}{folder.name}")
     try:
-        folder.rename(aside)
+        folder.rename(temporary)
         _flush(folder.parent)
     except OSError as error:
-        raise StorageError(f"{folder} cannot be deleted: {error}: mend its permissions") from error
+        raise StorageError(f"{folder} cannot be deleted: {error}: fix its permissions") from error
     crash_point(f"{kind}:during_delete")
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def sweep(root: Path) -> None:
-    """Remove what a failed or killed writer left."""
-    for leftover in root.glob(_ASIDE + "*"):
+    """Remove the leftovers of a failed or killed writer."""
+    for leftover in root.glob(_TEMPORARY + "*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
