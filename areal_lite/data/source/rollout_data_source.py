@@ -217,7 +217,7 @@ class RolloutDataSource:
 
         Rows that a dataset makes while it runs do not count: its own state has them.
         """
-        rows = getattr(self._rows, "given", self._rows) or ()
+        rows = getattr(self._rows, "on_disk", self._rows) or ()
         size = len(rows)
         order = self._order if size == len(self._order) else self._epoch_order(size)
         some = [_checked(rows[position]) for position in spread_positions(size)]
