@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ _KIND_WORDS = {
     "f": "a float tensor",
     "i": "an integer tensor",
 }
+_SEQUENCE_KEYS = {*TOKEN_KEYS, "rewards"}
 PADDING = {"versions": -1}
 """Right-padding value per key; 0 where not named."""
 _VIEW = {"input_ids": np.int32, "loss_mask": np.int32, "logprobs": np.float32, "versions": np.int32}
@@ -71,22 +73,21 @@ def trajectory_of(
     """
     status = EpisodeStatus.REJECTED if returned is None else EpisodeStatus.ACCEPTED
     trajectory = Trajectory(member_idx=member_idx, status=status)
-    tree = _TurnTree(trajectory.turns)
+    sequences = trajectory.sequences
+    interactions: list[InteractionWithTokenLogpReward] = []
     if returned is not None:
         with attributed_to(FailureKind.OUTPUT):
             check_returned(returned)
             if is_interactions(returned):
-                for interaction in returned.values():
-                    trajectory.sequences.append(_interaction_sequence(interaction, tree))
+                interactions = list(returned.values())
+                sequences.extend(map(_interaction_sequence, interactions))
             else:
                 arrays = check_tensor_dict(returned)
-                trajectory.sequences.extend(_row_sequences(arrays, calls, tree))
+                sequences.extend(_row_sequences(arrays))
                 trajectory.has_loss_mask = "loss_mask" in arrays
-                trajectory.extras = {
-                    key: value for key, value in returned.items() if key not in (*TOKEN_KEYS, "rewards")
-                }
+                trajectory.extras = {key: returned[key] for key in returned.keys() - _SEQUENCE_KEYS}
         trajectory.average_rewards()
-    tree.add_calls(calls)
+    trajectory.make_turns = partial(_make_turns, sequences, interactions, calls)
     return trajectory
 
 
@@ -94,9 +95,24 @@ def unfinished_trajectory(
     calls: Sequence[ModelResponse], *, member_idx: int, status: EpisodeStatus
 ) -> Trajectory:
     """Return the trajectory of an episode that failed or was stopped: its model calls, nothing that trains."""
-    trajectory = Trajectory(member_idx=member_idx, status=status)
-    _TurnTree(trajectory.turns).add_calls(calls)
-    return trajectory
+    return Trajectory(
+        member_idx=member_idx, status=status, make_turns=partial(_make_turns, (), (), list(calls))
+    )
+
+
+def _make_turns(
+    sequences: Sequence[TokenSequence],
+    interactions: Sequence[InteractionWithTokenLogpReward],
+    calls: Sequence[ModelResponse],
+) -> list[Turn]:
+    """Return the turns of an episode, and note each sequence's path through them."""
+    tree = _TurnTree()
+    by_length = sorted(calls, key=lambda call: call.input_len)
+    for place, sequence in enumerate(sequences):
+        spans = _chain_spans(interactions[place]) if interactions else _spans(sequence, by_length)
+        tree.add_path(sequence, spans)
+    tree.add_calls(calls)
+    return tree.turns
 
 
 def check_returned(returned: Any) -> None:
@@ -153,14 +169,12 @@ def _rows(value: Any, start: int, end: int, total: int) -> Any:
 class _TurnTree:
     """The turns of an episode; a call, and what leads to it, is added once."""
 
-    def __init__(self, turns: list[Turn]) -> None:
-        self.turns = turns
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
         self._places: dict[Any, int] = {}
         self._calls: set[tuple[str, float]] = set()
 
-    def add_path(
-        self, sequence: TokenSequence, spans: Iterator[tuple[int, int, ModelResponse | None, bool]]
-    ) -> None:
+    def add_path(self, sequence: TokenSequence, spans: Iterator[Span]) -> None:
         """Add the spans ``(start, end, call, sampled)`` of a sequence as turns, and note its path.
 
         Columns of the turns are views of the sequence's, except for an untrained call, whose log-probs and
@@ -227,7 +241,7 @@ class _TurnTree:
 
 
 def _identity(call: ModelResponse) -> tuple[str, float]:
-    return call.rid, call.started
+    return (call.rid, call.started) if call.rid else (str(id(call)), 0.0)
 
 
 def _role(sampled: bool, parent: int | None) -> TurnRole:
@@ -270,8 +284,7 @@ def _longest_prefix(known: Sequence[tuple[list[int], int]], ids: list[int]) -> t
     return best
 
 
-def _interaction_sequence(interaction: InteractionWithTokenLogpReward, tree: _TurnTree) -> TokenSequence:
-    chain = interaction.chain()
+def _interaction_sequence(interaction: InteractionWithTokenLogpReward) -> TokenSequence:
     response = interaction.model_response
     ids = np.array(response.input_tokens + response.output_tokens, np.int32)
     loss_mask = np.zeros(len(ids), np.bool_)
@@ -281,50 +294,44 @@ def _interaction_sequence(interaction: InteractionWithTokenLogpReward, tree: _Tu
         answer = node.model_response
         here = slice(answer.input_len, answer.input_len + answer.output_len)
         loss_mask[here], logprobs[here], versions[here] = True, answer.output_logprobs, answer.output_versions
-    sequence = TokenSequence(
+    return TokenSequence(
         input_ids=ids, loss_mask=loss_mask, logprobs=logprobs, versions=versions, reward=interaction.reward
     )
 
-    def spans() -> Iterator[tuple[int, int, ModelResponse | None, bool]]:
-        at = 0
-        for node in chain:
-            answer = node.model_response
-            start, end = answer.input_len, answer.input_len + answer.output_len
-            if at < start:
-                yield at, start, None, False
-            yield start, end, answer, True
-            at = end
 
-    tree.add_path(sequence, spans())
-    return sequence
-
-
-def _row_sequences(
-    arrays: Arrays, calls: Sequence[ModelResponse], tree: _TurnTree
-) -> Iterator[TokenSequence]:
+def _row_sequences(arrays: Arrays) -> Iterator[TokenSequence]:
     """Yield the rows of a checked tensor dict without their padding."""
     attention = arrays["attention_mask"] != 0
     padded = not attention.all()
-    by_length = sorted(calls, key=lambda call: call.input_len) if len(calls) > 1 else calls
-    rewards = arrays["rewards"].tolist() if "rewards" in arrays else None
+    mask = arrays["loss_mask"] != 0 if "loss_mask" in arrays else np.zeros(attention.shape, np.bool_)
+    rewards = arrays["rewards"].tolist() if "rewards" in arrays else [None] * len(attention)
     for row, ids in enumerate(arrays["input_ids"]):
         keep: Any = attention[row] if padded else slice(None)
-        columns = {key: arrays[key][row][keep] for key in ("logprobs", "versions") if key in arrays}
-        mask = arrays["loss_mask"][row][keep] != 0 if "loss_mask" in arrays else None
-        ids = ids[keep]
-        sequence = TokenSequence(
-            input_ids=ids,
-            loss_mask=np.zeros(len(ids), np.bool_) if mask is None else mask,
-            reward=None if rewards is None else rewards[row],
-            **columns,
+        yield TokenSequence(
+            input_ids=ids[keep],
+            loss_mask=mask[row][keep],
+            reward=rewards[row],
+            **{key: arrays[key][row][keep] for key in ("logprobs", "versions") if key in arrays},
         )
-        tree.add_path(sequence, _spans(sequence, by_length))
-        yield sequence
 
 
-def _spans(
-    sequence: TokenSequence, calls: Sequence[ModelResponse]
-) -> Iterator[tuple[int, int, ModelResponse | None, bool]]:
+Span = tuple[int, int, ModelResponse | None, bool]
+"""Start, end, the call it is, and whether it was sampled."""
+
+
+def _chain_spans(interaction: InteractionWithTokenLogpReward) -> Iterator[Span]:
+    """Yield the turns of an interaction and its ancestors in order."""
+    at = 0
+    for node in interaction.chain():
+        answer = node.model_response
+        start, end = answer.input_len, answer.input_len + answer.output_len
+        if at < start:
+            yield at, start, None, False
+        yield start, end, answer, True
+        at = end
+
+
+def _spans(sequence: TokenSequence, calls: Sequence[ModelResponse]) -> Iterator[Span]:
     """Yield the turns of a sequence in order: calls that match it, and runs of the loss mask between them."""
     ids: list[int] = sequence.input_ids.tolist()
     at = 0
@@ -340,7 +347,7 @@ def _spans(
     yield from _runs(sequence.loss_mask, at, len(ids))
 
 
-def _runs(mask: NDArray[np.bool_], start: int, end: int) -> Iterator[tuple[int, int, None, bool]]:
+def _runs(mask: NDArray[np.bool_], start: int, end: int) -> Iterator[Span]:
     if start == end:
         return
     borders = np.flatnonzero(mask[start + 1 : end] != mask[start : end - 1])

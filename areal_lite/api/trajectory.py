@@ -8,7 +8,7 @@ sampled is ever tokenized again. The tensor dict of AReaL is a view (:mod:`areal
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -96,7 +96,7 @@ class TokenSequence:
     """``[T]`` integer, policy version of each sampled token, -1 elsewhere; None where unknown."""
     reward: float | None = None
     path: tuple[int, ...] = ()
-    """Its turns, as indices into ``Trajectory.turns``."""
+    """Its turns, as indices into ``Trajectory.turns``; known once these are made."""
     turn_idx: int = 0
     """Model calls on its path before the last one."""
     group_id: str = ""
@@ -157,8 +157,6 @@ class Trajectory:
     status: EpisodeStatus
     failure: Failure | None = None
     """Why it failed or was cancelled; None otherwise."""
-    turns: list[Turn] = field(default_factory=list)
-    """All model calls and what came between, parents before children."""
     sequences: list[TokenSequence] = field(default_factory=list)
     """What trains; empty unless the episode finished with data."""
     reward: float | None = None
@@ -167,6 +165,21 @@ class Trajectory:
     """False where the workflow's tensor dict has none: nothing says what to train."""
     extras: dict[str, Any] = field(default_factory=dict)
     """Keys of a workflow's tensor dict that are not about tokens or rewards, per sequence."""
+    make_turns: Callable[[], list[Turn]] = list
+    """Makes ``turns`` when they are first asked for, and the sequences' ``path`` and ``turn_idx`` with them."""
+    _turns: list[Turn] | None = None
+
+    @property
+    def turns(self) -> list[Turn]:
+        """All model calls and what came between, parents before children."""
+        if self._turns is None:
+            self._turns = self.make_turns()
+            self.make_turns = list  # it holds the calls
+        return self._turns
+
+    def find_paths(self) -> list[tuple[int, ...]]:
+        """Return the path of each sequence, making the turns."""
+        return [sequence.path for sequence in self.sequences if self.turns]
 
     def trained_versions(self) -> tuple[int, int] | None:
         """Return the oldest and newest policy version of all trained tokens; None where unknown."""

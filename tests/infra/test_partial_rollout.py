@@ -180,7 +180,8 @@ def test_sb17_finished_surplus_groups_are_accepted_later_without_generation(
     start_stub: StartStub, start_engine: StartEngine
 ) -> None:
     stub = start_stub()
-    engine = start_engine(stub, consumer_batch_size=1, max_head_offpolicyness=3, over_sampling_groups=2)
+    engine = start_engine(stub, consumer_batch_size=1, max_head_offpolicyness=3)
+    engine._executor.gate.lead.groups = 3
     source = source_of(4)
     first = engine.prepare_batch(source, AskTwice)
     while engine._executor._runner.live:  # four started

@@ -187,6 +187,8 @@ def training_sequences(batch: Sequence[Group] | DataProto) -> list[TokenSequence
         return _unpadded(batch)
     groups = [group for group in batch if group.status is EpisodeStatus.ACCEPTED]
     for group in groups:
+        for trajectory in group.trajectories:
+            trajectory.find_paths()
         missing = {
             "loss_mask": not all(trajectory.has_loss_mask for trajectory in group.trajectories),
             "rewards": any(sequence.reward is None for sequence in group.sequences),
