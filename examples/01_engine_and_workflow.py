@@ -17,7 +17,7 @@ from areal_lite.api import (
     ModelRequest,
     RolloutWorkflow,
 )
-from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.data import load_tokenizer
 from areal_lite.embedded import EmbeddedServer
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 
@@ -49,10 +49,10 @@ def main(model_path: str = "runs/models/SmolLM2-135M-Instruct") -> None:
     with EmbeddedServer(model_path=model_path) as server:
         config = InferenceEngineConfig(addresses=[server.address])
         with RemoteInfEngine(config) as engine:
-            for result in engine.rollout_batch(rows, ContinueText(tokenizer), group_size=4):
-                assert result.trajectory is not None, result.error
-                shape = list(result.trajectory["input_ids"].shape)
-                print(f"{result.data['text']!r}: {result.status}, ids {shape}, rewards {result.rewards}")
+            for group in engine.rollout_batch(rows, ContinueText(tokenizer), group_size=4):
+                assert group.trajectory is not None, group.error  # the group's tensor dict
+                shape = list(group.trajectory["input_ids"].shape)
+                print(f"{group.data['text']!r}: {group.status}, ids {shape}, rewards {group.rewards}")
 
 
 if __name__ == "__main__":

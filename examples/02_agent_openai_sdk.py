@@ -41,10 +41,10 @@ def main(model_path: str = "runs/models/SmolLM2-135M-Instruct") -> None:
             gconfig=GenerationHyperparameters(max_new_tokens=24),
         )
         with RemoteInfEngine(config) as engine:
-            for result in engine.rollout_batch(rows, ThinkAgainAgent, group_size=4):
-                assert result.trajectory is not None, result.error
-                trained = result.trajectory["loss_mask"].sum(dim=1).tolist()
-                print(f"{result.data['question']}  rewards {result.rewards}  trained tokens {trained}")
+            for group in engine.rollout_batch(rows, ThinkAgainAgent, group_size=4):
+                assert group.failure is None, group.error
+                trained = [sequence.num_trained_tokens for sequence in group.sequences]
+                print(f"{group.data['question']}  rewards {group.rewards}  trained tokens {trained}")
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ def main(model_path: str = "runs/models/SmolLM2-135M-Instruct") -> None:
         )
         with RemoteInfEngine(config) as engine:
             agent = ShortWordsAgent(max_letters=4)
-            for result in engine.rollout_batch(rows, agent, should_accept_fn=rewards_differ):
-                print(f"{result.data['question']}  {result.status}  {result.error or result.rewards}")
+            for group in engine.rollout_batch(rows, agent, should_accept_fn=rewards_differ):
+                print(f"{group.data['question']}  {group.status}  {group.error or group.rewards}")
 
 
 if __name__ == "__main__":  # guarded, because a worker process imports this file

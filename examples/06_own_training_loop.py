@@ -10,12 +10,9 @@ import tempfile
 
 from openai import AsyncOpenAI
 
-from areal_lite.api import GenerationHyperparameters
-from areal_lite.api.config import InferenceEngineConfig, TrainerConfig
-from areal_lite.data.chat.tokenizer import load_tokenizer
-from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
-from areal_lite.data.packer.rollout_batch import training_batch
-from areal_lite.data.source.rollout_data_source import RolloutDataSource
+from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig
+from areal_lite.api.config import TrainerConfig
+from areal_lite.data import RolloutDataSource
 from areal_lite.embedded import EmbeddedServer
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.trainer.policy_trainer import PolicyTrainer
@@ -36,8 +33,6 @@ class LowercaseAgent:
 def main(model_path: str = "runs/models/SmolLM2-135M-Instruct", steps: str = "3") -> None:
     rows = [{"subject": subject} for subject in ("cats", "rain", "the sea", "bread", "snow", "owls")]
     source = RolloutDataSource(rows, n_samples_per_prompt=4, shuffle=True)
-    packer = DecoderOnlyLLMDataPacker()
-    packer.setup(tokenizer=load_tokenizer(model_path))
     learning = TrainerConfig(total_steps=int(steps), learning_rate=3e-5)
     with EmbeddedServer(model_path=model_path) as server, tempfile.TemporaryDirectory() as weights:
         config = InferenceEngineConfig(
@@ -50,8 +45,8 @@ def main(model_path: str = "runs/models/SmolLM2-135M-Instruct", steps: str = "3"
         trainer = PolicyTrainer(learning, model_path=model_path, seed=1)
         with RemoteInfEngine(config) as engine:
             for step in range(1, int(steps) + 1):
-                results = engine.prepare_batch(source, LowercaseAgent)
-                metrics = trainer.train_step(training_batch(packer, results), version=step - 1)
+                groups = engine.prepare_batch(source, LowercaseAgent)
+                metrics = trainer.train_step(groups, version=step - 1)
                 engine.update_weights_from_disk(str(publish_weights(trainer.model, weights, step)), step)
                 print(f"step {step}: reward {metrics['reward_mean']:.3f}, loss {metrics['loss']:+.4f}")
 

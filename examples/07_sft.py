@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lite.api.config_loader import load_config
 from areal_lite.api.supervised_config import SFTConfig
-from areal_lite.data.rows.load_rows import load_rows
+from areal_lite.data import load_rows
 from areal_lite.launch.progress import progress_line
 from areal_lite.launch.supervised import run_supervised
 

@@ -13,7 +13,7 @@ from areal_lite.api import (
     InteractionWithTokenLogpReward,
     RolloutWorkflow,
 )
-from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.data import load_tokenizer
 
 FEEDBACK = "Your answer is either wrong or not in the form asked for. Please try to answer it again."
 

@@ -14,7 +14,7 @@ from areal_lite.api import (
     ModelRequest,
     RolloutWorkflow,
 )
-from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.data import load_tokenizer
 
 
 class SingleTurnWorkflow(RolloutWorkflow):

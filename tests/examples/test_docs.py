@@ -124,14 +124,15 @@ def test_every_file_is_in_the_tree_and_no_other():
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_links_and_tests_in_a_document_exist(path):
+def test_links_tests_and_functions_in_a_document_exist(path):
     text = path.read_text()
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (path.parent / link).exists(), link
     for name in re.findall(r"`((?:configs|examples|workflows|benchmarks|tests)/[\w/.]+\.\w+)", text):
         assert (REPOSITORY / name).exists(), name
-    for file, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text):
-        assert re.search(rf"def {test}\b", (REPOSITORY / file).read_text()), f"{file}::{test}"
+    for file, name in re.findall(r"`([\w/]+\.py)::(\w+)`", text):
+        source = file if (REPOSITORY / file).exists() else f"areal_lite/{file}"
+        assert re.search(rf"(def|class) {name}\b", (REPOSITORY / source).read_text()), f"{file}::{name}"
 
 
 def test_every_core_dependency_is_justified():

@@ -17,7 +17,7 @@ from areal_lite.data.source.sample import Sample
 from areal_lite.errors import ConfigError
 
 RolloutOutput = str | list[int] | TokenSequence | Sample
-"""An answer's text, its ids, or the recorded sequence: prompt, answers and what came between. A run gives the last."""
+"""An answer's text, its ids, or what was recorded: prompt, answers and the text between. A run gives sequences."""
 
 
 class DataPacker(ABC):
