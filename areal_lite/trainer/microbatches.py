@@ -1,34 +1,42 @@
 """Which sequences share a forward pass; pure plans over token counts.
 
-A *block* holds sequences of one group as a tree: what a sequence begins with in common with one before it is
-computed once. A *micro-batch* holds blocks of like length, right-padded. Both only save work: what a token
-attends to, and so the loss, does not depend on the plan. :mod:`areal_lite.trainer.packed_model` makes the tensors.
+A *block* holds sequences of one group as a tree: a prefix that several of them begin with is computed once. A
+*micro-batch* holds blocks of like length, right-padded. Both only save work: what a token attends to, and so
+the loss, does not depend on the plan. :mod:`areal_lite.trainer.packed_model` makes the tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from areal_lite.api.trajectory import TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Sequences laid out one after another, each without the prefix it shares with one before it."""
+    """Sequences laid out one after another, each without the prefix it shares with the one before it.
+
+    Sequences are sorted by their tokens, so no earlier one shares a longer prefix.
+    """
 
     sequences: tuple[int, ...]
     """Indices into the step's sequences."""
-    sources: tuple[int, ...]
-    """For each the place in ``sequences`` of the one whose prefix it shares; the first has itself."""
     shared: tuple[int, ...]
-    """Tokens of that prefix; 0 for the first."""
+    """Tokens each has in common with the one before it; 0 for the first."""
     length: int
     """Tokens of the block."""
     is_chain: bool = True
-    """Whether each sequence goes on where the one before ends, so that plain causal attention is right."""
+    """Whether each sequence continues the one before it, so that plain causal attention is right."""
+
+
+Bundle = list[Block]
+"""Blocks of one micro-batch."""
 
 
 def num_inputs(sequence: TokenSequence) -> int:
@@ -36,16 +44,15 @@ def num_inputs(sequence: TokenSequence) -> int:
     return int(np.flatnonzero(sequence.loss_mask)[-1])
 
 
-def common_prefix(first: TokenSequence, second: TokenSequence) -> int:
-    """Return how many leading tokens two sequences have in common, of those that the model must read of both."""
-    limit = min(num_inputs(first), num_inputs(second))
-    differs = first.input_ids[:limit] != second.input_ids[:limit]
-    return int(differs.argmax()) if differs.any() else limit
+def read_ids(sequence: TokenSequence) -> NDArray[Any]:
+    """Return the tokens that the model must read: all before the last trained one."""
+    return sequence.input_ids[: num_inputs(sequence)]
 
 
 def shared_prefix(sequences: Sequence[TokenSequence]) -> int:
     """Return how many leading tokens all sequences have in common, of those that the model must read."""
-    return min(common_prefix(sequences[0], other) for other in sequences)
+    first, *others = map(read_ids, sequences)
+    return min((_common(first, other) for other in others), default=len(first))
 
 
 def plan_blocks(
@@ -55,12 +62,13 @@ def plan_blocks(
     max_tokens: int,
     balance_length: int,
     share: bool = True,
-) -> list[Block]:
+    units: Sequence[Hashable] | None = None,
+) -> list[Bundle]:
     """Return blocks that hold each chosen sequence exactly once, sequences of one group side by side.
 
-    A sequence joins its group's current block while that is cheaper than a block of its own: it saves the
-    common prefix, but pays attention over its siblings. A block stays within ``max_tokens`` unless one
-    sequence alone is longer.
+    A unit joins its group's current block while that is cheaper than a block of its own: it saves the common
+    prefix, but pays attention over its siblings. A block stays within ``max_tokens`` unless one sequence alone is
+    longer. The blocks of a unit that needs several are one bundle; any other bundle is a single block.
 
     Args:
         sequences: The step's sequences.
@@ -69,37 +77,87 @@ def plan_blocks(
         balance_length: Block length at which attention costs as much as the layers' matrices, about
             six times the hidden size.
         share: False gives every sequence its own block, for models whose layers are not all plain attention.
+        units: ``[N]`` name of the unit each sequence belongs to, which stays in one bundle; a unit lies in one
+            group. None: each sequence is a unit.
     """
-    groups: dict[str, list[int]] = {}
+    groups: dict[Hashable, list[int]] = {}
     for index in chosen:
-        groups.setdefault(sequences[index].group_id if share else str(index), []).append(index)
-    blocks: list[Block] = []
+        alone = index if units is None else units[index]
+        groups.setdefault(sequences[index].group_id if share else alone, []).append(index)
+    bundles: list[Bundle] = []
     for members in groups.values():
-        members.sort(key=lambda index: (sequences[index].member_idx or 0, num_inputs(sequences[index])))
-        open_block = _alone(sequences, members[0])
-        for index in members[1:]:
-            alone = num_inputs(sequences[index])
-            prefixes = [common_prefix(sequences[other], sequences[index]) for other in open_block.sequences]
-            shared = max(prefixes)
-            joined = open_block.length + alone - shared
-            added = _cost(joined, balance_length) - _cost(open_block.length, balance_length)
-            if joined <= max_tokens and added < _cost(alone, balance_length):
-                open_block = Block(
-                    (*open_block.sequences, index),
-                    (*open_block.sources, prefixes.index(shared)),
-                    (*open_block.shared, shared),
-                    joined,
-                    open_block.is_chain and shared == open_block.length,
-                )
+        tree = _PrefixTree(sequences, members)
+        by_unit: dict[Hashable, list[int]] = {}
+        for place, index in enumerate(tree.order):  # in this order parents come before what continues them
+            by_unit.setdefault(index if units is None else units[index], []).append(place)
+        whole: list[list[int]] = []
+        for unit in by_unit.values():
+            singles = [[place] for place in unit]
+            parts = tree.join(singles, max_tokens, balance_length) if share else singles
+            if len(parts) == 1:
+                whole += parts
             else:
-                blocks.append(open_block)
-                open_block = _alone(sequences, index)
-        blocks.append(open_block)
-    return blocks
+                bundles.append([tree.block(part) for part in parts])
+        bundles += [[tree.block(part)] for part in tree.join(whole, max_tokens, balance_length)]
+    return bundles
 
 
-def _alone(sequences: Sequence[TokenSequence], index: int) -> Block:
-    return Block((index,), (0,), (0,), num_inputs(sequences[index]))
+def tree_length(sequences: Sequence[TokenSequence], members: Sequence[int]) -> int:
+    """Return how many tokens the model reads of the sequences ``members`` where shared prefixes are read once."""
+    return _PrefixTree(sequences, members).length(range(len(members)))
+
+
+class _PrefixTree:
+    """The sequences of one group, sorted by their tokens: neighbours share the longest prefixes."""
+
+    def __init__(self, sequences: Sequence[TokenSequence], members: Sequence[int]) -> None:
+        inputs = {index: read_ids(sequences[index]) for index in members}
+        self.order = sorted(members, key=lambda index: (inputs[index].astype(">u4").tobytes(), index))
+        self._lengths = np.array([len(inputs[index]) for index in self.order])
+        pairs = itertools.pairwise(self.order)
+        self._common = np.array([0, *(_common(inputs[a], inputs[b]) for a, b in pairs)])
+
+    def join(self, items: Sequence[list[int]], max_tokens: int, balance_length: int) -> list[list[int]]:
+        """Return the items, lists of places in ``order``, joined one by one while that is cheaper."""
+        blocks: list[list[int]] = []
+        open_length = 0
+        for places in items:
+            alone = self.length(places)
+            if blocks:
+                joined = sorted(blocks[-1] + places)
+                length = self.length(joined)
+                added = _cost(length, balance_length) - _cost(open_length, balance_length)
+                if length <= max_tokens and added < _cost(alone, balance_length):
+                    blocks[-1], open_length = joined, length
+                    continue
+            blocks.append(places)
+            open_length = alone
+        return blocks
+
+    def block(self, places: Sequence[int]) -> Block:
+        """Return the block of the sequences at sorted ``places``."""
+        shared = self._shared(places)
+        return Block(
+            tuple(self.order[place] for place in places),
+            (0, *shared.tolist()),
+            self.length(places),
+            bool((shared == self._lengths[list(places[:-1])]).all()),
+        )
+
+    def length(self, places: Sequence[int]) -> int:
+        """Return the tokens of the sequences at sorted ``places``, shared prefixes counted once."""
+        return int(self._lengths[list(places)].sum() - self._shared(places).sum())
+
+    def _shared(self, places: Sequence[int]) -> NDArray[np.int64]:
+        """Return the common prefix of each place but the first with the place before it: the least between them."""
+        starts = np.array(places[:-1], np.int64) + 1
+        return np.minimum.reduceat(self._common[: places[-1] + 1], starts)
+
+
+def _common(first: NDArray[Any], second: NDArray[Any]) -> int:
+    limit = min(len(first), len(second))
+    differs = first[:limit] != second[:limit]
+    return int(differs.argmax()) if differs.any() else limit
 
 
 def _cost(length: int, balance_length: int) -> float:

@@ -41,7 +41,7 @@ class PackedRows:
     predicted_at: Tensor
     """``[N]`` flat position of the token before each trained one."""
     targets: Tensor
-    """``[N]`` the trained tokens, row by row, sample by sample."""
+    """``[N]`` the trained tokens, row by row, sequence by sequence."""
 
 
 def pack(
@@ -67,13 +67,13 @@ def pack(
     targets: list[NDArray[Any]] = []
     for row, (block, start) in enumerate(zip(blocks, starts.tolist(), strict=False)):
         end = start
-        places: list[NDArray[np.int64]] = []  # flat position of every token the model reads of a sequence
-        for index, source, shared in zip(block.sequences, block.sources, block.shared, strict=True):
+        places = np.empty(0, np.int64)  # flat position of every token the model reads of a sequence
+        for index, shared in zip(block.sequences, block.shared, strict=True):
             sequence = sequences[index]
             inputs = num_inputs(sequence)
             begin, end = end, end + inputs - shared
-            prefix = places[source][:shared] if shared else np.empty(0, np.int64)
-            places.append(np.concatenate((prefix, np.arange(begin, end))))
+            prefix = places[:shared]
+            places = np.concatenate((prefix, np.arange(begin, end)))
             ids[begin:end] = sequence.input_ids[shared:inputs]
             positions[begin:end] = np.arange(shared, inputs)
             own.append((prefix, begin, end))
@@ -82,7 +82,7 @@ def pack(
                 here[:, torch.from_numpy(prefix - start)] = True
                 here[:, begin - start : end - start] = torch.ones(end - begin, end - begin).tril().bool()
             trained = np.flatnonzero(sequence.loss_mask)
-            predicted_at.append(places[-1][trained - 1])
+            predicted_at.append(places[trained - 1])
             targets.append(sequence.input_ids[trained])
     shape = (1 if ragged else len(blocks), -1)
     return PackedRows(
@@ -196,6 +196,6 @@ def _probe(device: torch.device, *, shared: bool = True, ragged: bool = False) -
         TokenSequence(input_ids=np.array([1, 2, *tail]), loss_mask=np.array([False, False, True, True]))
         for tail in ([3, 4], [4, 3])
     ]
-    apart = [Block((index,), (0,), (0,), length=3) for index in (0, 1)]
-    together = [Block((0, 1), (0, 0), (0, 2), length=4, is_chain=False)]
+    apart = [Block((index,), (0,), length=3) for index in (0, 1)]
+    together = [Block((0, 1), (0, 2), length=4, is_chain=False)]
     return pack(sequences, together if shared else apart, device=device, ragged=ragged)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.batch.partition import get_seqlen_balanced_partitions
-from areal_lite.trainer.microbatches import Block, num_inputs, plan_blocks, plan_microbatches
+from areal_lite.trainer.microbatches import Block, num_inputs, plan_blocks, plan_microbatches, tree_length
 from areal_lite.trainer.packed_model import PackedModel, PackedRows, pack
 from areal_lite.trainer.ranks import Ranks
 
@@ -161,10 +161,10 @@ class StepCut:
     Args:
         sequences: All of the step, on every rank.
         model: Says which blocks it can read.
-        ranks: The sequences are divided among them, with nearly equally many tokens for each.
+        ranks: The episodes are divided among them, with nearly equally many tokens for each.
         device: Where the micro-batches go.
-        together: ``[N]`` what names the unit of each sequence that must not be divided among ranks or
-            micro-batches, as a loss over pairs or whole episodes needs; None: each sequence alone.
+        together: ``[N]`` name of the unit each sequence belongs to. A unit stays on one rank and in one micro-batch,
+            which losses over pairs or whole episodes need. None: micro-batches may divide an episode.
     """
 
     def __init__(
@@ -180,20 +180,20 @@ class StepCut:
         self._model = model
         self._ranks = ranks
         self._device = device
-        self._units = range(len(sequences)) if together is None else together
+        self._together = together
         self._offsets = np.cumsum([0, *(sequence.num_trained_tokens for sequence in sequences)])
 
     def __call__(self, chosen: Sequence[int], max_tokens: int) -> Iterator[Microbatch]:
         """Yield micro-batches of this rank's share of the ``chosen`` sequences, as many as on every other rank."""
         chosen = [index for index in chosen if self._sequences[index].num_trained_tokens]
-        blocks = plan_blocks(
+        bundles = plan_blocks(
             self._sequences,
             self._share(chosen),
             max_tokens=max_tokens,
             balance_length=self._model.balance_length,
             share=self._model.shares_prefixes,
+            units=self._together,
         )
-        bundles = self._bundles(blocks)
         ragged = self._model.ragged  # side by side, a bundle is as wide as its tokens and needs no padding
         sums, widths = ([f(block.length for block in bundle) for bundle in bundles] for f in (sum, max))
         plan = plan_microbatches(
@@ -215,33 +215,21 @@ class StepCut:
     def _share(self, chosen: list[int]) -> list[int]:
         if self._ranks.size == 1:
             return chosen
-        units: dict[Hashable, list[int]] = {}
+        units: dict[Hashable, list[int]] = {}  # whole episodes, because their sequences share prefixes
         for index in chosen:
-            units.setdefault(self._units[index], []).append(index)
+            unit = (
+                episode_of(self._sequences[index], index) if self._together is None else self._together[index]
+            )
+            units.setdefault(unit, []).append(index)
         members = list(units.values())
-        lengths = [sum(num_inputs(self._sequences[index]) for index in unit) for unit in members]
+        lengths = [tree_length(self._sequences, unit) for unit in members]
         lengths += [0] * (self._ranks.size - len(members))  # some ranks have nothing
         parts = get_seqlen_balanced_partitions(lengths, self._ranks.size)
         return [i for place in parts[self._ranks.rank] if place < len(members) for i in members[place]]
 
-    def _bundles(self, blocks: Sequence[Block]) -> list[list[Block]]:
-        """Return the blocks in bundles that no unit reaches out of."""
-        bundles: list[list[Block]] = []
-        bundle_of: dict[Hashable, list[Block]] = {}
-        for block in blocks:
-            units = {self._units[index] for index in block.sequences}
-            joined = [block]
-            for other in {id(b): b for unit in units if (b := bundle_of.get(unit)) is not None}.values():
-                joined = other + joined
-                units |= {self._units[index] for b in other for index in b.sequences}
-                bundles = [bundle for bundle in bundles if bundle is not other]
-            bundles.append(joined)
-            bundle_of |= dict.fromkeys(units, joined)
-        return bundles
-
     def _idle(self, chosen: Sequence[int]) -> Microbatch:
         shortest = min(chosen, key=lambda index: num_inputs(self._sequences[index]))
-        (block,) = plan_blocks(self._sequences, [shortest], max_tokens=1, balance_length=1, share=False)
+        block = Block((shortest,), (0,), num_inputs(self._sequences[shortest]))
         place = torch.arange(*self._offsets[[shortest, shortest + 1]].tolist(), device=self._device)
         packed = pack(self._sequences, [block], device=self._device, ragged=self._model.ragged)
         return Microbatch(packed, place, counts=False)

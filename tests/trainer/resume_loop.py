@@ -34,7 +34,7 @@ from areal_lite.trainer.checkpoint_writer import CheckpointWriter
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.metrics import MetricsWriter
-from areal_lite.trainer.microbatches import Row
+from areal_lite.trainer.microbatches import Block
 from areal_lite.trainer.packed_model import PackedRows, pack
 from areal_lite.trainer.policy_model import load_policy
 from areal_lite.trainer.seeding import seed_process
@@ -83,7 +83,7 @@ class LoopTrainer:
 
         def cut(max_tokens: int) -> Iterator[PackedRows]:
             for number, sample in enumerate(samples):
-                yield pack(samples, [Row((number,), prefix=0, length=len(sample.input_ids) - 1)], device=CPU)
+                yield pack(samples, [Block((number,), (0,), length=len(sample.input_ids) - 1)], device=CPU)
 
         def loss_of(packed: PackedRows) -> Tensor:
             logprobs: Tensor = learner.module(packed).logprobs

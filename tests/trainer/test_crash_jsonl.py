@@ -14,7 +14,7 @@ import orjson
 import pytest
 
 from areal_lite.api import InferenceEngineConfig
-from areal_lite.api.trajectory import EpisodeStatus, Group, MemberRecord
+from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.infra.trajectory_dumper import TrajectoryDumper
 from areal_lite.inspect.jsonl import read_records
@@ -139,7 +139,13 @@ def test_t6_a_dump_on_a_disk_that_fills_up_at_any_byte_takes_whole_records_after
     config = InferenceEngineConfig(
         fileroot=str(tmp_path), experiment_name="e", trial_name="t", consumer_batch_size=1
     )
-    result = Group(task_id=0, group_id="0", status=EpisodeStatus.FAILED, data={}, members=[MemberRecord()])
+    result = Group(
+        task_id=0,
+        group_id="0",
+        status=EpisodeStatus.FAILED,
+        data={},
+        trajectories=[Trajectory(status=EpisodeStatus.FAILED)],
+    )
     path = tmp_path / "e" / "t" / "rollout" / "0" / "0.jsonl"
 
     def dump() -> TrajectoryDumper:

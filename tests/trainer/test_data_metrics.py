@@ -15,13 +15,15 @@ SAMPLES = [
     sample([1, 2, 3, 4, 5, 6], [1, 4, 5], reward=0.0, group="a"),  # prompt 1; 2, 3 are a tool's
     sample([1, 2, 3], [], reward=0.5, group="b"),  # nothing trained
 ]
+EPISODES = [0, 1, 2]
 ADVANTAGES = np.array([1.0, 1.0, 4.0, 0.0, 0.0, 0.0])
 
 
 def test_v60_rewards_advantages_and_lengths() -> None:
-    assert batch_metrics(SAMPLES, ADVANTAGES, version=5) == pytest.approx(
+    assert batch_metrics(SAMPLES, EPISODES, ADVANTAGES, version=5) == pytest.approx(
         {
-            "samples": 3,
+            "sequences": 3,
+            "episodes": 3,
             "groups": 2,
             "reward_mean": 0.5,
             "reward_max": 1,
@@ -47,6 +49,7 @@ def test_v60_rewards_advantages_and_lengths() -> None:
 def test_v60_penalised_rewards_returns_and_values_where_there_are_any() -> None:
     metrics = batch_metrics(
         SAMPLES,
+        EPISODES,
         ADVANTAGES,
         version=5,
         penalised_rewards=np.array([0.9, -0.3, 0.3]),
@@ -54,7 +57,8 @@ def test_v60_penalised_rewards_returns_and_values_where_there_are_any() -> None:
         values=np.array([1.0, 0.0, 0.0, 2.0, 2.0, 1.0]),
     )
     more = {
-        name: metrics[name] for name in metrics.keys() - batch_metrics(SAMPLES, ADVANTAGES, version=5).keys()
+        name: metrics[name]
+        for name in metrics.keys() - batch_metrics(SAMPLES, EPISODES, ADVANTAGES, version=5).keys()
     }
     assert more == pytest.approx(
         {
@@ -77,23 +81,23 @@ def test_v60_penalised_rewards_returns_and_values_where_there_are_any() -> None:
 def test_v60_a_row_is_clipped_where_one_answer_is_as_long_as_a_model_call_may_be(
     max_new_tokens: int, ratio: float
 ) -> None:
-    metrics = batch_metrics(SAMPLES, ADVANTAGES, version=5, max_new_tokens=max_new_tokens)
+    metrics = batch_metrics(SAMPLES, EPISODES, ADVANTAGES, version=5, max_new_tokens=max_new_tokens)
     assert metrics["response_length_clip_ratio"] == pytest.approx(ratio)
 
 
 def test_a_batch_without_a_trained_token_has_neither_lengths_nor_advantages() -> None:
-    metrics = batch_metrics(SAMPLES[2:], np.zeros(0), version=5, max_new_tokens=4)
+    metrics = batch_metrics(SAMPLES[2:], [0], np.zeros(0), version=5, max_new_tokens=4)
     assert metrics["advantage_zero_fraction"] == 1
     assert not [name for name in metrics if name.endswith("_length_mean") or name == "advantage_mean"]
 
 
 def test_values_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError, match=r"advantages is of shape \(3,\), it must be \[6\].*np.repeat"):
-        batch_metrics(SAMPLES, np.zeros(3), version=5)
+        batch_metrics(SAMPLES, EPISODES, np.zeros(3), version=5)
     with pytest.raises(ValueError, match="penalised_rewards"):
-        batch_metrics(SAMPLES, ADVANTAGES, version=5, penalised_rewards=np.zeros(2))
-    with pytest.raises(ValueError, match="no samples"):
-        batch_metrics([], np.zeros(0), version=5)
+        batch_metrics(SAMPLES, EPISODES, ADVANTAGES, version=5, penalised_rewards=np.zeros(2))
+    with pytest.raises(ValueError, match="no sequences"):
+        batch_metrics([], [], np.zeros(0), version=5)
 
 
 def test_v60_seconds_and_milliseconds_per_token_by_phase_and_tokens_per_second() -> None:

@@ -15,11 +15,9 @@ from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import ConfigError
 from areal_lite.trainer import logprobs
 from areal_lite.trainer.logprobs import ChunkedScores, TokenScorer, TokenScores
-from areal_lite.trainer.microbatches import plan_rows
-from areal_lite.trainer.packed_model import pack
 from areal_lite.trainer.policy_model import load_policy
 from tests.trainer.oracle_cases import case, inputs
-from tests.trainer.training_data import VOCABULARY, drawn_batch, sample
+from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sample
 
 CPU = torch.device("cpu")
 
@@ -35,10 +33,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def packed_scores(scorer: TokenScorer, batch: list[TokenSequence], **how: Any) -> TokenScores:
-    rows = plan_rows(
-        batch, range(len(batch)), max_tokens=10_000, balance_length=10_000, share=scorer.shares_prefixes
-    )
-    return scorer(pack(batch, rows, device=CPU), **how)
+    return scorer(packed_together(batch, share=scorer.shares_prefixes)[0], **how)
 
 
 def scores_alone(model: Any, one: TokenSequence, temperature: float) -> list[Tensor]:
@@ -57,10 +52,11 @@ def full_scores(logits: Tensor, targets: Tensor) -> list[Tensor]:
 def assert_scores_are_those_alone(model: Any, batch: list[TokenSequence], temperature: float) -> None:
     scorer = TokenScorer(model, temperature=temperature)
     with torch.no_grad():
-        ours = packed_scores(scorer, batch)
+        packed, order = packed_together(batch, share=scorer.shares_prefixes)
+        ours = scorer(packed)
         expected = [
             torch.cat(parts)
-            for parts in zip(*(scores_alone(model, one, temperature) for one in batch), strict=True)
+            for parts in zip(*(scores_alone(model, one, temperature) for one in order), strict=True)
         ]
     assert [scores.dtype for scores in ours] == [torch.float32] * 3
     torch.testing.assert_close([scores.double() for scores in ours], expected, atol=5e-5, rtol=5e-5)

@@ -16,11 +16,10 @@ from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.lora import adapters_off, add_adapters, load_adapters, plain_weights, write_adapters
-from areal_lite.trainer.microbatches import plan_rows
-from areal_lite.trainer.packed_model import PackedRows, pack
+from areal_lite.trainer.packed_model import PackedRows
 from areal_lite.trainer.policy_model import load_policy
 from areal_lite.trainer.weights import publish_weights, save_model
-from tests.trainer.training_data import VOCABULARY, drawn_batch
+from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together
 
 CPU = torch.device("cpu")
 CONFIG = LoRAConfig(rank=4, alpha=6.0)
@@ -32,9 +31,7 @@ def load(path: Path, config: LoRAConfig | None = CONFIG, *, recompute: bool = Fa
 
 
 def packed_rows() -> PackedRows:
-    batch = drawn_batch(0)
-    rows = plan_rows(batch, range(len(batch)), max_tokens=10_000, balance_length=10_000)
-    return pack(batch, rows, device=CPU)
+    return packed_together(drawn_batch(0))[0]
 
 
 def logprobs(model: Any) -> Tensor:

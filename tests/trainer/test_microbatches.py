@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.trainer.microbatches import num_inputs, plan_microbatches, plan_rows, shared_prefix
+from areal_lite.trainer.microbatches import plan_blocks, plan_microbatches, read_ids, shared_prefix
 from tests.trainer.training_data import drawn_batch, sample
 
 
@@ -39,35 +39,39 @@ def test_no_other_cut_of_the_sorted_lengths_costs_less(lengths: list[int], cap: 
 
 
 @given(seed=st.integers(0, 50), cap=st.integers(4, 120), balance=st.integers(1, 2000))
-def test_rows_hold_each_sample_once_and_never_mix_groups(seed: int, cap: int, balance: int) -> None:
+def test_blocks_hold_each_sequence_once_and_never_mix_groups(seed: int, cap: int, balance: int) -> None:
     batch = drawn_batch(seed)
-    rows = plan_rows(batch, range(len(batch)), max_tokens=cap, balance_length=balance)
-    assert sorted(index for row in rows for index in row.samples) == list(range(len(batch)))
-    for row in rows:
-        members = [batch[index] for index in row.samples]
+    bundles = plan_blocks(batch, range(len(batch)), max_tokens=cap, balance_length=balance)
+    blocks = [block for (block,) in bundles]
+    assert sorted(index for block in blocks for index in block.sequences) == list(range(len(batch)))
+    for block in blocks:
+        members = [batch[index] for index in block.sequences]
         assert len({member.group_id for member in members}) == 1
-        assert row.length == row.prefix + sum(num_inputs(member) - row.prefix for member in members)
-        assert row.length <= cap or len(members) == 1
+        assert block.length == len(
+            {tuple(read_ids(one)[:end]) for one in members for end in range(1, len(read_ids(one)) + 1)}
+        )
+        assert block.length <= cap or len(members) == 1
 
 
 def test_a_group_computes_its_prompt_once() -> None:
     group = [sample([1, 2, 3, 4, 5, end, 9], [5, 6]) for end in (6, 7, 8)]
-    (row,) = plan_rows(group, range(3), max_tokens=100, balance_length=1000)
-    assert (row.prefix, row.length) == (5, 5 + 3)  # the last token of each predicts nothing
+    ((block,),) = plan_blocks(group, range(3), max_tokens=100, balance_length=1000)
+    assert (block.shared, block.length) == ((0, 5, 5), 5 + 3)  # the last token of each predicts nothing
 
 
 def test_siblings_part_where_attention_would_cost_more_than_the_prompt_saves() -> None:
-    group = [sample([1, 2, *range(3, 60)], range(2, 59)) for _ in range(3)]
-    assert len(plan_rows(group, range(3), max_tokens=1000, balance_length=10)) == 3
+    group = [sample([1, 2, answer, *range(3, 59)], range(2, 59)) for answer in range(3)]
+    assert len(plan_blocks(group, range(3), max_tokens=1000, balance_length=10)) == 3
 
 
-def test_models_that_cannot_share_get_a_row_per_sample() -> None:
+def test_models_that_cannot_share_get_a_block_per_sequence() -> None:
     group = [sample([1, 2, 3], [2]) for _ in range(3)]
-    rows = plan_rows(group, range(3), max_tokens=100, balance_length=1000, share=False)
-    assert [row.samples for row in rows] == [(0,), (1,), (2,)]
+    bundles = plan_blocks(group, range(3), max_tokens=100, balance_length=1000, share=False)
+    assert [block.sequences for (block,) in bundles] == [(0,), (1,), (2,)]
 
 
-def test_the_shared_prefix_ends_where_members_differ_or_one_is_trained() -> None:
+def test_the_shared_prefix_ends_where_members_differ_or_one_has_its_last_trained_token() -> None:
     assert shared_prefix([sample([1, 2, 3, 4], [3]), sample([1, 2, 9, 4], [3])]) == 2
-    assert shared_prefix([sample([1, 2, 3, 4], [3]), sample([1, 2, 3, 4], [2, 3])]) == 2
+    assert shared_prefix([sample([1, 2, 3, 4], [3]), sample([1, 2, 3, 4], [2, 3])]) == 3
+    assert shared_prefix([sample([1, 2, 3, 4], [3]), sample([1, 2, 3, 4], [2])]) == 2
     assert shared_prefix([sample([1, 2, 3], [2]), sample([9, 2, 3], [2])]) == 0

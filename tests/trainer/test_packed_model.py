@@ -15,11 +15,11 @@ from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
-from areal_lite.trainer.microbatches import plan_rows
-from areal_lite.trainer.packed_model import PackedModel, PackedRows, pack
+from areal_lite.trainer.microbatches import plan_blocks
+from areal_lite.trainer.packed_model import PackedModel, PackedRows
 from areal_lite.trainer.policy_model import load_policy
 from areal_lite.trainer.ragged_attention import Segments, _by_kernel
-from tests.trainer.training_data import VOCABULARY, drawn_batch, sample
+from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sample
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {
@@ -46,11 +46,9 @@ ARCHITECTURES = {  # config, settings, whether rows may hold several samples
 
 
 def packed_rows(model: PackedModel, batch: Sequence[TokenSequence]) -> PackedRows:
-    rows = plan_rows(
-        batch, range(len(batch)), max_tokens=10_000, balance_length=10_000, share=model.shares_prefixes
-    )
-    assert (len(rows) < len(batch)) == model.shares_prefixes
-    return pack(batch, rows, device=CPU)
+    packed, _ = packed_together(batch, share=model.shares_prefixes)
+    assert (len(packed.input_ids) < len(batch)) == model.shares_prefixes
+    return packed
 
 
 def states_alone(model: PackedModel, one: TokenSequence) -> Tensor:
@@ -66,9 +64,10 @@ def test_a_token_sees_what_it_sees_in_its_sequence_alone(name: str) -> None:
     assert model.shares_prefixes == shares
     batch = drawn_batch(3)
     with torch.no_grad():
-        states = model.states(packed_rows(model, batch))
+        packed, order = packed_together(batch, share=model.shares_prefixes)
+        assert (len(packed.input_ids) < len(batch)) == model.shares_prefixes
         torch.testing.assert_close(
-            states, torch.cat([states_alone(model, one) for one in batch]), atol=1e-4, rtol=1e-4
+            model.states(packed), torch.cat([states_alone(model, one) for one in order]), atol=1e-4, rtol=1e-4
         )
 
 
@@ -79,14 +78,12 @@ def test_side_by_side_without_mask_or_padding_a_token_sees_the_same(name: str) -
     model = PackedModel(transformers.AutoModelForCausalLM.from_config(config_class(**settings)).eval())
     assert model.read_ragged() == model.ragged == shares
     batch = [*drawn_batch(3), sample([5, 6, 7, 8], [2, 3]), sample([5, 6, 9], [2]), sample([5, 6], [1])]
-    rows = plan_rows(
-        batch, range(len(batch)), max_tokens=10_000, balance_length=10_000, share=model.shares_prefixes
-    )
-    below = pack(batch, rows, device=CPU)
-    side_by_side = pack(batch, rows, device=CPU, ragged=shares)
+    below, _ = packed_together(batch, share=shares)
+    side_by_side, _ = packed_together(batch, share=shares, ragged=shares)
     if shares:
+        bundles = plan_blocks(batch, range(len(batch)), max_tokens=10_000, balance_length=10_000)
         assert side_by_side.attention_mask is None
-        assert side_by_side.input_ids.shape == (1, sum(row.length for row in rows))
+        assert side_by_side.input_ids.shape == (1, sum(block.length for (block,) in bundles))
     weights = list(model.parameters())
     states, gradients = zip(
         *(states_and_gradients(model, packed, weights) for packed in (below, side_by_side)), strict=True
@@ -138,12 +135,14 @@ def test_a_deep_copy_reads_its_own_weights(untied: Path) -> None:
         assert not torch.equal(scorer(packed).logprobs, before)
 
 
-def test_targets_and_the_positions_that_predict_them_stand_row_by_row_sample_by_sample(tiny: Path) -> None:
+def test_targets_and_the_positions_that_predict_them_stand_row_by_row_sequence_by_sequence(
+    tiny: Path,
+) -> None:
     batch = [sample([5, 6, 7, 8], [2, 3]), sample([5, 6, 9], [2]), sample([1, 2], [1], group="other")]
     packed = packed_rows(PackedModel(load_policy(str(tiny), device=CPU)), batch)
-    assert packed.input_ids.tolist() == [[5, 6, 7], [1, 0, 0]]  # the last token of a sample is never read
-    assert packed.targets.tolist() == [7, 8, 9, 2]
-    assert packed.predicted_at.tolist() == [1, 2, 1, 3]
+    assert packed.input_ids.tolist() == [[5, 6, 7], [1, 0, 0]]  # the last token of a sequence is never read
+    assert packed.targets.tolist() == [9, 7, 8, 2]  # the shorter of two that begin alike comes first
+    assert packed.predicted_at.tolist() == [1, 1, 2, 3]
 
 
 def test_a_folder_that_lacks_weights_of_a_causal_lm_is_refused(tiny: Path, tmp_path: Path) -> None:

@@ -104,15 +104,15 @@ def test_pairs_stay_together_on_one_rank_and_in_one_micro_batch(
     seen = []
     for rank in range(size):
         cut = StepCut(
-            step.samples,
+            step.sequences,
             untied_dpo.scorer,
             ranks=OneOf(rank, size),
             device=torch.device("cpu"),
-            together=True,
+            together=[one.group_id for one in step.sequences],
         )
-        for microbatch in cut(range(len(step.samples)), 50):
+        for microbatch in cut(range(len(step.sequences)), 50):
             if microbatch.counts:
-                samples = torch.unique(step.rows[microbatch.tokens]).tolist()
+                samples = torch.unique(step.of_token[microbatch.tokens]).tolist()
                 assert all(sample ^ 1 in samples for sample in samples)
                 seen += samples
     assert sorted(seen) == list(range(2 * len(items)))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.microbatches import plan_rows
+from areal_lite.trainer.microbatches import plan_blocks
 from areal_lite.trainer.packed_model import pack
 from areal_lite.trainer.reward_model import RewardModel, RewardScorer, ending, load_reward_model
 from areal_lite.trainer.weights import write_model
@@ -68,11 +68,13 @@ def test_the_gradient_of_a_pair_is_that_of_the_sequences_alone(tiny: Path, recom
     torch.nn.init.normal_(model.score.weight)
     pair = [sample([5, 6, 7, 8], [2, 3]), sample([5, 6, 9], [2])]
     scorer, endings = RewardScorer(model), [ending(one) for one in pair]
-    (row,) = plan_rows(endings, [0, 1], max_tokens=100, balance_length=100)  # the prompt is computed once
-    assert (row.prefix, row.length) == (2, 5)
+    ((block,),) = plan_blocks(
+        endings, [0, 1], max_tokens=100, balance_length=100
+    )  # the prompt is computed once
+    assert (block.sequences, block.shared, block.length) == ((0, 1), (0, 2), 5)
     gradients = []
     for chosen, rejected in (
-        scorer(pack(endings, [row], device=CPU)),
+        scorer(pack(endings, [block], device=CPU)),
         [alone(model, one) for one in pair],
     ):
         model.zero_grad()

@@ -8,22 +8,18 @@ import torch
 import transformers
 
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.microbatches import plan_rows
-from areal_lite.trainer.packed_model import PackedRows, pack
+from areal_lite.trainer.packed_model import PackedRows
 from areal_lite.trainer.policy_model import load_policy
 from areal_lite.trainer.reward_model import load_reward_model
 from areal_lite.trainer.value_model import ValueScorer, load_critic
 from areal_lite.trainer.weights import write_model
-from tests.trainer.training_data import VOCABULARY, drawn_batch, sample
+from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sample
 
 CPU = torch.device("cpu")
 
 
 def packed_rows(scorer: ValueScorer, batch: Any) -> PackedRows:
-    rows = plan_rows(
-        batch, range(len(batch)), max_tokens=10_000, balance_length=10_000, share=scorer.shares_prefixes
-    )
-    return pack(batch, rows, device=CPU)
+    return packed_together(batch, share=scorer.shares_prefixes)[0]
 
 
 def with_drawn_head(critic: Any) -> Any:
@@ -75,9 +71,10 @@ def test_values_are_those_before_each_trained_token_of_the_sequence_alone(window
     assert scorer.shares_prefixes == (window is None)
     batch = drawn_batch(1)
     with torch.no_grad():
-        values = scorer(packed_rows(scorer, batch))
-        alone = [critic(input_ids=torch.from_numpy(one.input_ids)[None]).logits[0, :, 0] for one in batch]
-    expected = torch.cat([row[one.loss_mask.nonzero()[0] - 1] for row, one in zip(alone, batch, strict=True)])
+        packed, order = packed_together(batch, share=scorer.shares_prefixes)
+        values = scorer(packed)
+        alone = [critic(input_ids=torch.from_numpy(one.input_ids)[None]).logits[0, :, 0] for one in order]
+    expected = torch.cat([row[one.loss_mask.nonzero()[0] - 1] for row, one in zip(alone, order, strict=True)])
     assert values.dtype == torch.float32
     torch.testing.assert_close(values, expected, atol=1e-5, rtol=1e-5)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.training_batch import collate_sequences
+from areal_lite.trainer.microbatches import plan_blocks
 from areal_lite.trainer.objectives.aggregation import LossTerms
 from areal_lite.trainer.objectives.policy_loss import PolicyInputs
+from areal_lite.trainer.packed_model import PackedRows, pack
 
 VOCABULARY = 259
 
@@ -41,6 +44,16 @@ def training_batch(samples: Sequence[TokenSequence]) -> DataProto:
     """Return what the trainer takes."""
     length = max(len(one.input_ids) for one in samples)
     return DataProto.from_single_dict(collate_sequences(samples, length, pad_token_id=0))
+
+
+def packed_together(
+    batch: Sequence[TokenSequence], *, share: bool = True, ragged: bool = False
+) -> tuple[PackedRows, list[TokenSequence]]:
+    """Return the batch in one micro-batch with a block per group, and its sequences in their packed order."""
+    bundles = plan_blocks(batch, range(len(batch)), max_tokens=10_000, balance_length=10_000, share=share)
+    blocks = [block for bundle in bundles for block in bundle]
+    order = [batch[index] for block in blocks for index in block.sequences]
+    return pack(batch, blocks, device=torch.device("cpu"), ragged=ragged), order
 
 
 def drawn_batch(seed: int, *, groups: int = 3, group_size: int = 4) -> list[TokenSequence]:
