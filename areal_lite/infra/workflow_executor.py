@@ -238,11 +238,15 @@ class WorkflowExecutor:
         """Let the gate adapt how far groups run ahead."""
         now = time.monotonic()
         self.statistics.waited_for_oldest_s += feed.waited_for_oldest_s
-        feed.waited_for_oldest_s = 0.0
         if self._last_cut is not None:
-            spare = len(feed.box.groups)
-            self.gate.lead.batch_cut(step_s=now - self._last_cut, waited_s=now - asked, spare=spare)
+            self.gate.lead.batch_cut(
+                step_s=now - self._last_cut,
+                waited_s=now - asked,
+                starved_s=now - asked - feed.waited_for_oldest_s,
+                spare=len(feed.box.groups),
+            )
         self._last_cut = now
+        feed.waited_for_oldest_s = 0.0
 
     def _running(self, feed: RowFeed) -> list[Submission]:
         return [s for s in self._runner.live.values() if s.task is not None and s.feed is feed]
