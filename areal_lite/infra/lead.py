@@ -1,74 +1,101 @@
-"""How far generation runs ahead of training: just in time, so that tokens are as fresh as the step time allows.
+"""How far generation runs ahead of training: just in time, for the freshest tokens at the same step time.
 
-A pure controller. One batch ahead keeps generation and training overlapped, at a staleness of 1. More is
-granted while the trainer waits for episodes and the last grant made steps shorter, and taken back when
-groups lie waiting for the trainer.
+A pure controller of one number, the lead: the mean staleness of a run is the lead divided by the batch size. One
+batch ahead overlaps generation with training. More is tried while the trainer lacks finished groups, and kept only
+if steps get shorter; groups that lie finished while the trainer is busy reduce it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from statistics import median
 
-WINDOW = 4
-"""Cuts between two decisions."""
-WAITED = 0.05
-"""Share of a step that the trainer may wait before more is granted."""
-GROWTH = 1.5
-GAIN = 0.97
-"""A grant stays if steps take at most this share of the time they took before."""
+WINDOW = 8
+"""Batches between two decisions."""
+IDLE = 0.05
+"""Share of its time that the trainer may wait before it counts as waiting."""
+CHANGE = 1.5
+"""Factor between the leads of a trial."""
+GAIN = 0.95
+"""A larger lead stays if steps take at most this share of the time before; a smaller one stays if the larger had not
+been worth that."""
 PATIENCE = 4
-"""Windows without another grant after one that did not help."""
+"""Windows without a trial after one that failed."""
 
 
 @dataclass(slots=True)
 class Lead:
-    """Groups that may start before the batch that needs them, at most ``max_staleness`` batches."""
+    """Groups that may start before the batch that needs them, from one batch to ``max_staleness`` batches.
+
+    It begins at half the staleness bound.
+    """
 
     batch_size: int
     max_staleness: int
     groups: int = field(init=False)
-    _steps: list[float] = field(default_factory=list)
-    _waits: list[float] = field(default_factory=list)
-    _spares: list[int] = field(default_factory=list)
+    _batches: int = 0
+    _step_s: float = 0.0
+    _starved_s: float = 0.0
+    _waited_s: float = 0.0
+    _spare: int | None = None
     _before: tuple[int, float] | None = None
-    """Groups and step time before a grant that is on trial."""
+    """Groups and step time before the trial that is under way."""
+    _grows: bool = True
+    """Whether the next trial is of a larger lead."""
     _hold: int = 0
-    """Windows left without a grant."""
+    """Windows left without a trial."""
 
     def __post_init__(self) -> None:
-        self.groups = self._least
+        self.groups = max(self._least, self._most // 2)
 
     @property
     def _least(self) -> int:
         return min(1, self.max_staleness) * self.batch_size
 
-    def batch_cut(self, *, step_s: float, waited_s: float, spare: int) -> None:
+    @property
+    def _most(self) -> int:
+        return self.max_staleness * self.batch_size
+
+    def batch_cut(self, *, step_s: float, waited_s: float, starved_s: float, spare: int) -> None:
         """Take note of a batch.
 
         Args:
             step_s: Seconds since the batch before.
-            waited_s: Seconds of it that the trainer waited for episodes.
-            spare: Finished groups left over after the cut.
+            waited_s: Seconds of it that the trainer waited.
+            starved_s: Seconds of ``waited_s`` with too few finished groups for a batch. In the rest a full batch
+                waited for the oldest groups, which a larger lead would not speed up.
+            spare: Finished groups left over by the batch.
         """
-        self._steps.append(step_s)
-        self._waits.append(waited_s)
-        self._spares.append(spare)
-        if len(self._steps) == WINDOW:
-            self._decide(median(self._steps), sum(self._waits) / sum(self._steps), min(self._spares))
-            self._steps, self._waits, self._spares = [], [], []
+        self._batches += 1
+        self._step_s += step_s
+        self._waited_s += waited_s
+        self._starved_s += starved_s
+        self._spare = spare if self._spare is None else min(self._spare, spare)
+        if self._batches == WINDOW:
+            self._decide(self._step_s / WINDOW, self._spare)
+            self._batches, self._step_s, self._waited_s, self._starved_s, self._spare = 0, 0.0, 0.0, 0.0, None
 
-    def _decide(self, step_s: float, waited: float, spare: int) -> None:
+    def _decide(self, step_s: float, spare: int) -> None:
         if self._before is not None:
             groups, before_s = self._before
             self._before = None
-            if step_s > GAIN * before_s:  # it bought nothing but age
-                self.groups, self._hold = groups, PATIENCE
+            grew = self.groups > groups
+            if step_s > before_s * (GAIN if grew else 1 / GAIN):
+                self.groups, self._grows, self._hold = groups, not grew, PATIENCE
                 return
-        self._hold = max(0, self._hold - 1)
-        most = self.max_staleness * self.batch_size
-        if waited > WAITED and self.groups < most and not self._hold:
-            self._before = (self.groups, step_s)
-            self.groups = min(most, int(self.groups * GROWTH) + 1)
-        elif waited <= WAITED and spare:
+        if self._waited_s <= IDLE * self._step_s:
+            # Not while batches wait for their oldest groups: fast groups would overtake those even further.
             self.groups = max(self._least, self.groups - spare)
+        elif self._starved_s > IDLE * self._step_s:
+            if self._hold:
+                self._hold -= 1
+            else:
+                self._try(step_s)
+
+    def _try(self, step_s: float) -> None:
+        """Begin a trial, of a smaller lead where there can be no larger one and the other way round."""
+        if self.groups in (self._least, self._most):
+            self._grows = self.groups < self._most
+        groups = int(self.groups * CHANGE) + 1 if self._grows else int(self.groups / CHANGE)
+        groups = min(self._most, max(self._least, groups))
+        if groups != self.groups:
+            self._before, self.groups = (self.groups, step_s), groups

@@ -30,10 +30,13 @@ class RolloutStatistics:
         """Count a group that ran to its end, whatever that was."""
         self._drawn.append(group.run_s)
 
-    def batch_cut(self, fresh: Sequence[Group], stale: Sequence[Group], *, masked_tokens: int) -> None:
-        """Count a batch and the groups that were too old for it."""
-        self._trained.extend(group.run_s for group in fresh)
-        self.trained_tokens += sum(sequence.num_trained_tokens for g in fresh for sequence in g.sequences)
+    def train(self, groups: Sequence[Group]) -> None:
+        """Count groups handed to the trainer."""
+        self._trained.extend(group.run_s for group in groups)
+        self.trained_tokens += sum(sequence.num_trained_tokens for g in groups for sequence in g.sequences)
+
+    def discard(self, stale: Sequence[Group], *, masked_tokens: int) -> None:
+        """Count what was too old for a batch: whole groups, and tokens masked in others."""
         stale_tokens = sum(trajectory.num_sampled_tokens for g in stale for trajectory in g.trajectories)
         self.discarded_tokens += stale_tokens + masked_tokens
 

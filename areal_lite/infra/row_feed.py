@@ -1,7 +1,8 @@
-"""Groups drawn ahead of the trainer, and the cut of a batch that keeps the staleness bound.
+"""Groups drawn ahead of the trainer, and the cut of a batch within the staleness bound.
 
-A feed belongs to one data source. The executor starts its groups as the gate lets it; accepted groups
-gather here until a batch is cut, and whatever is not trained goes back to the source.
+A feed belongs to one data source. The executor starts its groups when the gate allows; accepted groups
+gather here until a batch is cut, and untrained ones go back to the source. Guarantees that no batch has a
+token beyond the bound and, with ``stale_groups: wait``, that batches are cut in time for the oldest groups.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
@@ -78,6 +79,27 @@ def _oldest(group: Group) -> int:
     return group.start_version if group.head_version is None else group.head_version
 
 
+def must_wait(running: Mapping[int, int], finished: Mapping[int, int], count: int) -> bool:
+    """Return whether a batch cut now would leave a running group without a place in a later batch.
+
+    A group of slack ``s`` fits into this batch or the next ``s``; after those it is beyond the staleness bound.
+    Groups of slack ``s`` or less therefore fit if at most ``s * count`` of them are left over by this batch,
+    which takes the finished ones of least slack first.
+
+    Args:
+        running: Number of running groups by slack.
+        finished: Number of finished groups by slack.
+        count: Groups per batch.
+    """
+    due = ready = 0
+    for slack in range(max(running, default=-1) + 1):
+        ready += finished.get(slack, 0)
+        due += running.get(slack, 0) + finished.get(slack, 0)
+        if min(due - slack * count, count) > ready:
+            return True
+    return False
+
+
 class RowFeed:
     """One data source with the accepted groups that wait for a batch."""
 
@@ -88,13 +110,15 @@ class RowFeed:
         self.exhausted = False
         self.error: Exception | None = None
         """What ended the feed: the source's own exception, or an episode's under ``on_error: raise``."""
-        self.overdue: set[TaskId] = set()
-        """Running groups that the batch waits for: at the next cut they would be too old."""
-        self.last_chance_version = -1
-        """Oldest version that this batch may train and the next one may not."""
         self.waited_for_oldest_s = 0.0
-        """Seconds that a full batch waited for ``overdue`` groups."""
+        """Seconds that a full batch waited for running groups, see :func:`must_wait`."""
         self._full_since: float | None = None
+        self._oldest_allowed: int | None = None
+        """Oldest version that this batch may train; None if it waits for no running group."""
+        self._slack: dict[TaskId, int] = {}
+        """By running group: later batches that it may still be in."""
+        self._running_by_slack: Counter[int] = Counter()
+        self._finished_by_slack: Counter[int] = Counter()
         self._retries = retries
         self._handed_over: list[SampleGroup] = []
         self._misses: Counter[str] = Counter()
@@ -129,9 +153,38 @@ class RowFeed:
         """Groups that run or wait for a batch."""
         return self.running + len(self.box.groups)
 
+    def wait_for_oldest(self, running: Mapping[TaskId, int], oldest_allowed: int | None) -> None:
+        """Have the next batch wait for running groups that would miss their last one.
+
+        Args:
+            running: Version of the oldest token of each running group that has one.
+            oldest_allowed: Oldest version that the batch may train; None waits for no running group.
+        """
+        self._full_since = None
+        self._oldest_allowed = oldest_allowed
+        self._slack.clear()
+        self._running_by_slack.clear()
+        self._finished_by_slack.clear()
+        if oldest_allowed is not None:
+            for task_id, version in running.items():
+                self.note_running(task_id, version)
+            self._finished_by_slack.update(self._slack_of(_oldest(group)) for group in self.box.groups)
+
+    def note_running(self, task_id: TaskId, version: int) -> None:
+        """Note a running group whose oldest token is of ``version``."""
+        if self._oldest_allowed is not None:
+            slack = self._slack[task_id] = self._slack_of(version)
+            self._running_by_slack[slack] += 1
+
+    def _slack_of(self, version: int) -> int:
+        assert self._oldest_allowed is not None
+        return max(0, version - self._oldest_allowed)
+
     def accept(self, group: Group) -> None:
         """Keep an accepted group for a batch; groups missed before it are forgiven, stale ones are not."""
         self._misses = Counter({STALE: self._misses[STALE]})
+        if self._oldest_allowed is not None:
+            self._finished_by_slack[self._slack_of(_oldest(group))] += 1
         self.box.put(group)
 
     def hand_over(self, groups: list[Group]) -> None:
@@ -195,12 +248,12 @@ class RowFeed:
         return condition
 
     def _complete(self, count: int) -> bool:
-        """Return whether a batch is there, and with it whatever cannot be in a later one."""
+        """Return whether there is a batch, and no running group that it has to wait for."""
         if len(self.box.groups) < count:
             return False
         now = time.monotonic()
         self._full_since = self._full_since or now
-        if self.overdue and sum(_oldest(g) <= self.last_chance_version for g in self.box.groups) < count:
+        if self._slack and must_wait(self._running_by_slack, self._finished_by_slack, count):
             return False
         self.waited_for_oldest_s += now - self._full_since
         self._full_since = None
@@ -209,7 +262,8 @@ class RowFeed:
     def ended(self, group: Group) -> None:
         """Note that a running group ended, however."""
         self.running -= 1
-        self.overdue.discard(group.task_id)
+        if (slack := self._slack.pop(group.task_id, None)) is not None:
+            self._running_by_slack[slack] -= 1
 
     def check(self, count: int) -> None:
         """Raise what ended the wait of :meth:`ready` unless a batch is there.

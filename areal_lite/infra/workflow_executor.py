@@ -181,8 +181,8 @@ class WorkflowExecutor:
         asked = time.monotonic()
         if self.config.max_head_offpolicyness:
             self.gate.cut = False
-        self._find_overdue(feed)
         while True:
+            self._wait_for_oldest(feed)
             self._pump()
             await feed.box.until(feed.ready(count, max_misses))
             feed.check(count)
@@ -198,6 +198,7 @@ class WorkflowExecutor:
                     self.gate.cut = False
                     raise
             feed.hand_over(batch)
+            self.statistics.train([group for group in batch if group.task_id not in self._unclaimed])
             for group in batch:
                 self._close(group)
             self._pace(feed, asked)
@@ -213,7 +214,7 @@ class WorkflowExecutor:
             max_staleness=self.config.max_head_offpolicyness,
             mask_off_policy=self.config.mask_offpolicy_in_partial_rollout or self._waits_for_oldest,
         )
-        self.statistics.batch_cut(cut.fresh, cut.stale, masked_tokens=cut.masked_tokens)
+        self.statistics.discard(cut.stale, masked_tokens=cut.masked_tokens)
         for group in cut.stale:
             group.end_as(EpisodeStatus.REJECTED, rejection=STALE)
             self.gate.give_back()
@@ -225,25 +226,27 @@ class WorkflowExecutor:
     def _waits_for_oldest(self) -> bool:
         return self.config.stale_groups == "wait" and self.config.max_head_offpolicyness > 0
 
-    def _find_overdue(self, feed: RowFeed) -> None:
-        """Have the batch wait for running groups that could not be in the next one."""
-        feed.last_chance_version = last = self.gate.version - self.config.max_head_offpolicyness
-        if self._waits_for_oldest:
-            feed.overdue = {
-                submission.task_id
-                for submission in self._running(feed)
-                if (oldest := submission.oldest_version()) is not None and oldest <= last
-            }
+    def _wait_for_oldest(self, feed: RowFeed) -> None:
+        """Have the batch wait for running groups that would be too old for a later one."""
+        if not self._waits_for_oldest:
+            return
+        versions = {s.task_id: s.oldest_version() for s in self._running(feed)}
+        known = {task_id: version for task_id, version in versions.items() if version is not None}
+        feed.wait_for_oldest(known, self.gate.version - self.config.max_head_offpolicyness)
 
     def _pace(self, feed: RowFeed, asked: float) -> None:
         """Let the gate adapt how far groups run ahead."""
         now = time.monotonic()
         self.statistics.waited_for_oldest_s += feed.waited_for_oldest_s
-        feed.waited_for_oldest_s = 0.0
         if self._last_cut is not None:
-            spare = len(feed.box.groups)
-            self.gate.lead.batch_cut(step_s=now - self._last_cut, waited_s=now - asked, spare=spare)
+            self.gate.lead.batch_cut(
+                step_s=now - self._last_cut,
+                waited_s=now - asked,
+                starved_s=now - asked - feed.waited_for_oldest_s,
+                spare=len(feed.box.groups),
+            )
         self._last_cut = now
+        feed.waited_for_oldest_s = 0.0
 
     def _running(self, feed: RowFeed) -> list[Submission]:
         return [s for s in self._runner.live.values() if s.task is not None and s.feed is feed]
@@ -293,6 +296,10 @@ class WorkflowExecutor:
         if version < 0:
             raise ConfigError(f"the policy version is {version}: it starts at 0 and grows")
         self.gate.set_version(version)
+        if self._feeds and self._asking.locked():  # a batch is being waited for: its oldest groups have changed
+            feed, _ = next(reversed(self._feeds.values()))
+            self._wait_for_oldest(feed)
+            feed.box.changed()
         self._pump()
 
     def pause(self) -> None:
@@ -345,6 +352,8 @@ class WorkflowExecutor:
                 samples=samples,
             )
             record_answers(samples, submission.episodes, oldest_version=self._oldest_useful_version())
+            if (oldest := submission.oldest_version()) is not None:
+                feed.note_running(submission.task_id, oldest)
             self._start(submission)
 
     def _oldest_useful_version(self) -> int:
