@@ -16,7 +16,7 @@ first. torch is loaded only when a dict is made or merged.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,8 @@ _VIEW = {"input_ids": np.int32, "loss_mask": np.int32, "logprobs": np.float32, "
 """Dtypes of the view, which are AReaL's."""
 
 Arrays = Mapping[str, NDArray[Any]]
+Span = tuple[int, int, ModelResponse | None, bool]
+"""Start and end of a turn in its sequence, its call where one is known, and whether the model sampled it."""
 
 
 # -- in: what a workflow returned, and the calls it made, become a trajectory ------------------------------
@@ -114,7 +116,7 @@ def check_returned(returned: Any) -> None:
     if is_interactions(returned):
         for name, interaction in returned.items():
             reward = interaction.reward
-            if reward is None or reward - reward != 0.0:
+            if reward is None or not abs(reward) <= LARGEST_REWARD:
                 raise ValueError(
                     f"interaction {name} has the reward {reward}: give each a finite number with set_reward()"
                 )
@@ -155,25 +157,25 @@ class _TurnTree:
 
     def __init__(self, turns: list[Turn]) -> None:
         self.turns = turns
-        self._places: dict[Any, int] = {}
-        self._calls: set[tuple[str, float]] = set()
+        self.calls: dict[Hashable, int] = {}
+        """The turn of each call that a sequence holds, by identity."""
+        self._places: dict[Hashable, int] = {}
 
-    def add_path(
-        self, sequence: TokenSequence, spans: Iterator[tuple[int, int, ModelResponse | None, bool]]
-    ) -> None:
-        """Add the spans ``(start, end, call, sampled)`` of a sequence as turns, and note its path.
+    def add_path(self, sequence: TokenSequence, spans: Iterator[Span]) -> None:
+        """Add the spans of a sequence as turns, and set its path.
 
-        Columns of the turns are views of the sequence's, except for an untrained call, whose log-probs and
-        versions only the call knows.
+        Columns of the turns are views of the sequence's; where the sequence does not train a call or has no such
+        column, log-probs and versions are the call's own.
         """
         path: list[int] = []
         parent: int | None = None
+        answers = 0
         for start, end, call, sampled in spans:
             here = slice(start, end)
             ids, loss_mask = sequence.input_ids[here], sequence.loss_mask[here]
-            key = (parent, *_identity(call)) if call is not None else (parent, sampled, ids.tobytes())
+            key = (parent, _identity(call)) if call is not None else (parent, sampled, _bytes(ids))
             place = self._places.get(key)
-            trained = bool(loss_mask.any())
+            trained = sampled and bool(loss_mask.any())
             if place is None or (trained and not self.turns[place].loss_mask.any()):
                 turn = Turn(
                     role=_role(sampled, parent),
@@ -184,50 +186,53 @@ class _TurnTree:
                     logprobs=None if sequence.logprobs is None else sequence.logprobs[here],
                     versions=None if sequence.versions is None else sequence.versions[here],
                 )
-                if call is not None:
-                    _note_call(turn, call, recorded=trained)
-                    self._calls.add(_identity(call))
                 if place is None:
                     place = self._places[key] = len(self.turns)
                     self.turns.append(turn)
                 else:
                     self.turns[place] = turn
+                if call is not None:
+                    _describe(turn, call, trained=trained)
+                    self.calls.setdefault(_identity(call), place)
             path.append(place)
             parent = place
+            answers += sampled
         sequence.path = tuple(path)
-        sequence.turn_idx = max(0, sum(self.turns[i].role is TurnRole.ASSISTANT for i in path) - 1)
+        sequence.turn_idx = max(0, answers - 1)
 
     def add_calls(self, calls: Sequence[ModelResponse]) -> None:
         """Add the calls that no sequence holds, each after the longest call that its prompt extends."""
-        if len(self._calls) == len(calls):
+        if all(_identity(call) in self.calls for call in calls):
             return
         known: list[tuple[list[int], int]] = []
         for call in calls:
-            before, parent = _longest_prefix(known, call.input_tokens)
-            place = self._places_of_call(call)
+            place = self.calls.get(_identity(call))
             if place is None:
-                start = len(before)
-                if given := call.input_tokens[start:]:
-                    key = (parent, False, tuple(given))
-                    if key not in self._places:
-                        self._places[key] = len(self.turns)
-                        self.turns.append(_untrained(given, start, parent, role=_role(False, parent)))
-                    parent = self._places[key]
-                place = len(self.turns)
-                turn = _untrained(call.output_tokens, call.input_len, parent, role=TurnRole.ASSISTANT)
-                _note_call(turn, call, recorded=False)
-                self.turns.append(turn)
+                place = self._add_call(call, *_longest_prefix(known, call.input_tokens))
             known.append((call.input_tokens + call.output_tokens, place))
 
-    def _places_of_call(self, call: ModelResponse) -> int | None:
-        identity = _identity(call)
-        if identity not in self._calls:
-            return None
-        return next(place for key, place in self._places.items() if key[1:] == identity)
+    def _add_call(self, call: ModelResponse, start: int, parent: int | None) -> int:
+        given = np.array(call.input_tokens[start:], np.int32)
+        if len(given):
+            key = (parent, False, _bytes(given))
+            if key not in self._places:
+                self._places[key] = len(self.turns)
+                self.turns.append(_untrained(given, start, parent, role=_role(False, parent)))
+            parent = self._places[key]
+        answer = np.array(call.output_tokens, np.int32)
+        turn = _untrained(answer, call.input_len, parent, role=TurnRole.ASSISTANT)
+        _describe(turn, call, trained=False)
+        self.turns.append(turn)
+        return len(self.turns) - 1
 
 
-def _identity(call: ModelResponse) -> tuple[str, float]:
-    return call.rid, call.started
+def _identity(call: ModelResponse) -> Hashable:
+    """Return what tells two calls apart: a request may be sent several times, and an engine may name none."""
+    return (call.rid, call.started) if call.rid else id(call)
+
+
+def _bytes(ids: NDArray[Any]) -> bytes:
+    return ids.astype(np.int32, copy=False).tobytes()
 
 
 def _role(sampled: bool, parent: int | None) -> TurnRole:
@@ -236,44 +241,42 @@ def _role(sampled: bool, parent: int | None) -> TurnRole:
     return TurnRole.PROMPT if parent is None else TurnRole.ENVIRONMENT
 
 
-def _untrained(ids: Sequence[int], start: int, parent: int | None, *, role: TurnRole) -> Turn:
+def _untrained(ids: NDArray[np.int32], start: int, parent: int | None, *, role: TurnRole) -> Turn:
     count = len(ids)
     return Turn(
         role=role,
         parent=parent,
         start=start,
-        ids=np.array(ids, np.int32),
+        ids=ids,
         loss_mask=np.zeros(count, np.bool_),
         logprobs=np.zeros(count, np.float32),
         versions=np.full(count, -1, np.int32),
     )
 
 
-def _note_call(turn: Turn, call: ModelResponse, *, recorded: bool) -> None:
-    """Note what is known of a call; log-probs and versions too, unless the columns have them ``recorded``."""
+def _describe(turn: Turn, call: ModelResponse, *, trained: bool) -> None:
+    """Copy what is known of a call; its log-probs and versions only where the sequence does not have them."""
     turn.stop_reason, turn.started, turn.latency_s = call.stop_reason, call.started, call.latency
-    if not recorded:
+    if turn.logprobs is None or not trained:
         turn.logprobs = np.array(call.output_logprobs, np.float32)
+    if turn.versions is None or not trained:
         turn.versions = np.array(call.output_versions, np.int32)
 
 
-def _longest_prefix(known: Sequence[tuple[list[int], int]], ids: list[int]) -> tuple[list[int], int | None]:
-    best: tuple[list[int], int | None] = ([], None)
-    for tokens, place in known:
+def _longest_prefix(known: Sequence[tuple[list[int], int]], ids: list[int]) -> tuple[int, int | None]:
+    """Return length and turn of the longest known beginning of ``ids``; 0 and None without one."""
+    longest, place = 0, None
+    for tokens, end in known:
         count = len(tokens)
-        if (
-            len(best[0]) < count <= len(ids)
-            and tokens[-1:] == ids[count - 1 : count]
-            and ids[:count] == tokens
-        ):
-            best = (tokens, place)
-    return best
+        if longest < count <= len(ids) and tokens[-1] == ids[count - 1] and ids[:count] == tokens:
+            longest, place = count, end
+    return longest, place
 
 
 def _interaction_sequence(interaction: InteractionWithTokenLogpReward, tree: _TurnTree) -> TokenSequence:
     chain = interaction.chain()
     response = interaction.model_response
-    ids = np.array(response.input_tokens + response.output_tokens, np.int32)
+    ids = np.fromiter(response.input_tokens + response.output_tokens, np.int32)
     loss_mask = np.zeros(len(ids), np.bool_)
     logprobs = np.zeros(len(ids), np.float32)
     versions = np.full(len(ids), -1, np.int32)
@@ -285,7 +288,7 @@ def _interaction_sequence(interaction: InteractionWithTokenLogpReward, tree: _Tu
         input_ids=ids, loss_mask=loss_mask, logprobs=logprobs, versions=versions, reward=interaction.reward
     )
 
-    def spans() -> Iterator[tuple[int, int, ModelResponse | None, bool]]:
+    def spans() -> Iterator[Span]:
         at = 0
         for node in chain:
             answer = node.model_response
@@ -305,7 +308,6 @@ def _row_sequences(
     """Yield the rows of a checked tensor dict without their padding."""
     attention = arrays["attention_mask"] != 0
     padded = not attention.all()
-    by_length = sorted(calls, key=lambda call: call.input_len) if len(calls) > 1 else calls
     rewards = arrays["rewards"].tolist() if "rewards" in arrays else None
     for row, ids in enumerate(arrays["input_ids"]):
         keep: Any = attention[row] if padded else slice(None)
@@ -318,13 +320,13 @@ def _row_sequences(
             reward=None if rewards is None else rewards[row],
             **columns,
         )
-        tree.add_path(sequence, _spans(sequence, by_length))
+        if len(calls) > 1:  # of equal answers to one prompt, each row takes another
+            calls = sorted(calls, key=lambda call: (call.input_len, _identity(call) in tree.calls))
+        tree.add_path(sequence, _spans(sequence, calls))
         yield sequence
 
 
-def _spans(
-    sequence: TokenSequence, calls: Sequence[ModelResponse]
-) -> Iterator[tuple[int, int, ModelResponse | None, bool]]:
+def _spans(sequence: TokenSequence, calls: Sequence[ModelResponse]) -> Iterator[Span]:
     """Yield the turns of a sequence in order: calls that match it, and runs of the loss mask between them."""
     ids: list[int] = sequence.input_ids.tolist()
     at = 0
@@ -340,8 +342,11 @@ def _spans(
     yield from _runs(sequence.loss_mask, at, len(ids))
 
 
-def _runs(mask: NDArray[np.bool_], start: int, end: int) -> Iterator[tuple[int, int, None, bool]]:
+def _runs(mask: NDArray[np.bool_], start: int, end: int) -> Iterator[Span]:
     if start == end:
+        return
+    if not mask[start:end].any():
+        yield start, end, None, False
         return
     borders = np.flatnonzero(mask[start + 1 : end] != mask[start : end - 1])
     edges = [start, *(borders + start + 1).tolist(), end]

@@ -113,14 +113,17 @@ class TokenSequence:
             column = getattr(self, name)
             if column is not None and len(column) != length:
                 raise ValueError(
-                    f"task {self.task_id}: {name} has {len(column)} entries but input_ids has {length}: give one "
-                    "per token"
+                    f"{self._where}{name} has {len(column)} entries but input_ids has {length}: give one per token"
                 )
         if length and self.loss_mask[0]:
             raise ValueError(
-                f"task {self.task_id}: loss_mask is True at the first token, which no token predicts: "
+                f"{self._where}loss_mask is True at the first token, which no token predicts: "
                 "set it to False there, or start the sequence with a BOS token"
             )
+
+    @property
+    def _where(self) -> str:
+        return f"task {self.task_id}: " if self.task_id else ""
 
     def __len__(self) -> int:
         """Return the number of tokens."""
