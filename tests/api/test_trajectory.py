@@ -128,9 +128,7 @@ class TestCallsOfInteractions:
 
     def test_individual_answers_know_how_many_came_before_and_keep_their_own_rewards(self) -> None:
         root = interaction(FIRST, concat=False, reward=0.5)
-        trajectory = trajectory_of(
-            {"a": root, "b": interaction(SECOND, root, concat=False)}, [FIRST, SECOND]
-        )
+        trajectory = trajectory_of({"a": root, "b": interaction(SECOND, root, concat=False)}, [FIRST, SECOND])
         check_paths(trajectory)
         assert [s.path for s in trajectory.sequences] == [(0, 1), (0, 1, 2, 3)]
         assert [s.turn_idx for s in trajectory.sequences] == [0, 1]
@@ -291,9 +289,7 @@ class TestNothingReturned:
 
     def test_a_failed_episode_keeps_its_calls_and_trains_nothing(self) -> None:
         other = call([1, 2, 9], [31], "other")
-        trajectory = unfinished_trajectory(
-            [FIRST, SECOND, other], member_idx=2, status=EpisodeStatus.FAILED
-        )
+        trajectory = unfinished_trajectory([FIRST, SECOND, other], member_idx=2, status=EpisodeStatus.FAILED)
         assert (trajectory.member_idx, trajectory.status, trajectory.sequences) == (2, "failed", [])
         assert [(t.role, t.parent) for t in trajectory.turns[4:]] == [("prompt", None), ("assistant", 4)]
         assert not any(t.loss_mask.any() for t in trajectory.turns)
