@@ -73,6 +73,14 @@ class AgentWorkflow(RolloutWorkflow):
             self._service.close(key)
         if session.error is not None:  # a reward after a failed call says nothing about the model
             raise session.error
+        if reward is None:
+            return None
+        if not session.interactions:
+            cause = f"; its call was refused: {session.refusal}" if session.refusal else ""
+            raise ValueError(
+                "the agent called no model, so there is nothing to train: make its client with the base_url, api_key "
+                f"and http_client that run() is given, or return None to reject the episode{cause}"
+            )
         with attributed_to(FailureKind.REWARD):
             return rewarded(session, reward)
 
@@ -89,20 +97,12 @@ class AgentWorkflow(RolloutWorkflow):
         return self._renderer
 
 
-def rewarded(session: ChatSession, reward: Any) -> Interactions | None:
-    """Return the rows of an ended session with their rewards; None rejects the episode.
+def rewarded(session: ChatSession, reward: Any) -> Interactions:
+    """Return the sequences of an ended session with their rewards.
 
     Raises:
-        ValueError: If the reward is none of the three kinds, or there is nothing to reward.
+        ValueError: If the reward is neither a finite number nor a dict of them by completion id.
     """
-    if reward is None:
-        return None
-    if not session.interactions:
-        cause = f"; its call was refused: {session.refusal}" if session.refusal else ""
-        raise ValueError(
-            "the agent called no model, so there is nothing to train: make its client with the base_url, api_key and "
-            f"http_client that run() is given, or return None to reject the episode{cause}"
-        )
     if not isinstance(reward, Mapping):
         number = as_reward(reward)
         return {key: replace(row, reward=number) for key, row in session.export("concat").items()}

@@ -21,6 +21,7 @@ from areal_lite.agents.chat_request import ChatRequest, RequestError, parse_chat
 from areal_lite.agents.chat_sampling import request_gconfig
 from areal_lite.agents.tool_calls import parse_tool_calls
 from areal_lite.api.engine_api import InferenceEngine
+from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
@@ -116,9 +117,10 @@ class ChatSession:
             self._gconfig, request, prompt_tokens=len(prompt), agent_samples=self._agent_samples
         )
         try:
-            response = await self._engine.agenerate(
-                ModelRequest(input_ids=prompt, gconfig=gconfig, tokenizer=self._renderer.tokenizer)
-            )
+            with attributed_to(FailureKind.ENGINE):
+                response = await self._engine.agenerate(
+                    ModelRequest(input_ids=prompt, gconfig=gconfig, tokenizer=self._renderer.tokenizer)
+                )
         except ConfigError as error:
             too_long = isinstance(error, ContextOverflowError)
             code = "context_length_exceeded" if too_long else None

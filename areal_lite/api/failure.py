@@ -51,10 +51,16 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Return the failure of an exception; one that nothing claims is the agent's."""
-        leaf = _first_leaf(error)
-        kind: str = getattr(error, "failure_kind", "") or getattr(leaf, "failure_kind", FailureKind.AGENT)
+        leaf, kind = error, _kind_of(error)
+        while isinstance(leaf, BaseExceptionGroup):
+            leaf = leaf.exceptions[0]
+            kind = _kind_of(leaf) or kind  # the innermost boundary attributed it first
         text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
-        return cls(FailureKind(kind), type(leaf).__name__, str(leaf), text)
+        try:
+            message = str(leaf)
+        except Exception:  # a user's class may break its own text
+            message = "(its text cannot be read)"
+        return cls(kind or FailureKind.AGENT, type(leaf).__name__, message, text)
 
     @classmethod
     def cancelled(cls, reason: str) -> Failure:
@@ -85,7 +91,8 @@ def attributed_to(kind: FailureKind) -> Iterator[None]:
         raise
 
 
-def _first_leaf(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+def _kind_of(error: BaseException) -> FailureKind | None:
+    try:
+        return FailureKind(getattr(error, "failure_kind", ""))
+    except ValueError:  # it has none, or one of its own
+        return None

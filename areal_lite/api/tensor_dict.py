@@ -16,7 +16,8 @@ first. torch is loaded only when a dict is made or merged.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,8 @@ _VIEW = {"input_ids": np.int32, "loss_mask": np.int32, "logprobs": np.float32, "
 """Dtypes of the view, which are AReaL's."""
 
 Arrays = Mapping[str, NDArray[Any]]
+Span = tuple[int, int, ModelResponse | None, bool]
+"""Start and end of a turn in its sequence, its call where one is known, and whether the model sampled it."""
 
 
 # -- in: what a workflow returned, and the calls it made, become a trajectory ------------------------------
@@ -87,6 +90,9 @@ def trajectory_of(
                 trajectory.has_loss_mask = "loss_mask" in arrays
                 trajectory.extras = {key: returned[key] for key in returned.keys() - _SEQUENCE_KEYS}
         trajectory.average_rewards()
+        owner = weakref.ref(trajectory)
+        for sequence in sequences:
+            sequence.owner = owner
     trajectory.make_turns = partial(_make_turns, sequences, interactions, calls)
     return trajectory
 
@@ -107,10 +113,12 @@ def _make_turns(
 ) -> list[Turn]:
     """Return the turns of an episode, and note each sequence's path through them."""
     tree = _TurnTree()
-    by_length = sorted(calls, key=lambda call: call.input_len)
     for place, sequence in enumerate(sequences):
-        spans = _chain_spans(interactions[place]) if interactions else _spans(sequence, by_length)
-        tree.add_path(sequence, spans)
+        if interactions:
+            tree.add_path(sequence, _chain_spans(interactions[place]))
+        else:  # of equal answers to one prompt, each sequence takes another
+            by_length = sorted(calls, key=lambda call: (call.input_len, _identity(call) in tree.calls))
+            tree.add_path(sequence, _spans(sequence, by_length))
     tree.add_calls(calls)
     return tree.turns
 
@@ -130,7 +138,7 @@ def check_returned(returned: Any) -> None:
     if is_interactions(returned):
         for name, interaction in returned.items():
             reward = interaction.reward
-            if reward is None or reward - reward != 0.0:
+            if reward is None or not abs(reward) <= LARGEST_REWARD:
                 raise ValueError(
                     f"interaction {name} has the reward {reward}: give each a finite number with set_reward()"
                 )
@@ -171,23 +179,25 @@ class _TurnTree:
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
-        self._places: dict[Any, int] = {}
-        self._calls: set[tuple[str, float]] = set()
+        self.calls: dict[Hashable, int] = {}
+        """The turn of each call that a sequence holds, by identity."""
+        self._places: dict[Hashable, int] = {}
 
     def add_path(self, sequence: TokenSequence, spans: Iterator[Span]) -> None:
-        """Add the spans ``(start, end, call, sampled)`` of a sequence as turns, and note its path.
+        """Add the spans of a sequence as turns, and set its path.
 
-        Columns of the turns are views of the sequence's, except for an untrained call, whose log-probs and
-        versions only the call knows.
+        Columns of the turns are views of the sequence's; where the sequence does not train a call or has no such
+        column, log-probs and versions are the call's own.
         """
         path: list[int] = []
         parent: int | None = None
+        answers = 0
         for start, end, call, sampled in spans:
             here = slice(start, end)
             ids, loss_mask = sequence.input_ids[here], sequence.loss_mask[here]
-            key = (parent, *_identity(call)) if call is not None else (parent, sampled, ids.tobytes())
+            key = (parent, _identity(call)) if call is not None else (parent, sampled, _bytes(ids))
             place = self._places.get(key)
-            trained = bool(loss_mask.any())
+            trained = sampled and bool(loss_mask.any())
             if place is None or (trained and not self.turns[place].loss_mask.any()):
                 turn = Turn(
                     role=_role(sampled, parent),
@@ -198,50 +208,53 @@ class _TurnTree:
                     logprobs=None if sequence.logprobs is None else sequence.logprobs[here],
                     versions=None if sequence.versions is None else sequence.versions[here],
                 )
-                if call is not None:
-                    _note_call(turn, call, recorded=trained)
-                    self._calls.add(_identity(call))
                 if place is None:
                     place = self._places[key] = len(self.turns)
                     self.turns.append(turn)
                 else:
                     self.turns[place] = turn
+                if call is not None:
+                    _describe(turn, call, trained=trained)
+                    self.calls.setdefault(_identity(call), place)
             path.append(place)
             parent = place
-        sequence.path = tuple(path)
-        sequence.turn_idx = max(0, sum(self.turns[i].role is TurnRole.ASSISTANT for i in path) - 1)
+            answers += sampled
+        calls_before = sum(self.turns[place].role is TurnRole.ASSISTANT for place in path) - 1
+        sequence.place = tuple(path), max(0, calls_before)
 
     def add_calls(self, calls: Sequence[ModelResponse]) -> None:
         """Add the calls that no sequence holds, each after the longest call that its prompt extends."""
-        if len(self._calls) == len(calls):
+        if all(_identity(call) in self.calls for call in calls):
             return
         known: list[tuple[list[int], int]] = []
         for call in calls:
-            before, parent = _longest_prefix(known, call.input_tokens)
-            place = self._places_of_call(call)
+            place = self.calls.get(_identity(call))
             if place is None:
-                start = len(before)
-                if given := call.input_tokens[start:]:
-                    key = (parent, False, tuple(given))
-                    if key not in self._places:
-                        self._places[key] = len(self.turns)
-                        self.turns.append(_untrained(given, start, parent, role=_role(False, parent)))
-                    parent = self._places[key]
-                place = len(self.turns)
-                turn = _untrained(call.output_tokens, call.input_len, parent, role=TurnRole.ASSISTANT)
-                _note_call(turn, call, recorded=False)
-                self.turns.append(turn)
+                place = self._add_call(call, *_longest_prefix(known, call.input_tokens))
             known.append((call.input_tokens + call.output_tokens, place))
 
-    def _places_of_call(self, call: ModelResponse) -> int | None:
-        identity = _identity(call)
-        if identity not in self._calls:
-            return None
-        return next(place for key, place in self._places.items() if key[1:] == identity)
+    def _add_call(self, call: ModelResponse, start: int, parent: int | None) -> int:
+        given = np.array(call.input_tokens[start:], np.int32)
+        if len(given):
+            key = (parent, False, _bytes(given))
+            if key not in self._places:
+                self._places[key] = len(self.turns)
+                self.turns.append(_untrained(given, start, parent, role=_role(False, parent)))
+            parent = self._places[key]
+        answer = np.array(call.output_tokens, np.int32)
+        turn = _untrained(answer, call.input_len, parent, role=TurnRole.ASSISTANT)
+        _describe(turn, call, trained=False)
+        self.turns.append(turn)
+        return len(self.turns) - 1
 
 
-def _identity(call: ModelResponse) -> tuple[str, float]:
-    return (call.rid, call.started) if call.rid else (str(id(call)), 0.0)
+def _identity(call: ModelResponse) -> Hashable:
+    """Return what tells two calls apart: a request may be sent several times, and an engine may name none."""
+    return (call.rid, call.started) if call.rid else id(call)
+
+
+def _bytes(ids: NDArray[Any]) -> bytes:
+    return ids.astype(np.int32, copy=False).tobytes()
 
 
 def _role(sampled: bool, parent: int | None) -> TurnRole:
@@ -250,43 +263,41 @@ def _role(sampled: bool, parent: int | None) -> TurnRole:
     return TurnRole.PROMPT if parent is None else TurnRole.ENVIRONMENT
 
 
-def _untrained(ids: Sequence[int], start: int, parent: int | None, *, role: TurnRole) -> Turn:
+def _untrained(ids: NDArray[np.int32], start: int, parent: int | None, *, role: TurnRole) -> Turn:
     count = len(ids)
     return Turn(
         role=role,
         parent=parent,
         start=start,
-        ids=np.array(ids, np.int32),
+        ids=ids,
         loss_mask=np.zeros(count, np.bool_),
         logprobs=np.zeros(count, np.float32),
         versions=np.full(count, -1, np.int32),
     )
 
 
-def _note_call(turn: Turn, call: ModelResponse, *, recorded: bool) -> None:
-    """Note what is known of a call; log-probs and versions too, unless the columns have them ``recorded``."""
+def _describe(turn: Turn, call: ModelResponse, *, trained: bool) -> None:
+    """Copy what is known of a call; its log-probs and versions only where the sequence does not have them."""
     turn.stop_reason, turn.started, turn.latency_s = call.stop_reason, call.started, call.latency
-    if not recorded:
+    if turn.logprobs is None or not trained:
         turn.logprobs = np.array(call.output_logprobs, np.float32)
+    if turn.versions is None or not trained:
         turn.versions = np.array(call.output_versions, np.int32)
 
 
-def _longest_prefix(known: Sequence[tuple[list[int], int]], ids: list[int]) -> tuple[list[int], int | None]:
-    best: tuple[list[int], int | None] = ([], None)
-    for tokens, place in known:
+def _longest_prefix(known: Sequence[tuple[list[int], int]], ids: list[int]) -> tuple[int, int | None]:
+    """Return length and turn of the longest known beginning of ``ids``; 0 and None without one."""
+    longest, place = 0, None
+    for tokens, end in known:
         count = len(tokens)
-        if (
-            len(best[0]) < count <= len(ids)
-            and tokens[-1:] == ids[count - 1 : count]
-            and ids[:count] == tokens
-        ):
-            best = (tokens, place)
-    return best
+        if longest < count <= len(ids) and tokens[-1] == ids[count - 1] and ids[:count] == tokens:
+            longest, place = count, end
+    return longest, place
 
 
 def _interaction_sequence(interaction: InteractionWithTokenLogpReward) -> TokenSequence:
     response = interaction.model_response
-    ids = np.array(response.input_tokens + response.output_tokens, np.int32)
+    ids = np.fromiter(response.input_tokens + response.output_tokens, np.int32)
     loss_mask = np.zeros(len(ids), np.bool_)
     logprobs = np.zeros(len(ids), np.float32)
     versions = np.full(len(ids), -1, np.int32)
@@ -313,10 +324,6 @@ def _row_sequences(arrays: Arrays) -> Iterator[TokenSequence]:
             reward=rewards[row],
             **{key: arrays[key][row][keep] for key in ("logprobs", "versions") if key in arrays},
         )
-
-
-Span = tuple[int, int, ModelResponse | None, bool]
-"""Start, end, the call it is, and whether it was sampled."""
 
 
 def _chain_spans(interaction: InteractionWithTokenLogpReward) -> Iterator[Span]:
@@ -349,6 +356,9 @@ def _spans(sequence: TokenSequence, calls: Sequence[ModelResponse]) -> Iterator[
 
 def _runs(mask: NDArray[np.bool_], start: int, end: int) -> Iterator[Span]:
     if start == end:
+        return
+    if not mask[start:end].any():
+        yield start, end, None, False
         return
     borders = np.flatnonzero(mask[start + 1 : end] != mask[start : end - 1])
     edges = [start, *(borders + start + 1).tolist(), end]

@@ -8,6 +8,7 @@ sampled is ever tokenized again. The tensor dict of AReaL is a view (:mod:`areal
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -95,10 +96,10 @@ class TokenSequence:
     versions: NDArray[Any] | None = None
     """``[T]`` integer, policy version of each sampled token, -1 elsewhere; None where unknown."""
     reward: float | None = None
-    path: tuple[int, ...] = ()
-    """Its turns, as indices into ``Trajectory.turns``; known once these are made."""
-    turn_idx: int = 0
-    """Model calls on its path before the last one."""
+    place: tuple[tuple[int, ...], int] | None = None
+    """``path`` and ``turn_idx``, where they are known without the trajectory."""
+    owner: weakref.ref[Trajectory] | None = None
+    """The trajectory that knows them otherwise."""
     group_id: str = ""
     """Episodes with the same id are each other's baseline."""
     task_id: str = ""
@@ -113,18 +114,36 @@ class TokenSequence:
             column = getattr(self, name)
             if column is not None and len(column) != length:
                 raise ValueError(
-                    f"task {self.task_id}: {name} has {len(column)} entries but input_ids has {length}: give one "
-                    "per token"
+                    f"{self._where}{name} has {len(column)} entries but input_ids has {length}: give one per token"
                 )
         if length and self.loss_mask[0]:
             raise ValueError(
-                f"task {self.task_id}: loss_mask is True at the first token, which no token predicts: "
+                f"{self._where}loss_mask is True at the first token, which no token predicts: "
                 "set it to False there, or start the sequence with a BOS token"
             )
+
+    @property
+    def _where(self) -> str:
+        return f"task {self.task_id}: " if self.task_id else ""
 
     def __len__(self) -> int:
         """Return the number of tokens."""
         return len(self.input_ids)
+
+    @property
+    def path(self) -> tuple[int, ...]:
+        """Its turns, as indices into ``Trajectory.turns``; empty where nobody knows them."""
+        return self._find_place()[0]
+
+    @property
+    def turn_idx(self) -> int:
+        """Model calls on its path before the last one."""
+        return self._find_place()[1]
+
+    def _find_place(self) -> tuple[tuple[int, ...], int]:
+        if self.place is None and self.owner is not None and (trajectory := self.owner()) is not None:
+            trajectory.find_paths()
+        return self.place or ((), 0)
 
     @property
     def num_trained_tokens(self) -> int:
@@ -146,7 +165,7 @@ class TokenSequence:
         return None if versions is None else version - versions[0]
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Trajectory:
     """What one episode left behind."""
 
@@ -172,14 +191,15 @@ class Trajectory:
     @property
     def turns(self) -> list[Turn]:
         """All model calls and what came between, parents before children."""
+        self.find_paths()
+        assert self._turns is not None
+        return self._turns
+
+    def find_paths(self) -> None:
+        """Make the turns, so that every sequence knows its path, also without this trajectory."""
         if self._turns is None:
             self._turns = self.make_turns()
             self.make_turns = list  # it holds the calls
-        return self._turns
-
-    def find_paths(self) -> list[tuple[int, ...]]:
-        """Return the path of each sequence, making the turns."""
-        return [sequence.path for sequence in self.sequences if self.turns]
 
     def trained_versions(self) -> tuple[int, int] | None:
         """Return the oldest and newest policy version of all trained tokens; None where unknown."""

@@ -217,9 +217,6 @@ class GroupRunner:
         failure = submission.stopped_by or Failure.cancelled("the task was cancelled")
         late = failure.kind is FailureKind.DEADLINE
         status = EpisodeStatus.FAILED if late else EpisodeStatus.CANCELLED
-        for episode in submission.episodes:  # a stopped group trains nothing, whatever had finished
-            if episode.trajectory is not None:
-                episode.trajectory.sequences.clear()
         self._end(submission, submission.group(status, failure))
 
     def _end(self, submission: Submission, group: Group) -> None:

@@ -120,12 +120,11 @@ async def run_group(
     returned = await workflow.arun_episode(engine, data)
     if len(episodes) == 1 and episodes[0].trajectory is None:
         episodes[0].trajectory = trajectory_of(returned, episodes[0].calls)
-    elif returned is None:
-        _drop(episodes)
     else:  # a workflow around a group: it may have changed what the group returned
         counts = [0 if e.trajectory is None else len(e.trajectory.sequences) for e in episodes]
-        for episode, part in zip(episodes, split_rows(returned, counts), strict=True):
-            if part is not None:
+        parts = [None] * len(episodes) if returned is None else split_rows(returned, counts)
+        for episode, part, count in zip(episodes, parts, counts, strict=True):
+            if part is not None or count:
                 episode.trajectory = trajectory_of(part, episode.calls, member_idx=episode.member_idx)
 
 

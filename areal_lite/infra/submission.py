@@ -59,6 +59,9 @@ class Submission:
     ) -> Group:
         """Return the end of this group; episodes that left data share it, others keep their own."""
         trajectories = [episode.end(status, failure) for episode in self.episodes]
+        if status in (EpisodeStatus.FAILED, EpisodeStatus.CANCELLED):  # trains nothing, whatever had finished
+            for trajectory in trajectories:
+                trajectory.sequences.clear()
         now = time.monotonic()
         started = self.started or now
         group = Group(

@@ -103,8 +103,6 @@ def dump_lines(group: Group, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
         "finished_at": group.finished_at,
     }
     lines: Iterator[tuple[Trajectory, TokenSequence | None]]
-    for trajectory in group.trajectories:
-        trajectory.find_paths()
     lines = ((t, s) for t in group.trajectories for s in (t.sequences or (None,)))
     for sample_idx, (trajectory, sequence) in enumerate(lines):
         if sequence is not None:

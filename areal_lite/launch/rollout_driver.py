@@ -206,8 +206,6 @@ class RolloutDriver:
 
     def _dump(self, step: int) -> None:
         tokenizer = load_tokenizer(tokenizer_path(self._config))
-        for trajectory in (t for group in self._groups for t in group.trajectories):
-            trajectory.find_paths()
         lines = [(g, s, t.prompt_len(s)) for g in self._groups for t in g.trajectories for s in t.sequences]
         dump_rollouts(
             self._run_dir / "scores",

@@ -34,7 +34,7 @@ def cut(sequence: TokenSequence) -> list[TokenSequence]:
             for name in ("input_ids", "logprobs", "versions")
         }
         pieces.append(
-            dataclasses.replace(sequence, loss_mask=np.arange(place + 1) == place, path=(), **columns)
+            dataclasses.replace(sequence, loss_mask=np.arange(place + 1) == place, place=((), 0), **columns)
         )
     return pieces
 

@@ -235,8 +235,7 @@ def _unpadded(batch: DataProto) -> list[TokenSequence]:
             group_id=objects["group_ids"][row],
             task_id=objects["task_ids"][row],
             member_idx=members[row],
-            path=tuple(paths[row] or ()),
-            turn_idx=turns[row] or 0,
+            place=None if paths[row] is None else (tuple(paths[row]), turns[row]),
             multi_modal_inputs=inputs[row],
         )
         for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True))
