@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from areal_lite.api.failure import Failure
 from areal_lite.api.io_struct import ModelResponse
-from areal_lite.api.tensor_dict import unfinished_trajectory
 from areal_lite.api.trajectory import EpisodeStatus, TaskId, Trajectory
+from areal_lite.api.turn_tree import unfinished_trajectory
 
 
 @dataclass(slots=True, eq=False)

@@ -10,14 +10,9 @@ from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure, FailureKind, attributed_to
-from areal_lite.api.tensor_dict import (
-    check_same_keys,
-    is_interactions,
-    merge_outcomes,
-    split_rows,
-    trajectory_of,
-)
+from areal_lite.api.tensor_dict import check_same_keys, is_interactions, merge_outcomes, split_rows
 from areal_lite.api.trajectory import EpisodeStatus
+from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.data.source.sample import with_own_containers
 from areal_lite.errors import ConfigError

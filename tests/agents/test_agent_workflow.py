@@ -17,7 +17,8 @@ from areal_lite.api import episode_context
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.generation import GenerationHyperparameters
-from areal_lite.api.tensor_dict import tensor_dict_of, trajectory_of
+from areal_lite.api.tensor_dict import tensor_dict_of
+from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.errors import ConfigError, ContextOverflowError, ServerError
 from tests.agents.scripted_engine import ScriptedEngine, tokenizer
 

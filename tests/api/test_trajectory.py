@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from areal_lite.api import Failure, FailureKind, Group, ModelResponse, Trajectory, Turn
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
-from areal_lite.api.tensor_dict import split_rows, tensor_dict_of, trajectory_of, unfinished_trajectory
+from areal_lite.api.tensor_dict import split_rows, tensor_dict_of
 from areal_lite.api.trajectory import EpisodeStatus, TokenSequence, TurnRole
+from areal_lite.api.turn_tree import trajectory_of, unfinished_trajectory
 
 
 def call(prompt: Sequence[int], answer: Sequence[int], rid: str = "", **known: Any) -> ModelResponse:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from areal_lite.api import ModelResponse, TurnRole
-from areal_lite.api.tensor_dict import trajectory_of
 from areal_lite.api.trajectory import Trajectory
+from areal_lite.api.turn_tree import trajectory_of
 from tests.infra.scripted import tensors_of
 
 

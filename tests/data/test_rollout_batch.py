@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from areal_lite.api.config import DatasetConfig
-from areal_lite.api.tensor_dict import trajectory_of
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
+from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.data.batch.training_batch import check_training_batch, training_sequences
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker

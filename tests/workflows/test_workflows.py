@@ -11,7 +11,8 @@ import pytest
 
 from areal_lite.agents.agent_workflow import AgentWorkflow
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig
-from areal_lite.api.tensor_dict import tensor_dict_of, trajectory_of
+from areal_lite.api.tensor_dict import tensor_dict_of
+from areal_lite.api.turn_tree import trajectory_of
 from tests.agents.scripted_engine import ScriptedEngine, tokenizer
 from workflows import calculator, largest_number, reasoning_gym
 from workflows.multi_turn import MultiTurnWorkflow

@@ -1,0 +1,283 @@
+"""What a workflow returned, and the model calls it made, become a trajectory.
+
+Sequences are made where the episode ends; turns, which show how they came about, when they are first asked for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_lite.api.failure import FailureKind, attributed_to
+from areal_lite.api.interaction import InteractionWithTokenLogpReward
+from areal_lite.api.io_struct import ModelResponse
+from areal_lite.api.tensor_dict import SEQUENCE_KEYS, check_returned, check_tensor_dict, is_interactions
+from areal_lite.api.trajectory import EpisodeStatus, TokenSequence, Trajectory, Turn, TurnRole
+
+Arrays = Mapping[str, NDArray[Any]]
+Span = tuple[int, int, ModelResponse | None, bool]
+"""Start and end of a turn in its sequence, its call where one is known, and whether the model sampled it."""
+
+
+def trajectory_of(
+    returned: dict[str, Any] | None, calls: Sequence[ModelResponse], *, member_idx: int = 0
+) -> Trajectory:
+    """Return the trajectory of an episode that finished.
+
+    Sequences are what the workflow returned. Turns come from the recorded calls, matched to the sequences
+    token by token; where no call matches, the loss mask separates answers from the rest.
+
+    Args:
+        returned: What ``arun_episode`` returned; None rejects the episode.
+        calls: The episode's model calls in the order they ended.
+        member_idx: The episode's place in its group.
+
+    Raises:
+        ValueError: If ``returned`` is none of the three types or breaks the contract; attributed to the output.
+    """
+    status = EpisodeStatus.REJECTED if returned is None else EpisodeStatus.ACCEPTED
+    trajectory = Trajectory(member_idx=member_idx, status=status)
+    sequences = trajectory.sequences
+    interactions: list[InteractionWithTokenLogpReward] = []
+    if returned is not None:
+        with attributed_to(FailureKind.OUTPUT):
+            check_returned(returned)
+            if is_interactions(returned):
+                interactions = list(returned.values())
+                sequences.extend(map(_interaction_sequence, interactions))
+            else:
+                arrays = check_tensor_dict(returned)
+                sequences.extend(_row_sequences(arrays))
+                trajectory.has_loss_mask = "loss_mask" in arrays
+                trajectory.extras = {
+                    key: value for key, value in returned.items() if key not in SEQUENCE_KEYS
+                }
+        trajectory.average_rewards()
+        owner = weakref.ref(trajectory)
+        for sequence in sequences:
+            sequence.owner = owner
+    trajectory.make_turns = partial(_make_turns, sequences, interactions, calls)
+    return trajectory
+
+
+def unfinished_trajectory(
+    calls: Sequence[ModelResponse], *, member_idx: int, status: EpisodeStatus
+) -> Trajectory:
+    """Return the trajectory of an episode that failed or was stopped: its model calls, nothing that trains."""
+    return Trajectory(
+        member_idx=member_idx, status=status, make_turns=partial(_make_turns, (), (), list(calls))
+    )
+
+
+def _make_turns(
+    sequences: Sequence[TokenSequence],
+    interactions: Sequence[InteractionWithTokenLogpReward],
+    calls: Sequence[ModelResponse],
+) -> list[Turn]:
+    """Return the turns of an episode, and note each sequence's path through them."""
+    tree = _TurnTree()
+    for place, sequence in enumerate(sequences):
+        if interactions:
+            tree.add_path(sequence, _chain_spans(interactions[place]))
+        else:  # of equal answers to one prompt, each sequence takes another
+            by_length = sorted(calls, key=lambda call: (call.input_len, _identity(call) in tree.calls))
+            tree.add_path(sequence, _spans(sequence, by_length))
+    tree.add_calls(calls)
+    return tree.turns
+
+
+class _TurnTree:
+    """The turns of an episode; a call, and what leads to it, is added once."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self.calls: dict[Hashable, int] = {}
+        """The turn of each call that a sequence holds, by identity."""
+        self._places: dict[Hashable, int] = {}
+
+    def add_path(self, sequence: TokenSequence, spans: Iterator[Span]) -> None:
+        """Add the spans of a sequence as turns, and set its path.
+
+        Columns of the turns are views of the sequence's; where the sequence does not train a call or has no such
+        column, log-probs and versions are the call's own.
+        """
+        path: list[int] = []
+        parent: int | None = None
+        answers = 0
+        for start, end, call, sampled in spans:
+            here = slice(start, end)
+            ids, loss_mask = sequence.input_ids[here], sequence.loss_mask[here]
+            key = (parent, _identity(call)) if call is not None else (parent, sampled, _bytes(ids))
+            place = self._places.get(key)
+            trained = sampled and bool(loss_mask.any())
+            if place is None or (trained and not self.turns[place].loss_mask.any()):
+                turn = Turn(
+                    role=_role(sampled, parent),
+                    parent=parent,
+                    start=start,
+                    ids=ids,
+                    loss_mask=loss_mask,
+                    logprobs=None if sequence.logprobs is None else sequence.logprobs[here],
+                    versions=None if sequence.versions is None else sequence.versions[here],
+                )
+                if place is None:
+                    place = self._places[key] = len(self.turns)
+                    self.turns.append(turn)
+                else:
+                    self.turns[place] = turn
+                if call is not None:
+                    _describe(turn, call, trained=trained)
+                    self.calls.setdefault(_identity(call), place)
+            path.append(place)
+            parent = place
+            answers += sampled
+        calls_before = sum(self.turns[place].role is TurnRole.ASSISTANT for place in path) - 1
+        sequence.place = tuple(path), max(0, calls_before)
+
+    def add_calls(self, calls: Sequence[ModelResponse]) -> None:
+        """Add the calls that no sequence holds, each after the longest call that its prompt extends."""
+        if all(_identity(call) in self.calls for call in calls):
+            return
+        known: list[tuple[list[int], int]] = []
+        for call in calls:
+            place = self.calls.get(_identity(call))
+            if place is None:
+                place = self._add_call(call, *_longest_prefix(known, call.input_tokens))
+            known.append((call.input_tokens + call.output_tokens, place))
+
+    def _add_call(self, call: ModelResponse, start: int, parent: int | None) -> int:
+        given = np.array(call.input_tokens[start:], np.int32)
+        if len(given):
+            key = (parent, False, _bytes(given))
+            if key not in self._places:
+                self._places[key] = len(self.turns)
+                self.turns.append(_untrained(given, start, parent, role=_role(False, parent)))
+            parent = self._places[key]
+        answer = np.array(call.output_tokens, np.int32)
+        turn = _untrained(answer, call.input_len, parent, role=TurnRole.ASSISTANT)
+        _describe(turn, call, trained=False)
+        self.turns.append(turn)
+        return len(self.turns) - 1
+
+
+def _identity(call: ModelResponse) -> Hashable:
+    """Return what tells two calls apart: a request may be sent several times, and an engine may name none."""
+    return (call.rid, call.started) if call.rid else id(call)
+
+
+def _bytes(ids: NDArray[Any]) -> bytes:
+    return ids.astype(np.int32, copy=False).tobytes()
+
+
+def _role(sampled: bool, parent: int | None) -> TurnRole:
+    if sampled:
+        return TurnRole.ASSISTANT
+    return TurnRole.PROMPT if parent is None else TurnRole.ENVIRONMENT
+
+
+def _untrained(ids: NDArray[np.int32], start: int, parent: int | None, *, role: TurnRole) -> Turn:
+    count = len(ids)
+    return Turn(
+        role=role,
+        parent=parent,
+        start=start,
+        ids=ids,
+        loss_mask=np.zeros(count, np.bool_),
+        logprobs=np.zeros(count, np.float32),
+        versions=np.full(count, -1, np.int32),
+    )
+
+
+def _describe(turn: Turn, call: ModelResponse, *, trained: bool) -> None:
+    """Copy what is known of a call; its log-probs and versions only where the sequence does not have them."""
+    turn.stop_reason, turn.started, turn.latency_s = call.stop_reason, call.started, call.latency
+    if turn.logprobs is None or not trained:
+        turn.logprobs = np.array(call.output_logprobs, np.float32)
+    if turn.versions is None or not trained:
+        turn.versions = np.array(call.output_versions, np.int32)
+
+
+def _longest_prefix(known: Sequence[tuple[list[int], int]], ids: list[int]) -> tuple[int, int | None]:
+    """Return length and turn of the longest known beginning of ``ids``; 0 and None without one."""
+    longest, place = 0, None
+    for tokens, end in known:
+        count = len(tokens)
+        if longest < count <= len(ids) and tokens[-1] == ids[count - 1] and ids[:count] == tokens:
+            longest, place = count, end
+    return longest, place
+
+
+def _interaction_sequence(interaction: InteractionWithTokenLogpReward) -> TokenSequence:
+    response = interaction.model_response
+    ids = np.fromiter(response.input_tokens + response.output_tokens, np.int32)
+    loss_mask = np.zeros(len(ids), np.bool_)
+    logprobs = np.zeros(len(ids), np.float32)
+    versions = np.full(len(ids), -1, np.int32)
+    for node in interaction.trained_chain():
+        answer = node.model_response
+        here = slice(answer.input_len, answer.input_len + answer.output_len)
+        loss_mask[here], logprobs[here], versions[here] = True, answer.output_logprobs, answer.output_versions
+    return TokenSequence(
+        input_ids=ids, loss_mask=loss_mask, logprobs=logprobs, versions=versions, reward=interaction.reward
+    )
+
+
+def _row_sequences(arrays: Arrays) -> Iterator[TokenSequence]:
+    """Yield the rows of a checked tensor dict without their padding."""
+    attention = arrays["attention_mask"] != 0
+    padded = not attention.all()
+    mask = arrays["loss_mask"] != 0 if "loss_mask" in arrays else np.zeros(attention.shape, np.bool_)
+    rewards = arrays["rewards"].tolist() if "rewards" in arrays else [None] * len(attention)
+    for row, ids in enumerate(arrays["input_ids"]):
+        keep: Any = attention[row] if padded else slice(None)
+        yield TokenSequence(
+            input_ids=ids[keep],
+            loss_mask=mask[row][keep],
+            reward=rewards[row],
+            **{key: arrays[key][row][keep] for key in ("logprobs", "versions") if key in arrays},
+        )
+
+
+def _chain_spans(interaction: InteractionWithTokenLogpReward) -> Iterator[Span]:
+    """Yield the turns of an interaction and its ancestors in order."""
+    at = 0
+    for node in interaction.chain():
+        answer = node.model_response
+        start, end = answer.input_len, answer.input_len + answer.output_len
+        if at < start:
+            yield at, start, None, False
+        yield start, end, answer, True
+        at = end
+
+
+def _spans(sequence: TokenSequence, calls: Sequence[ModelResponse]) -> Iterator[Span]:
+    """Yield the turns of a sequence in order: calls that match it, and runs of the loss mask between them."""
+    ids: list[int] = sequence.input_ids.tolist()
+    at = 0
+    for call in calls:
+        start, end = call.input_len, call.input_len + call.output_len
+        if start < at or end > len(ids) or start == end:
+            continue
+        if ids[start:end] != call.output_tokens or ids[:start] != call.input_tokens:
+            continue  # a call of another branch
+        yield from _runs(sequence.loss_mask, at, start)
+        yield start, end, call, True
+        at = end
+    yield from _runs(sequence.loss_mask, at, len(ids))
+
+
+def _runs(mask: NDArray[np.bool_], start: int, end: int) -> Iterator[Span]:
+    if start == end:
+        return
+    if not mask[start:end].any():
+        yield start, end, None, False
+        return
+    borders = np.flatnonzero(mask[start + 1 : end] != mask[start : end - 1])
+    edges = [start, *(borders + start + 1).tolist(), end]
+    for first, last in zip(edges, edges[1:], strict=False):
+        yield first, last, None, bool(mask[first])
