@@ -332,7 +332,7 @@ def _spans(sequence: TokenSequence, calls: Sequence[ModelResponse]) -> Iterator[
     at = 0
     for call in calls:
         start, end = call.input_len, call.input_len + call.output_len
-        if start < at or end > len(ids) or start == end:
+        if start < at or start == end:
             continue
         if ids[start:end] != call.output_tokens or ids[:start] != call.input_tokens:
             continue  # a call of another branch
