@@ -1,9 +1,9 @@
-"""AReaL's tensor dict, in and out: checked where a workflow returns one, made again where someone asks.
+"""AReaL's tensor dict: checked when a workflow returns one, rebuilt as a view on request.
 
 | key | shape | kind | required | meaning |
 |---|---|---|---|---|
 | input_ids | [B, T] | integer | yes | prompt and answers |
-| attention_mask | [B, T] | bool or 0/1 | yes | True where a token is |
+| attention_mask | [B, T] | bool or 0/1 | yes | False at padding |
 | loss_mask | [B, T] | bool or 0/1 | no | 1 where the policy sampled the token and it trains |
 | logprobs | [B, T] | float | no | behaviour log-probs (nats), 0 where not sampled |
 | versions | [B, T] | integer | no | policy version of each sampled token, -1 elsewhere |
@@ -69,7 +69,7 @@ def trajectory_of(
         member_idx: The episode's place in its group.
 
     Raises:
-        ValueError: If ``returned`` is none of the three types or breaks the contract; attributed to the output.
+        ValueError: If ``returned`` has another type or breaks the contract; its failure kind is ``output``.
     """
     status = EpisodeStatus.REJECTED if returned is None else EpisodeStatus.ACCEPTED
     trajectory = Trajectory(member_idx=member_idx, status=status)
@@ -128,9 +128,9 @@ def is_interactions(returned: dict[str, Any]) -> bool:
 
 
 def split_rows(returned: dict[str, Any], counts: Sequence[int]) -> list[dict[str, Any] | None]:
-    """Return a merged dict as one dict per episode, which have ``counts`` rows of it in order; None for no rows.
+    """Return a merged dict as one dict per episode, with ``counts`` rows each, in order; None for no rows.
 
-    What the counts leave over belongs to the last episode.
+    Rows beyond the counts belong to the last episode.
     """
     ends = np.cumsum(counts).tolist()
     total = len(returned) if is_interactions(returned) else len(returned["input_ids"])
@@ -227,7 +227,7 @@ class _TurnTree:
 
 
 def _identity(call: ModelResponse) -> Hashable:
-    """Return what tells two calls apart: a request may be sent several times, and an engine may name none."""
+    """Return a key for a call: a request may be sent several times, and an engine may set no id."""
     return (call.rid, call.started) if call.rid else id(call)
 
 
@@ -255,7 +255,7 @@ def _untrained(ids: NDArray[np.int32], start: int, parent: int | None, *, role: 
 
 
 def _describe(turn: Turn, call: ModelResponse, *, trained: bool) -> None:
-    """Copy what is known of a call; its log-probs and versions only where the sequence does not have them."""
+    """Copy the call's metadata; its log-probs and versions only if the sequence does not have them."""
     turn.stop_reason, turn.started, turn.latency_s = call.stop_reason, call.started, call.latency
     if turn.logprobs is None or not trained:
         turn.logprobs = np.array(call.output_logprobs, np.float32)
