@@ -2,7 +2,7 @@
 
     python examples/05_read_the_dump.py [FOLDER]        # default: runs/demo, what `make demo` wrote
 
-docs/trajectories.md describes every field.
+docs/trajectories.md describes every field; schemas 1 and 2 read alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def main(folder: str = "runs/demo") -> None:
     if not paths:
         raise SystemExit(f"no dumps below {folder}: run `make demo`, or set rollout.dump_to_file: true")
     samples = [json.loads(line) for path in paths for line in path.read_bytes().splitlines()]
-    print(f"{len(paths)} groups, {len(samples)} samples: {dict(Counter(s['status'] for s in samples))}")
+    print(f"{len(paths)} groups, {len(samples)} lines: {dict(Counter(s['status'] for s in samples))}")
 
     rewards_by_version: dict[int, list[float]] = {}
     for sample in samples:
@@ -33,7 +33,7 @@ def main(folder: str = "runs/demo") -> None:
         sampled = sum(turn["loss_mask"])
         line = f"  {turn['role']}: {len(turn['ids'])} tokens, {sampled} trained"
         if "logprobs" in turn:
-            line += f", mean log-prob {sum(turn['logprobs']) / len(turn['logprobs']):.2f}"
+            line += f", mean log-prob {sum(turn['logprobs']) / max(1, len(turn['logprobs'])):.2f}"
             line += f", versions {sorted(set(turn['versions']))}, ended by {turn.get('stop_reason')}"
         print(line)
         print(f"    {turn['text']!r}")

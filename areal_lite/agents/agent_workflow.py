@@ -29,7 +29,7 @@ class AgentWorkflow(RolloutWorkflow):
     completion id, each a sequence of its own, and answers it leaves out are not trained; None rejects
     the episode.
 
-    Sampling is ``config.gconfig``'s while training, whatever the agent asks; in evaluation the agent's
+    Sampling is ``config.gconfig``'s while training, whatever the agent requests; in evaluation the agent's
     temperature and top_p count, and ``config.eval_gconfig`` where it gives none.
 
     Args:
@@ -51,7 +51,7 @@ class AgentWorkflow(RolloutWorkflow):
         Raises:
             ConfigError: If the tokenizer cannot be loaded.
             ValueError: If the reward is not a finite number, or the agent called no model.
-            ServerError: If the engine failed at the agent's last call, whatever the agent made of it.
+            ServerError: If the engine failed at the agent's last call, even if the agent caught the error.
         """
         is_eval = episode_context.current().is_eval
         session = ChatSession(

@@ -81,7 +81,7 @@ class ArealOpenAI(AsyncOpenAI):
             interaction = self.session.interactions[completion_id]
         except KeyError:
             known = list(self.session.interactions)
-            raise KeyError(f"{completion_id!r} is no completion of this client; it has {known}") from None
+            raise KeyError(f"{completion_id!r} is not a completion of this client; it has {known}") from None
         if isinstance(interaction.completion, dict):
             interaction.completion = ChatCompletion.model_validate(interaction.completion)
         return interaction

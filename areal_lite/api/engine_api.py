@@ -81,7 +81,7 @@ class InferenceEngine(ABC):
         """Return exactly ``consumer_batch_size`` accepted groups within the staleness bound.
 
         Groups are drawn from ``source``, a ``RolloutDataSource`` or any iterable of rows, ahead of need, so
-        generation goes on while the caller trains.
+        generation continues while the caller trains.
         """
 
     @abstractmethod

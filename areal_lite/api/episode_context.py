@@ -27,7 +27,7 @@ class Episode:
     seed_name: str | None = None
     """Separates the seeds of its model calls from those of other episodes; None leaves seeds to the server."""
     num_calls: int = 0
-    """Model calls begun."""
+    """Model calls started so far."""
     oldest_version: int | None = None
     """Policy version at its first model call: none of its tokens can be older. None before it."""
     recorded: dict[tuple[int, ...], list[ModelResponse]] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Episode:
 
 
 class EpisodeContext(NamedTuple):
-    """What an episode may know of its place in the run."""
+    """An episode's place in the run."""
 
     is_eval: bool = False
     task_id: TaskId | None = None

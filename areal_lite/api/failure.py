@@ -17,7 +17,7 @@ MAX_TRACEBACK = 4000
 
 
 class FailureKind(StrEnum):
-    """Whose fault a failure is."""
+    """What caused a failure."""
 
     DEADLINE = "deadline"
     """The episode ran longer than ``rollout.episode_timeout_s``."""
@@ -50,7 +50,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Return the failure of an exception; one that nothing claims is the agent's."""
+        """Return the failure of an exception; without an attribution the agent caused it."""
         leaf, kind = error, _kind_of(error)
         while isinstance(leaf, BaseExceptionGroup):
             leaf = leaf.exceptions[0]
@@ -69,7 +69,7 @@ class Failure:
 
     @property
     def text(self) -> str:
-        """All that is known, for logs and dumps."""
+        """The traceback, or the message without one; for logs and dumps."""
         return self.traceback or self.message
 
     @property

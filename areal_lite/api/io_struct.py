@@ -1,4 +1,4 @@
-"""What goes to an inference engine and what comes back, token by token."""
+"""Requests to an inference engine and its responses, token by token."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ModelResponse:
         """The sampled ids less the end or pad token the answer stopped at.
 
         Raises:
-            ValueError: If there is no tokenizer to tell which ids those are.
+            ValueError: If there is no tokenizer, which knows these ids.
         """
         if self.tokenizer is None:
             raise ValueError("output_tokens_without_stop needs a tokenizer: give ModelRequest(tokenizer=...)")

@@ -2,7 +2,7 @@
 
 A reward that does not come is a failure with its reason, never a 0: time-outs, dead workers, exceptions
 and values that are not finite numbers all raise. This guards against accidents (endless loops, memory,
-``os._exit``); it is no sandbox against an attacker.
+``os._exit``); it is not a sandbox against an attacker.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class _Sendable:
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.key = next(self._keys)
         self.name = name
-        mend = (
+        hint = (
             "Define it with def at the top level of a module, or pass in_process=True if it is cheap and pure"
         )
         try:
@@ -135,9 +135,9 @@ class _Sendable:
         except Exception as error:
             raise ConfigError(
                 f"reward_fn {name} cannot be sent to a worker process: a lambda or a nested function has no "
-                f"importable name ({error}). {mend}"
+                f"importable name ({error}). {hint}"
             ) from None
-        # What multiprocessing tells a spawned child: import path, arguments, where the main script is.
+        # What multiprocessing passes to a spawned child: import path, arguments, where the main script is.
         preparation: dict[str, Any] = {**spawn.get_preparation_data("reward")}
         preparation.pop("authkey", None)
         main_keys = {"init_main_from_name", "init_main_from_path"} & preparation.keys()
@@ -146,7 +146,7 @@ class _Sendable:
                 del preparation[key]
         elif not main_keys:
             raise ConfigError(
-                f"reward_fn {name} lives in an interactive session, which a worker cannot import. {mend}"
+                f"reward_fn {name} lives in an interactive session, which a worker cannot import. {hint}"
             )
         self.load_message = pickle.dumps((self.key, None, (pickled, preparation)), pickle.HIGHEST_PROTOCOL)
 
@@ -171,7 +171,7 @@ class _Worker:
         return wire.as_reward(wire.NUMBER.unpack(reply)[0])
 
     async def _exchange(self, message: bytes, function: _Sendable, timeout_s: float) -> bytes:
-        """Send one message and return the body of its answer; whatever goes wrong kills the process."""
+        """Send one message and return the body of its answer; any error kills the process."""
         assert self._socket is not None
         loop = asyncio.get_running_loop()
         try:

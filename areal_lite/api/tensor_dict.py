@@ -1,9 +1,9 @@
-"""AReaL's tensor dict, in and out: checked where a workflow returns one, made again where someone asks.
+"""AReaL's tensor dict: checked when a workflow returns one, rebuilt as a view on request.
 
 | key | shape | kind | required | meaning |
 |---|---|---|---|---|
 | input_ids | [B, T] | integer | yes | prompt and answers |
-| attention_mask | [B, T] | bool or 0/1 | yes | True where a token is |
+| attention_mask | [B, T] | bool or 0/1 | yes | False at padding |
 | loss_mask | [B, T] | bool or 0/1 | no | 1 where the policy sampled the token and it trains |
 | logprobs | [B, T] | float | no | behaviour log-probs (nats), 0 where not sampled |
 | versions | [B, T] | integer | no | policy version of each sampled token, -1 elsewhere |
@@ -74,9 +74,9 @@ def is_interactions(returned: dict[str, Any]) -> bool:
 
 
 def split_rows(returned: dict[str, Any], counts: Sequence[int]) -> list[dict[str, Any] | None]:
-    """Return a merged dict as one dict per episode, which have ``counts`` rows of it in order; None for no rows.
+    """Return a merged dict as one dict per episode, with ``counts`` rows each, in order; None for no rows.
 
-    What the counts leave over belongs to the last episode.
+    Rows beyond the counts belong to the last episode.
     """
     ends = np.cumsum(counts).tolist()
     total = len(returned) if is_interactions(returned) else len(returned["input_ids"])

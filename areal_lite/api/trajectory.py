@@ -31,7 +31,7 @@ class EpisodeStatus(StrEnum):
     REJECTED = "rejected"
     """Finished, but refused by the workflow, by the filter, or as stale."""
     FAILED = "failed"
-    """Broken by our or the world's fault; see ``failure``."""
+    """Broken by an error or a timeout; see ``failure``."""
     CANCELLED = "cancelled"
     """Stopped by the run."""
 
@@ -71,7 +71,7 @@ class Turn:
     latency_s: float | None = None
     """Seconds the call took."""
     text: str | None = None
-    """The tokens as text, where someone with a tokenizer filled it in: a view, never the truth."""
+    """The tokens as text, if somebody decoded them; only the ids are exact."""
 
     @property
     def end(self) -> int:
@@ -88,7 +88,7 @@ class TokenSequence:
     """
 
     input_ids: NDArray[Any]
-    """``[T]`` integer: prompt, answers and whatever came between."""
+    """``[T]`` integer: prompt, answers, and the environment's tokens between them."""
     loss_mask: NDArray[np.bool_]
     """``[T]`` True where the policy sampled the token and this sequence trains it."""
     logprobs: NDArray[Any] | None = None
@@ -106,7 +106,7 @@ class TokenSequence:
     member_idx: int | None = None
     """Which episode of the group it belongs to; None: one of its own."""
     multi_modal_inputs: dict[str, Any] | None = None
-    """What the model reads beside the tokens, such as pixel values; None for text alone."""
+    """Inputs of the model besides tokens, such as pixel values; None for text only."""
 
     def __post_init__(self) -> None:
         length = len(self.input_ids)
@@ -167,7 +167,7 @@ class TokenSequence:
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Trajectory:
-    """What one episode left behind."""
+    """The record of one episode."""
 
     member_idx: int = 0
     """Its place in the group."""
@@ -177,11 +177,11 @@ class Trajectory:
     failure: Failure | None = None
     """Why it failed or was cancelled; None otherwise."""
     sequences: list[TokenSequence] = field(default_factory=list)
-    """What trains; empty unless the episode finished with data."""
+    """Sequences to train on; empty unless the episode finished with data."""
     reward: float | None = None
     """Of the episode; the mean over its sequences where it rewards its turns one by one."""
     has_loss_mask: bool = True
-    """False where the workflow's tensor dict has none: nothing says what to train."""
+    """False if the workflow's tensor dict has none; then nothing trains."""
     extras: dict[str, Any] = field(default_factory=dict)
     """Keys of a workflow's tensor dict that are not about tokens or rewards, per sequence."""
     make_turns: Callable[[], list[Turn]] = list
@@ -190,7 +190,7 @@ class Trajectory:
 
     @property
     def turns(self) -> list[Turn]:
-        """All model calls and what came between, parents before children."""
+        """All model calls and the environment's turns, parents before children."""
         self.find_paths()
         assert self._turns is not None
         return self._turns
@@ -240,7 +240,7 @@ class Group:
     group_id: str
     status: EpisodeStatus
     data: Mapping[str, Any]
-    """What the workflow got."""
+    """The workflow's input."""
     trajectories: list[Trajectory] = field(default_factory=list)
     """One per episode, by ``member_idx``."""
     failure: Failure | None = None
@@ -295,7 +295,7 @@ class Group:
 
     @property
     def sequences(self) -> list[TokenSequence]:
-        """What trains of all episodes, episode by episode."""
+        """The sequences of all episodes, episode by episode."""
         return [sequence for trajectory in self.trajectories for sequence in trajectory.sequences]
 
     @property

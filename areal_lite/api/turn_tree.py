@@ -38,7 +38,7 @@ def trajectory_of(
         member_idx: The episode's place in its group.
 
     Raises:
-        ValueError: If ``returned`` is none of the three types or breaks the contract; attributed to the output.
+        ValueError: If ``returned`` has another type or breaks the contract; its failure kind is ``output``.
     """
     status = EpisodeStatus.REJECTED if returned is None else EpisodeStatus.ACCEPTED
     trajectory = Trajectory(member_idx=member_idx, status=status)
@@ -166,7 +166,7 @@ class _TurnTree:
 
 
 def _identity(call: ModelResponse) -> Hashable:
-    """Return what tells two calls apart: a request may be sent several times, and an engine may name none."""
+    """Return a key for a call: a request may be sent several times, and an engine may set no id."""
     return (call.rid, call.started) if call.rid else id(call)
 
 
@@ -194,7 +194,7 @@ def _untrained(ids: NDArray[np.int32], start: int, parent: int | None, *, role: 
 
 
 def _describe(turn: Turn, call: ModelResponse, *, trained: bool) -> None:
-    """Copy what is known of a call; its log-probs and versions only where the sequence does not have them."""
+    """Copy the call's metadata; its log-probs and versions only if the sequence does not have them."""
     turn.stop_reason, turn.started, turn.latency_s = call.stop_reason, call.started, call.latency
     if turn.logprobs is None or not trained:
         turn.logprobs = np.array(call.output_logprobs, np.float32)
@@ -261,7 +261,7 @@ def _spans(sequence: TokenSequence, calls: Sequence[ModelResponse]) -> Iterator[
     at = 0
     for call in calls:
         start, end = call.input_len, call.input_len + call.output_len
-        if start < at or end > len(ids) or start == end:
+        if start < at or start == end:
             continue
         if ids[start:end] != call.output_tokens or ids[:start] != call.input_tokens:
             continue  # a call of another branch

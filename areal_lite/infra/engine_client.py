@@ -90,7 +90,7 @@ class EngineClient:
         self._holds = 0
         self._warned_no_version = False
         self._limits = ServerInfo()
-        """What every server can take, as far as they or the tokenizer's folder tell."""
+        """Limits of all servers, as far as they or the tokenizer's folder state them."""
         self._silences: Deadlines[_Request] = Deadlines(config.request_timeout_s, _Request.give_up)
         self._calls: set[_Call] = set()
 
@@ -117,10 +117,10 @@ class EngineClient:
                 f"no inference server answers: {'; '.join(f for f in failures if f)}. Are they up, and does "
                 "rollout.addresses name them?"
             )
-        told = [server.info for server in self.pool.servers]
-        vocab_sizes = [_vocab_size(self._config.tokenizer_path), *(info.vocab_size for info in told)]
+        infos = [server.info for server in self.pool.servers]
+        vocab_sizes = [_vocab_size(self._config.tokenizer_path), *(info.vocab_size for info in infos)]
         self._limits = ServerInfo(
-            context_length=min((n.context_length for n in told if n.context_length), default=None),
+            context_length=min((n.context_length for n in infos if n.context_length), default=None),
             vocab_size=min(filter(None, vocab_sizes), default=None),
         )
 
@@ -343,7 +343,7 @@ class EngineClient:
         if not self._warned_no_version:
             self._warned_no_version = True
             logger.warning(
-                "%s does not tell the weight version of its tokens; they are labelled with the version at which the "
+                "%s does not report the weight version of its tokens; they are labelled with the version at which the "
                 "request was sent",
                 server.url,
             )
@@ -370,7 +370,7 @@ class EngineClient:
             self._silences.discard(request)
 
     async def _ask_info(self, server: Server) -> str | None:
-        """Note what the server says of itself; return why it cannot be reached, if so."""
+        """Record what the server reports about itself; return why it cannot be reached, or None."""
         assert self._session is not None
         last = ""
         for attempt in range(self._config.request_retries):
@@ -460,7 +460,7 @@ def _recorded(episode: Episode, input_ids: list[int]) -> ModelResponse | None:
 
 
 def _vocab_size(folder: str | None) -> int | None:
-    """Return what the config.json of a model folder tells, None where there is none."""
+    """Return the vocabulary size in the config.json of a model folder; None without one."""
     try:
         config = orjson.loads((Path(folder or "") / "config.json").read_bytes())
         size = config.get("text_config", config).get("vocab_size")

@@ -124,7 +124,7 @@ async def run_group(
 
 
 def _drop(episodes: Sequence[Episode]) -> None:
-    """End the episodes of a group of which nothing trains."""
+    """Cancel the episodes of a group that is dropped."""
     failure = Failure.cancelled("the group was dropped with another of its episodes")
     for episode in episodes:
         trajectory = episode.end(EpisodeStatus.CANCELLED, failure)

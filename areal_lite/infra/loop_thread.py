@@ -31,7 +31,7 @@ class LoopThread:
         """Run ``coroutine`` on the loop and return its result; blocks the calling thread.
 
         An interrupt of the waiting thread (Ctrl-C) cancels the coroutine. Where that comes too late, its result
-        goes to ``unclaimed``, on the loop.
+        is passed to ``unclaimed``, on the loop.
 
         Raises:
             RuntimeError: If called on the loop itself, where it would wait for ever.

@@ -1,8 +1,8 @@
-"""The inference engine users hold: a thin door from any thread or loop to the one event loop inside."""
+"""The inference engine that users hold: calls from any thread or event loop run on the engine's own loop."""
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from types import TracebackType
@@ -36,16 +36,16 @@ class Operation(NamedTuple, Generic[T]):
 
     coroutine: Coroutine[Any, Any, T]
     unclaimed: Callable[[T], object] | None = None
-    """Gets a result whose caller left before it arrived."""
+    """Gets the result if its caller was cancelled before it arrived."""
 
 
 def both_forms(
-    operation: Callable[Concatenate[RemoteInfEngine, P], Operation[T]],
+    operation: Callable[Concatenate[RemoteInfEngine, P], Operation[T]], async_name: str = ""
 ) -> tuple[
     Callable[Concatenate[RemoteInfEngine, P], T],
     Callable[Concatenate[RemoteInfEngine, P], Coroutine[Any, Any, T]],
 ]:
-    """Return the blocking and the async method of an operation."""
+    """Return the blocking and the async method of an operation, with its signature and documentation."""
 
     def blocking(self: RemoteInfEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._running_loop.call(*operation(self, *args, **kwargs))
@@ -53,18 +53,23 @@ def both_forms(
     async def asynchronous(self: RemoteInfEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._running_loop.acall(*operation(self, *args, **kwargs))
 
-    functools.update_wrapper(blocking, operation)
-    functools.update_wrapper(asynchronous, operation)
+    returned = str(operation.__annotations__["return"]).removeprefix("Operation[").removesuffix("]")
+    signature = inspect.signature(operation).replace(return_annotation=returned)
+    name = operation.__name__.removeprefix("_")
+    form: Any
+    for form, form_name in ((blocking, name), (asynchronous, async_name or f"a{name}")):
+        form.__name__, form.__qualname__ = form_name, f"RemoteInfEngine.{form_name}"
+        form.__doc__, form.__signature__ = operation.__doc__, signature
+        form.__annotations__ = operation.__annotations__ | {"return": returned}
     return blocking, asynchronous
 
 
 class RemoteInfEngine(InferenceEngine):
     """Runs episodes against inference servers. A context manager, or ``initialize`` and ``destroy``.
 
-    Every blocking method has an async form for callers that have a loop of their own: ``asubmit``,
-    ``await_results``, ``arollout_batch``, ``aprepare_batch``, ``aclose_source``, ``apause``, ``aresume``,
-    ``aset_version``, ``aupdate_weights_from_disk``. Both are made of one operation that runs on the
-    engine's loop.
+    Every blocking method has an async form for callers inside an event loop: ``asubmit``, ``await_results``,
+    ``arollout_batch``, ``aprepare_batch``, ``aclose_source``, ``apause``, ``aresume``, ``aset_version``,
+    ``aupdate_weights_from_disk``. Both forms are one operation that runs on the engine's loop.
     """
 
     def __init__(self, config: InferenceEngineConfig) -> None:
@@ -171,7 +176,7 @@ class RemoteInfEngine(InferenceEngine):
     # -- generation ----------------------------------------------------------------------------
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Return one answer to ``req``, whole, across aborts and weight updates."""
+        """Return one complete answer to ``req``; aborts and weight updates do not cut it."""
         loop = self._running_loop
         if loop.is_current():
             return await self._client.generate(req)
@@ -196,9 +201,18 @@ class RemoteInfEngine(InferenceEngine):
         loop.call_soon(self._executor.enqueue, submission)
         return submission.task_id
 
-    async def asubmit(self, *args: Any, **kwargs: Any) -> TaskId:
-        """:meth:`submit`, which never blocks, for symmetry."""
-        return self.submit(*args, **kwargs)
+    async def asubmit(
+        self,
+        data: Row,
+        workflow: WorkflowLike,
+        workflow_kwargs: dict[str, Any] | None = None,
+        should_accept_fn: ShouldAcceptFn | str | None = None,
+        group_size: int | None = None,
+        task_id: TaskId | None = None,
+        is_eval: bool = False,
+    ) -> TaskId:
+        """Queue one row and return its task id at once; from any thread, also inside an episode."""
+        return self.submit(data, workflow, workflow_kwargs, should_accept_fn, group_size, task_id, is_eval)
 
     def _wait(
         self, count: int = 1, timeout: float | None = None, raise_timeout: bool = True
@@ -224,7 +238,7 @@ class RemoteInfEngine(InferenceEngine):
         group_size: int | None = None,
         is_eval: bool = False,
     ) -> Operation[list[Group]]:
-        """Run all rows now, free of the staleness bound; one group per row, in order."""
+        """Run all rows now, without the staleness bound; one group per row, in order."""
         recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
         return Operation(self._executor.rollout_batch(data, recipe))
 
@@ -243,10 +257,10 @@ class RemoteInfEngine(InferenceEngine):
         )
 
     def _close_source(self, source: Iterable[Any]) -> Operation[None]:
-        """Draw no more of ``source``; what of it is not in a batch yet ends as cancelled and is given back."""
+        """Stop drawing from ``source``; its groups that are in no batch yet are cancelled and given back to it."""
         return Operation(self._executor.close_source(source))
 
-    wait, await_results = both_forms(_wait)
+    wait, await_results = both_forms(_wait, "await_results")
     rollout_batch, arollout_batch = both_forms(_rollout_batch)
     prepare_batch, aprepare_batch = both_forms(_prepare_batch)
     close_source, aclose_source = both_forms(_close_source)
@@ -290,7 +304,7 @@ class RemoteInfEngine(InferenceEngine):
         """Have the servers load the checkpoint folder at ``path`` and make ``version`` the policy version.
 
         Raises:
-            ServerError: If no server took it; the policy version then stays.
+            ServerError: If no server loaded it; the policy version then stays.
         """
 
         async def update() -> None:

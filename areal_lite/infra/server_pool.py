@@ -1,4 +1,4 @@
-"""Which server the next request goes to. Pure bookkeeping: no I/O, no clock of its own."""
+"""Choose the server for each request. Pure bookkeeping: no I/O and no clock."""
 
 from __future__ import annotations
 

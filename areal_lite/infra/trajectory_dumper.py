@@ -89,7 +89,7 @@ class TrajectoryDumper:
 
 
 def _cut_torn_line(descriptor: int, size: int) -> None:
-    """Remove what a killed run left of its last line, or the next one would be glued to it."""
+    """Remove the unfinished last line of a killed run, so that the next line starts at its beginning."""
     end = os.pread(descriptor, size, 0).rfind(b"\n") + 1
     if end < size:
         os.ftruncate(descriptor, end)

@@ -1,4 +1,4 @@
-"""What a workflow may ask while it runs: its place in the run, its stats scope, shared HTTP clients.
+"""Context of the running episode: its place in the run, its metric scope, shared HTTP clients.
 
 Each episode has its own context, also each member of a group; tasks that it starts inherit a copy.
 """
@@ -60,7 +60,7 @@ class SharedHttp:
         return self._client
 
     async def close(self) -> None:
-        """Close whatever was opened."""
+        """Close the clients that were opened."""
         if self._session is not None:
             await self._session.close()
         if self._client is not None:

@@ -12,7 +12,7 @@ from areal_lite.errors import ConfigError
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of ``path``; a last line without its newline is left out unless it is whole.
+    """Yield the objects of ``path``; an unfinished last line is skipped.
 
     Raises:
         ConfigError: If there is no such file, or a line before the last is not an object; with its number.
@@ -30,9 +30,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                         f"{path}, line {number}: not JSON: {error}; the line begins at byte {begin}"
                     ) from None
                 if not isinstance(record, dict):
-                    raise ConfigError(
-                        f"{path}, line {number}: it is a {type(record).__name__}, not an object"
-                    )
+                    raise ConfigError(f"{path}, line {number}: not an object but a {type(record).__name__}")
                 yield record
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: give a file or folder that a run wrote") from None

@@ -24,38 +24,48 @@ _ROLE_STYLE = {"assistant": "cyan", "prompt": "dim"}
 
 
 def view(path: Path, *, limit: int, console: Console | None = None) -> int:
-    """Print up to ``limit`` samples of a dump file, or of all dumps below a folder, and return how many.
+    """Print up to ``limit`` lines of a dump file, or of all dumps below a folder, and return how many.
+
+    Reads schemas 1 and 2.
 
     Raises:
-        ConfigError: If there is nothing to show, or a line is damaged.
+        ConfigError: If there is nothing to show, or a line is damaged or has another shape; with file and number.
     """
     console = console or Console(highlight=False)
     shown = 0
     last = None
-    for file, record in itertools.islice(_records(path), limit):
+    for file, number, record in itertools.islice(_records(path), limit):
         if file != last:
             last = file
             console.print(Text(printable(str(file)), "dim"), soft_wrap=True)
         shown += 1
-        for text in _lines(record):
+        try:
+            texts = list(_lines(record))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{file}, line {number}: not a line of a dump: {error}; docs/trajectories.md describes its fields"
+            ) from None
+        for text in texts:
             console.print(text, soft_wrap=True)
     if not shown:
         raise ConfigError(
-            f"{path}: no dumped episodes here: with rollout.dump_to_file a run writes them to RUN_DIR/rollout, those "
-            "of the held-out rows to RUN_DIR/eval-rollout"
+            f"{path}: no dumped episodes here: with rollout.dump_to_file a run writes them to RUN_DIR/rollout, and "
+            "those of the held-out rows to RUN_DIR/eval-rollout"
         )
     return shown
 
 
 def printable(text: str) -> str:
     """Return ``text`` with every control character written out, as in ``\\x1b``."""
-    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def _records(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+def _records(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
     files = sorted(path.rglob("*.jsonl"), key=_by_number) if path.is_dir() else [path]
     for file in files:
-        yield from ((file, record) for record in read_records(file) if "turns" in record)
+        for number, record in enumerate(read_records(file), 1):
+            if "turns" in record:
+                yield file, number, record
 
 
 def _by_number(path: Path) -> list[tuple[int, str]]:
@@ -71,6 +81,8 @@ def _lines(record: dict[str, Any]) -> Iterator[Text]:
         (printable(status), _STATUS_STYLE.get(status, "")),
         printable(f"  reward {record.get('reward')}  {record.get('seqlen')} tokens  versions {versions}"),
     )
+    if record.get("error_kind"):
+        yield Text(printable(f"{record['error_kind']}: {record.get('error_type') or 'stopped'}"), "red")
     if record.get("error"):
         yield Text(printable(str(record["error"])), "red")
     for turn in record["turns"]:

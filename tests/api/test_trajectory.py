@@ -139,7 +139,7 @@ class TestCallsOfInteractions:
 
     @pytest.mark.parametrize("rid", ["", "one id for every request"])
     def test_equal_answers_to_one_prompt_stay_different_turns(self, rid: str) -> None:
-        calls = [call([1, 2], [11], rid, started=float(n)) for n in range(3)]
+        calls = [call([1, 2], [11], rid, started=float(n) if rid else 0.0) for n in range(3)]
         trajectory = trajectory_of({str(n): interaction(c) for n, c in enumerate(calls)}, calls)
         assert [s.path for s in trajectory.sequences] == [(0, 1), (0, 2), (0, 3)]
         assert [t.parent for t in trajectory.turns] == [None, 0, 0, 0]
@@ -166,7 +166,7 @@ class TestCallsOfTensorDicts:
             versions=torch.tensor([[-1, -1, 3, 3, -1, 4]]),
             rewards=torch.tensor([2.0]),
         )
-        stranger = call([1, 2, 11, 99], [21], "stranger")
+        stranger = call([1, 2, 11, 99, 3], [21], "stranger")
         trajectory = trajectory_of(tensors, [FIRST, stranger, SECOND])
         (sequence,) = trajectory.sequences
         assert sequence.path == (0, 1, 2, 3)
@@ -176,8 +176,8 @@ class TestCallsOfTensorDicts:
         assert trajectory.turns[1].latency_s == 0.5
         assert trajectory.turns[3].started == 6.0
         assert shape(trajectory)[4:] == [  # the call that no sequence holds
-            ("prompt", None, 0, [1, 2, 11, 99], [False] * 4),
-            ("assistant", 4, 4, [21], [False]),
+            ("prompt", None, 0, [1, 2, 11, 99, 3], [False] * 5),
+            ("assistant", 4, 5, [21], [False]),
         ]
         lost = trajectory.turns[5]
         assert lost.logprobs is not None and lost.versions is not None
@@ -194,6 +194,19 @@ class TestCallsOfTensorDicts:
             ("environment", 3, 6, [4, 5], [False, False]),
             ("assistant", 4, 8, [31], [False]),
         ]
+        check_paths(trajectory)
+
+    def test_a_call_without_an_answer_is_not_in_a_rows_path(self) -> None:
+        trajectory = trajectory_of(
+            rows([1, 2, 11, 12], masks=[[0, 0, 1, 1]]), [call([1, 2], [], "none"), FIRST]
+        )
+        assert trajectory.sequences[0].path == (0, 1)
+        assert [(t.parent, len(t.ids)) for t in trajectory.turns] == [(None, 2), (0, 2), (0, 0)]
+
+    def test_the_longest_call_counts_whichever_ended_last(self) -> None:
+        calls = [call([1], [2, 3], "long"), call([1], [2], "short"), call([1, 2, 3, 4], [5], "next")]
+        trajectory = unfinished_trajectory(calls, member_idx=0, status=EpisodeStatus.FAILED)
+        assert [t.parent for t in trajectory.turns] == [None, 0, 0, 1, 3]
         check_paths(trajectory)
 
     def test_an_unused_answer_to_the_same_prompt_shares_it(self) -> None:
@@ -247,7 +260,7 @@ class TestCallsOfTensorDicts:
 
     def test_equal_tokens_that_were_given_and_sampled_are_different_turns(self) -> None:
         trajectory = trajectory_of(rows([1, 11], [1, 11], masks=[[0, 1], [0, 0]]), [])
-        assert [s.path for s in trajectory.sequences] == [(0, 1), (2,)]
+        assert [(s.path, s.turn_idx) for s in trajectory.sequences] == [((0, 1), 0), ((2,), 0)]
         assert trajectory.prompt_len(trajectory.sequences[1]) == 2
 
     def test_padding_on_either_side_is_left_out(self) -> None:

@@ -118,3 +118,34 @@ def test_escape_sequences_and_markup_of_a_model_are_shown_not_obeyed(tmp_path):
     _, text = shown(write(tmp_path / "7.jsonl", line))
     assert "\x1b" not in text
     assert r"[red]x[/red] \x1b]0;owned\x07 \x1b[2J" in text
+
+
+SCHEMA_2 = {
+    **LINE,
+    "schema": 2,
+    "status": "failed",
+    "error": "Traceback ...",
+    "error_kind": "reward",
+    "error_type": "ZeroDivisionError",
+    "turns": [
+        {**turn, "start": 2 * place, "turn_idx": place, "parent_idx": place - 1 if place else None}
+        for place, turn in enumerate(LINE["turns"])
+    ],
+}
+
+
+def test_a_line_of_schema_2_shows_the_kind_and_type_of_its_failure(tmp_path):
+    _, text = shown(write(tmp_path / "7.jsonl", LINE, SCHEMA_2))
+    first, second = text.split("── ")[1:]
+    assert "reward: ZeroDivisionError\nTraceback ...\n" in second
+    assert first.splitlines()[1:] == second.splitlines()[3:]
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [3, [3], None, [{"loss_mask": ["a"]}], [{"loss_mask": 3}], [{"ids": 3}], [{"latency_s": "soon"}]],
+)
+def test_a_line_of_another_shape_is_refused_with_file_and_number(tmp_path, turns):
+    path = write(tmp_path / "7.jsonl", LINE, {**LINE, "turns": turns})
+    with pytest.raises(ConfigError, match=r"7\.jsonl, line 2: not a line of a dump"):
+        shown(path)

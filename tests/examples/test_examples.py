@@ -1,5 +1,6 @@
 """Every numbered example runs as its docstring says, with a tiny random model, in its own folder."""
 
+import json
 import os
 import re
 import shutil
@@ -105,10 +106,39 @@ def test_05_shows_what_a_run_dumped(tmp_path):
         with RemoteInfEngine(config) as engine:
             engine.rollout_batch([{"ids": [5, 6, 7]}] * 3, OneAnswer(), group_size=2)
     printed = run_example("05_read_the_dump.py", tmp_path / "runs", cwd=tmp_path)
-    assert "3 groups, 6 samples: {'accepted': 6}" in printed
+    assert "3 groups, 6 lines: {'accepted': 6}" in printed
     assert "version 0: mean reward 1.000 over 6" in printed
     assert "prompt: 3 tokens, 0 trained" in printed
     assert re.search(r"assistant: 8 tokens, 8 trained, mean log-prob -0\.\d+, versions \[0\]", printed)
+
+
+DUMPED = {
+    "task_id": 7, "group_id": "7", "sample_idx": 0, "member_idx": 0, "status": "accepted", "error": None,
+    "seqlen": 3, "prompt_len": 1, "start_version": 2, "head_version": 2, "tail_version": 2, "reward": 0.5,
+    "prompt": None, "completion": None, "timings": {"queued_s": 0.0, "run_s": 0.1, "finished_at": 9.0},
+}  # fmt: skip
+PROMPT = {"role": "prompt", "start": 0, "ids": [4], "text": None, "loss_mask": [0]}
+ANSWER = {
+    "role": "assistant", "start": 1, "ids": [5, 6], "text": None, "loss_mask": [1, 1], "logprobs": [-1.0, -2.0],
+    "versions": [2, 2], "stop_reason": "stop", "started": 8.0, "latency_s": 0.1,
+}  # fmt: skip
+SCHEMA_1 = DUMPED | {"schema": 1, "turns": [PROMPT, ANSWER]}
+SCHEMA_2 = DUMPED | {
+    "schema": 2,
+    "error_kind": None,
+    "error_type": None,
+    "turns": [PROMPT | {"turn_idx": 0, "parent_idx": None}, ANSWER | {"turn_idx": 1, "parent_idx": 0}],
+}
+
+
+@pytest.mark.parametrize("line", [SCHEMA_1, SCHEMA_2], ids=["schema 1", "schema 2"])
+def test_05_reads_a_dump_of_either_schema(tmp_path, line):
+    path = tmp_path / "rollout" / "2" / "7.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(line) + "\n")
+    printed = run_example("05_read_the_dump.py", tmp_path, cwd=tmp_path)
+    assert "1 groups, 1 lines: {'accepted': 1}" in printed
+    assert "assistant: 2 tokens, 2 trained, mean log-prob -1.50, versions [2], ended by stop" in printed
 
 
 def test_06_trains_step_by_step(tiny_model, tmp_path):
@@ -124,3 +154,14 @@ def test_07_trains_and_checks_the_answers(tiny_model, tmp_path):
     )
     assert "step     1  loss " in printed
     assert re.search(r"0 of 8 answers memorized and ended; written to runs/sft/\d+-\d+", printed)
+
+
+def test_08_runs_two_batches_and_a_row_in_one_event_loop(tiny_model, tmp_path):
+    lines = run_example("08_async_engine.py", tiny_model, cwd=tmp_path).splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "Who are you?",
+        "What is rain?",
+        "And snow?",
+        "Why?",
+    ]
+    assert all(re.search(r": accepted, rewards \[[01]\.0\]", line) for line in lines)

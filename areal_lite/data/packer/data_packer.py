@@ -51,7 +51,7 @@ class DataPacker(ABC):
 
     @abstractmethod
     def get_policy_input(self, sample: Any, rollout_output: RolloutOutput) -> Any:
-        """Return what the policy trains on for one dataset row and one of its answers."""
+        """Return the training sequence for one dataset row and one of its answers."""
         raise NotImplementedError("get_policy_input is for the subclass to write")
 
     @abstractmethod

@@ -49,7 +49,7 @@ class DecoderOnlyLLMDataPacker(DataPacker):
     def get_policy_input(
         self, sample: Any, rollout_output: RolloutOutput, n_ignore_prefix_tokens: int = 0
     ) -> TokenSequence:
-        """Return what trains of one answer.
+        """Return the training sequence of one answer.
 
         Args:
             sample: The dataset row, or a :class:`Sample` with its prompt. Not read where the output is recorded.

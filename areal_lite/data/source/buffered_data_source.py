@@ -74,7 +74,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         Samples of one group that share an index count as one member; groups and samples without a number get one.
 
         Raises:
-            ValueError: If it is no list of groups, a group has not ``n_samples_per_prompt`` members, is
+            ValueError: If it is not a list of groups, a group has not ``n_samples_per_prompt`` members, is
                 there already, or has a reward that is not finite.
         """
         if not isinstance(samples, list) or not all(isinstance(group, list) for group in samples):

@@ -55,7 +55,7 @@ class CurriculumDataSource(RolloutDataSourceWithBuffer):
             return super().state_dict() | {"sampler": state() if callable(state) else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken; a curriculum without a state begins its epoch anew and passes over rows."""
+        """Resume from ``state``; a curriculum without a state restarts its epoch and skips rows."""
         with self._lock:
             super().load_state_dict(state)
             if state.get("sampler") is None:

@@ -10,7 +10,7 @@ from areal_lite.errors import ConfigError
 
 
 class IterableDataSource(RolloutDataSourceWithBuffer):
-    """An iterable is begun anew each time it ends; an iterator ends for good.
+    """An iterable restarts each time it ends; an iterator ends for good.
 
     Args:
         rows: Rows, or batches of rows as a data loader gives them: a list is a batch.

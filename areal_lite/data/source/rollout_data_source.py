@@ -1,4 +1,4 @@
-"""Groups of samples for rollouts, drawn from a dataset whose place can be saved and found again.
+"""Groups of samples for rollouts, drawn from a dataset whose position is saved and restored.
 
 Guarantees that every epoch gives each row once, in an order that depends on (seed, epoch) alone; that a
 group handed out is owed until it is trained, dropped or given back; and that a state loaded in another
@@ -33,6 +33,7 @@ from areal_lite.data.source.sample import Sample, copied, with_own_containers
 from areal_lite.errors import ConfigError
 
 SampleGroup = list[Sample]
+"""The samples of one dataset row: slime's view of a :class:`~areal_lite.api.trajectory.Group`."""
 
 SCHEMA = 1
 """Version of the state file."""
@@ -121,7 +122,7 @@ class RolloutDataSource:
 
         Raises:
             ValueError: If ``num_samples`` is below 0.
-            ConfigError: If a row is no dict.
+            ConfigError: If a row is not a dict.
         """
         if num_samples < 0:
             raise ValueError(f"num_samples is {num_samples}: it must be 0 or more")
@@ -341,7 +342,7 @@ class RolloutDataSource:
     def save(self, rollout_id: int, directory: Path | str) -> None:
         """Write the state to ``directory/rollout/global_dataset_state_dict_{rollout_id}.json``, whole or not at all.
 
-        Nothing is written where there is no dataset.
+        Writes nothing without a dataset.
 
         Raises:
             StorageError: If it cannot be written; an older state stays.
@@ -353,7 +354,7 @@ class RolloutDataSource:
     def load(self, rollout_id: int, directory: Path | str | None, *, strict: bool = True) -> bool:
         """Load what :meth:`save` wrote for ``rollout_id`` and return whether there was anything to load.
 
-        Nothing is loaded where there is no dataset or no directory.
+        Loads nothing without a dataset or directory.
 
         Args:
             rollout_id: The number it was saved under.

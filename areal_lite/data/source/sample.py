@@ -1,7 +1,8 @@
-"""One member of a group, from the row it is drawn for to the tokens it leaves.
+"""slime's view of an episode: a row and one linear sequence of tokens.
 
-Guarantees that tokens, loss mask, log-probs and versions have one length: :meth:`Sample.append` is the
-one way in, and it checks. What was sampled stays visible as spans, so that a stopped episode can go on
+A data source hands out and takes back samples; the record of an episode is the
+:class:`~areal_lite.api.trajectory.Trajectory`. Tokens, loss mask, log-probs and versions have one length:
+:meth:`Sample.append` checks it. Sampled tokens are kept as spans, so that a stopped episode can resume
 from them. Knows nothing of datasets, engines or torch.
 """
 
@@ -24,7 +25,7 @@ Reward = float | dict[str, Any]
 
 
 class SampleStatus(StrEnum):
-    """Where a sample stands."""
+    """Progress of a sample."""
 
     PENDING = "pending"
     """Nothing is sampled yet."""
@@ -32,7 +33,7 @@ class SampleStatus(StrEnum):
     TRUNCATED = "truncated"
     """Ended by a token limit."""
     ABORTED = "aborted"
-    """Stopped by us; it goes on from its tokens."""
+    """Stopped by the run; it resumes from its tokens."""
     FAILED = "failed"
     """Broken by our or the world's fault; it never trains."""
 
@@ -56,12 +57,12 @@ class _Columns:
 
 
 class Sample:
-    """A linear token sequence in the making.
+    """slime's view of one episode of a group: its row and one linear token sequence.
 
     Args:
         index: Number of the sample in the run; samples that one episode fans out into share it.
         group_index: Number of its group in the run, or another name of it.
-        position: Place of its row in the dataset; None where there is no dataset.
+        position: Place of its row in the dataset; None without a dataset.
         row: The dataset row; the sample makes a copy of its own when it is first read.
         prompt: Text or messages.
         label: What the answer is judged by.

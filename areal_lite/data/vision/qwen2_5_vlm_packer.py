@@ -46,7 +46,7 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
     """``vision_config.tokens_per_second`` of the model's config: positions in a second of video."""
 
     def setup(self, *, tokenizer: Any, processor: Any = None, config: DatasetConfig | None = None) -> None:
-        """As :meth:`DataPacker.setup`; ConfigError where there is no processor."""
+        """As :meth:`DataPacker.setup`; ConfigError without a processor."""
         if processor is None:
             raise ConfigError(
                 f"{type(self).__name__} needs the model's processor, and none was loaded: pip "
@@ -93,7 +93,7 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
     def get_policy_input(
         self, sample: Any, rollout_output: RolloutOutput, n_ignore_prefix_tokens: int = 0
     ) -> TokenSequence:
-        """Return what trains of one answer, with ``multi_modal_inputs`` where the row has images or videos.
+        """Return the training sequence of one answer, with ``multi_modal_inputs`` if the row has images or videos.
 
         Args:
             sample: What :meth:`get_rollout_input` takes, or a :class:`Sample` with it as its row or prompt.

@@ -19,7 +19,7 @@ class Chunk:
     tokens: list[int]
     logprobs: list[float]
     versions: list[int] | None
-    """Per token; None where the server does not tell versions."""
+    """Per token; None if the server does not report versions."""
     finish: Literal["stop", "length", "abort"]
 
 
@@ -61,7 +61,7 @@ class Dialect(Protocol):
         """Return the tokens of a reply; raises BadResponse."""
 
     def parse_info(self, reply: Any) -> ServerInfo:
-        """Return what the reply of ``info_path`` says; never raises."""
+        """Parse the reply of ``info_path``; never raises."""
 
     def abort(self, rid: str) -> ControlCall:
         """Return the call that ends one running request with what it has."""

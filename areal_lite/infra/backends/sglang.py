@@ -85,7 +85,7 @@ class SGLang:
         return checked_chunk(tokens, logprobs, versions, finish)
 
     def parse_info(self, reply: Any) -> ServerInfo:
-        """Return the window and vocabulary where the server tells them."""
+        """Return the context length and vocabulary size if the server reports them."""
         if not isinstance(reply, dict):
             return ServerInfo()
         # SGLang refuses prompts of max_req_input_len tokens (6 below the context length), also those that only

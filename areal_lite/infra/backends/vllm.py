@@ -69,7 +69,7 @@ class VLLM:
         return checked_chunk(tokens, logprobs, versions, "stop" if finish == "repetition" else finish)
 
     def parse_info(self, reply: Any) -> ServerInfo:
-        """Return the window that ``/v1/models`` tells."""
+        """Return the context length that ``/v1/models`` reports."""
         try:
             window = reply["data"][0]["max_model_len"]
         except (KeyError, TypeError, IndexError):
