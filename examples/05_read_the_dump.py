@@ -17,25 +17,25 @@ def main(folder: str = "runs/demo") -> None:
     paths = sorted(Path(folder).rglob("*rollout/*/*.jsonl"), key=lambda path: path.stat().st_mtime)
     if not paths:
         raise SystemExit(f"no dumps below {folder}: run `make demo`, or set rollout.dump_to_file: true")
-    samples = [json.loads(line) for path in paths for line in path.read_bytes().splitlines()]
-    print(f"{len(paths)} groups, {len(samples)} samples: {dict(Counter(s['status'] for s in samples))}")
+    lines = [json.loads(line) for path in paths for line in path.read_bytes().splitlines()]
+    print(f"{len(paths)} groups, {len(lines)} sequences: {dict(Counter(line['status'] for line in lines))}")
 
     rewards_by_version: dict[int, list[float]] = {}
-    for sample in samples:
-        if sample["reward"] is not None and sample["tail_version"] is not None:
-            rewards_by_version.setdefault(sample["tail_version"], []).append(sample["reward"])
+    for line in lines:
+        if line["reward"] is not None and line["tail_version"] is not None:
+            rewards_by_version.setdefault(line["tail_version"], []).append(line["reward"])
     for version, rewards in sorted(rewards_by_version.items()):
         print(f"version {version}: mean reward {sum(rewards) / len(rewards):.3f} over {len(rewards)}")
 
-    last = samples[-1]
-    print(f"\ntask {last['task_id']} sample {last['sample_idx']}: {last['status']}, reward {last['reward']}")
+    last = lines[-1]
+    print(f"\ntask {last['task_id']} episode {last['member_idx']}: {last['status']}, reward {last['reward']}")
     for turn in last["turns"]:
-        sampled = sum(turn["loss_mask"])
-        line = f"  {turn['role']}: {len(turn['ids'])} tokens, {sampled} trained"
+        trained = sum(turn["loss_mask"])
+        text = f"  {turn['role']}: {len(turn['ids'])} tokens, {trained} trained"
         if "logprobs" in turn:
-            line += f", mean log-prob {sum(turn['logprobs']) / len(turn['logprobs']):.2f}"
-            line += f", versions {sorted(set(turn['versions']))}, ended by {turn.get('stop_reason')}"
-        print(line)
+            text += f", mean log-prob {sum(turn['logprobs']) / len(turn['logprobs']):.2f}"
+            text += f", versions {sorted(set(turn['versions']))}, ended by {turn.get('stop_reason')}"
+        print(text)
         print(f"    {turn['text']!r}")
 
 

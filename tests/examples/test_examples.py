@@ -105,7 +105,7 @@ def test_05_shows_what_a_run_dumped(tmp_path):
         with RemoteInfEngine(config) as engine:
             engine.rollout_batch([{"ids": [5, 6, 7]}] * 3, OneAnswer(), group_size=2)
     printed = run_example("05_read_the_dump.py", tmp_path / "runs", cwd=tmp_path)
-    assert "3 groups, 6 samples: {'accepted': 6}" in printed
+    assert "3 groups, 6 sequences: {'accepted': 6}" in printed
     assert "version 0: mean reward 1.000 over 6" in printed
     assert "prompt: 3 tokens, 0 trained" in printed
     assert re.search(r"assistant: 8 tokens, 8 trained, mean log-prob -0\.\d+, versions \[0\]", printed)
