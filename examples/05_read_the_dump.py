@@ -21,17 +21,17 @@ def main(folder: str = "runs/demo") -> None:
     print(f"{len(paths)} groups, {len(samples)} lines: {dict(Counter(s['status'] for s in samples))}")
 
     rewards_by_version: dict[int, list[float]] = {}
-    for sample in samples:
-        if sample["reward"] is not None and sample["tail_version"] is not None:
-            rewards_by_version.setdefault(sample["tail_version"], []).append(sample["reward"])
+    for line in lines:
+        if line["reward"] is not None and line["tail_version"] is not None:
+            rewards_by_version.setdefault(line["tail_version"], []).append(line["reward"])
     for version, rewards in sorted(rewards_by_version.items()):
         print(f"version {version}: mean reward {sum(rewards) / len(rewards):.3f} over {len(rewards)}")
 
-    last = samples[-1]
-    print(f"\ntask {last['task_id']} sample {last['sample_idx']}: {last['status']}, reward {last['reward']}")
+    last = lines[-1]
+    print(f"\ntask {last['task_id']} episode {last['member_idx']}: {last['status']}, reward {last['reward']}")
     for turn in last["turns"]:
-        sampled = sum(turn["loss_mask"])
-        line = f"  {turn['role']}: {len(turn['ids'])} tokens, {sampled} trained"
+        trained = sum(turn["loss_mask"])
+        text = f"  {turn['role']}: {len(turn['ids'])} tokens, {trained} trained"
         if "logprobs" in turn:
             line += f", mean log-prob {sum(turn['logprobs']) / max(1, len(turn['logprobs'])):.2f}"
             line += f", versions {sorted(set(turn['versions']))}, ended by {turn.get('stop_reason')}"
