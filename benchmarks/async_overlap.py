@@ -106,12 +106,16 @@ def rows_of(workload: str, args: argparse.Namespace) -> Iterator[Row]:
     normal = NormalDist()
     while True:
         if workload == "tools":
-            block = [{"call_s": CALL_S, "calls": 2, "tool_s": TOOL_S * (n == 0), "slow": n == 0} for n in range(8)]
+            block = [
+                {"call_s": CALL_S, "calls": 2, "tool_s": TOOL_S * (n == 0), "slow": n == 0} for n in range(8)
+            ]
         elif workload == "lognormal":
             # One of each eighth of the distribution: the sample's shares are the distribution's.
             quantiles = [(n + rng.random()) / 8 for n in range(8)]
             seconds = [args.median_s * 2.718281828 ** normal.inv_cdf(q) for q in quantiles]
-            block = [{"call_s": s, "calls": 1, "slow": q >= 0.75} for s, q in zip(seconds, quantiles, strict=True)]
+            block = [
+                {"call_s": s, "calls": 1, "slow": q >= 0.75} for s, q in zip(seconds, quantiles, strict=True)
+            ]
         else:
             block = [{"call_s": args.train_s / 2, "calls": 1, "slow": False}] * 8
         rng.shuffle(block)
@@ -213,14 +217,18 @@ def main() -> None:
     settings = [
         Setting(workload, bound, policy, train_s)
         for workload in args.workloads
-        for bound, policy in [(0, "wait"), *((bound, policy) for bound in args.bounds for policy in args.policies)]
+        for bound, policy in [
+            (0, "wait"),
+            *((bound, policy) for bound in args.bounds for policy in args.policies),
+        ]
         for train_s in (args.train_s, 0.0)
     ]
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         outcomes = dict(zip(settings, pool.map(partial(measure, args), settings), strict=True))
     print(
         f"{args.steps} steps of {BATCH} groups, train step {args.train_s * 1000:.0f} ms\n"
-        f"{'workload':9} {'bound':>5} {'stale':6} {'step ms':>8} {'generation':>10} {'ratio':>5} {'floor':>6} {'floor ratio':>11} "
+        f"{'workload':9} {'bound':>5} {'stale':6} {'step ms':>8} {'generation':>10} {'ratio':>5} "
+        f"{'floor':>6} {'floor ratio':>11} "
         f"{'slow 60':>7} {'slow all':>8} {'discarded':>9} {'staleness':>9} {'max':>3} {'at bound':>8}"
     )
     for setting in settings:

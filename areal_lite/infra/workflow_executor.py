@@ -296,7 +296,9 @@ class WorkflowExecutor:
         if version < 0:
             raise ConfigError(f"the policy version is {version}: it starts at 0 and grows")
         self.gate.set_version(version)
-        if self._feeds and self._asking.locked():  # a batch is being waited for: its oldest groups have changed
+        if (
+            self._feeds and self._asking.locked()
+        ):  # a batch is being waited for: its oldest groups have changed
             feed, _ = next(reversed(self._feeds.values()))
             self._wait_for_oldest(feed)
             feed.box.changed()
