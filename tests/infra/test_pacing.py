@@ -1,4 +1,4 @@
-"""No group is lost for being slow: the oldest are cut first, and a batch waits for those that later ones cannot train."""
+"""No group is lost for being slow: cuts take the oldest first and wait for those that no later batch can train."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def test_groups_beyond_the_bound_leave_and_too_few_fresh_ones_stay() -> None:
 
 
 def test_masked_tokens_are_counted_and_a_group_without_any_other_is_stale() -> None:
-    mixed, old = group_of(1, [1, 2, 3, 4]), group_of(2, [1, 2])
+    mixed, old = group_of(1, [1, 2, 2, 3, 4]), group_of(2, [1, 2])
     cut = cut_batch([mixed, old], 1, version=5, max_staleness=2, mask_off_policy=True)
-    assert (ids(cut.fresh), ids(cut.stale), cut.masked_tokens) == ([1], [2], 2)
-    assert mixed.sequences[0].loss_mask.tolist() == [False, False, False, True, True]
+    assert (ids(cut.fresh), ids(cut.stale), cut.masked_tokens) == ([1], [2], 3)
+    assert mixed.sequences[0].loss_mask.tolist() == [False, False, False, False, True, True]
     assert (mixed.head_version, mixed.tail_version) == (3, 4)
 
 
@@ -163,6 +163,35 @@ def test_a_feed_counts_seconds_only_while_a_full_batch_waits() -> None:
     before = feed.waited_for_oldest_s
     feed.wait_for_oldest({}, 4)
     assert ready() and feed.waited_for_oldest_s - before < 0.01
+
+
+def test_a_feed_waits_by_the_groups_that_run_and_have_finished() -> None:
+    feed = RowFeed(source_of(1), retries=0)
+    feed.running = 9
+    ready = feed.ready(2, 10)
+    feed.box.groups += [group_of(1, [6]), group_of(2, [6])]
+    feed.wait_for_oldest({7: 1}, 3)  # too old already, and still waited for
+    assert not ready()
+    feed.ended(group_of(7, [1]))
+    assert ready()
+    feed.note_running(8, 3)
+    assert not ready()
+    feed.accept(group_of(3, [3]))
+    assert not ready()
+    feed.accept(group_of(4, [3]))  # fills the batch
+    assert ready()
+    feed.wait_for_oldest({8: 3}, 3)  # counted anew
+    assert ready()
+    feed.wait_for_oldest({8: 3, 9: 4}, 2)
+    assert ready()
+    feed.wait_for_oldest({}, 3)
+    feed.ended(group_of(8, [3]))  # of the wait before
+    feed.note_running(10, 3)
+    feed.box.groups[:] = [group_of(1, [6]), group_of(2, [6])]
+    feed.wait_for_oldest({10: 3}, 3)
+    assert not ready()
+    feed.wait_for_oldest({10: 3}, None)
+    assert ready()
 
 
 def started_slow(
