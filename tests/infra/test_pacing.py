@@ -192,6 +192,10 @@ def test_a_feed_waits_by_the_groups_that_run_and_have_finished() -> None:
     assert not ready()
     feed.wait_for_oldest({10: 3}, None)
     assert ready()
+    feed.wait_for_oldest({11: 3, 12: 6}, 3)
+    assert not ready()
+    feed.ended(group_of(11, [3]))  # the other one has time
+    assert ready()
 
 
 def started_slow(
