@@ -23,7 +23,7 @@ step time of the same setting with a train step of 0 s, measured in the same run
 - ``discarded``: sampled tokens that grew too old to train, in percent of the sampled ones;
 - staleness of the trained groups: mean, maximum, and the share at the bound.
 
-    python benchmarks/async_overlap.py [--steps 80] [--jobs 4] [--workloads tools lognormal fast]
+    python benchmarks/async_overlap.py [--steps 60] [--jobs 6] [--workloads tools lognormal fast]
 
 Bars with ``wait`` at bounds 1, 2 and 4: ratio <= 1.1, slow shares within 0.5 points, discarded < 2 %; in ``fast``
 mean staleness <= 1 at bound 2. docs/benchmarks.md has figures.
@@ -206,13 +206,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--train-s", type=float, default=0.05)
     parser.add_argument("--median-s", type=float, default=0.15)
     parser.add_argument("--bounds", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--workloads", nargs="+", default=["tools", "lognormal", "fast"])
     parser.add_argument("--policies", nargs="+", default=["wait", "redraw"])
-    parser.add_argument("--jobs", type=int, default=4, help="settings measured at a time; they mostly sleep")
+    parser.add_argument("--jobs", type=int, default=6, help="settings measured at a time; they mostly sleep")
     args = parser.parse_args()
     settings = [
         Setting(workload, bound, policy, train_s)

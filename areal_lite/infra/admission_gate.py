@@ -1,6 +1,6 @@
 """When the next episode may start: a pure state machine over concurrency, staleness and pause.
 
-It counts groups, owns no task and does no waiting; whoever changes it asks again. Counting alone does
+It counts groups and owns no task; ask again after every change. Counting alone does
 not bound staleness (a slow episode can be overtaken); it is back-pressure. The guarantee is the check
 where a batch is cut, in :mod:`areal_lite.infra.row_feed`.
 """
@@ -41,7 +41,7 @@ class AdmissionGate:
         self.lead = Lead(batch_size=self.batch_size, max_staleness=self.max_staleness)
 
     def may_start(self) -> bool:
-        """Return whether a group that no staleness bound holds (evaluation, rollout_batch) may start."""
+        """Return whether a group outside the staleness bound (evaluation, rollout_batch) may start."""
         return not self.paused and (self.max_concurrent is None or self.running < self.max_concurrent)
 
     def may_start_training(self) -> bool:
@@ -79,7 +79,7 @@ class AdmissionGate:
         assert self.taken >= 0
 
     def set_version(self, version: int) -> None:
-        """Take a new policy version.
+        """Set the policy version.
 
         Each version stands for a batch, also one that was never drawn (a resumed run, a skipped step): its
         places count as used, or the gate would open for groups that are bound to grow stale.

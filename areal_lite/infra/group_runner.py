@@ -137,7 +137,7 @@ class GroupRunner:
         self._end(submission, submission.group(EpisodeStatus.CANCELLED, failure))
 
     async def close(self, reason: str) -> None:
-        """Stop all that runs; what does not end in time is left behind."""
+        """Stop all running groups; leave behind those that do not end in time."""
         await self.stop(list(self.live.values()), reason)
         for submission in list(self.live.values()):
             self._abandon(submission)

@@ -18,8 +18,8 @@ CHANGE = 1.5
 GAIN = 0.95
 """A larger lead stays if steps take at most this share of the time before; a smaller one stays if the larger had not
 been worth that."""
-PATIENCE = 4
-"""Windows without a trial after one that failed."""
+PATIENCE = (4, 64)
+"""Windows without a trial after one that failed; doubled at each further failure, up to the second number."""
 
 
 @dataclass(slots=True)
@@ -43,6 +43,7 @@ class Lead:
     """Whether the next trial is of a larger lead."""
     _hold: int = 0
     """Windows left without a trial."""
+    _patience: int = PATIENCE[0]
 
     def __post_init__(self) -> None:
         self.groups = max(self._least, self._most // 2)
@@ -80,8 +81,10 @@ class Lead:
             self._before = None
             grew = self.groups > groups
             if step_s > before_s * (GAIN if grew else 1 / GAIN):
-                self.groups, self._grows, self._hold = groups, not grew, PATIENCE
+                self.groups, self._grows, self._hold = groups, not grew, self._patience
+                self._patience = min(2 * self._patience, PATIENCE[1])
                 return
+            self._patience = PATIENCE[0]
         if self._waited_s <= IDLE * self._step_s:
             # Not while batches wait for their oldest groups: fast groups would overtake those even further.
             self.groups = max(self._least, self.groups - spare)

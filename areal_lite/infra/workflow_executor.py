@@ -149,8 +149,8 @@ class WorkflowExecutor:
         """Return exactly ``consumer_batch_size`` accepted groups within the staleness bound.
 
         From the first call on, groups of ``source`` are started whenever the gate is open, also between
-        calls. A full batch waits for running groups that the next one would find too old
-        (``stale_groups: wait``); what grew too old all the same is drawn again. The batch returned before
+        calls. A full batch waits for running groups that would be too old for later batches
+        (``stale_groups: wait``); rows of groups that are too old anyway are drawn again. The batch returned before
         counts as trained. Callers take turns, and what another source has ahead goes back to it, so that
         ``source`` has all places.
 
@@ -272,14 +272,14 @@ class WorkflowExecutor:
         return feed
 
     async def close_source(self, source: Iterable[Any]) -> None:
-        """Draw no more of ``source``, and give back to it what is running or waits for a batch."""
+        """Stop drawing from ``source`` and give back its groups that run or wait for a batch."""
         if id(source) in self._feeds:
             feed, _ = self._feeds.pop(id(source))
             await self._set_aside(feed, "the source was closed")
             feed.end(ConfigError("the source was closed while a batch was waited for"))
 
     async def _set_aside(self, feed: RowFeed, reason: str) -> None:
-        """Stop what runs of the feed and return it with what waits for a batch, tokens and all."""
+        """Stop the feed's running groups and give them and its finished ones back to the source, with their tokens."""
         if running := self._running(feed):
             try:
                 await self._interrupt([episode for s in running for episode in s.episodes])
@@ -292,7 +292,7 @@ class WorkflowExecutor:
             self._close(group)
 
     def set_version(self, version: int) -> None:
-        """Take a new policy version and start what it lets start."""
+        """Set the policy version and start the groups that it allows."""
         if version < 0:
             raise ConfigError(f"the policy version is {version}: it starts at 0 and grows")
         self.gate.set_version(version)
@@ -305,7 +305,7 @@ class WorkflowExecutor:
         self._pump()
 
     def pause(self) -> None:
-        """Start nothing more; what runs goes on and is delivered."""
+        """Start no more groups; running ones continue and are delivered."""
         self.gate.paused = True
 
     def resume(self) -> None:
@@ -314,7 +314,7 @@ class WorkflowExecutor:
         self._pump()
 
     async def close(self) -> None:
-        """Cancel all that has not ended, give it a grace to clean up, and deliver it as cancelled."""
+        """Cancel everything that has not ended, allow it time to clean up, and deliver it as cancelled."""
         self.gate.paused = True
         reason = "the engine was closed"
         for queue in (self._waiting, self._waiting_free):
@@ -331,7 +331,7 @@ class WorkflowExecutor:
             raise ConfigError("the engine is paused, so no episode could start: call resume() first")
 
     def _pump(self) -> None:
-        """Start whatever the gate lets start: evaluation and batches first, then training, then feeds."""
+        """Start what the gate allows: evaluation and rollout_batch first, then submissions, then the feed."""
         gate = self.gate
         while self._waiting_free and gate.may_start():
             self._start(self._waiting_free.popleft())
@@ -359,7 +359,7 @@ class WorkflowExecutor:
             self._start(submission)
 
     def _oldest_useful_version(self) -> int:
-        """Return the version from which on a stopped group's tokens are of use."""
+        """Return the oldest version whose tokens a stopped group may resume from."""
         if self.config.mask_offpolicy_in_partial_rollout or self._waits_for_oldest:
             return 0
         return self.gate.version - self.config.max_head_offpolicyness
