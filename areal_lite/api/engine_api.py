@@ -20,7 +20,8 @@ class FilterDecision(NamedTuple):
 
 
 ShouldAcceptFn = Callable[[dict[str, Any]], bool | FilterDecision]
-"""A filter of groups: trajectory -> keep it, or a decision with its reason."""
+"""A filter of groups: tensor dict with ``member_idx``, the episode of each row -> keep it, or a decision with its
+reason."""
 Row = Mapping[str, Any]
 
 

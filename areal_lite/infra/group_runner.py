@@ -12,7 +12,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from areal_lite.api import episode_context
@@ -20,7 +20,7 @@ from areal_lite.api.engine_api import FilterDecision, InferenceEngine, Row
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.failure import Failure, FailureKind, attributed_to
 from areal_lite.api.tensor_dict import tensor_dict_of
-from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
+from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId, Trajectory
 from areal_lite.data.source.sample import with_own_containers
 from areal_lite.errors import ConfigError
 from areal_lite.infra.deadlines import Deadlines
@@ -181,7 +181,7 @@ class GroupRunner:
                 return submission.group(EpisodeStatus.FAILED, failure)
             return submission.group(EpisodeStatus.REJECTED, rejection="the workflow returned None")
         if (accepts := submission.recipe.should_accept_fn) is not None:
-            decision = accepts(tensor_dict_of(trajectories) or {})
+            decision = accepts(_filtered(trajectories))
             keep, reason = decision if isinstance(decision, FilterDecision) else (decision, "")
             if not keep:
                 rejection = f"should_accept_fn said no{reason and ': '}{reason}"
@@ -223,3 +223,9 @@ class GroupRunner:
         self._deadlines.discard(submission)
         del self.live[submission.task_id]
         self._on_end(submission, group)
+
+
+def _filtered(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Return what a filter gets: AReaL's tensor dict, and the episode of each sequence, so that it can count those."""
+    members = [t.member_idx for t in trajectories for _ in t.sequences]
+    return {**(tensor_dict_of(trajectories) or {}), "member_idx": members}

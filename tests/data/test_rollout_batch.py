@@ -15,6 +15,7 @@ from areal_lite.data.batch.training_batch import check_training_batch, training_
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
 from areal_lite.data.packer.rollout_batch import rollout_inputs, row_of, training_batch
+from areal_lite.data.source.dynamic_filters import nonzero_reward_std
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.errors import ConfigError, TrainingError
 from tests.fixtures.tiny_model import build_tiny_model
@@ -125,3 +126,10 @@ def test_a_collate_that_changes_the_number_of_inputs_is_refused(packer: DecoderO
 def samples_of(episode: Group) -> list[TokenSequence]:
     packer = DecoderOnlyLLMDataPacker()
     return [packer.get_policy_input(row_of(episode), one) for one in training_sequences([episode])]
+
+
+def test_the_filter_of_equal_rewards_counts_episodes_and_not_their_sequences() -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.5])  # the first episode has two sequences, rewarded 1 and 0
+    assert nonzero_reward_std({"rewards": rewards}).keep
+    assert not nonzero_reward_std({"rewards": rewards, "member_idx": [0, 0, 1]}).keep
+    assert nonzero_reward_std({"rewards": rewards, "member_idx": [0, 1, 1]}).keep

@@ -12,7 +12,11 @@ def nonzero_reward_std(trajectory: dict[str, Any]) -> FilterDecision:
 
     Source: DAPO (arXiv:2503.14476), dynamic sampling.
     """
-    rewards = trajectory["rewards"].tolist()
-    if len(set(rewards)) > 1:
+    episodes: dict[int, list[float]] = {}
+    members = trajectory.get("member_idx", range(len(trajectory["rewards"])))
+    for member_idx, reward in zip(members, trajectory["rewards"].tolist(), strict=True):
+        episodes.setdefault(int(member_idx), []).append(reward)
+    rewards = {sum(values) / len(values) for values in episodes.values()}
+    if len(rewards) > 1:
         return FilterDecision(True)
-    return FilterDecision(False, f"all rewards are {rewards[0]:g}")
+    return FilterDecision(False, f"all rewards are {rewards.pop():g}")

@@ -1,0 +1,519 @@
+"""Turns are a tree, sequences are its paths, and AReaL's tensor dict survives both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_lite.api import Failure, FailureKind, Group, ModelResponse, Trajectory, Turn
+from areal_lite.api.interaction import InteractionWithTokenLogpReward
+from areal_lite.api.tensor_dict import split_rows, tensor_dict_of
+from areal_lite.api.trajectory import EpisodeStatus, TokenSequence, TurnRole
+from areal_lite.api.turn_tree import trajectory_of, unfinished_trajectory
+
+
+def call(prompt: Sequence[int], answer: Sequence[int], rid: str = "", **known: Any) -> ModelResponse:
+    return ModelResponse(
+        input_tokens=list(prompt),
+        output_tokens=list(answer),
+        output_logprobs=[-token / 8 for token in answer],
+        output_versions=[token % 4 for token in answer],
+        rid=rid,
+        **known,
+    )
+
+
+def rows(*sequences: Sequence[int], masks: Sequence[Sequence[int]], **more: Any) -> dict[str, Any]:
+    """Return a right-padded tensor dict."""
+    width = max(map(len, sequences))
+
+    def padded(values: Sequence[Sequence[int]]) -> torch.Tensor:
+        return torch.tensor([[*row, *[0] * (width - len(row))] for row in values])
+
+    return {
+        "input_ids": padded(sequences),
+        "attention_mask": padded([[1] * len(row) for row in sequences]),
+        "loss_mask": padded(masks),
+        **more,
+    }
+
+
+def interaction(
+    response: ModelResponse, parent: InteractionWithTokenLogpReward | None = None, **fields: Any
+) -> InteractionWithTokenLogpReward:
+    return InteractionWithTokenLogpReward(
+        model_response=response, parent=parent, **{"reward": 1.0, "concat": True, **fields}
+    )
+
+
+def shape(trajectory: Trajectory) -> list[tuple[Any, ...]]:
+    return [(str(t.role), t.parent, t.start, t.ids.tolist(), t.loss_mask.tolist()) for t in trajectory.turns]
+
+
+def check_paths(trajectory: Trajectory) -> None:
+    """Parents come first, and the turns of a path are its sequence without gaps."""
+    for place, turn in enumerate(trajectory.turns):
+        assert turn.parent is None or turn.parent < place
+        assert turn.start == (0 if turn.parent is None else trajectory.turns[turn.parent].end)
+        assert (turn.role is TurnRole.PROMPT) <= (turn.parent is None)
+    for sequence in trajectory.sequences:
+        assert list(sequence.path) == trajectory.path_to(sequence.path[-1])
+        joined = np.concatenate([trajectory.turns[place].ids for place in sequence.path])
+        assert joined.tolist() == sequence.input_ids.tolist()
+
+
+def check_views(trajectory: Trajectory, place: int, sequence: TokenSequence) -> None:
+    turn = trajectory.turns[place]
+    for column, whole in (
+        (turn.ids, sequence.input_ids),
+        (turn.loss_mask, sequence.loss_mask),
+        (turn.logprobs, sequence.logprobs),
+        (turn.versions, sequence.versions),
+    ):
+        assert column is not None and whole is not None
+        assert np.shares_memory(column, whole)
+        assert column.tolist() == whole[turn.start : turn.end].tolist()
+
+
+FIRST = call([1, 2], [11, 12], "first", started=5.0, latency=0.5, stop_reason="length")
+SECOND = call([1, 2, 11, 12, 3], [21], "second", started=6.0)
+
+
+class TestCallsOfInteractions:
+    def test_a_conversation_is_one_line_of_turns_that_share_memory_with_its_sequence(self) -> None:
+        leaf = interaction(SECOND, interaction(FIRST))
+        trajectory = trajectory_of({"a": leaf}, [FIRST, SECOND], member_idx=3)
+        (sequence,) = trajectory.sequences
+        assert shape(trajectory) == [
+            ("prompt", None, 0, [1, 2], [False, False]),
+            ("assistant", 0, 2, [11, 12], [True, True]),
+            ("environment", 1, 4, [3], [False]),
+            ("assistant", 2, 5, [21], [True]),
+        ]
+        assert (sequence.path, sequence.turn_idx, sequence.reward) == ((0, 1, 2, 3), 1, 1.0)
+        assert (trajectory.member_idx, trajectory.status, trajectory.reward) == (3, "accepted", 1.0)
+        assert (trajectory.prompt_len(sequence), trajectory.num_sampled_tokens) == (2, 3)
+        assert sequence.logprobs is not None and sequence.versions is not None
+        assert sequence.logprobs.tolist() == [0, 0, -11 / 8, -12 / 8, 0, -21 / 8]
+        assert sequence.versions.tolist() == [-1, -1, 3, 0, -1, 1]
+        assert (trajectory.trained_versions(), sequence.staleness(5)) == ((0, 3), 5)
+        check_paths(trajectory)
+        for place in sequence.path:
+            check_views(trajectory, place, sequence)
+        first = trajectory.turns[1]
+        assert (first.stop_reason, first.started, first.latency_s) == ("length", 5.0, 0.5)
+        assert trajectory.turns[0].stop_reason is None
+
+    def test_a_fork_shares_what_came_before_it_and_trains_that_once(self) -> None:
+        other = call([1, 2, 11, 12, 4], [31, 32], "other")
+        trained = interaction(SECOND, interaction(FIRST))
+        forked = interaction(other, interaction(FIRST, trained=False))
+        for order in ({"a": trained, "b": forked}, {"b": forked, "a": trained}):
+            trajectory = trajectory_of(order, [FIRST, SECOND, other])
+            check_paths(trajectory)
+            by_last = {int(s.input_ids[-1]): s for s in trajectory.sequences}
+            assert by_last[21].loss_mask.tolist() == [False, False, True, True, False, True]
+            assert by_last[32].loss_mask.tolist() == [False, False, False, False, False, True, True]
+            assert [s.turn_idx for s in trajectory.sequences] == [1, 1]
+            assert by_last[21].path[:2] == by_last[32].path[:2] == (0, 1)
+            assert len(trajectory.turns) == 6
+            assert trajectory.turns[1].loss_mask.all()  # the turn is that of the sequence that trains it
+            check_views(trajectory, 1, by_last[21])
+            assert trajectory.num_sampled_tokens == 5
+
+    def test_individual_answers_know_how_many_came_before_and_keep_their_own_rewards(self) -> None:
+        root = interaction(FIRST, concat=False, reward=0.5)
+        trajectory = trajectory_of({"a": root, "b": interaction(SECOND, root, concat=False)}, [FIRST, SECOND])
+        check_paths(trajectory)
+        assert [s.path for s in trajectory.sequences] == [(0, 1), (0, 1, 2, 3)]
+        assert [s.turn_idx for s in trajectory.sequences] == [0, 1]
+        assert [s.loss_mask.sum() for s in trajectory.sequences] == [2, 1]
+        assert [s.reward for s in trajectory.sequences] == [0.5, 1.0]
+        assert trajectory.reward == 0.75
+
+    @pytest.mark.parametrize("rid", ["", "one id for every request"])
+    def test_equal_answers_to_one_prompt_stay_different_turns(self, rid: str) -> None:
+        calls = [call([1, 2], [11], rid, started=float(n) if rid else 0.0) for n in range(3)]
+        trajectory = trajectory_of({str(n): interaction(c) for n, c in enumerate(calls)}, calls)
+        assert [s.path for s in trajectory.sequences] == [(0, 1), (0, 2), (0, 3)]
+        assert [t.parent for t in trajectory.turns] == [None, 0, 0, 0]
+        assert trajectory.num_sampled_tokens == 3
+
+    def test_an_empty_answer_is_a_turn_and_trains_nothing(self) -> None:
+        trajectory = trajectory_of({"a": interaction(call([1], []))}, [])
+        assert shape(trajectory) == [("prompt", None, 0, [1], [False]), ("assistant", 0, 1, [], [])]
+        assert trajectory.trained_versions() is None
+
+    @pytest.mark.parametrize("reward", [None, float("nan"), float("inf"), -float("inf"), 1e39])
+    def test_an_interaction_needs_a_reward_that_is_finite_in_float32(self, reward: float | None) -> None:
+        with pytest.raises(ValueError, match="interaction a has the reward .* with set_reward") as caught:
+            trajectory_of({"a": interaction(FIRST, reward=reward)}, [])
+        assert Failure.of(caught.value).kind == "output"
+
+
+class TestCallsOfTensorDicts:
+    def test_a_row_is_matched_with_its_calls_by_tokens(self) -> None:
+        tensors = rows(
+            [1, 2, 11, 12, 3, 21],
+            masks=[[0, 0, 1, 1, 0, 1]],
+            logprobs=torch.tensor([[0, 0, -1.0, -2.0, 0, -3.0]]),
+            versions=torch.tensor([[-1, -1, 3, 3, -1, 4]]),
+            rewards=torch.tensor([2.0]),
+        )
+        stranger = call([1, 2, 11, 99, 3], [21], "stranger")
+        trajectory = trajectory_of(tensors, [FIRST, stranger, SECOND])
+        (sequence,) = trajectory.sequences
+        assert sequence.path == (0, 1, 2, 3)
+        for place in sequence.path:
+            check_views(trajectory, place, sequence)
+        assert np.shares_memory(sequence.input_ids, tensors["input_ids"].numpy())
+        assert trajectory.turns[1].latency_s == 0.5
+        assert trajectory.turns[3].started == 6.0
+        assert shape(trajectory)[4:] == [  # the call that no sequence holds
+            ("prompt", None, 0, [1, 2, 11, 99, 3], [False] * 5),
+            ("assistant", 4, 5, [21], [False]),
+        ]
+        lost = trajectory.turns[5]
+        assert lost.logprobs is not None and lost.versions is not None
+        assert (lost.logprobs.tolist(), lost.versions.tolist()) == ([-21 / 8], [1])
+
+    def test_a_call_that_no_sequence_holds_follows_the_longest_call_it_extends(self) -> None:
+        third = call([1, 2, 11, 12, 3, 21, 4, 5], [31], "third")
+        trajectory = trajectory_of(rows([1, 2, 11, 12], masks=[[0, 0, 1, 1]]), [FIRST, SECOND, third])
+        assert shape(trajectory) == [
+            ("prompt", None, 0, [1, 2], [False, False]),
+            ("assistant", 0, 2, [11, 12], [True, True]),
+            ("environment", 1, 4, [3], [False]),
+            ("assistant", 2, 5, [21], [False]),
+            ("environment", 3, 6, [4, 5], [False, False]),
+            ("assistant", 4, 8, [31], [False]),
+        ]
+        check_paths(trajectory)
+
+    def test_a_call_without_an_answer_is_not_in_a_rows_path(self) -> None:
+        trajectory = trajectory_of(
+            rows([1, 2, 11, 12], masks=[[0, 0, 1, 1]]), [call([1, 2], [], "none"), FIRST]
+        )
+        assert trajectory.sequences[0].path == (0, 1)
+        assert [(t.parent, len(t.ids)) for t in trajectory.turns] == [(None, 2), (0, 2), (0, 0)]
+
+    def test_the_longest_call_counts_whichever_ended_last(self) -> None:
+        calls = [call([1], [2, 3], "long"), call([1], [2], "short"), call([1, 2, 3, 4], [5], "next")]
+        trajectory = unfinished_trajectory(calls, member_idx=0, status=EpisodeStatus.FAILED)
+        assert [t.parent for t in trajectory.turns] == [None, 0, 0, 1, 3]
+        check_paths(trajectory)
+
+    def test_an_unused_answer_to_the_same_prompt_shares_it(self) -> None:
+        """Best of two: the prompt of the answer that is left out is not a second conversation."""
+        worse = call([1, 2], [13], "worse")
+        for ids in (torch.int32, torch.int64):
+            tensors = rows([1, 2, 11, 12], masks=[[0, 0, 1, 1]])
+            tensors["input_ids"] = tensors["input_ids"].to(ids)
+            trajectory = trajectory_of(tensors, [worse, FIRST])
+            assert [(t.role, t.parent) for t in trajectory.turns] == [
+                ("prompt", None),
+                ("assistant", 0),
+                ("assistant", 0),
+            ]
+            assert trajectory.turns[2].ids.tolist() == [13]
+
+    def test_equal_rows_take_a_call_each(self) -> None:
+        calls = [call([1, 2], [11, 12], f"call {n}", started=float(n)) for n in range(2)]
+        same = [1, 2, 11, 12]
+        trajectory = trajectory_of(rows(same, same, same, masks=[[0, 0, 1, 1]] * 3), calls)
+        first, second, third = (s.path for s in trajectory.sequences)
+        assert (first, second) == ((0, 1), (0, 2)) and third in (first, second)
+        assert [t.started for t in trajectory.turns] == [None, 0.0, 1.0]
+
+    def test_log_probs_that_the_workflow_left_out_are_the_calls(self) -> None:
+        trajectory = trajectory_of(rows([1, 2, 11, 12], masks=[[0, 0, 1, 1]]), [FIRST])
+        prompt, answer = trajectory.turns
+        assert prompt.logprobs is None and answer.logprobs is not None and answer.versions is not None
+        assert (answer.logprobs.tolist(), answer.versions.tolist()) == ([-11 / 8, -12 / 8], [3, 0])
+        assert trajectory.sequences[0].logprobs is None
+
+    def test_an_answer_that_trains_in_part_is_one_turn(self) -> None:
+        trajectory = trajectory_of(rows([1, 2, 11, 12], masks=[[0, 0, 0, 1]]), [FIRST])
+        assert shape(trajectory)[1] == ("assistant", 0, 2, [11, 12], [False, True])
+        (sequence,) = trajectory.sequences
+        assert (sequence.num_trained_tokens, trajectory.prompt_len(sequence)) == (1, 2)
+
+    def test_rows_that_no_call_explains_are_cut_by_their_mask(self) -> None:
+        first, second = [1, 2, 11, 12, 3, 21], [1, 2, 11, 12, 4, 5]
+        trajectory = trajectory_of(rows(first, second, masks=[[0, 0, 1, 1, 0, 1], [0, 0, 1, 1, 0, 0]]), [])
+        assert shape(trajectory) == [
+            ("prompt", None, 0, [1, 2], [False, False]),
+            ("assistant", 0, 2, [11, 12], [True, True]),
+            ("environment", 1, 4, [3], [False]),
+            ("assistant", 2, 5, [21], [True]),
+            ("environment", 1, 4, [4, 5], [False, False]),
+        ]
+        assert [(s.path, s.turn_idx) for s in trajectory.sequences] == [((0, 1, 2, 3), 1), ((0, 1, 4), 0)]
+        assert trajectory.reward is None
+        check_paths(trajectory)
+
+    def test_equal_tokens_that_were_given_and_sampled_are_different_turns(self) -> None:
+        trajectory = trajectory_of(rows([1, 11], [1, 11], masks=[[0, 1], [0, 0]]), [])
+        assert [(s.path, s.turn_idx) for s in trajectory.sequences] == [((0, 1), 0), ((2,), 0)]
+        assert trajectory.prompt_len(trajectory.sequences[1]) == 2
+
+    def test_padding_on_either_side_is_left_out(self) -> None:
+        tensors = {
+            "input_ids": torch.tensor([[0, 0, 1, 11], [1, 2, 12, 0]]),
+            "attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]]),
+            "loss_mask": torch.tensor([[0, 0, 0, 1], [0, 0, 1, 0]]),
+            "versions": torch.tensor([[-1, -1, -1, 7], [-1, -1, 5, -1]]),
+            "rewards": torch.tensor([1.0, 4.0]),
+        }
+        trajectory = trajectory_of(tensors, [])
+        assert [s.input_ids.tolist() for s in trajectory.sequences] == [[1, 11], [1, 2, 12]]
+        assert [s.trained_versions() for s in trajectory.sequences] == [(7, 7), (5, 5)]
+        assert (trajectory.trained_versions(), trajectory.reward) == ((5, 7), 2.5)
+        for sequence in trajectory.sequences:
+            turn = trajectory.turns[sequence.path[-1]]
+            assert np.shares_memory(turn.ids, sequence.input_ids)
+
+    def test_without_a_loss_mask_nothing_trains_and_calls_are_still_turns(self) -> None:
+        tensors = rows([1, 2, 11, 12], masks=[[0, 0, 1, 1]])
+        del tensors["loss_mask"]
+        trajectory = trajectory_of(tensors, [FIRST])
+        assert not trajectory.has_loss_mask and not trajectory.sequences[0].loss_mask.any()
+        assert [t.role for t in trajectory.turns] == ["prompt", "assistant"]
+        view = tensor_dict_of([trajectory])
+        assert view is not None and "loss_mask" not in view
+
+    def test_the_first_token_cannot_train(self) -> None:
+        with pytest.raises(ValueError, match="^loss_mask is True at the first token") as caught:
+            trajectory_of(rows([1, 11], masks=[[1, 1]]), [])
+        assert Failure.of(caught.value).kind == "output"
+
+
+class TestNothingReturned:
+    def test_none_rejects_an_episode_and_keeps_its_calls(self) -> None:
+        trajectory = trajectory_of(None, [FIRST, SECOND])
+        assert (trajectory.status, trajectory.sequences, trajectory.reward) == ("rejected", [], None)
+        assert [t.parent for t in trajectory.turns] == [None, 0, 1, 2]
+        assert tensor_dict_of([trajectory]) is None
+
+    def test_a_failed_episode_keeps_its_calls_and_trains_nothing(self) -> None:
+        other = call([1, 2, 9], [31], "other")
+        trajectory = unfinished_trajectory([FIRST, SECOND, other], member_idx=2, status=EpisodeStatus.FAILED)
+        assert (trajectory.member_idx, trajectory.status, trajectory.sequences) == (2, "failed", [])
+        assert [(t.role, t.parent) for t in trajectory.turns[4:]] == [("prompt", None), ("assistant", 4)]
+        assert not any(t.loss_mask.any() for t in trajectory.turns)
+        assert trajectory.path_to(5) == [4, 5]
+        assert trajectory.trained_versions() is None
+
+    @pytest.mark.parametrize("returned", [3, {}, [FIRST], {"a": FIRST}])
+    def test_anything_else_breaks_the_contract(self, returned: Any) -> None:
+        with pytest.raises(ValueError) as caught:
+            trajectory_of(returned, [])
+        assert Failure.of(caught.value).kind == "output"
+
+
+# -- the view ----------------------------------------------------------------------------------------------
+
+
+@st.composite
+def tensor_dicts(draw: st.DrawFn) -> dict[str, Any]:
+    lengths = draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
+    width, count = max(lengths), len(lengths)
+    present = torch.arange(width) < torch.tensor(lengths)[:, None]
+
+    def column(values: st.SearchStrategy[Any], padding: Any, dtype: torch.dtype) -> torch.Tensor:
+        drawn = draw(st.lists(values, min_size=width * count, max_size=width * count))
+        return torch.where(present, torch.tensor(drawn, dtype=dtype).view(count, width), padding)
+
+    mask = column(st.integers(0, 1), 0, torch.int32)
+    mask[:, 0] = 0
+    tensors = {
+        "input_ids": column(st.integers(0, 3), 0, torch.int32),
+        "attention_mask": present,
+        "loss_mask": mask,
+        "logprobs": column(st.floats(-9, 0, width=32), 0, torch.float32),
+        "versions": column(st.integers(-1, 9), -1, torch.int32),
+        "rewards": torch.tensor(draw(st.lists(st.floats(-9, 9, width=32), min_size=count, max_size=count))),
+        "names": [f"row {row}" for row in range(count)],
+        "scores": torch.rand(count, 2),
+        "kind": "extra",
+    }
+    optional = ["loss_mask", "logprobs", "versions", "rewards", "names", "scores", "kind"]
+    left_out = draw(st.sets(st.sampled_from(optional)))
+    return {key: value for key, value in tensors.items() if key not in left_out}
+
+
+@given(tensor_dicts(), st.integers(0, 4))
+def test_a_tensor_dict_is_the_same_after_it_became_a_trajectory(
+    tensors: dict[str, Any], num_calls: int
+) -> None:
+    calls = []
+    for row in range(min(num_calls, len(tensors["input_ids"]))):
+        ids = tensors["input_ids"][row, : int(tensors["attention_mask"][row].sum())].tolist()
+        calls.append(call(ids[: len(ids) // 2], ids[len(ids) // 2 :], started=float(row)))
+    trajectory = trajectory_of(tensors, calls)
+    check_paths(trajectory)
+    view = tensor_dict_of([trajectory])
+    assert view is not None and view.keys() == tensors.keys()
+    for key, value in tensors.items():
+        if isinstance(value, torch.Tensor):
+            assert view[key].dtype == value.dtype, key
+            assert torch.equal(view[key], value), key
+        else:
+            assert view[key] == value, key
+
+
+@given(st.lists(tensor_dicts(), min_size=1, max_size=3))
+def test_the_view_of_a_group_is_its_episodes_side_by_side_and_splits_again(
+    episodes: list[dict[str, Any]],
+) -> None:
+    view = tensor_dict_of([trajectory_of(tensors, []) for tensors in episodes])
+    assert view is not None
+    counts = [len(tensors["input_ids"]) for tensors in episodes]
+    assert len(view["input_ids"]) == sum(counts)
+    for key in ("loss_mask", "logprobs", "versions", "rewards"):
+        assert (key in view) == all(key in tensors for tensors in episodes)
+    for part, tensors in zip(split_rows(view, counts), episodes, strict=True):
+        assert part is not None
+        width = tensors["input_ids"].shape[1]
+        for key in view.keys() & {"input_ids", "attention_mask", "loss_mask", "logprobs", "versions"}:
+            assert torch.equal(part[key][:, :width], tensors[key])
+            padding = -1 if key == "versions" else 0
+            assert (part[key][:, width:] == padding).all()
+
+
+def test_other_keys_stay_if_every_episode_has_them() -> None:
+    first = rows([1, 11], masks=[[0, 1]], note=["a"], image=torch.ones(1, 2))
+    second = rows([1, 12, 13], masks=[[0, 1, 1]], note=["b"], image=torch.ones(1, 3))
+    view = tensor_dict_of([trajectory_of(first, []), trajectory_of(None, []), trajectory_of(second, [])])
+    assert view is not None
+    assert view["note"] == ["a", "b"]
+    assert view["image"].tolist() == [[1, 1, 0], [1, 1, 1]]
+    del second["note"]
+    view = tensor_dict_of([trajectory_of(first, []), trajectory_of(second, [])])
+    assert view is not None and not {"note", "image"} & view.keys()
+
+
+def test_dtypes_of_the_view_are_areals() -> None:
+    tensors = rows([1, 11], masks=[[0, 1]], logprobs=torch.zeros(1, 2, dtype=torch.float64))
+    view = tensor_dict_of([trajectory_of({**tensors, "loss_mask": tensors["loss_mask"].bool()}, [])])
+    assert view is not None
+    assert {key: str(value.dtype) for key, value in view.items()} == {
+        "input_ids": "torch.int32",
+        "attention_mask": "torch.bool",
+        "loss_mask": "torch.int32",
+        "logprobs": "torch.float32",
+    }
+
+
+def test_rows_left_over_belong_to_the_last_episode_and_a_dropped_one_has_none() -> None:
+    tensors = rows([1], [2], [3], masks=[[0]] * 3, names=["a", "b", "c"], kind="x")
+    parts = split_rows(tensors, [1, 0, 1])
+    assert [None if p is None else (p["names"], p["kind"]) for p in parts] == [
+        (["a"], "x"),
+        None,
+        (["b", "c"], "x"),
+    ]
+    assert [None if p is None else p["names"] for p in split_rows(tensors, [3, 1])] == [["a", "b", "c"], None]
+    named = {key: interaction(FIRST) for key in "ab"}
+    assert [list(p or ()) for p in split_rows(named, [1, 1])] == [["a"], ["b"]]
+
+
+# -- records -----------------------------------------------------------------------------------------------
+
+
+def sequence_of(mask: list[int], **columns: Any) -> TokenSequence:
+    return TokenSequence(input_ids=np.arange(len(mask)), loss_mask=np.array(mask, np.bool_), **columns)
+
+
+class TestTokenSequence:
+    def test_columns_have_one_entry_per_token(self) -> None:
+        for name in ("logprobs", "versions"):
+            with pytest.raises(ValueError, match=f"task 7: {name} has 1 entries but input_ids has 2"):
+                sequence_of([0, 1], task_id="7", **{name: np.zeros(1)})
+        with pytest.raises(ValueError, match="loss_mask has 3 entries but input_ids has 2"):
+            TokenSequence(input_ids=np.arange(2), loss_mask=np.zeros(3, np.bool_))
+
+    def test_versions_count_trained_tokens_only(self) -> None:
+        sequence = sequence_of([0, 1, 0, 1, 1], versions=np.array([1, 5, 2, -1, 4]))
+        assert (len(sequence), sequence.num_trained_tokens) == (5, 3)
+        assert (sequence.trained_versions(), sequence.staleness(6)) == ((4, 5), 2)
+        for unknown in (None, np.array([3, -1, 3, -1, -1])):
+            sequence = sequence_of([0, 1, 0, 1, 1], versions=unknown)
+            assert sequence.trained_versions() is None and sequence.staleness(6) is None
+        assert sequence_of([0, 0], versions=np.array([1, 2])).trained_versions() is None
+
+
+def episode(member_idx: int, status: EpisodeStatus, *sequences: TokenSequence, **fields: Any) -> Trajectory:
+    return Trajectory(member_idx=member_idx, status=status, sequences=list(sequences), **fields)
+
+
+def group_of(*trajectories: Trajectory, **fields: Any) -> Group:
+    named = {"task_id": 5, "group_id": "g", "status": EpisodeStatus.ACCEPTED, "data": {}}
+    return Group(trajectories=list(trajectories), **(named | fields))
+
+
+class TestGroup:
+    def test_versions_and_rewards_are_those_of_its_episodes(self) -> None:
+        group = group_of(
+            episode(0, EpisodeStatus.ACCEPTED, sequence_of([0, 1], versions=np.array([-1, 6])), reward=1.0),
+            episode(1, EpisodeStatus.FAILED, reward=9.0),
+            episode(2, EpisodeStatus.ACCEPTED, sequence_of([0, 1], versions=np.array([-1, 3])), reward=0.0),
+            episode(3, EpisodeStatus.ACCEPTED, sequence_of([0, 1])),
+        )
+        assert (group.head_version, group.tail_version, group.rewards) == (3, 6, [1.0, 0.0])
+        assert len(group.sequences) == 3
+        group.trajectories[2].sequences.clear()
+        group.note_versions()
+        assert (group.head_version, group.tail_version) == (6, 6)
+        assert (group_of().head_version, group_of().tail_version) == (None, None)
+
+    def test_ids_and_status_reach_the_episodes_and_an_own_end_stays(self) -> None:
+        broken = Failure(FailureKind.AGENT, "KeyError", "no key")
+        kept = episode(1, EpisodeStatus.ACCEPTED, sequence_of([0, 1]))
+        group = group_of(kept, episode(0, EpisodeStatus.FAILED, failure=broken))
+        group.name_parts()
+        assert (kept.task_id, kept.group_id, kept.status) == (5, "g", "accepted")
+        assert [(s.task_id, s.group_id, s.member_idx) for s in kept.sequences] == [("5", "g", 1)]
+        group.end_as(EpisodeStatus.REJECTED, rejection="stale")
+        assert [t.status for t in group.trajectories] == ["rejected", "failed"]
+        assert [t.failure for t in group.trajectories] == [None, broken]
+        assert (group.status, group.error, group.failure) == ("rejected", "stale", None)
+
+    def test_a_stopped_group_passes_its_failure_on(self) -> None:
+        group = group_of(episode(0, EpisodeStatus.ACCEPTED, sequence_of([0, 1])))
+        group.end_as(EpisodeStatus.CANCELLED, failure=Failure.cancelled("the run ended"))
+        assert (group.error, group.trajectories[0].status) == ("the run ended", "cancelled")
+        assert group.trajectories[0].failure is group.failure
+
+    def test_the_error_of_a_failure_is_its_traceback_and_of_an_accepted_group_none(self) -> None:
+        failure = Failure(FailureKind.ENGINE, "ServerError", "down", "Traceback: down")
+        assert group_of(failure=failure).error == "Traceback: down"
+        assert group_of().error is None
+
+    def test_the_tensor_dict_is_made_when_asked_for(self) -> None:
+        group = group_of(trajectory_of(rows([1, 11], masks=[[0, 1]]), []), trajectory_of(None, []))
+        assert group.trajectory is not None
+        assert group.trajectory["input_ids"].tolist() == [[1, 11]]
+        assert group_of().trajectory is None
+
+
+def test_the_reward_of_an_episode_is_the_mean_of_those_its_sequences_have() -> None:
+    trajectory = episode(
+        0, EpisodeStatus.ACCEPTED, *(sequence_of([0, 1], reward=r) for r in (1.0, None, 0.0))
+    )
+    trajectory.average_rewards()
+    assert trajectory.reward == 0.5
+    trajectory.sequences.clear()
+    trajectory.average_rewards()
+    assert trajectory.reward is None
+
+
+def test_a_turn_ends_after_all_before_it_and_itself() -> None:
+    turn = Turn(role=TurnRole.PROMPT, start=3, ids=np.arange(4), loss_mask=np.zeros(4, np.bool_))
+    assert turn.end == 7
