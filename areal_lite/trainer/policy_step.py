@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from areal_lite.api.trajectory import Group, TokenSequence
+from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.training_batch import training_sequences
 from areal_lite.errors import TrainingError
@@ -86,6 +86,8 @@ class Step:
             scores=scores.to(device),
             clock=clock,
         )
+        infinite = step.tokens.behaviour.isinf()
+        _refuse("logprobs", step.tokens.sequences[infinite], _task_ids(sequences), version, _FIX_EPISODES)
         if (baselines := _baselines(batch)) is not None:
             step.baselines = torch.tensor([baselines[name] for name in step.group_ids], device=device)
         return step
@@ -212,10 +214,11 @@ class Step:
 
 
 def _baselines(batch: Batch) -> dict[str, float] | None:
-    """Return the reward of a greedy episode by group, where the batch has any."""
+    """Return the reward of a greedy episode by group; None unless every group has one."""
     if not isinstance(batch, DataProto):
-        found = {group.group_id: group.baseline for group in batch}
-        return {name: baseline for name, baseline in found.items() if baseline is not None} or None
+        found = {g.group_id: g.baseline for g in batch if g.status is EpisodeStatus.ACCEPTED}
+        known = {name: baseline for name, baseline in found.items() if baseline is not None}
+        return known if len(known) == len(found) else None
     if "baselines" not in batch.batch:
         return None
     return dict(zip(batch.non_tensor_batch["group_ids"], batch.batch["baselines"].tolist(), strict=True))
