@@ -239,7 +239,7 @@ def assert_credit_ignores_the_cut(
     torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=1e-4)
 
 
-SOLO = {"max_tokens_per_microbatch": 24}
+SMALL = {"max_tokens_per_microbatch": 8}
 """Several micro-batches, and episodes too long for one block."""
 SEQUENCE_LEVEL: list[dict[str, Any]] = [
     {"correction": CorrectionConfig(level="sequence")},
@@ -265,7 +265,7 @@ WHOLE_EPISODES = sorted(set(ESTIMATORS.names()) - NEEDS_MORE)
 def test_no_objective_sees_how_an_episode_was_cut(
     tiny: Path, changes: dict[str, Any], drawn: tuple[list[Group], list[Group], int], small: bool
 ) -> None:
-    assert_credit_ignores_the_cut(tiny, changes | (SOLO if small else {}), drawn)
+    assert_credit_ignores_the_cut(tiny, changes | (SMALL if small else {}), drawn)
 
 
 @pytest.mark.parametrize("name", WHOLE_EPISODES)
