@@ -37,12 +37,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.batch.packing_plan import plan_packing
 from areal_lite.trainer.logprobs import TokenScorer
-from areal_lite.trainer.microbatches import Row, num_inputs, plan_microbatches
+from areal_lite.trainer.microbatches import Block, num_inputs, plan_microbatches
 from areal_lite.trainer.packed_model import pack
 
 MAX_TOKENS = 4096
 VOCABULARY = 4096
-Plan = list[list[Row]]
+Plan = list[list[Block]]
 
 
 def make_scorer(layers: int, device: torch.device) -> TokenScorer:
@@ -60,7 +60,7 @@ def make_scorer(layers: int, device: torch.device) -> TokenScorer:
     return TokenScorer(LlamaForCausalLM(config).to(device), temperature=1.0)
 
 
-def make_samples() -> list[TokenSequence]:
+def make_sequences() -> list[TokenSequence]:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(150), 1.0, 64), 2, 2048).astype(int)
     return [
@@ -74,13 +74,13 @@ def make_samples() -> list[TokenSequence]:
     ]
 
 
-def alone(index: int, lengths: list[int]) -> Row:
-    return Row((index,), prefix=lengths[index], length=lengths[index])
+def alone(index: int, lengths: list[int]) -> Block:
+    return Block((index,), (0,), lengths[index])
 
 
 def padded(lengths: list[int]) -> Plan:
     longest = max(lengths)
-    return [[replace(row, length=longest) for row in rows] for rows in padded_by_8(lengths)]
+    return [[replace(block, length=longest) for block in blocks] for blocks in padded_by_8(lengths)]
 
 
 def padded_by_8(lengths: list[int]) -> Plan:
@@ -96,7 +96,10 @@ def bucketed(lengths: list[int]) -> Plan:
 
 def masked(lengths: list[int]) -> Plan:
     (batches,) = plan_packing(lengths, max_tokens=MAX_TOKENS).ranks
-    return [[Row(batch, prefix=0, length=sum(lengths[i] for i in batch))] for batch in batches]
+    return [
+        [Block(tuple(batch), (0,) * len(batch), sum(lengths[i] for i in batch), is_chain=False)]
+        for batch in batches
+    ]
 
 
 def side_by_side(lengths: list[int]) -> Plan:
@@ -114,17 +117,17 @@ WAYS: dict[str, Callable[[list[int]], Plan]] = {
 
 
 def run(
-    scorer: TokenScorer, samples: list[TokenSequence], plan: Plan, device: torch.device, *, ragged: bool
+    scorer: TokenScorer, sequences: list[TokenSequence], plan: Plan, device: torch.device, *, ragged: bool
 ) -> tuple[float, float]:
     """Return the seconds of forward and backward (on a CPU those it computed, whatever else runs), and the loss."""
     scorer.zero_grad()
-    trained = sum(sample.num_trained_tokens for sample in samples)
+    trained = sum(sequence.num_trained_tokens for sequence in sequences)
     total = torch.zeros((), device=device)
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     began = clock()
-    for rows in plan:
+    for blocks in plan:
         with torch.autocast(device.type, torch.bfloat16):
-            logprobs = scorer(pack(samples, rows, device=device, ragged=ragged)).logprobs
+            logprobs = scorer(pack(sequences, blocks, device=device, ragged=ragged)).logprobs
         loss = -logprobs.sum() / trained
         loss.backward()
         total += loss.detach()
@@ -144,22 +147,22 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)
-    scorer, samples = make_scorer(args.layers, device), make_samples()
+    scorer, sequences = make_scorer(args.layers, device), make_sequences()
     assert scorer.read_ragged()
-    lengths = [num_inputs(sample) for sample in samples]
+    lengths = [num_inputs(sequence) for sequence in sequences]
     plans = {name: make(lengths) for name, make in WAYS.items()}
-    run(scorer, samples, plans["bucketed"][-1:], device, ragged=False)  # warms up
+    run(scorer, sequences, plans["bucketed"][-1:], device, ragged=False)  # warms up
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     losses: dict[str, float] = {}
     for _ in range(args.repeats):
         for name, plan in plans.items():
-            took, losses[name] = run(scorer, samples, plan, device, ragged=name == "side by side")
+            took, losses[name] = run(scorer, sequences, plan, device, ragged=name == "side by side")
             seconds[name].append(took)
     print(f"{sum(lengths)} tokens in {len(lengths)} sequences, the longest of {max(lengths)}")
     slowest = min(seconds["padded"])
     print(f"{'':>12}{'forward passes':>16}{'with padding':>14}{'tokens/s':>10}{'ratio':>7}{'loss':>10}")
     for name, plan in plans.items():
-        computed = sum(len(rows) * max(row.length for row in rows) for rows in plan)
+        computed = sum(len(blocks) * max(block.length for block in blocks) for blocks in plan)
         computed = sum(lengths) if name == "side by side" else computed
         best = min(seconds[name])
         print(

@@ -147,7 +147,7 @@ def main() -> None:
                 f"step {step}: {metrics['seconds_step']:.2f} s, plain {plain_seconds[-1]:.2f} s; "
                 f"loss {metrics['loss']:.5f}, plain {loss:.5f}; {metrics['trained_tokens']:.0f} trained tokens"
             )
-        for name in ("prepare", "forward", "backward", "optimizer", "step"):
+        for name in ("advantages", "forward", "backward", "optimizer", "step"):
             print(f"{name:>10}: {statistics.median(r[f'seconds_{name}'] for r in records[1:]):.3f} s")
         best, plain_best = min(r["seconds_step"] for r in records[1:]), min(plain_seconds[1:])
         print(f"best {best:.2f} s, plain {plain_best:.2f} s: {plain_best / best:.1f} times as fast")

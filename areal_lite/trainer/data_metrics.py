@@ -1,4 +1,4 @@
-"""What a batch was and how fast it went, as numbers: pure functions over sequences and seconds.
+"""Metrics of a batch and of its timing: pure functions over sequences and seconds.
 
 Knows nothing of models and losses. The names are those of docs/metrics.md, without their prefix.
 """
@@ -29,7 +29,7 @@ def batch_metrics(
     """Return the metrics of one training batch; mean, max and min of most.
 
     Rewards count episodes, however many sequences these were cut into. A response begins at a sequence's first
-    trained token and ends with the sequence, so what the world answered between counts; sequences without a
+    trained token and ends with the sequence, so tool results in between count; sequences without a
     trained token have no lengths. ``response_length_clip_ratio`` is the share of sequences in which the policy
     wrote ``max_new_tokens`` tokens in one go.
 

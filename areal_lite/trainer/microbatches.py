@@ -165,8 +165,7 @@ def _cost(length: int, balance_length: int) -> float:
 
 
 _PASS_COST = 1 / 16
-"""What a forward and backward pass costs besides its tokens, as a share of a full micro-batch: reading the weights,
-adding up their gradients."""
+"""Fixed cost of a forward and backward pass (reading weights, adding gradients), as a share of a full micro-batch."""
 
 
 def plan_microbatches(

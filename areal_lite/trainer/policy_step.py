@@ -1,4 +1,4 @@
-"""What the stages of one step of reinforcement learning hand on, and what they came to as metrics."""
+"""The data of one step of reinforcement learning, passed from stage to stage, and its metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from areal_lite.api.trajectory import Group, TokenSequence
+from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.training_batch import training_sequences
 from areal_lite.errors import TrainingError
@@ -46,7 +46,7 @@ class Step:
     statistics: dict[str, Tensor] = field(default_factory=dict)
     """``[T]`` what the losses recorded of each token, NaN where nothing."""
     choice: Tensor | None = None
-    """``[T]`` bool, what a loss that chooses chose among the tokens of the minibatch being trained."""
+    """``[T]`` bool, tokens that a choosing loss chose in the minibatch being trained."""
 
     @classmethod
     def of(cls, batch: Batch, *, version: int, device: torch.device) -> Step:
@@ -62,8 +62,8 @@ class Step:
         sequences = by_episode(training_sequences(batch))
         if not sequences:
             raise TrainingError(
-                f"step {version}: no group of the batch was accepted, so there is nothing to train: look at the dump "
-                "for what became of them"
+                f"step {version}: no group of the batch was accepted, so there is nothing to train: the dump "
+                "has the reason of each"
             )
         episodes = number_episodes(sequences)
         rewards = torch.tensor([sequence.reward for sequence in sequences])
@@ -86,6 +86,8 @@ class Step:
             scores=scores.to(device),
             clock=clock,
         )
+        infinite = step.tokens.behaviour.isinf()
+        _refuse("logprobs", step.tokens.sequences[infinite], _task_ids(sequences), version, _FIX_EPISODES)
         if (baselines := _baselines(batch)) is not None:
             step.baselines = torch.tensor([baselines[name] for name in step.group_ids], device=device)
         return step
@@ -130,7 +132,7 @@ class Step:
         ]
 
     def check_finite(self, *names: str) -> None:
-        """Check what the models gave for the tokens under these ``names``, as far as it is known.
+        """Check that the per-token values of these ``names`` are finite.
 
         Raises:
             TrainingError: Naming the tasks whose numbers are not finite.
@@ -178,7 +180,7 @@ class Step:
         }
 
     def _token_metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Return means over the tokens of all ranks that a loss recorded something of."""
+        """Return means over the tokens of all ranks with a recorded value."""
         tokens, own = self.tokens, self.tokens.computed
         # A rank that computed nothing has no statistics of its own.
         names = dict.fromkeys(name for names in gather_json(list(self.statistics)) for name in names)
@@ -198,7 +200,7 @@ class Step:
         }
 
     def _engine_metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Return how far engine and trainer disagree, and how far the policy has moved on."""
+        """Return how far engine and trainer disagree, and how far the policy has moved."""
         tokens, own = self.tokens, self.tokens.computed
         proximal = ranks.sum_(torch.where(own, tokens.proximal, 0.0))
         recorded = (ranks.sum_(own.float()) > 0) & ~tokens.behaviour.isnan()
@@ -212,10 +214,11 @@ class Step:
 
 
 def _baselines(batch: Batch) -> dict[str, float] | None:
-    """Return the reward of a greedy episode by group, where the batch has any."""
+    """Return the reward of a greedy episode by group; None unless every group has one."""
     if not isinstance(batch, DataProto):
-        found = {group.group_id: group.baseline for group in batch}
-        return {name: baseline for name, baseline in found.items() if baseline is not None} or None
+        found = {g.group_id: g.baseline for g in batch if g.status is EpisodeStatus.ACCEPTED}
+        known = {name: baseline for name, baseline in found.items() if baseline is not None}
+        return known if len(known) == len(found) else None
     if "baselines" not in batch.batch:
         return None
     return dict(zip(batch.non_tensor_batch["group_ids"], batch.batch["baselines"].tolist(), strict=True))
@@ -225,7 +228,7 @@ _FIX_EPISODES = "fail the episode if its reward or a log-prob of the engine is N
 
 
 def _check_proto(batch: DataProto, version: int) -> None:
-    """Name the tasks of numbers that are not finite, before the rules of a batch name rows."""
+    """Raise for numbers that are not finite, by task; :func:`check_training_batch` would name rows."""
     task_ids = list(batch.non_tensor_batch.get("task_ids", range(len(batch))))
     for key in ("rewards", "baselines", "logprobs"):
         if key in batch.batch:
@@ -239,7 +242,7 @@ def _task_ids(sequences: Sequence[TokenSequence]) -> list[str]:
 
 
 def _refuse(name: str, places: Tensor, task_ids: Sequence[object], version: int, fix: str) -> None:
-    """Raise the error of ``name`` not being finite at ``places``, which may be none, or hold one several times."""
+    """Raise a TrainingError if ``places``, where ``name`` is not finite, has any entry."""
     tasks = list(dict.fromkeys(str(task_ids[place]) for place in sorted(set(places.tolist()))))
     if tasks:
         more = f" and {len(tasks) - 8} more" if len(tasks) > 8 else ""

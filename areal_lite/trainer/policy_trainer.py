@@ -52,13 +52,13 @@ class PolicyTrainer:
         config: The ``trainer:`` section of the run.
         model_path: Folder of a Hugging Face causal LM, or a hub name.
         seed: Seeds python, numpy and torch, and the order of minibatches.
-        temperature: What the inference engine divides logits by; log-probs here are of the same.
+        temperature: What the inference engine divides logits by; log-probs here use the same.
         max_new_tokens: Limit of an answer, for the share of answers cut off and the penalty on overlong ones.
         on_skip: Called with updates that were skipped.
 
     Raises:
-        ConfigError: If the model cannot be loaded, the device is not there, the temperature is not above 0, or an
-            algorithm is not known, or lacks what it needs.
+        ConfigError: If the model cannot be loaded, the device is missing, the temperature is not above 0, or an
+            algorithm is unknown or lacks an input.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class PolicyTrainer:
         Raises:
             ValueError: If a ``DataProto`` breaks a rule of a training batch.
             ConfigError: If a trajectory has no reward.
-            TrainingError: If nothing in the batch is trained, sequences have more inputs than tokens, numbers that
-                advantages are made of are not finite, or the third update in a row is not.
+            TrainingError: If nothing in the batch is trained, sequences have more inputs than tokens, an input of
+                the advantages is not finite, or three updates in a row are not.
         """
         step = self.begin(batch, version=version)
         self.score_proximal(step)
@@ -197,13 +197,13 @@ class PolicyTrainer:
         step.tokens.fill(step.everyone, found)
 
     def penalize_kl(self, step: Step) -> None:
-        """Take the KL penalty from the reward of each token, where it belongs there."""
+        """Subtract the KL penalty from the reward of each token, where the config puts it there."""
         if self.algorithm.penalizes_reward:
             step.check_finite("proximal", "reference")
             step.metrics |= self.algorithm.penalize(step.tokens, len(step.scores))
 
     def correct(self, step: Step) -> None:
-        """Weigh tokens that the proximal policy did not sample; later, where it is known only then."""
+        """Weight tokens that another policy sampled; in the update where log-probs are known only then."""
         if self.algorithm.needs_proximal_early:
             tokens = step.tokens
             tokens.correction = self.algorithm.correction(
@@ -244,7 +244,7 @@ class PolicyTrainer:
             with step.clock("forward"), critic.autocast():
                 values = critic.module(microbatch.packed)
             if not microbatch.counts:
-                return idle(values)
+                return zero_loss(values)
             terms = value_loss(values, tokens.values[here], tokens.returns[here], clip=config.clip_eps)
             step.record_statistics(here, terms.statistics)
             return aggregate(terms.losses, weights[here])
@@ -270,7 +270,7 @@ class PolicyTrainer:
             if ahead and not bool(tokens.known.any()):
                 self._score_proximal(step, ahead)
             if config.proximal == "trainer":
-                # The first minibatch's own pass is by the very weights: its ratio is 1 to the last bit.
+                # The first minibatch is scored by the same weights in its own pass: its ratio is exactly 1.
                 tokens.known[tokens.chosen(step.minibatches[0])] = False
             loss = partial(self._policy_update_loss, step)
             for chosen, computing in zip(step.minibatches, computed, strict=True):
@@ -299,11 +299,11 @@ class PolicyTrainer:
         return {"policy": self.learner} | ({"critic": self.critic} if self.critic is not None else {})
 
     def counters(self) -> dict[str, Any]:
-        """Return what else a resumed run goes on with, as JSON values."""
+        """Return the other state that a resumed run needs, as JSON values."""
         return {"kl_controller": self.algorithm.kl_controller.state()}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        """Go on from :meth:`counters`."""
+        """Restore :meth:`counters`."""
         self.algorithm.kl_controller.load_state(counters["kl_controller"])
 
     # -- forward passes and losses -----------------------------------------------------------------
@@ -320,7 +320,7 @@ class PolicyTrainer:
 
     @torch.no_grad()
     def _choose(self, step: Step, chosen: Sequence[int], *, first: bool) -> None:
-        """Have the loss choose among all tokens of a minibatch, so that no cut changes what it chooses."""
+        """Let the loss choose among all tokens of a minibatch, so that the cut does not change its choice."""
         here, policy = step.tokens.chosen(chosen), step.tokens.proximal
         if not first or self.config.proximal == "behaviour":
             with step.clock("choice"):
@@ -410,7 +410,7 @@ class PolicyTrainer:
         with step.clock("forward"), self.learner.autocast():
             scores = self._policy(microbatch.packed, entropy_grad=config.entropy_coef != 0)
         if not microbatch.counts:
-            return idle(scores.logprobs)
+            return zero_loss(scores.logprobs)
         tokens.computed[here] = True
         if not bool(tokens.known[here].all()):
             tokens.proximal[here] = scores.logprobs.detach()
@@ -435,7 +435,7 @@ class PolicyTrainer:
         return aggregate(losses, weights[here])
 
 
-def idle(outputs: Tensor) -> Tensor:
+def zero_loss(outputs: Tensor) -> Tensor:
     """Return a loss of 0 that takes part in the ranks' backward pass."""
     return (outputs * 0.0).sum()
 

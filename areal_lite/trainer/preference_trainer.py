@@ -1,6 +1,6 @@
 """Training on pairs of a better and a worse answer: a policy by DPO, or a reward model.
 
-The two of a pair are computed in one micro-batch, since the loss is of their difference.
+The two of a pair are computed in one micro-batch, because the loss compares them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PreferenceTrainer(SupervisedTrainer[C]):
 
 
 class DPOTrainer(PreferenceTrainer[DPOTrainerConfig]):
-    """Direct preference optimisation (arXiv:2305.18290) against the frozen model the run began with.
+    """Direct preference optimisation (arXiv:2305.18290) against the frozen starting model.
 
     Under adapters the reference is the model without them, else a copy.
     """
@@ -56,7 +56,7 @@ class DPOTrainer(PreferenceTrainer[DPOTrainerConfig]):
         return scorer
 
     def _scores(self, packed: PackedRows) -> Tensor:
-        # Every rank runs both models, also on what does not count; the loss needs no more than their difference.
+        # Every rank runs both models, also on micro-batches that do not count; the loss needs only the difference.
         reference = self._reference_logprobs(packed)
         logprobs: Tensor = self.scorer(packed).logprobs
         return logprobs - reference
@@ -88,7 +88,7 @@ class DPOTrainer(PreferenceTrainer[DPOTrainerConfig]):
 class RewardModelTrainer(PreferenceTrainer[RewardModelTrainerConfig]):
     """Trains a reward model so that the chosen answer's reward is above the rejected one's (Bradley-Terry).
 
-    ``model_path`` may be that of a causal LM, which gets a head of one number, or of a reward model.
+    ``model_path`` is a causal LM, which gets a head with one output, or a reward model.
     """
 
     def _load(self, model_path: str) -> PackedModel:

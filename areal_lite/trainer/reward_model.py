@@ -1,8 +1,7 @@
 """A reward model: a language model with a head of one number, read at the last token of a whole sequence.
 
-What stands at the last token is the value before the token that would come next. So a sequence is turned
-into one whose one trained token is that next one (:func:`ending`), and rows, micro-batches and
-shared prompts are those of every other model.
+The reward is the value before the token that would come next. :func:`ending` appends that token as the only
+trained one, so blocks, micro-batches and shared prompts work as for any other model.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def load_reward_model(
         model_path: Folder of a Hugging Face sequence classifier of one label, or a hub name.
         device: Where it runs.
         gradient_checkpointing: Recompute activations in the backward pass.
-        new_head: Take a causal LM that is still to be trained; its head begins at 0.
+        new_head: Accept a causal LM to be trained; its head starts at 0.
 
     Raises:
         ConfigError: If the model cannot be loaded, or has no head and ``new_head`` is False.
@@ -48,7 +47,7 @@ def load_reward_model(
 
 
 def ending(sequence: TokenSequence) -> TokenSequence:
-    """Return ``sequence`` with one token more, the only trained one; its id means nothing."""
+    """Return ``sequence`` with one more token, the only trained one; its id is arbitrary."""
     length = len(sequence.input_ids)
     return dataclasses.replace(
         sequence,
@@ -79,10 +78,10 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> Tensor:
-        """Return ``[N]`` float32, the reward of each sequence's whole sequence, on the model's device.
+        """Return ``[N]`` float32, the reward of each sequence, on the model's device.
 
         Args:
-            sequences: In any order; those of one group share the computation of what they begin with.
+            sequences: In any order; those of one group compute shared prefixes once.
             max_tokens: Most tokens of a forward pass, padding included.
 
         Raises:

@@ -24,7 +24,7 @@ from areal_lite.trainer.ranks import Ranks
 
 @dataclass(slots=True)
 class StepTokens:
-    """Per-token values of a step, ``[T]`` float32 unless said; what forward passes fill in starts at 0."""
+    """Per-token values of a step, ``[T]`` float32 unless noted; those that forward passes fill in start at 0."""
 
     sequences: Tensor
     """``[T]`` int64, the sequence of each token."""
@@ -41,7 +41,7 @@ class StepTokens:
     sum_squared_probs: Tensor
     values: Tensor
     correction: Tensor
-    """What its loss is multiplied by for not being sampled from the proximal policy."""
+    """Factor of its loss that corrects for sampling from another policy."""
     rewards: Tensor
     """What each token earned: its episode's reward at the last trained one, less a KL penalty."""
     advantages: Tensor
@@ -66,7 +66,7 @@ class StepTokens:
 
     @classmethod
     def zeros(cls, episodes: Tensor, sequences: Tensor | None = None) -> StepTokens:
-        """Return tokens of the given ``episodes [T]`` of which nothing is known; None: one sequence each."""
+        """Return tokens of the given ``episodes [T]`` with nothing filled in; ``sequences`` None: one per episode."""
         ends = torch.ones_like(episodes, dtype=torch.bool)
         ends[:-1] = episodes[1:] != episodes[:-1]
         given = {
@@ -85,7 +85,7 @@ class StepTokens:
         return torch.where(self.behaviour.isnan(), self.proximal, self.behaviour)
 
     def fill(self, sequences: Sequence[int], scores: Mapping[str, Tensor]) -> None:
-        """Take over values ``[T]`` by name at the tokens of the sequences."""
+        """Copy values ``[T]`` by name at the tokens of the sequences."""
         here = self.chosen(sequences)
         for name, values in scores.items():
             getattr(self, name)[here] = values[here]
@@ -98,7 +98,7 @@ class StepTokens:
 
 
 def episode_of(sequence: TokenSequence, place: int) -> Hashable:
-    """Return what names the episode of a sequence that stands at ``place``."""
+    """Return the key of the episode that the sequence at ``place`` belongs to."""
     return place if sequence.member_idx is None else (sequence.group_id, sequence.member_idx)
 
 
@@ -134,7 +134,7 @@ class Microbatch:
     tokens: Tensor
     """``[N]`` places in the step of what ``packed`` predicts."""
     counts: bool = True
-    """False for one that only keeps this rank in step with the others."""
+    """False for one that only keeps this rank in step with the others; its loss is 0."""
 
 
 def split_groups(
@@ -201,7 +201,7 @@ class StepCut:
             max_tokens=max_tokens,
             num_rows=sums if ragged else [len(bundle) for bundle in bundles],
         )
-        num_idle = self._ranks.most(len(plan), self._device) - len(plan)
+        num_fillers = self._ranks.most(len(plan), self._device) - len(plan)
         for numbers in plan:
             batch = [block for number in numbers for block in bundles[number]]
             places = [np.arange(*self._offsets[[i, i + 1]]) for block in batch for i in block.sequences]
@@ -209,8 +209,8 @@ class StepCut:
                 packed=pack(self._sequences, batch, device=self._device, ragged=ragged),
                 tokens=torch.from_numpy(np.concatenate(places)).to(self._device),
             )
-        for _ in range(num_idle):
-            yield self._idle(chosen)
+        for _ in range(num_fillers):
+            yield self._filler(chosen)
 
     def _share(self, chosen: list[int]) -> list[int]:
         if self._ranks.size == 1:
@@ -227,7 +227,7 @@ class StepCut:
         parts = get_seqlen_balanced_partitions(lengths, self._ranks.size)
         return [i for place in parts[self._ranks.rank] if place < len(members) for i in members[place]]
 
-    def _idle(self, chosen: Sequence[int]) -> Microbatch:
+    def _filler(self, chosen: Sequence[int]) -> Microbatch:
         shortest = min(chosen, key=lambda index: num_inputs(self._sequences[index]))
         block = Block((shortest,), (0,), num_inputs(self._sequences[shortest]))
         place = torch.arange(*self._offsets[[shortest, shortest + 1]].tolist(), device=self._device)

@@ -1,12 +1,11 @@
 """Supervised updates: items with a known loss in, one optimizer update and its metrics out.
 
 Guarantees that loss and gradients do not depend on how an update is cut into micro-batches and over ranks, and
-that evaluation leaves the model as it is. A subclass says what the samples of an item are and what their loss is.
+that evaluation leaves the model as it is. A subclass defines the sequences of an item and their loss.
 
-Packing is what reinforcement learning uses, :class:`StepCut`: samples divided among the ranks with nearly
-equally many tokens for each, then rows of like length in micro-batches under the token cap. A row holds one
-sequence, or several with what they all begin with once; sequences that share nothing are not put side by side,
-since the block mask is slower than the little padding that is left: ``benchmarks/packing.py`` measures both.
+Packing is that of reinforcement learning, :class:`StepCut`: sequences are divided among the ranks with nearly
+equal tokens, then blocks of like length form micro-batches under the token cap. Sequences that share no prefix
+get blocks of their own, because a mask costs more than padding: ``benchmarks/packing.py`` measures both.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class SupervisedStep:
     of_token: Tensor
     """``[T]`` int64, the sequence of each trained token."""
     weights: Tensor
-    """What the loss of each token, or of each pair, counts for."""
+    """Weight of the loss of each token, or of each pair."""
     totals: Tensor
     """Weighted sum of each of the trainer's ``statistics``."""
 
@@ -56,10 +55,10 @@ class SupervisedTrainer(ABC, Generic[C]):
         model_path: Folder of a Hugging Face causal LM, or a hub name.
         seed: Seeds python, numpy and torch.
         total_steps: Updates of the whole run.
-        on_skip: Told of updates that were not applied: step, loss, gradient norm and the rows of the batch.
+        on_skip: Called with updates that were skipped: step, loss, gradient norm and the rows of the batch.
 
     Raises:
-        ConfigError: If the model cannot be loaded, the device is not there, or the config contradicts itself.
+        ConfigError: If the model cannot be loaded, the device is missing, or the config contradicts itself.
     """
 
     statistics: ClassVar[tuple[str, ...]] = ()
@@ -86,15 +85,15 @@ class SupervisedTrainer(ABC, Generic[C]):
 
     @property
     def learners(self) -> dict[str, Learner]:
-        """What a checkpoint holds."""
+        """The models being trained, by role."""
         return {"policy": self.learner}
 
     def counters(self) -> dict[str, Any]:
-        """Return what else a checkpoint holds: nothing."""
+        """Return the other state of a checkpoint: none."""
         return {}
 
     def load_counters(self, counters: dict[str, Any]) -> None:
-        """Go on from :meth:`counters`."""
+        """Restore :meth:`counters`."""
         assert not counters, counters
 
     def train_step(self, items: Sequence[Item]) -> dict[str, float]:
@@ -126,7 +125,7 @@ class SupervisedTrainer(ABC, Generic[C]):
 
     @torch.no_grad()
     def evaluate(self, items: Sequence[Item]) -> dict[str, float]:
-        """Return loss and statistics over all of ``items``, as if they were one update, and train nothing."""
+        """Return loss and statistics over all of ``items``, as if they were one update, without training."""
         step = self._lay_out(items)
 
         def total_loss(most: int) -> Tensor:
@@ -152,7 +151,7 @@ class SupervisedTrainer(ABC, Generic[C]):
 
     @abstractmethod
     def _weights(self, of_token: Tensor) -> Tensor:
-        """Return what each token's or pair's loss counts for, given each token's sequence ``[T]``."""
+        """Return the weight of each token's or pair's loss, given each token's sequence ``[T]``."""
 
     @abstractmethod
     def _scores(self, packed: PackedRows) -> Tensor:
@@ -172,7 +171,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         return SupervisedStep(sequences, of_token, self._weights(of_token), totals)
 
     def _cut(self, step: SupervisedStep, max_tokens: int) -> Iterator[Microbatch]:
-        step.totals.zero_()  # a cut that ran out of memory is begun anew
+        step.totals.zero_()  # a cut that ran out of memory starts again
         cut = StepCut(
             step.sequences,
             self.scorer,

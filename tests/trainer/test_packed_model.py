@@ -15,7 +15,7 @@ from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
-from areal_lite.trainer.microbatches import plan_blocks
+from areal_lite.trainer.microbatches import num_inputs, plan_blocks
 from areal_lite.trainer.packed_model import PackedModel, PackedRows
 from areal_lite.trainer.policy_model import load_policy
 from areal_lite.trainer.ragged_attention import Segments, _by_kernel
@@ -90,6 +90,52 @@ def test_side_by_side_without_mask_or_padding_a_token_sees_the_same(name: str) -
     )
     torch.testing.assert_close(states[0], states[1], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-3, rtol=1e-3)
+
+
+TREE = [  # forks inside trained tokens, a chain, nested forks, equal inputs, and a stranger without a common prefix
+    sample([5, 6, 7, 8, 9], [2, 3]),
+    sample([5, 6, 7, 8, 9, 10, 11], [4, 6]),
+    sample([5, 6, 7, 12, 13, 14], [3, 4, 5]),
+    sample([5, 6, 7, 12, 13, 15, 16, 17], [6, 7]),
+    sample([5, 6, 7, 12, 13, 15, 16, 18], [7]),
+    sample([5, 6, 20], [2]),
+    sample([30, 31, 32, 33], [1, 3]),
+    sample([30, 31, 32, 33, 34, 35], [4, 5], group="chain"),
+    sample([30, 31, 32, 33], [1, 3], group="chain"),
+]
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
+@pytest.mark.parametrize("name", [name for name, (_, _, shares) in ARCHITECTURES.items() if shares])
+def test_a_token_of_a_tree_sees_what_it_sees_in_its_sequence_alone(name: str, ragged: bool) -> None:
+    config_class, settings, _ = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    model = PackedModel(transformers.AutoModelForCausalLM.from_config(config_class(**settings)).eval())
+    for batch in (TREE, TREE[::-1], [one for one in TREE if one.group_id == "chain"]):
+        with torch.no_grad():  # alone first: side by side the model takes another kernel
+            expected = [states_alone(model, one) for one in packed_together(batch)[1]]
+        if ragged:
+            assert model.read_ragged()
+        packed, order = packed_together(batch, ragged=ragged)
+        with torch.no_grad():
+            states = model.states(packed)
+        torch.testing.assert_close(states, torch.cat(expected), atol=1e-4, rtol=1e-4)
+        assert packed.targets.tolist() == [
+            int(token) for one in order for token in one.input_ids[one.loss_mask]
+        ]
+        assert sum(one.num_trained_tokens for one in batch) == len(packed.predicted_at)
+        model.model.set_attn_implementation("sdpa")
+
+
+def test_a_chain_needs_no_mask_and_a_fork_does() -> None:
+    chain = [one for one in TREE if one.group_id == "chain"]
+    assert packed_together(chain)[0].attention_mask is None
+    assert packed_together(chain)[0].input_ids.tolist() == [[30, 31, 32, 33, 34]]
+    fork, _ = packed_together(TREE)
+    assert fork.attention_mask is not None
+    tree = [one.input_ids[: num_inputs(one)].tolist() for one in TREE if one.input_ids[0] == 5]
+    prefixes = {tuple(ids[:end]) for ids in tree for end in range(1, len(ids) + 1)}
+    assert fork.input_ids.shape == (3, len(prefixes))  # every prefix is computed once
 
 
 def states_and_gradients(model: PackedModel, packed: PackedRows, weights: list[Tensor]) -> tuple[Tensor, Any]:

@@ -7,14 +7,14 @@ The per-token keys, all aligned to the token itself, and ``rewards`` are those o
 |---|---|---|---|---|
 | group_ids | [B] | str | yes | episodes with the same id are each other's baseline |
 | task_ids | [B] | str | yes | the group of each sequence, for messages |
-| member_idx | [B] | int or None | no | which episode of the group it is of; None: one of its own |
+| member_idx | [B] | int or None | no | which episode of the group it belongs to; None: one of its own |
 | turn_paths | [B] | list of int | no | its turns, as indices into the episode's |
 | turn_idx | [B] | int | no | model calls on its path before the last one |
-| baselines | [B] float | no | reward of a greedy episode on the same row |
+| baselines | [B] | float | no | reward of a greedy episode on the same row |
 | multi_modal_inputs | [B] | dict or None | no | what the model reads beside the tokens |
 
-A row's tokens stand side by side, padding on either end. ``logprobs`` may be NaN, where nobody recorded
-one. Knows nothing of advantages or losses.
+A row's tokens are contiguous, with padding on either end. ``logprobs`` may be NaN where none was recorded.
+Knows nothing of advantages or losses.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def check_training_batch(batch: DataProto) -> None:
     """Check every rule of a training batch.
 
     Raises:
-        ValueError: With key, rows and mend.
+        ValueError: With key, rows and fix.
     """
     batch.check_consistency()
     if not len(batch):
@@ -139,7 +139,7 @@ def check_training_batch(batch: DataProto) -> None:
     begins[:, 1:] &= ~present[:, :-1]
     _refuse(
         begins.sum(axis=1) > 1,
-        "attention_mask has a gap between tokens: the tokens of a row stand side by side; take the padding out",
+        "attention_mask has a gap between tokens: the tokens of a row must be contiguous; remove the padding",
     )
     _refuse(
         (begins & _array(batch, "loss_mask")).any(axis=1),
@@ -176,7 +176,7 @@ def _check_objects(batch: DataProto, key: str, kind: Any, words: str) -> None:
 
 
 def training_sequences(batch: Sequence[Group] | DataProto) -> list[TokenSequence]:
-    """Return what trains of a batch, unpadded: of accepted groups as they are, of a DataProto as views.
+    """Return the sequences of a batch, unpadded: those of accepted groups as they are, of a DataProto as views.
 
     Raises:
         ConfigError: If a trajectory has no loss mask or no reward.
