@@ -17,8 +17,8 @@ def main(folder: str = "runs/demo") -> None:
     paths = sorted(Path(folder).rglob("*rollout/*/*.jsonl"), key=lambda path: path.stat().st_mtime)
     if not paths:
         raise SystemExit(f"no dumps below {folder}: run `make demo`, or set rollout.dump_to_file: true")
-    samples = [json.loads(line) for path in paths for line in path.read_bytes().splitlines()]
-    print(f"{len(paths)} groups, {len(samples)} lines: {dict(Counter(s['status'] for s in samples))}")
+    lines = [json.loads(line) for path in paths for line in path.read_bytes().splitlines()]
+    print(f"{len(paths)} groups, {len(lines)} lines: {dict(Counter(line['status'] for line in lines))}")
 
     rewards_by_version: dict[int, list[float]] = {}
     for line in lines:
@@ -33,9 +33,9 @@ def main(folder: str = "runs/demo") -> None:
         trained = sum(turn["loss_mask"])
         text = f"  {turn['role']}: {len(turn['ids'])} tokens, {trained} trained"
         if "logprobs" in turn:
-            line += f", mean log-prob {sum(turn['logprobs']) / max(1, len(turn['logprobs'])):.2f}"
-            line += f", versions {sorted(set(turn['versions']))}, ended by {turn.get('stop_reason')}"
-        print(line)
+            text += f", mean log-prob {sum(turn['logprobs']) / max(1, len(turn['logprobs'])):.2f}"
+            text += f", versions {sorted(set(turn['versions']))}, ended by {turn.get('stop_reason')}"
+        print(text)
         print(f"    {turn['text']!r}")
 
 

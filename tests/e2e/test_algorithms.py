@@ -75,7 +75,7 @@ def test_runs_with_everything_write_the_metrics_of_the_document_and_no_other(run
     of_supervised = re.search(r"^## Conversations.*?(?=^## )", document, re.MULTILINE | re.DOTALL)
     assert of_supervised is not None
     document = document.replace(of_supervised[0], "")
-    documented = set(re.findall(r"`((?:train|eval|timing|data|episodes)/\w+)`", document))
+    documented = set(re.findall(r"`((?:train|eval|timing|data|episodes|rollout)/\w+)`", document))
     documented |= {name.replace("/seconds_", "/ms_per_token_") for name in documented}
     documented -= {"train/ms_per_token_PHASE", "train/ms_per_token_step"}
     table = re.search(r"^\| suffix.*?(?=^$)", document, re.MULTILINE | re.DOTALL)

@@ -41,11 +41,11 @@ def start(run_yaml: Path, trial: str, **environment: str) -> subprocess.Popen[st
     )
 
 
-def kill_after(process: subprocess.Popen[str], step: int, seconds: float) -> None:
-    """Kill the process some time after it has told of a step."""
+def kill_after_a_step(process: subprocess.Popen[str], seconds: float) -> None:
+    """Kill the process some time after it has reported the first step of its own."""
     with process:
         assert process.stdout is not None
-        assert any(line.startswith(f"step {step:4d} ") for line in process.stdout)
+        assert any(line.startswith("step ") for line in process.stdout)
         try:
             process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -83,8 +83,8 @@ def test_a_killed_command_ends_with_the_same_weights_losses_and_batches(run_yaml
     broken.communicate()
     assert (whole.returncode, broken.returncode) == (0, -signal.SIGKILL)
     draw = random.Random(20)
-    for step in (2, 4):
-        kill_after(start(run_yaml, "broken"), step, draw.uniform(0.0, 0.5))
+    for _ in range(2):
+        kill_after_a_step(start(run_yaml, "broken"), draw.uniform(0.0, 0.1))
     last = start(run_yaml, "broken")
     last.communicate()
     assert last.returncode == 0

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from areal_lite.api.io_struct import ModelResponse
-from areal_lite.api.tensor_dict import trajectory_of
 from areal_lite.api.trainer_config import CorrectionConfig, KLConfig, TrainerConfig
 from areal_lite.api.trajectory import EpisodeStatus, Group
+from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.data.batch.data_proto_file import load_data_proto, save_data_proto
 from areal_lite.data.batch.training_batch import data_proto_of
 from areal_lite.trainer.estimators.estimator import ESTIMATORS
