@@ -165,6 +165,10 @@ class TokenSequence:
         return None if versions is None else version - versions[0]
 
 
+_LATER: Any = object()
+"""Stands for turns that are made when they are first asked for."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Trajectory:
     """The record of one episode."""
@@ -184,22 +188,27 @@ class Trajectory:
     """False if the workflow's tensor dict has none; then nothing trains."""
     extras: dict[str, Any] = field(default_factory=dict)
     """Keys of a workflow's tensor dict that are not about tokens or rewards, per sequence."""
+    turns: list[Turn] = _LATER
+    """All model calls and the environment's turns, parents before children; made when first asked for."""
     make_turns: Callable[[], list[Turn]] = list
-    """Makes ``turns`` when they are first asked for, and the sequences' ``path`` and ``turn_idx`` with them."""
-    _turns: list[Turn] | None = None
+    """Makes ``turns``, and sets the sequences' ``place``."""
 
-    @property
-    def turns(self) -> list[Turn]:
-        """All model calls and the environment's turns, parents before children."""
-        self.find_paths()
-        assert self._turns is not None
-        return self._turns
+    def __post_init__(self) -> None:
+        if self.turns is _LATER:
+            del self.turns
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name != "turns":
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            made = self.turns = self.make_turns()
+            self.make_turns = lambda: made  # the calls go; another thread that asks meanwhile gets the same
+            return made
 
     def find_paths(self) -> None:
         """Make the turns, so that every sequence knows its path, also without this trajectory."""
-        if self._turns is None:
-            self._turns = self.make_turns()
-            self.make_turns = list  # it holds the calls
+        self.turns  # noqa: B018
 
     def trained_versions(self) -> tuple[int, int] | None:
         """Return the oldest and newest policy version of all trained tokens; None where unknown."""
@@ -269,6 +278,7 @@ class Group:
 
     def __post_init__(self) -> None:
         self.note_versions()
+        self._name_parts()
 
     def note_versions(self) -> None:
         """Take ``head_version`` and ``tail_version`` from the trained tokens."""
@@ -276,22 +286,26 @@ class Group:
         self.head_version = min((low for low, _ in ranges), default=None)
         self.tail_version = max((high for _, high in ranges), default=None)
 
-    def name_parts(self) -> None:
+    def _name_parts(self) -> None:
         """Write the group's ids and status into its trajectories and sequences; an episode's own end stays."""
         for trajectory in self.trajectories:
+            if trajectory.reward is None:
+                trajectory.average_rewards()
             trajectory.task_id, trajectory.group_id = self.task_id, self.group_id
             if trajectory.status is EpisodeStatus.ACCEPTED:
                 trajectory.status, trajectory.failure = self.status, self.failure
             for sequence in trajectory.sequences:
                 sequence.group_id, sequence.task_id = self.group_id, str(self.task_id)
                 sequence.member_idx = trajectory.member_idx
+                if sequence.reward is None:
+                    sequence.reward = trajectory.reward
 
     def end_as(
         self, status: EpisodeStatus, *, failure: Failure | None = None, rejection: str | None = None
     ) -> None:
         """Change how an accepted group ends: rejected as stale, or cancelled."""
         self.status, self.failure, self.rejection = status, failure, rejection
-        self.name_parts()
+        self._name_parts()
 
     @property
     def sequences(self) -> list[TokenSequence]:

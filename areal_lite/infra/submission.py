@@ -64,7 +64,7 @@ class Submission:
                 trajectory.sequences.clear()
         now = time.monotonic()
         started = self.started or now
-        group = Group(
+        return Group(
             task_id=self.task_id,
             group_id=str(self.task_id),
             status=status,
@@ -80,5 +80,3 @@ class Submission:
             run_s=now - started,
             finished_at=time.time(),
         )
-        group.name_parts()
-        return group

@@ -477,7 +477,6 @@ class TestGroup:
         broken = Failure(FailureKind.AGENT, "KeyError", "no key")
         kept = episode(1, EpisodeStatus.ACCEPTED, sequence_of([0, 1]))
         group = group_of(kept, episode(0, EpisodeStatus.FAILED, failure=broken))
-        group.name_parts()
         assert (kept.task_id, kept.group_id, kept.status) == (5, "g", "accepted")
         assert [(s.task_id, s.group_id, s.member_idx) for s in kept.sequences] == [("5", "g", 1)]
         group.end_as(EpisodeStatus.REJECTED, rejection="stale")
@@ -517,3 +516,16 @@ def test_the_reward_of_an_episode_is_the_mean_of_those_its_sequences_have() -> N
 def test_a_turn_ends_after_all_before_it_and_itself() -> None:
     turn = Turn(role=TurnRole.PROMPT, start=3, ids=np.arange(4), loss_mask=np.zeros(4, np.bool_))
     assert turn.end == 7
+
+
+def test_a_group_made_by_hand_trains_as_one_the_engine_made() -> None:
+    turns = [Turn(role=TurnRole.PROMPT, ids=np.arange(2), loss_mask=np.zeros(2, np.bool_))]
+    trajectory = Trajectory(
+        member_idx=3, status=EpisodeStatus.ACCEPTED, turns=turns, sequences=[sequence_of([0, 1])], reward=0.5
+    )
+    group = group_of(trajectory)
+    assert trajectory.turns is turns
+    (sequence,) = group.sequences
+    assert (sequence.group_id, sequence.member_idx, sequence.reward, sequence.path) == ("g", 3, 0.5, ())
+    with pytest.raises(AttributeError, match="no attribute 'turn'"):
+        trajectory.turn  # noqa: B018

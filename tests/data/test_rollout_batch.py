@@ -39,11 +39,9 @@ def result(status: EpisodeStatus = EpisodeStatus.ACCEPTED, **changes: Any) -> Gr
         "rewards": torch.tensor([1.0, 0.5]),
     }
     trajectory = {key: value for key, value in (tensors | changes).items() if value is not None}
-    group = Group(
+    return Group(
         task_id=7, group_id="seven", status=status, data={}, trajectories=[trajectory_of(trajectory, [])]
     )
-    group.name_parts()
-    return group
 
 
 def test_rows_lose_their_padding_on_either_side() -> None:

@@ -60,7 +60,7 @@ def group_of(
     name: str, prompt: list[int], episodes: Sequence[Episode], *, baseline: float | None = None
 ) -> Group:
     """Return the group of these episodes; each call is trained in one sequence."""
-    group = Group(
+    return Group(
         task_id=name,
         group_id=name,
         status=EpisodeStatus.ACCEPTED,
@@ -71,8 +71,6 @@ def group_of(
         ],
         baseline=baseline,
     )
-    group.name_parts()
-    return group
 
 
 def model_calls(prompt: list[int], episode: Episode) -> list[ModelResponse]:
