@@ -203,7 +203,7 @@ def _parser() -> argparse.ArgumentParser:
         "path", type=Path, metavar="PATH", help="a .jsonl dump, or a folder that contains dumps"
     )
     command.add_argument(
-        "--limit", type=positive_integer, default=10, metavar="N", help="show at most N samples (default 10)"
+        "--limit", type=positive_integer, default=10, metavar="N", help="show at most N episodes (default 10)"
     )
     command = commands.add_parser("plot", help="draw the metrics of one or several runs")
     command.add_argument(

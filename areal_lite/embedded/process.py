@@ -51,7 +51,7 @@ class EmbeddedServer:
         Args:
             model_path: Directory with config.json, tokenizer and safetensors weights; or a name on the Hugging Face
                 Hub.
-            seed: Seed for requests that bring none; their order of arrival then decides the samples.
+            seed: Seed for requests without one; their outputs then depend on the order of arrival.
             weight_version: Name of the first weights.
             deterministic: Make the bits of each answer depend on its request, the weights and ``num_threads`` only.
                 Requests run one by one and share no KV cache: several times slower with many at once.

@@ -1,6 +1,6 @@
 """Episodes of a dump as text in the terminal: what the model read, and what it wrote (in colour).
 
-Text comes from a model, so nothing in it reaches the terminal but printable characters.
+Text comes from a model, so only its printable characters reach the terminal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.text import Text
 from areal_lite.errors import ConfigError
 from areal_lite.inspect.jsonl import read_records
 
-# Controls but newline and tab, and the marks that turn the reading direction around.
+# Control characters except newline and tab, and marks that reverse the reading direction.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _STATUS_STYLE = {"accepted": "green", "rejected": "yellow", "failed": "red", "cancelled": "dim"}
 _ROLE_STYLE = {"assistant": "cyan", "prompt": "dim"}
@@ -77,7 +77,7 @@ def _lines(record: dict[str, Any]) -> Iterator[Text]:
     versions = f"{record.get('head_version')}..{record.get('tail_version')}"
     yield Text.assemble(
         ("── ", "dim"),
-        printable(f"task {record.get('task_id')} sample {record.get('sample_idx')}  "),
+        printable(f"task {record.get('task_id')} episode {record.get('sample_idx')}  "),
         (printable(status), _STATUS_STYLE.get(status, "")),
         printable(f"  reward {record.get('reward')}  {record.get('seqlen')} tokens  versions {versions}"),
     )

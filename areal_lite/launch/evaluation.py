@@ -59,7 +59,7 @@ def evaluate(engine: RemoteInfEngine, config: RunConfig, rows: Sequence[Row]) ->
     if not rewards:
         causes = Counter(group.failure.summary if group.failure else group.rejection for group in failed)
         raise EpisodeError(
-            f"none of {len(groups)} evaluation episodes gave a reward: "
+            f"no episode on the {len(groups)} evaluation rows gave a reward: "
             + "; ".join(f"{count} x {cause}" for cause, count in causes.most_common(3))
         )
     return Evaluation(

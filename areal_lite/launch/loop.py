@@ -1,4 +1,4 @@
-"""What surrounds the steps of a training run: evaluate, record, save, stop, resume.
+"""The work around the steps of a training run: evaluate, record, save, stop, resume.
 
 Guarantees that a checkpoint captures a moment between two steps, data and weights alike, also when the run is
 stopped in the middle of a step, and that all ranks stop after the same step. The steps themselves are in ``rl``

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutInputs:
-    """What a run generates from, loaded and checked before anything starts."""
+    """Inputs of rollouts, loaded and checked before anything starts."""
 
     data: TrainingData
     """Training rows."""
@@ -56,7 +56,7 @@ class RolloutInputs:
 
 
 def load_rollout_inputs(config: RunConfig, start: Start, *, baselines: bool) -> RolloutInputs:
-    """Return the run's inputs, with the data source where ``start`` has it.
+    """Return the run's inputs, with the data source at the position of ``start``.
 
     Raises:
         ConfigError: If rows, tokenizer, packer, reward model or cache cannot be used.
@@ -75,13 +75,13 @@ def load_rollout_inputs(config: RunConfig, start: Start, *, baselines: bool) -> 
 
 
 class RolloutDriver:
-    """Makes the batches of a run and keeps its data source informed.
+    """Makes the batches of a run and reports trained ones to its data source.
 
     Args:
         config: The run.
         run_dir: Its folder.
         engine: Ready to generate.
-        inputs: What it generates from.
+        inputs: Rows, reward model and cache.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class RolloutDriver:
     def batch(self, step: int) -> Batch:
         """Return the batch of a step: whole groups with rewards, and baselines if the estimator needs them.
 
-        A ``DataProto`` if it went through a packer of the user's or, with ``rollout_cache``, through a file. It is
+        A ``DataProto`` if it went through the user's own packer or, with ``rollout_cache``, through a file. It is
         generated only if the file is missing.
         """
         self._groups = []
@@ -165,7 +165,7 @@ class RolloutDriver:
         return groups
 
     def _packed(self, groups: list[Group]) -> DataProto:
-        """Return the groups as the run's packer makes them."""
+        """Return the groups packed by the run's packer."""
         batch = training_batch(self.data.packer, groups)
         if self._baselines:
             baselines = {group.group_id: group.baseline for group in groups}

@@ -20,7 +20,7 @@ from areal_lite.infra.workflow_resolution import check_workflow
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """The training rows, and the packer that turns them into workflow input and episodes into samples."""
+    """The training rows, and the packer that turns them into workflow input and episodes into batches."""
 
     dataset: Any
     packer: DataPacker

@@ -106,7 +106,7 @@ class StopOnSignal:
     def _watch(self) -> None:
         first, began, shown = self._next_signal(), time.monotonic(), False
         last = first
-        print("stopping; once more to stop at once", file=sys.stderr, flush=True)
+        print("stopping; signal again to stop at once", file=sys.stderr, flush=True)
         self._watched.settimeout(STOP_SECONDS)
         while True:
             try:

@@ -1,4 +1,4 @@
-"""The algorithm of a ``trainer:`` section: estimator, policy loss, correction; arithmetic on flat tokens, no model.
+"""The algorithm of a ``trainer:`` section: estimator, policy loss, correction. Arithmetic on flat tensors, no model.
 
 Guarantees that settings that cannot work fail before a model is loaded.
 """
@@ -88,7 +88,7 @@ class Algorithm:
         )
 
     @property
-    def needs_every_sample(self) -> bool:
+    def needs_every_episode(self) -> bool:
         """Whether episodes with an advantage of 0 may have a gradient."""
         in_loss = self.config.kl is not None and not self.penalizes_reward
         return in_loss or self.config.entropy_coef != 0 or self.config.loss not in VANISHES_WITHOUT_ADVANTAGE
@@ -179,7 +179,7 @@ class Algorithm:
         return LossTerms(torch.where(drifted, 0.0, terms.losses), statistics, terms.chosen)
 
     def correction(self, proximal: Tensor, behaviour: Tensor, episodes: Tensor) -> Tensor:
-        """Return ``[T]``, the factors of the token losses that correct for sampling from another policy."""
+        """Return ``[T]``, the factor of each token's loss that corrects for off-policy sampling."""
         config = self.config.correction
         if config.level == "none":
             weights = torch.ones_like(proximal)
@@ -270,7 +270,7 @@ class Algorithm:
         return terms
 
     def _find_needs(self, tokens: StepTokens, scores: Tensor) -> None:
-        """Fill in ``needs`` and the advantages of the dry run's two answers, of two turns and of one."""
+        """Fill in ``needs``, and advantages for two toy answers of two turns and of one."""
         turns = Turns(
             of_token=torch.tensor([0, 0, 1, 2, 2]),
             rewards=torch.tensor([0.5, 1.0, 0.0]),

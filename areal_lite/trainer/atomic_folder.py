@@ -31,7 +31,7 @@ _SCHEMA = 1
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, kind: Kind, version: int | None) -> None:
-    """Let ``write`` fill a temporary folder, add a manifest, and replace ``folder`` by it.
+    """Let ``write`` fill a temporary folder, add a manifest, and replace ``folder`` with it.
 
     Raises:
         StorageError: If the disk is full or not writable, or ``folder`` holds files without a manifest.

@@ -1,7 +1,7 @@
 """Sends batches and decisions from the ranks that have them to all ranks.
 
-All ranks make the same calls in the same order. A rank waits as long as another one generates, and fails if that
-one is gone. Nothing is pickled.
+All ranks make the same calls in the same order. A rank waits while another one generates, and fails if that one
+dies. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def gather_json(value: Any) -> list[Any]:
 def broadcast_batch(batch: Sequence[Group] | DataProto | None) -> Sequence[Group] | DataProto:
     """Return rank 0's batch; the others give None. Groups reach other ranks as a ``DataProto`` on the CPU.
 
-    Every rank gets the whole batch, a few bytes a token, and computes its share of it, which depends on all samples.
+    Every rank gets the whole batch, a few bytes a token, and computes its share, which depends on all episodes.
 
     Raises:
         ValueError: If rank 0 passes None, or a value that cannot be stored without pickle.

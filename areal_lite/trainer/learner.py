@@ -1,7 +1,7 @@
 """A model being trained, with its optimizer: losses of micro-batches in, one update out.
 
-Guarantees that a non-finite update is never applied, and that running out of memory once costs time but not the
-run. Does not know what is learned.
+Guarantees that a non-finite update is never applied, and that one out-of-memory error costs time but not the run.
+Knows nothing of the loss.
 """
 
 from __future__ import annotations

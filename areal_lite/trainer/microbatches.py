@@ -1,8 +1,8 @@
 """Which sequences share a forward pass; pure plans over token counts.
 
-A *block* holds sequences of one group as a tree: a prefix that several of them begin with is computed once. A
-*micro-batch* holds blocks of like length, right-padded. Both only save work: what a token attends to, and so
-the loss, does not depend on the plan. :mod:`areal_lite.trainer.packed_model` makes the tensors.
+A *block* holds sequences of one group as a tree: a shared prefix is computed once. A *micro-batch* holds blocks of
+like length, right-padded. Both only save work: what a token attends to, and so the loss, does not depend on the plan.
+:mod:`areal_lite.trainer.packed_model` makes the tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Block:
     sequences: tuple[int, ...]
     """Indices into the step's sequences."""
     shared: tuple[int, ...]
-    """Tokens each has in common with the one before it; 0 for the first."""
+    """Prefix length that each shares with the one before it; 0 for the first."""
     length: int
     """Tokens of the block."""
     is_chain: bool = True
@@ -77,8 +77,8 @@ def plan_blocks(
         balance_length: Block length at which attention costs as much as the layers' matrices, about
             six times the hidden size.
         share: False gives every sequence its own block, for models whose layers are not all plain attention.
-        units: ``[N]`` name of the unit each sequence belongs to, which stays in one bundle; a unit lies in one
-            group. None: each sequence is a unit.
+        units: ``[N]`` unit of each sequence. A unit is part of one group and stays in one bundle. None: each
+            sequence is a unit.
     """
     groups: dict[Hashable, list[int]] = {}
     for index in chosen:
@@ -88,7 +88,7 @@ def plan_blocks(
     for members in groups.values():
         tree = _PrefixTree(sequences, members)
         by_unit: dict[Hashable, list[int]] = {}
-        for place, index in enumerate(tree.order):  # in this order parents come before what continues them
+        for place, index in enumerate(tree.order):  # in this order a prefix comes before its continuations
             by_unit.setdefault(index if units is None else units[index], []).append(place)
         whole: list[list[int]] = []
         for unit in by_unit.values():
@@ -103,7 +103,7 @@ def plan_blocks(
 
 
 def tree_length(sequences: Sequence[TokenSequence], members: Sequence[int]) -> int:
-    """Return how many tokens the model reads of the sequences ``members`` where shared prefixes are read once."""
+    """Return how many tokens the model reads for the sequences ``members``, shared prefixes counted once."""
     return _PrefixTree(sequences, members).length(range(len(members)))
 
 
@@ -118,7 +118,7 @@ class _PrefixTree:
         self._common = np.array([0, *(_common(inputs[a], inputs[b]) for a, b in pairs)])
 
     def join(self, items: Sequence[list[int]], max_tokens: int, balance_length: int) -> list[list[int]]:
-        """Return the items, lists of places in ``order``, joined one by one while that is cheaper."""
+        """Join neighbouring items (lists of places in ``order``) while that is cheaper."""
         blocks: list[list[int]] = []
         open_length = 0
         for places in items:
@@ -149,7 +149,7 @@ class _PrefixTree:
         return int(self._lengths[list(places)].sum() - self._shared(places).sum())
 
     def _shared(self, places: Sequence[int]) -> NDArray[np.int64]:
-        """Return the common prefix of each place but the first with the place before it: the least between them."""
+        """Return the common prefix length of each place with the one before it: the minimum in between."""
         starts = np.array(places[:-1], np.int64) + 1
         return np.minimum.reduceat(self._common[: places[-1] + 1], starts)
 
@@ -173,9 +173,9 @@ def plan_microbatches(
 ) -> list[list[int]]:
     """Return index lists of like lengths, longest first, each at most ``max_tokens`` with its padding.
 
-    Of all cuts of the sorted lengths the one of least cost: tokens with padding, and :data:`_PASS_COST` for each
-    micro-batch. An item longer than ``max_tokens`` gets one of its own. Lengths ``[3, 9, 4, 8]`` under 18
-    tokens give ``[[1, 3], [2, 0]]``.
+    Of all cuts of the sorted lengths this one costs least, in padded tokens plus :data:`_PASS_COST` per micro-batch.
+    An item longer than ``max_tokens`` gets a micro-batch of its own. Lengths ``[3, 9, 4, 8]`` under 18 tokens give
+    ``[[1, 3], [2, 0]]``.
 
     Args:
         lengths: Tokens of each item's longest row.
@@ -185,8 +185,8 @@ def plan_microbatches(
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     longest = np.array([lengths[i] for i in order])
     above = np.cumsum([0, *(1 if num_rows is None else num_rows[i] for i in order)])
-    cost = np.zeros(len(order) + 1)  # of the first so many items, cut in the best way
-    begin = [0] * (len(order) + 1)  # of the last micro-batch in it
+    cost = np.zeros(len(order) + 1)  # [i]: cost of the best cut of the first i items
+    begin = [0] * (len(order) + 1)  # [i]: the start of that cut's last micro-batch
     least = 0
     for end in range(1, len(order) + 1):
         while least < end - 1 and longest[least] * (above[end] - above[least]) > max_tokens:

@@ -35,9 +35,9 @@ class PackedRows:
     position_ids: Tensor
     """``[R, L]`` place of each token in its own sequence."""
     attention_mask: Tensor | None
-    """``[R, 1, L, L]`` bool, True where the query sees the key; None where it is plain causal, or ``segments`` say."""
+    """``[R, 1, L, L]`` bool, True where the query sees the key; None if causal, or given by ``segments``."""
     segments: Segments | None
-    """Which tokens see one another in a single row of all sequences side by side."""
+    """Which tokens see one another, if one row holds all sequences side by side."""
     predicted_at: Tensor
     """``[N]`` flat position of the token before each trained one."""
     targets: Tensor
@@ -47,13 +47,13 @@ class PackedRows:
 def pack(
     sequences: Sequence[TokenSequence], blocks: Sequence[Block], *, device: torch.device, ragged: bool = False
 ) -> PackedRows:
-    """Lay the blocks out: each sequence without its shared prefix, its tokens seeing that prefix and themselves.
+    """Lay out the blocks: a shared prefix is stored once, and each sequence attends to it and to itself.
 
     Args:
         sequences: The step's sequences.
-        blocks: Which of them, and how they share prefixes.
+        blocks: Which sequences to lay out, and the prefixes they share.
         device: Where the tensors go.
-        ragged: Set the blocks side by side in one row, without padding, instead of one below the other.
+        ragged: Put all blocks into one row, without padding, instead of one row per block.
     """
     lengths = [block.length for block in blocks]
     width = max(lengths)
@@ -101,7 +101,7 @@ def _visible(seen: Tensor) -> Tensor:
 
 
 def _segments(own: Sequence[tuple[NDArray[np.int64], int, int]], device: torch.device) -> Segments:
-    """Return the segments of sequences side by side: which queries, and the keys they see."""
+    """Return the queries of each sequence in a row and the keys they see."""
     queries, keys = [0], [np.arange(0)]
     for prefix, begin, end in own:
         if begin < end:
@@ -121,7 +121,7 @@ class PackedModel(nn.Module):
     """A Hugging Face model that reads packed rows.
 
     Args:
-        model: With a decoder (``get_decoder``) or a base model.
+        model: Has a decoder (``get_decoder``) or a base model.
     """
 
     def __init__(self, model: Any) -> None:
@@ -134,15 +134,15 @@ class PackedModel(nn.Module):
         """Row length at which attention costs as much as the layers' matrices."""
         with torch.no_grad():
             self.shares_prefixes = self._packing_is_exact()
-            """Whether rows may hold more than one sample: all layers are full attention and tokens are placed by
-            ``position_ids``; tried on four tokens."""
+            """Whether a row may hold several sequences: all layers use full attention and ``position_ids``; checked
+            on four tokens."""
         self.ragged = False
-        """Whether rows are read side by side, without padding and mask."""
+        """Whether one row holds all sequences, without padding and mask."""
         if model.device.type == "cuda":
             self.read_ragged()
 
     def read_ragged(self) -> bool:
-        """Read rows side by side from now on, where that gives the same; return whether it does."""
+        """Switch to one row of all sequences if results agree; return whether they do."""
         before, model = self._config._attn_implementation, self.model
         if self.shares_prefixes:
             model.set_attn_implementation(RAGGED)
@@ -157,7 +157,7 @@ class PackedModel(nn.Module):
             else:
                 self.ragged = bool((side_by_side - below).norm() < 0.05 * below.norm())
         if self.ragged:
-            self.balance_length = sys.maxsize  # siblings in a row cost each other nothing
+            self.balance_length = sys.maxsize  # siblings in one row add no attention to each other
         else:
             model.set_attn_implementation(before)
         return self.ragged
@@ -191,7 +191,7 @@ class PackedModel(nn.Module):
 
 
 def _probe(device: torch.device, *, shared: bool = True, ragged: bool = False) -> PackedRows:
-    """Return two sequences of four tokens that begin alike."""
+    """Return two sequences of four tokens with a common prefix."""
     sequences = [
         TokenSequence(input_ids=np.array([1, 2, *tail]), loss_mask=np.array([False, False, True, True]))
         for tail in ([3, 4], [4, 3])

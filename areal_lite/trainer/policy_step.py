@@ -1,4 +1,4 @@
-"""The data of one step of reinforcement learning, passed from stage to stage, and its metrics."""
+"""The state of one reinforcement-learning step, passed from stage to stage, and its metrics."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ Batch = Sequence[Group] | DataProto
 
 @dataclass(slots=True)
 class Step:
-    """A batch on its way through the stages."""
+    """One batch and what the stages compute from it."""
 
     sequences: list[TokenSequence]
-    """Those of an episode side by side."""
+    """Sequences of one episode are adjacent."""
     episodes: list[int]
     """The episode of each sequence."""
     version: int
     tokens: StepTokens
     scores: Tensor
-    """``[E]`` reward of each episode: the mean over its sequences, which are rewarded alike or turn by turn."""
+    """``[E]`` reward of each episode: the mean over its sequences, which share a reward or have one per turn."""
     clock: PhaseClock
     baselines: Tensor | None = None
     """``[E]`` reward of a greedy episode on the same row."""
@@ -44,16 +44,16 @@ class Step:
     """Sequences of each update."""
     metrics: dict[str, float] = field(default_factory=dict)
     statistics: dict[str, Tensor] = field(default_factory=dict)
-    """``[T]`` what the losses recorded of each token, NaN where nothing."""
+    """``[T]`` per-token statistics that the losses recorded, NaN where none."""
     choice: Tensor | None = None
-    """``[T]`` bool, tokens that a choosing loss chose in the minibatch being trained."""
+    """``[T]`` bool, tokens that the loss chose in the current minibatch, if it chooses."""
 
     @classmethod
     def of(cls, batch: Batch, *, version: int, device: torch.device) -> Step:
         """Return the step of accepted groups, or of a DataProto (:mod:`areal_lite.data.batch.training_batch`).
 
         Raises:
-            ValueError: If a DataProto breaks one of its rules.
+            ValueError: If a DataProto breaks a rule of a training batch.
             TrainingError: If there is nothing to train, or a number is not finite; a log-prob may be NaN.
         """
         clock = PhaseClock(device)
@@ -62,8 +62,8 @@ class Step:
         sequences = by_episode(training_sequences(batch))
         if not sequences:
             raise TrainingError(
-                f"step {version}: no group of the batch was accepted, so there is nothing to train: the dump "
-                "has the reason of each"
+                f"step {version}: no group of the batch was accepted, so there is nothing to train: see the "
+                "dump for the reasons"
             )
         episodes = number_episodes(sequences)
         rewards = torch.tensor([sequence.reward for sequence in sequences])
@@ -98,12 +98,12 @@ class Step:
         return list(dict(zip(self.episodes, (s.group_id for s in self.sequences), strict=True)).values())
 
     @property
-    def everyone(self) -> range:
-        """All sequences."""
+    def all_indices(self) -> range:
+        """Indices of all sequences."""
         return range(len(self.sequences))
 
     def turns(self) -> Turns:
-        """Return the rewards turn by turn, for estimators that ask for them; a sequence is a rewarded turn."""
+        """Return the rewards per turn, for estimators that ask for them; each sequence is a rewarded turn."""
         device = self.scores.device
         return Turns(
             of_token=self.tokens.sequences,
@@ -114,7 +114,7 @@ class Step:
         )
 
     def _parents(self) -> list[int]:
-        """Return for each sequence the one of its episode whose path it extends, the longest; -1 for none."""
+        """Return, per sequence, the longest sequence of its episode that it extends; -1 for none."""
         places = {
             (episode, sequence.path): place
             for place, (episode, sequence) in enumerate(zip(self.episodes, self.sequences, strict=True))
@@ -228,7 +228,7 @@ _FIX_EPISODES = "fail the episode if its reward or a log-prob of the engine is N
 
 
 def _check_proto(batch: DataProto, version: int) -> None:
-    """Raise for numbers that are not finite, by task; :func:`check_training_batch` would name rows."""
+    """Raise for non-finite numbers, naming tasks; :func:`check_training_batch` would name rows."""
     task_ids = list(batch.non_tensor_batch.get("task_ids", range(len(batch))))
     for key in ("rewards", "baselines", "logprobs"):
         if key in batch.batch:
@@ -242,7 +242,7 @@ def _task_ids(sequences: Sequence[TokenSequence]) -> list[str]:
 
 
 def _refuse(name: str, places: Tensor, task_ids: Sequence[object], version: int, fix: str) -> None:
-    """Raise a TrainingError if ``places``, where ``name`` is not finite, has any entry."""
+    """Raise a TrainingError naming the tasks at ``places``, where ``name`` is not finite, if there are any."""
     tasks = list(dict.fromkeys(str(task_ids[place]) for place in sorted(set(places.tolist()))))
     if tasks:
         more = f" and {len(tasks) - 8} more" if len(tasks) > 8 else ""

@@ -2,7 +2,7 @@
 
 Guarantees that loss and gradients do not depend on how the step is cut into micro-batches and over
 ranks, that the same seed and batch give bit-equal weights on one machine, and that a non-finite update
-is never applied. Knows nothing of episodes, servers or files: a batch comes in, metrics go out.
+is never applied. Knows nothing of servers or files: a batch comes in, metrics go out.
 """
 
 from __future__ import annotations
@@ -39,21 +39,20 @@ from areal_lite.trainer.value_model import ValueScorer, load_critic
 logger = logging.getLogger(__name__)
 
 OnSkip = Callable[[dict[str, Any]], None]
-"""Called with step, role, loss, gradient norm and task ids of an update that was not finite."""
+"""Called with step, role, loss, gradient norm and task ids of a skipped non-finite update."""
 
 
 class PolicyTrainer:
     """Owns the policy being trained, and the frozen reference and the critic where the config has them.
 
-    A step is :meth:`begin`, the stages in the order they stand here, :meth:`finish`; :meth:`train_step` is
-    all of them.
+    A step is :meth:`begin`, the stages in source order, then :meth:`finish`; :meth:`train_step` runs all of them.
 
     Args:
         config: The ``trainer:`` section of the run.
         model_path: Folder of a Hugging Face causal LM, or a hub name.
         seed: Seeds python, numpy and torch, and the order of minibatches.
-        temperature: What the inference engine divides logits by; log-probs here use the same.
-        max_new_tokens: Limit of an answer, for the share of answers cut off and the penalty on overlong ones.
+        temperature: Sampling temperature of the inference engine; log-probs here use the same.
+        max_new_tokens: Length limit of an answer, for the share of truncated answers and the overlong penalty.
         on_skip: Called with updates that were skipped.
 
     Raises:
@@ -106,19 +105,19 @@ class PolicyTrainer:
         """Train on one batch of groups and return its metrics.
 
         Sequences without a gradient (advantage 0 and neither KL nor entropy term, or no trained token) skip the
-        forward pass but stay in every denominator; ``computed_tokens`` against ``trained_tokens`` says how much,
-        and the token statistics are over the computed ones.
+        forward pass but stay in every denominator; the metrics ``computed_tokens`` and ``trained_tokens`` show how
+        many, and token statistics cover computed ones only.
 
         Args:
-            batch: Groups as the engine returns them, of which the accepted ones train; or a ``DataProto`` with the
-                keys of :mod:`areal_lite.data.batch.training_batch`. Whole groups, in any order.
+            batch: Groups as the engine returns them (only accepted ones train), or a ``DataProto`` with the keys of
+                :mod:`areal_lite.data.batch.training_batch`. Whole groups, in any order.
             version: The trainer's policy version, for staleness.
 
         Raises:
             ValueError: If a ``DataProto`` breaks a rule of a training batch.
             ConfigError: If a trajectory has no reward.
-            TrainingError: If nothing in the batch is trained, sequences have more inputs than tokens, an input of
-                the advantages is not finite, or three updates in a row are not.
+            TrainingError: If nothing in the batch trains, a sequence has multi-modal inputs, an input of the
+                advantages is not finite, or three updates in a row are not.
         """
         step = self.begin(batch, version=version)
         self.score_proximal(step)
@@ -136,11 +135,11 @@ class PolicyTrainer:
     def begin(self, batch: Batch, *, version: int) -> Step:
         """Check the batch, lay out its tokens and choose the minibatches; see :meth:`train_step`."""
         step = Step.of(batch, version=version, device=self.device)
-        seeing = sum(bool(sequence.multi_modal_inputs) for sequence in step.sequences)
-        if seeing:
+        multi_modal = sum(bool(sequence.multi_modal_inputs) for sequence in step.sequences)
+        if multi_modal:
             raise TrainingError(
-                f"step {self.steps_done}: {seeing} of {len(step.sequences)} sequences have multi_modal_inputs, but "
-                "this trainer's forward pass reads tokens alone, so log-probs would be wrong: train on rows of text"
+                f"step {self.steps_done}: {multi_modal} of {len(step.sequences)} sequences have multi_modal_inputs, "
+                "but this trainer's forward pass reads tokens alone, so log-probs would be wrong: train on text only"
             )
         step.minibatches = split_groups(
             step.sequences,
@@ -156,20 +155,20 @@ class PolicyTrainer:
         return step
 
     def score_proximal(self, step: Step) -> None:
-        """Fill in the log-probs the step begins with, where something before the update needs them.
+        """Fill in the log-probs at the start of the step, if a stage before the update needs them.
 
         The first update's own forward pass runs on the same weights, so most steps need no pass of their own.
         """
         if self.config.proximal == "behaviour":
             if bool(step.tokens.behaviour.isnan().any()):
                 raise ConfigError(
-                    "trainer.proximal is 'behaviour', but the batch has tokens whose log-probs nobody recorded: "
+                    "trainer.proximal is 'behaviour', but the batch has tokens without recorded log-probs: "
                     "return 'logprobs' from the workflow, or set trainer.proximal: trainer"
                 )
             step.tokens.proximal.copy_(step.tokens.behaviour)
             step.tokens.known.fill_(True)
         elif self.algorithm.needs_proximal_early:
-            self._score_proximal(step, step.everyone)
+            self._score_proximal(step, step.all_indices)
 
     def score_reference(self, step: Step) -> None:
         """Fill in the frozen model's log-probs."""
@@ -177,33 +176,33 @@ class PolicyTrainer:
             return
         off: AbstractContextManager[Any] = adapters_off(self.model) if self.config.lora else nullcontext()
         with step.clock("reference"), off:
-            found = self._scored(
+            scored = self._scored(
                 step,
-                step.everyone,
+                step.all_indices,
                 self.learner,
                 reference,
                 lambda rows: {"reference": reference(rows).logprobs},
             )
-        step.tokens.fill(step.everyone, found)
+        step.tokens.fill(step.all_indices, scored)
 
     def score_values(self, step: Step) -> None:
         """Fill in the critic's values."""
         if (critic := self.critic) is None:
             return
         with step.clock("values"):
-            found = self._scored(
-                step, step.everyone, critic, critic.module, lambda rows: {"values": critic.module(rows)}
+            scored = self._scored(
+                step, step.all_indices, critic, critic.module, lambda rows: {"values": critic.module(rows)}
             )
-        step.tokens.fill(step.everyone, found)
+        step.tokens.fill(step.all_indices, scored)
 
     def penalize_kl(self, step: Step) -> None:
-        """Subtract the KL penalty from the reward of each token, where the config puts it there."""
+        """Subtract the KL penalty from the reward of each token, if ``trainer.kl`` places it there."""
         if self.algorithm.penalizes_reward:
             step.check_finite("proximal", "reference")
             step.metrics |= self.algorithm.penalize(step.tokens, len(step.scores))
 
     def correct(self, step: Step) -> None:
-        """Weight tokens that another policy sampled; in the update where log-probs are known only then."""
+        """Fill in off-policy correction weights; the update does it if log-probs are known only then."""
         if self.algorithm.needs_proximal_early:
             tokens = step.tokens
             tokens.correction = self.algorithm.correction(
@@ -211,7 +210,7 @@ class PolicyTrainer:
             )
 
     def estimate_advantages(self, step: Step) -> None:
-        """Turn rewards, and values where there is a critic, into the advantage of each token."""
+        """Compute each token's advantage from rewards and, with a critic, values."""
         with step.clock("advantages"):
             step.check_finite("rewards", "values", "proximal", "sum_squared_probs", "correction")
             turns = step.turns() if "turns" in self.algorithm.needs else None
@@ -234,7 +233,7 @@ class PolicyTrainer:
                 return
 
     def update_critic(self, step: Step) -> None:
-        """Move the critic's values towards the returns."""
+        """Fit the critic's values to the returns, one update per minibatch."""
         critic, config, tokens = self.critic, self.config.critic, step.tokens
         if critic is None or config is None:
             return
@@ -258,7 +257,7 @@ class PolicyTrainer:
         step.metrics |= {f"critic_{name}": value for name, value in _mean_update(updates, rate).items()}
 
     def update_policy(self, step: Step) -> None:
-        """Move the policy, one update per minibatch."""
+        """Train the policy, one update per minibatch."""
         config, tokens = self.config, step.tokens
         rate = self.learner.learning_rate
         updates: list[Update] = []
@@ -266,7 +265,7 @@ class PolicyTrainer:
             trains = self._with_gradient(step)
             computed = [[i for i in chosen if trains[step.episodes[i]]] for chosen in step.minibatches]
             later = [index for chosen in computed[1:] for index in chosen]
-            ahead = step.everyone if self.algorithm.chooses else later
+            ahead = step.all_indices if self.algorithm.chooses else later
             if ahead and not bool(tokens.known.any()):
                 self._score_proximal(step, ahead)
             if config.proximal == "trainer":
@@ -314,8 +313,8 @@ class PolicyTrainer:
             return {"proximal": scores.logprobs, "sum_squared_probs": scores.sum_squared_probs}
 
         with step.clock("proximal"):
-            found = self._scored(step, chosen, self.learner, self._policy, score)
-        step.tokens.fill(chosen, found)
+            scored = self._scored(step, chosen, self.learner, self._policy, score)
+        step.tokens.fill(chosen, scored)
         step.tokens.known |= step.tokens.chosen(chosen)
 
     @torch.no_grad()
@@ -352,18 +351,18 @@ class PolicyTrainer:
         model: Any,
         score: Callable[[PackedRows], dict[str, Tensor]],
     ) -> dict[str, Tensor]:
-        """Return ``[T]`` what ``score`` gives for the sequences' tokens, over all ranks; 0 elsewhere."""
+        """Return the values ``[T]`` of ``score`` at the chosen sequences' tokens, over all ranks; 0 elsewhere."""
 
         def run(max_tokens: int) -> dict[str, Tensor]:
-            found: dict[str, Tensor] = {}
+            scored: dict[str, Tensor] = {}
             for microbatch in self._cut(step, model, chosen)(max_tokens):
                 with learner.autocast():
                     scores = score(microbatch.packed)
                 for name, values in scores.items():
-                    whole = found.setdefault(name, torch.zeros_like(step.tokens.proximal))
+                    whole = scored.setdefault(name, torch.zeros_like(step.tokens.proximal))
                     if microbatch.counts:
                         whole[microbatch.tokens] = values.float()
-            return found
+            return scored
 
         return {name: learner.ranks.sum_(values) for name, values in learner.within_memory(run).items()}
 
@@ -398,8 +397,8 @@ class PolicyTrainer:
         return partial(cut, chosen)
 
     def _with_gradient(self, step: Step) -> list[bool]:
-        """Return which episodes must be computed: every term of the others is 0."""
-        if self.algorithm.needs_every_sample:
+        """Return whether each episode must be computed; all loss terms of the others are 0."""
+        if self.algorithm.needs_every_episode:
             return [True] * len(step.scores)
         trains = torch.zeros(len(step.scores), dtype=torch.bool, device=self.device)
         trains[step.tokens.episodes[step.tokens.advantages != 0]] = True
@@ -436,7 +435,7 @@ class PolicyTrainer:
 
 
 def zero_loss(outputs: Tensor) -> Tensor:
-    """Return a loss of 0 that takes part in the ranks' backward pass."""
+    """Return a loss of 0 with a gradient, so that this rank joins the backward pass."""
     return (outputs * 0.0).sum()
 
 

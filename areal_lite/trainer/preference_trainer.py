@@ -1,6 +1,6 @@
 """Training on pairs of a better and a worse answer: a policy by DPO, or a reward model.
 
-The two of a pair are computed in one micro-batch, because the loss compares them.
+Both answers of a pair are computed in one micro-batch, because the loss compares them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PreferenceTrainer(SupervisedTrainer[C]):
     together = True
 
     def _sequences(self, items: Sequence[Item]) -> list[TokenSequence]:
-        """Return the sequences of pair i at 2i, the chosen one, and 2i + 1."""
+        """Return pair i's chosen sequence at 2i and its rejected one at 2i + 1."""
         return [
             masked_sequence(item[f"{name}_ids"], item[f"{name}_mask"], number)
             for number, item in enumerate(items)

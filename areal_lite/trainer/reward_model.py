@@ -1,7 +1,7 @@
-"""A reward model: a language model with a head of one number, read at the last token of a whole sequence.
+"""A reward model: a language model with a scalar head, read at the last token of a whole sequence.
 
-The reward is the value before the token that would come next. :func:`ending` appends that token as the only
-trained one, so blocks, micro-batches and shared prompts work as for any other model.
+Value models read the position before a trained token, so :func:`ending` appends one trained token; blocks,
+micro-batches and shared prompts then work as for any other model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def load_reward_model(
     model, trained = load_scalar_model(AutoModelForSequenceClassification, model_path, what="reward model")
     if not trained and not new_head:
         raise ConfigError(
-            f"the reward model {model_path!r} has no reward head, so it would reward everything alike: give the folder "
+            f"the reward model {model_path!r} has no reward head, so all its rewards would be equal: give the folder "
             "of a trained one"
         )
     return prepare(model, device=device, gradient_checkpointing=gradient_checkpointing)
@@ -59,7 +59,7 @@ def ending(sequence: TokenSequence) -> TokenSequence:
 
 
 class RewardScorer(ValueScorer):
-    """A reward model seen as a function from packed :func:`ending` sequences to ``[N]`` float32 rewards, with gradient.
+    """Maps packed :func:`ending` sequences to ``[N]`` float32 rewards, with gradient.
 
     Transformers' own forward pass reads the last token that is not the padding token instead; the two differ where a
     sequence ends with that token.

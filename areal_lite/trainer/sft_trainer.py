@@ -16,8 +16,8 @@ from areal_lite.trainer.step_tokens import Microbatch
 from areal_lite.trainer.supervised_trainer import Item, SupervisedStep, SupervisedTrainer, masked_sequence
 
 WORTH_SHARING = 0.25
-"""Where the sequences of a batch begin alike (one system prompt, say) for this share of their mean length, that part
-is computed once for several of them; the mask costs more than a shorter one saves."""
+"""Compute a batch's common prefix (such as a system prompt) once if it has at least this share of the mean length;
+for a shorter one the mask costs more than it saves."""
 
 
 class SFTTrainer(SupervisedTrainer[SFTTrainerConfig]):

@@ -1,9 +1,8 @@
 """One training step's trained tokens as flat tensors, and how the step is cut; no model, no optimizer.
 
-``[T]`` counts the trained tokens of all sequences, sequence by sequence, those of an episode side by side.
+``T`` is the number of trained tokens, in sequence order; the sequences of an episode are adjacent.
 Advantages, losses and weights know episodes only, so it does not matter into how many sequences an episode
-was cut. A micro-batch names its tokens by their place in ``[T]``, so every cut reads and writes the same
-tensors.
+was cut. A micro-batch indexes into ``[T]``, so every cut reads and writes the same tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class StepTokens:
     sequences: Tensor
     """``[T]`` int64, the sequence of each token."""
     episodes: Tensor
-    """``[T]`` int64, the episode of each token; never falls."""
+    """``[T]`` int64, the episode of each token; non-decreasing."""
     ends: Tensor
     """``[T]`` bool, True at the last trained token of an episode."""
     versions: Tensor
@@ -41,9 +40,9 @@ class StepTokens:
     sum_squared_probs: Tensor
     values: Tensor
     correction: Tensor
-    """Factor of its loss that corrects for sampling from another policy."""
+    """Factor of the token's loss that corrects for off-policy sampling."""
     rewards: Tensor
-    """What each token earned: its episode's reward at the last trained one, less a KL penalty."""
+    """The episode's reward at its last trained token, 0 elsewhere, minus any KL penalty."""
     advantages: Tensor
     returns: Tensor
     known: Tensor
@@ -103,7 +102,7 @@ def episode_of(sequence: TokenSequence, place: int) -> Hashable:
 
 
 def by_episode(sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
-    """Return the sequences with those of an episode side by side, in the order they come."""
+    """Return the sequences grouped by episode, episodes in order of first appearance."""
     episodes: dict[Hashable, list[TokenSequence]] = {}
     for place, sequence in enumerate(sequences):
         episodes.setdefault(episode_of(sequence, place), []).append(sequence)
@@ -111,7 +110,7 @@ def by_episode(sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
 
 
 def number_episodes(sequences: Sequence[TokenSequence]) -> list[int]:
-    """Return the episode of each sequence, numbered in the order they first appear."""
+    """Return the episode of each sequence, numbered in order of first appearance."""
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(episode_of(s, place), len(numbers)) for place, s in enumerate(sequences)]
 
@@ -132,17 +131,17 @@ class Microbatch:
 
     packed: PackedRows
     tokens: Tensor
-    """``[N]`` places in the step of what ``packed`` predicts."""
+    """``[N]`` index into ``[T]`` of each token that ``packed`` predicts."""
     counts: bool = True
-    """False for one that only keeps this rank in step with the others; its loss is 0."""
+    """False for a dummy that keeps this rank in step with the others; its loss is 0."""
 
 
 def split_groups(
     sequences: Sequence[TokenSequence], count: int, *, rng: np.random.Generator
 ) -> list[list[int]]:
-    """Return ``count`` shares of whole groups in random order, fewer where some have no trained token.
+    """Return ``count`` shares of whole groups in random order; shares without a trained token are dropped.
 
-    Which groups share an update depends on their ids, and not on the order of the batch.
+    Which groups share an update does not depend on the order of the batch.
     """
     groups: dict[str, list[int]] = {}
     for index, sequence in enumerate(sequences):
@@ -159,11 +158,11 @@ class StepCut:
     """Cuts sequences of one step into this rank's micro-batches for one model.
 
     Args:
-        sequences: All of the step, on every rank.
-        model: Says which blocks it can read.
-        ranks: The episodes are divided among them, with nearly equally many tokens for each.
+        sequences: All sequences of the step, on every rank.
+        model: Its attributes say which layouts it supports.
+        ranks: Episodes are divided among them, with nearly equal numbers of tokens.
         device: Where the micro-batches go.
-        together: ``[N]`` name of the unit each sequence belongs to. A unit stays on one rank and in one micro-batch,
+        together: ``[N]`` unit of each sequence. A unit stays on one rank and in one micro-batch,
             which losses over pairs or whole episodes need. None: micro-batches may divide an episode.
     """
 

@@ -1,9 +1,9 @@
 """Supervised updates: items with a known loss in, one optimizer update and its metrics out.
 
-Guarantees that loss and gradients do not depend on how an update is cut into micro-batches and over ranks, and
-that evaluation leaves the model as it is. A subclass defines the sequences of an item and their loss.
+Guarantees that loss and gradients do not depend on how an update is cut into micro-batches and over ranks, and that
+evaluation does not change the model. A subclass defines the sequences of an item and their loss.
 
-Packing is that of reinforcement learning, :class:`StepCut`: sequences are divided among the ranks with nearly
+Packing is the same as in reinforcement learning (:class:`StepCut`): sequences are divided among the ranks with nearly
 equal tokens, then blocks of like length form micro-batches under the token cap. Sequences that share no prefix
 get blocks of their own, because a mask costs more than padding: ``benchmarks/packing.py`` measures both.
 """
@@ -136,7 +136,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         return {"loss": loss, **self._averages(step)}
 
     def _load(self, model_path: str) -> PackedModel:
-        """Return the model to train, a language model seen as a function to log-probs."""
+        """Return the model to train: by default a language model that returns log-probs."""
         model = load_policy(
             model_path,
             device=resolve_device(self.config.device),
@@ -197,7 +197,7 @@ class SupervisedTrainer(ABC, Generic[C]):
 
 
 def with_warmup(config: SupervisedTrainerConfig, total_steps: int) -> SupervisedTrainerConfig:
-    """Return ``config`` with its share of warm-up as a number of steps, rounded down."""
+    """Return ``config`` with its warm-up share as a number of steps, rounded down."""
     if config.warmup_ratio is None:
         return config
     return dataclasses.replace(config, warmup_steps=int(config.warmup_ratio * total_steps), warmup_ratio=None)

@@ -281,7 +281,7 @@ def signalled(body, *numbers):
 def test_a_first_signal_cleans_up_and_ends_with_its_code(number, code):
     *ended, error = signalled(WAITS, number)
     assert ended == [code, "cleaned up\n"]
-    assert error in ("stopping; once more to stop at once\n", "")  # it may end before it can say so
+    assert error in ("stopping; signal again to stop at once\n", "")  # it may end before it can say so
 
 
 def test_a_second_signal_ends_at_once():

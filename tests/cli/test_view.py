@@ -55,7 +55,7 @@ def write(path, *lines, tail=""):
 def test_a_sample_is_shown_turn_by_turn(tmp_path):
     assert shown(write(tmp_path / "7.jsonl", LINE)) == (
         1,
-        f"{tmp_path / '7.jsonl'}\n── task 7 sample 1  accepted  reward 0.5  4 tokens  versions 3..4\n"
+        f"{tmp_path / '7.jsonl'}\n── task 7 episode 1  accepted  reward 0.5  4 tokens  versions 3..4\n"
         "prompt (2 tokens, 0 trained)\n2+2?\n"
         "assistant (2 tokens, 2 trained, stop, 0.25 s)\n4\n\n",
     )

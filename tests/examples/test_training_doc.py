@@ -52,7 +52,7 @@ def test_the_custom_loss_and_estimator_work(tmp_path, monkeypatch):
     path.write_text(yaml.safe_dump(own | shown))
     config = load_config(path).trainer
     assert (config.loss, config.advantage) == ("mine.squared_ratio", "mine.over_the_median")
-    assert Algorithm(config, max_new_tokens=16).needs_every_sample
+    assert Algorithm(config, max_new_tokens=16).needs_every_episode
 
 
 def test_every_input_that_an_estimator_can_request_is_in_the_table():

@@ -179,13 +179,13 @@ def test_a_positional_option_must_be_keyword_only() -> None:
 
 def test_only_losses_known_to_vanish_skip_samples() -> None:
     own = "tests.trainer.training_data.squared_ratio"
-    assert not algorithm().needs_every_sample
-    assert algorithm(loss=own).needs_every_sample
-    assert algorithm(loss="kl_cov").needs_every_sample
-    assert not algorithm(loss="clip_cov").needs_every_sample
-    assert algorithm(entropy_coef=0.1).needs_every_sample
-    assert algorithm(kl=KLConfig(coef=0.1)).needs_every_sample
-    assert not algorithm(kl=KLConfig(coef=0.1, place="reward")).needs_every_sample
+    assert not algorithm().needs_every_episode
+    assert algorithm(loss=own).needs_every_episode
+    assert algorithm(loss="kl_cov").needs_every_episode
+    assert not algorithm(loss="clip_cov").needs_every_episode
+    assert algorithm(entropy_coef=0.1).needs_every_episode
+    assert algorithm(kl=KLConfig(coef=0.1)).needs_every_episode
+    assert not algorithm(kl=KLConfig(coef=0.1, place="reward")).needs_every_episode
 
 
 def test_the_weight_of_a_ratio_that_is_a_geometric_mean_is_one_too() -> None:

@@ -127,7 +127,7 @@ def test_an_unbiased_kl_penalty_weighs_each_token_by_policy_over_behaviour(tiny:
         kl = KLConfig(coef=1.0, estimator="k1", unbiased=unbiased)
         trainer = make_trainer(tiny, kl=kl, max_grad_norm=1e9)
         step = trainer.begin(batch, version=1)
-        trainer._score_proximal(step, step.everyone)
+        trainer._score_proximal(step, step.all_indices)
         step.tokens.behaviour = step.tokens.proximal - math.log(2)
         trainer.score_reference(step)
         trainer.estimate_advantages(step)

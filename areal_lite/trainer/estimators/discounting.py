@@ -23,7 +23,7 @@ def discounted_sums(values: Tensor, episodes: Tensor, discount: float) -> Tensor
 
     Args:
         values: ``[T]`` float.
-        episodes: ``[T]`` int64, episode of each token; the tokens of an episode stand together.
+        episodes: ``[T]`` int64, episode of each token; the tokens of an episode are adjacent.
         discount: Per token (gamma, or gamma * lam), from 0 to 1.
 
     Returns:

@@ -1,7 +1,7 @@
 """The inputs and outputs of advantage estimators, as flat tensors.
 
 A step has ``N`` episodes and ``T`` trained tokens: those the policy sampled, episode by episode. The tokens of an
-episode stand together, however many sequences it was cut into. Prompt and tool tokens are not among them, so no
+episode are adjacent, however many sequences it was cut into. Prompt and tool tokens are not among them, so no
 estimator can discount over them or learn from them. An episode may have no trained token.
 """
 
@@ -51,7 +51,7 @@ class Turns:
     """
 
     of_token: Tensor
-    """``[T]`` int64, the turn that each token is credited to; never falls."""
+    """``[T]`` int64, the turn that each token is credited to; non-decreasing."""
 
     rewards: Tensor
     """``[S]`` float, reward of each turn."""
@@ -103,7 +103,7 @@ class EstimatorInputs:
     """``[N]`` group of each episode, in any order."""
 
     episodes: Tensor
-    """``[T]`` int64, episode of each token; never falls."""
+    """``[T]`` int64, episode of each token; non-decreasing."""
 
     token_rewards: Tensor
     """``[T]`` float, reward of each token: the score on its episode's last token, minus a KL penalty where there is
@@ -200,12 +200,12 @@ class EstimatorInputs:
 
 
 def _check_sorted(name: str, numbers: Tensor, count: int, what: str) -> None:
-    """Raise a ValueError unless ``numbers [T]`` never fall and lie in 0 to ``count`` - 1."""
+    """Raise a ValueError unless ``numbers [T]`` are non-decreasing and lie in 0 to ``count`` - 1."""
     if len(numbers) and not (
         numbers[0] >= 0 and numbers[-1] < count and bool((numbers[1:] >= numbers[:-1]).all())
     ):
         raise ValueError(
-            f"{name} go from {int(numbers[0])} to {int(numbers[-1])}: they must never fall, and stay between 0 and "
+            f"{name} go from {int(numbers[0])} to {int(numbers[-1])}: they must not decrease, and stay between 0 and "
             f"{count - 1} (there are {count} {what}); sort the tokens by episode"
         )
 

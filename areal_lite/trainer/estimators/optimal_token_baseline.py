@@ -22,7 +22,7 @@ def optimal_token_baseline(inputs: EstimatorInputs, *, credit_lone_tail: bool = 
     or only one reaches it, the advantage is exactly 0.
 
     Args:
-        credit_lone_tail: Give tokens that only the longest episode of a group reaches their return, not 0.
+        credit_lone_tail: At positions that only the group's longest episode reaches, use the return, not 0.
 
     Raises:
         ConfigError: If there are no proximal log-probs or sums of squared probabilities.

@@ -1,4 +1,4 @@
-"""Sums, means and maxima over the tokens of an episode, given back to each of its tokens.
+"""Sums, means and maxima over the tokens of an episode, repeated at each of its tokens.
 
 ``episodes [T]`` is the episode of each token; the numbers need be neither dense nor sorted.
 """

@@ -27,7 +27,7 @@ from areal_lite.trainer.registry import Registry
 POLICY_LOSSES: Registry[Callable[..., LossTerms]] = Registry("policy loss")
 
 ONE_TOKEN_AT_A_TIME = frozenset({"ppo", "cispo", "sapo", "reinforce", "gpg", "clip_cov", "kl_cov", "m2po"})
-"""Losses of a token that depend on no other token, once those that choose among tokens have chosen."""
+"""Losses in which a token depends on no other token, once the chosen tokens are fixed."""
 
 VANISHES_WITHOUT_ADVANTAGE = frozenset(
     {"ppo", "gspo", "gmpo", "cispo", "sapo", "reinforce", "gpg", "clip_cov", "m2po"}
@@ -137,8 +137,8 @@ def gspo(inputs: PolicyInputs, *, clip_eps: float = 3e-4, clip_eps_high: float |
 def gmpo(inputs: PolicyInputs, *, clip_eps: float = 0.4, clip_eps_high: float | None = None) -> LossTerms:
     """Return the episode's ``-A * ratio`` at each of its tokens; the ratio is a geometric mean of clipped ratios.
 
-    Clipping is per token, in log space, on the side that the sign of the advantage makes harmful. ``A`` is the
-    episode's mean advantage.
+    Clipping is per token, in log space, on the side that the advantage pushes towards. ``A`` is the episode's
+    mean advantage.
 
     Args:
         clip_eps: Lower bound of a token's log-ratio is ``-clip_eps`` nats.

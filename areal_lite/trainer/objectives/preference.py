@@ -21,9 +21,9 @@ def dpo_loss(
 
     Args:
         policy_chosen: ``[P]`` log-prob (nats) of the whole chosen answer; carries gradient.
-        policy_rejected: ``[P]`` the same of the rejected answer; carries gradient.
+        policy_rejected: ``[P]`` the same for the rejected answer; carries gradient.
         reference_chosen: ``[P]`` log-prob of the chosen answer under the frozen reference; zeros to train without one.
-        reference_rejected: ``[P]`` the same of the rejected answer.
+        reference_rejected: ``[P]`` the same for the rejected answer.
         beta: Strength of the pull towards the reference; the implicit reward is ``beta * (policy - reference)``.
         label_smoothing: Share of pairs assumed to be mislabelled, 0 to 0.5.
 
