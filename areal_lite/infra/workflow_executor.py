@@ -165,7 +165,7 @@ class WorkflowExecutor:
             feed.mark_trained()
             for other, _ in list(self._feeds.values()):
                 if other is not feed and other.ahead:
-                    await self._set_aside(other, "a batch of another source was asked for")
+                    await self._set_aside(other, "a batch of another source was requested")
             return await self._batch_of(feed)
 
     def batch_unclaimed(self, source: Iterable[Any], batch: list[Group]) -> None:

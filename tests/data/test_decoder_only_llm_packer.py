@@ -286,9 +286,9 @@ def test_a_length_below_the_longest_sample_is_refused(packer: DecoderOnlyLLMData
 
 
 def test_no_samples_have_no_longest(packer: DataPacker) -> None:
-    with pytest.raises(ValueError, match="there are no samples"):
+    with pytest.raises(ValueError, match="there are no sequences"):
         packer.policy_compute_max_len([])
-    with pytest.raises(ValueError, match="there are no samples"):
+    with pytest.raises(ValueError, match="there are no sequences"):
         packer.policy_collate_fn([], 8)
 
 

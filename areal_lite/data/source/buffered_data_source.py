@@ -135,7 +135,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         chosen = {id(group) for group in taken}
         if len(taken) > num_samples or len(chosen) != len(taken) or not chosen <= known:
             raise ValueError(
-                f"the buffer filter returned {len(taken)} groups where {num_samples} were asked for, "
+                f"the buffer filter returned {len(taken)} groups where {num_samples} were requested, "
                 f"{len(chosen - known)} of them not from the buffer: return at most num_samples different groups of it"
             )
         for place, group in enumerate(taken):
@@ -160,4 +160,4 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         """Resume from ``state``; groups owed then are handed out first, then the buffer."""
         with self._lock:
             super().load_state_dict(state)
-            self.buffer = self._revived(state.get("buffer", []))
+            self.buffer = self._restored_groups(state.get("buffer", []))

@@ -12,7 +12,7 @@ from areal_lite.errors import ConfigError
 
 
 class CurriculumDataSource(RolloutDataSourceWithBuffer):
-    """Draws a row when its group is asked for; groups that were given back still come first.
+    """Draws a row when its group is requested; groups that were given back still come first.
 
     Args:
         dataset: As for :class:`RolloutDataSource`.

@@ -56,7 +56,7 @@ def read_state(path: Path) -> dict[str, Any]:
         state: dict[str, Any] = orjson.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(
-            f"there is no data state {path}: name the directory and the step of a checkpoint, or start afresh"
+            f"there is no data state {path}: name the directory and the step of a checkpoint, or start a new run"
         ) from None
     except (OSError, orjson.JSONDecodeError) as error:
         raise CheckpointError(f"the data state {path} cannot be read: {error}: use another step") from error
