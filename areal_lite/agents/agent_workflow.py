@@ -1,4 +1,4 @@
-"""The workflow that carries an agent: opens a session, lets the agent run, and takes its reward."""
+"""The workflow around an agent: opens a session, runs the agent, and takes its reward."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class AgentWorkflow(RolloutWorkflow):
     completion id, each a sequence of its own, and answers it leaves out are not trained; None rejects
     the episode.
 
-    Sampling is ``config.gconfig``'s while training, whatever the agent requests; in evaluation the agent's
-    temperature and top_p count, and ``config.eval_gconfig`` where it gives none.
+    Training episodes sample with ``config.gconfig``, whatever the agent requests. In evaluation the agent's
+    temperature and top_p apply; ``config.eval_gconfig`` sets what it leaves out.
 
     Args:
-        agent: The object; one serves all episodes, so it keeps nothing between them.
+        agent: The object; it runs all episodes, so it must keep no state between them.
         config: The rollout section of the run.
     """
 
@@ -88,7 +88,7 @@ class AgentWorkflow(RolloutWorkflow):
         path = self._config.tokenizer_path
         if path is None:
             raise ConfigError(
-                "rollout.tokenizer_path is null: an agent's messages become tokens with it; name the folder of the "
+                "rollout.tokenizer_path is null: an agent's messages need a tokenizer; name the folder of the "
                 "served model's tokenizer"
             )
         async with self._loading:
@@ -108,9 +108,7 @@ def rewarded(session: ChatSession, reward: Any) -> Interactions:
         return {key: replace(row, reward=number) for key, row in session.export("concat").items()}
     rows = session.export("individual")
     if unknown := [key for key in reward if key not in rows]:
-        raise ValueError(
-            f"run() rewards {unknown[0]!r}, no completion of its own: its completions are {list(rows)}"
-        )
+        raise ValueError(f"run() rewards {unknown[0]!r}, which is not one of its completions: {list(rows)}")
     if not reward:
         raise ValueError("run() returned an empty dict: return None to reject the episode")
     return {key: replace(row, reward=as_reward(reward[key])) for key, row in rows.items() if key in reward}

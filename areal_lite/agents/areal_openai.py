@@ -1,6 +1,6 @@
 """AReaL's client: an OpenAI SDK client that generates with the engine and keeps what it sampled.
 
-For workflows that call the model themselves. An agent with ``async run()`` needs none of this: the
+    For workflows that call the model themselves. An agent with ``async run()`` does not need it: the
 plain SDK does.
 """
 
@@ -27,17 +27,17 @@ from areal_lite.api.reward_worker import as_reward
 class ArealOpenAI(AsyncOpenAI):
     """An AsyncOpenAI client over one session of an inference engine.
 
-    ``chat.completions.create`` takes what the SDK takes; ``model`` may be left out, and temperature,
-    top_p and top_k are followed: they are the workflow's own. Make one client per episode.
+    ``chat.completions.create`` takes what the SDK takes; ``model`` may be left out, and the workflow's
+    temperature, top_p and top_k apply. Make one client per episode.
 
     Args:
         engine: Generates the answers.
         tokenizer: A Hugging Face tokenizer with a chat template.
-        gconfig: Sampling where a call does not say.
-        engine_max_tokens: Most tokens of prompt and answer together; None is ``gconfig.max_tokens``.
-        tool_call_parser: Taken as AReaL's argument and without effect: tags and bare JSON are read.
-        reasoning_parser: Taken and without effect: reasoning stays in the content.
-        chat_template_type: Taken and without effect: a continued conversation is always one sequence.
+        gconfig: Sampling parameters that a call does not set.
+        engine_max_tokens: Maximum tokens of prompt and answer together; None is ``gconfig.max_tokens``.
+        tool_call_parser: AReaL's argument, ignored: tags and bare JSON are parsed.
+        reasoning_parser: Ignored: reasoning stays in the content.
+        chat_template_type: Ignored: a continued conversation is always one sequence.
         **client_options: Other options of AsyncOpenAI.
     """
 
@@ -117,9 +117,7 @@ class ArealOpenAI(AsyncOpenAI):
             RuntimeError: If called twice.
         """
         if self._discounted:
-            raise RuntimeError(
-                "apply_reward_discount was called before: a second time would discount the discounted"
-            )
+            raise RuntimeError("apply_reward_discount was called before: a second call would discount twice")
         if self.get_interaction(self._last_id()).reward is None:
             raise ValueError("the last turn has no reward to pass back: call set_last_reward() first")
         self._discounted = True
@@ -129,11 +127,11 @@ class ArealOpenAI(AsyncOpenAI):
         return dict(self.session.interactions)
 
     def export_interactions(self, style: Style = "individual") -> Interactions:
-        """Return what ``arun_episode`` may return: rows by completion id.
+        """Return what ``arun_episode`` may return: sequences by completion id.
 
         Args:
-            style: "individual": each answer is a row with its own reward. "concat": each sequence is a
-                row that trains all its answers, with the reward of its last one.
+            style: "individual": each answer is a sequence with its own reward. "concat": each conversation
+                is a sequence that trains all its answers, with the reward of the last one.
         """
         return self.session.export(style)
 

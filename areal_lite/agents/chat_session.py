@@ -47,15 +47,15 @@ class ChatSession:
     Args:
         engine: Generates; only ``agenerate`` is used.
         renderer: The tokenizer with its chat template.
-        gconfig: The run's sampling.
-        agent_samples: Whether the agent's temperature, top_p and the like count; not while training.
+        gconfig: The run's sampling parameters.
+        agent_samples: Whether the agent's temperature, top_p and the like apply; not while training.
 
     Attributes:
         interactions: Every answer by completion id, in the order they came.
         clean_turns: Answers whose prompt holds no earlier answer, or holds it as sampled.
-        forks: Answers whose prompt holds an assistant message rendered from text although the session
-            has answers on record: the client's history was no exact extension.
-        tool_parse_errors: Answers that began a tool call which cannot be read.
+        forks: Answers whose prompt renders an assistant message from text although the session has
+            answers: the client's history does not exactly extend them.
+        tool_parse_errors: Answers with a tool call that cannot be parsed.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class ChatSession:
         self.forks = 0
         self.tool_parse_errors = 0
         self.error: Exception | None = None
-        """What broke the latest call on the engine's side; None after a call that went well."""
+        """The engine's error in the latest call; None if that succeeded."""
         self.refusal: RequestError | None = None
-        """The latest refusal of a request."""
+        """The latest invalid request."""
 
     async def create(self, body: Any) -> dict[str, Any]:
         """Answer one chat completion request with the JSON object of OpenAI's API.
@@ -102,7 +102,7 @@ class ChatSession:
         return completion
 
     def close(self) -> None:
-        """End the session: answers that still come are not recorded."""
+        """End the session: later answers are not recorded."""
         self._closed = True
 
     async def _create(self, request: ChatRequest) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class ChatSession:
     def _longest_recorded(
         self, root: _Node, keys: Sequence[Hashable]
     ) -> tuple[InteractionWithTokenLogpReward | None, int]:
-        """Return the answer that the longest recorded beginning of ``keys`` ends with, and its length."""
+        """Return the answer that ends the longest recorded prefix of ``keys``, and the prefix's length."""
         node = root
         parent, known = None, 0
         for depth, key in enumerate(keys, 1):

@@ -1,4 +1,4 @@
-"""The sections of a run's YAML, one record each. ``--help`` shows the docstrings."""
+"""The sections of a run's YAML, one dataclass each. ``--help`` shows the docstrings."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class InferenceEngineConfig(RunIdentity):
     """Groups per training batch."""
 
     max_concurrent_rollouts: Positive | None = None
-    """Maximum number of groups running at once. Null is limited only by the staleness bound."""
+    """Maximum number of groups running at once. Null: only the staleness bound limits them."""
 
     max_head_offpolicyness: Count = 0
     """Staleness bound: maximum policy versions between a trajectory's oldest trained token and the version
@@ -106,8 +106,8 @@ class InferenceEngineConfig(RunIdentity):
     """Mask tokens beyond the staleness bound and train on the rest."""
 
     stale_groups: Literal["wait", "redraw"] = "wait"
-    """Running group that the next batch would find too old: wait for it (at most episode_timeout_s), so that slow
-    rows train as often as fast ones, or discard it and draw its row again."""
+    """For a running group that would be too old for the next batch: wait for it (at most episode_timeout_s), so that
+    slow rows train as often as fast ones, or discard it and draw its row again."""
 
     failed_group_retries: Count = 1
     """Times to retry a row after its group failed."""
@@ -172,7 +172,7 @@ class EmbeddedServerConfig:
     8192 on a GPU."""
 
     context_length: Annotated[int, Field(ge=16)] | None = None
-    """Most tokens of prompt and answer together; null is the model's own limit."""
+    """Maximum tokens of prompt and answer together; null is the model's own limit."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -209,7 +209,7 @@ class RowsConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DatasetConfig(RowsConfig):
-    """Dataset rows, and how the data pipeline tokenizes their prompts when it does."""
+    """Dataset rows, and how the data pipeline tokenizes their prompts if it does."""
 
     prompt_key: str = "prompt"
     """Column of the prompt: text, or a list of messages."""
@@ -286,7 +286,7 @@ class CheckpointConfig:
     that."""
 
     resume: str = "auto"
-    """auto resumes from the newest checkpoint of the run, never refuses to resume, and a path names a checkpoint."""
+    """auto resumes from the newest checkpoint of the run, never does not resume, and a path names a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -320,7 +320,7 @@ class RunConfig(ExperimentConfig):
     """Constructor arguments of the workflow. gconfig and tokenizer are filled in if it takes them."""
 
     should_accept_fn: str | None = None
-    """Dotted path of a filter, called once per group: trajectory -> bool or FilterDecision; false rejects the group.
+    """Dotted path of a filter, called once per group: tensor dict -> bool or FilterDecision; false rejects the group.
     areal_lite.data.source.dynamic_filters.nonzero_reward_std keeps groups whose rewards differ."""
 
     data_packer: str | None = None

@@ -12,16 +12,16 @@ from areal_lite.api.workflow_forms import WorkflowLike
 
 
 class FilterDecision(NamedTuple):
-    """What a filter says of a group."""
+    """A filter's decision about a group."""
 
     keep: bool
     reason: str = ""
-    """Why it is dropped, short enough to count by."""
+    """Why the group is dropped; a short text, by which drops are counted."""
 
 
 ShouldAcceptFn = Callable[[dict[str, Any]], bool | FilterDecision]
-"""A filter of groups: tensor dict with ``member_idx``, the episode of each row -> keep it, or a decision with its
-reason."""
+"""A filter gets a group's tensor dict with ``member_idx``, the episode of each sequence, and returns whether to keep
+the group, or a decision with its reason."""
 Row = Mapping[str, Any]
 
 
@@ -30,7 +30,7 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Return one answer to ``req``, whole, across aborts and weight updates.
+        """Return one complete answer to ``req``; aborts and weight updates do not cut it.
 
         Raises:
             ConfigError: If the request breaks a rule of the server (too long, bad value).

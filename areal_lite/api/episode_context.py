@@ -1,4 +1,4 @@
-"""Which episode the running code belongs to: one contextvar per task, isolated between episodes."""
+"""The episode that the running code belongs to: a contextvar, isolated between episodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from areal_lite.api.turn_tree import unfinished_trajectory
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """One episode while it runs: its model calls, and what the engine must know to make them.
+    """A running episode: its model calls, and what the engine needs to make them.
 
     It becomes a :class:`Trajectory` when it ends.
     """
@@ -31,14 +31,14 @@ class Episode:
     oldest_version: int | None = None
     """Policy version at its first model call: none of its tokens can be older. None before it."""
     recorded: dict[tuple[int, ...], list[ModelResponse]] = field(default_factory=dict)
-    """Answers that an earlier, stopped run of this episode got, by prompt: given again instead of sampled."""
+    """Answers of an earlier, stopped run of this episode, by prompt: reused instead of sampled."""
     interrupted: bool = False
-    """Whether it is being stopped: its calls end with what they have and return no more."""
+    """True while it is being stopped: its calls keep their tokens and never return."""
     server: Any = None
-    """The server that its calls prefer."""
+    """Preferred server of its calls."""
 
     def end(self, status: EpisodeStatus, failure: Failure | None = None) -> Trajectory:
-        """Return the trajectory of an episode that ends without data; one that ended before stays as it is."""
+        """End the episode without data, unless it has already ended, and return its trajectory."""
         if self.trajectory is None:
             calls = [*self.calls, *(answer for answers in self.recorded.values() for answer in answers)]
             self.trajectory = unfinished_trajectory(calls, member_idx=self.member_idx, status=status)

@@ -1,7 +1,7 @@
 """Why an episode failed or was stopped: a kind to decide and count by, and the text for people.
 
 Each error is attributed once, where it crosses a boundary (:func:`attributed_to`) or by its class
-(``failure_kind`` in :mod:`areal_lite.errors`). Nothing decides by searching an error's text.
+(``failure_kind`` in :mod:`areal_lite.errors`). No code matches on an error's text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 MAX_TRACEBACK = 4000
-"""Characters kept of a traceback: its last frames."""
+"""Maximum characters of a traceback; the last frames are kept."""
 
 
 class FailureKind(StrEnum):
@@ -43,14 +43,14 @@ class Failure:
 
     kind: FailureKind
     type: str
-    """Class name of the exception; empty where nothing was raised."""
+    """Class name of the exception; empty if nothing was raised."""
     message: str
     traceback: str = ""
-    """The last frames, at most ``MAX_TRACEBACK`` characters; empty where nothing was raised."""
+    """The last frames, at most ``MAX_TRACEBACK`` characters; empty if nothing was raised."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Return the failure of an exception; without an attribution the agent caused it."""
+        """Return the failure of an exception; one without attribution is the agent's."""
         leaf, kind = error, _kind_of(error)
         while isinstance(leaf, BaseExceptionGroup):
             leaf = leaf.exceptions[0]
@@ -64,7 +64,7 @@ class Failure:
 
     @classmethod
     def cancelled(cls, reason: str) -> Failure:
-        """Return the cause of an episode that the run stopped."""
+        """Return the failure of an episode that the run stopped."""
         return cls(FailureKind.CANCELLED, "", reason)
 
     @property

@@ -26,12 +26,12 @@ class InteractionWithTokenLogpReward:
     output_message_list: list[dict[str, Any]] = field(default_factory=list)
     completion: Any = None
     concat: bool = False
-    """True where the sequence trains the answers of all ancestors too, False where only its own."""
+    """True if the sequence also trains the answers of all ancestors, False if only its own."""
     trained: bool = True
-    """False where another sequence of the episode trains this answer."""
+    """False if another sequence of the episode trains this answer."""
 
     def chain(self) -> list[InteractionWithTokenLogpReward]:
-        """Return its ancestors and itself, the first answer first."""
+        """Return its ancestors and itself, oldest first."""
         chain = [self]
         while (parent := chain[-1].parent) is not None:
             chain.append(parent)

@@ -33,8 +33,8 @@ class ModelRequest:
 class ModelResponse:
     """The engine's answer; ids, log-probs and versions are as the server returned them.
 
-    ``output_tokens``, ``output_logprobs`` (nats) and ``output_versions`` have one length; a stop
-    token that was sampled is the last of them.
+    ``output_tokens``, ``output_logprobs`` (nats) and ``output_versions`` have the same length; a
+    sampled stop token is their last entry.
     """
 
     input_tokens: list[int]
@@ -67,10 +67,10 @@ class ModelResponse:
 
     @property
     def output_tokens_without_stop(self) -> list[int]:
-        """The sampled ids less the end or pad token the answer stopped at.
+        """The sampled ids without the end or pad token that ended the answer.
 
         Raises:
-            ValueError: If there is no tokenizer, which knows these ids.
+            ValueError: If the request had no tokenizer.
         """
         if self.tokenizer is None:
             raise ValueError("output_tokens_without_stop needs a tokenizer: give ModelRequest(tokenizer=...)")

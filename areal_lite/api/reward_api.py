@@ -1,6 +1,6 @@
 """Reward functions run off the event loop, in worker processes that can be killed.
 
-A reward that does not come is a failure with its reason, never a 0: time-outs, dead workers, exceptions
+A missing reward is a failure with its reason, never a 0: timeouts, dead workers, exceptions
 and values that are not finite numbers all raise. This guards against accidents (endless loops, memory,
 ``os._exit``); it is not a sandbox against an attacker.
 """
@@ -45,7 +45,7 @@ class AsyncRewardWrapper:
         timeout_seconds: Limit on one call. The clock starts when a worker has loaded the function and
             is given the call; waiting for a free worker is not counted.
         max_workers: Processes; None takes half the cores, at least 2.
-        max_retries: More tries after a failure of any kind.
+        max_retries: Retries after a failure of any kind.
         in_process: Call the function on the event loop itself: for cheap, pure functions, also
             lambdas. It cannot be timed out.
 

@@ -1,8 +1,8 @@
-"""The child process that runs reward functions; started as a file, so it loads nothing of ours.
+"""The child process that runs reward functions; started as a file, so it imports none of areal_lite.
 
 It reads length-prefixed pickles from the process that started it and answers ``kind, length, body``,
-body being a double or JSON: what runs here has read the model's output, so it is not believed to
-write honest pickles.
+where the body is a double or JSON: code that has processed model output is not trusted to write
+pickles.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_TEXT = 8192
 
 
 LARGEST_REWARD = 3.4028234e38
-"""What float32 holds."""
+"""Largest finite float32."""
 
 
 def as_reward(value: Any) -> float:

@@ -74,9 +74,9 @@ def is_interactions(returned: dict[str, Any]) -> bool:
 
 
 def split_rows(returned: dict[str, Any], counts: Sequence[int]) -> list[dict[str, Any] | None]:
-    """Return a merged dict as one dict per episode, with ``counts`` rows each, in order; None for no rows.
+    """Split a merged dict into one dict per episode, of ``counts`` sequences each, in order; None for 0.
 
-    Rows beyond the counts belong to the last episode.
+    Sequences beyond the counts belong to the last episode.
     """
     ends = np.cumsum(counts).tolist()
     total = len(returned) if is_interactions(returned) else len(returned["input_ids"])
@@ -99,7 +99,7 @@ def _rows(value: Any, start: int, end: int, total: int) -> Any:
 
 
 class _Recorded(Protocol):
-    """What the view needs of a trajectory."""
+    """The fields of a trajectory that the view reads."""
 
     sequences: list[Any]
     extras: dict[str, Any]
@@ -107,9 +107,9 @@ class _Recorded(Protocol):
 
 
 def tensor_dict_of(trajectories: Sequence[_Recorded]) -> dict[str, Any] | None:
-    """Return AReaL's tensor dict of the trajectories' sequences, right-padded; None where there are none.
+    """Return AReaL's tensor dict of the trajectories' sequences, right-padded; None if there are none.
 
-    ``logprobs``, ``versions`` and ``rewards`` are there if every sequence has them; other keys of the
+    ``logprobs``, ``versions`` and ``rewards`` are present if every sequence has them, other keys of the
     workflows' dicts if every episode has them.
     """
     import torch
@@ -137,7 +137,7 @@ def tensor_dict_of(trajectories: Sequence[_Recorded]) -> dict[str, Any] | None:
 
 
 def merge_outcomes(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the episodes of a group returned as one: interactions stay interactions, else one tensor dict.
+    """Merge what the episodes of a group returned into one dict of interactions or one tensor dict.
 
     Raises:
         ValueError: If tensor dicts have different keys.
@@ -200,7 +200,7 @@ def check_tensor_dict(tensors: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
         rewards = arrays["rewards"] = _as_numpy("rewards", tensors["rewards"])
         if rewards.shape != shape[:1]:
             raise ValueError(
-                f"rewards has shape {list(rewards.shape)}: it must be [{shape[0]}], one number per row of input_ids"
+                f"rewards has shape {list(rewards.shape)}: it must be [{shape[0]}], one number per sequence"
             )
         if rewards.dtype.kind != "f":
             raise ValueError(f"rewards has dtype {tensors['rewards'].dtype}: it must be a float tensor")

@@ -211,7 +211,8 @@ class TrainerConfig(LearnerConfig):
 
     advantage: str = "grpo"
     """Advantage estimator: gae, grpo, dr_grpo, grpo_passk, rloo, reinforce, reinforce_plus_plus,
-    reinforce_plus_plus_baseline, remax, opo, gpg, optimal_token_baseline, or the dotted path of your own."""
+    reinforce_plus_plus_baseline, remax, opo, gpg, optimal_token_baseline, turn_grpo, turn_returns, or the dotted path
+    of your own."""
 
     advantage_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the estimator, such as gamma and lam of gae."""

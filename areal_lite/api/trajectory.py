@@ -61,21 +61,21 @@ class Turn:
     loss_mask: NDArray[np.bool_]
     """``[n]`` True where the policy sampled the token and it trains."""
     logprobs: NDArray[Any] | None = None
-    """``[n]`` float, behaviour log-probs in nats, 0 where not sampled; None where nobody recorded them."""
+    """``[n]`` float, behaviour log-probs in nats, 0 where not sampled; None if not recorded."""
     versions: NDArray[Any] | None = None
-    """``[n]`` integer, policy version of each sampled token, -1 elsewhere; None where nobody recorded them."""
+    """``[n]`` integer, policy version of each sampled token, -1 elsewhere; None if not recorded."""
     stop_reason: str | None = None
-    """Of a model call: stop, length, tool_calls, or abort where it was cut off."""
+    """Of a model call: stop, length, tool_calls, or abort if it was cut off."""
     started: float | None = None
     """Wall clock of the call, seconds since the epoch."""
     latency_s: float | None = None
     """Seconds the call took."""
     text: str | None = None
-    """The tokens as text, if somebody decoded them; only the ids are exact."""
+    """The tokens as text, if decoded; only the ids are exact."""
 
     @property
     def end(self) -> int:
-        """Tokens on its path, its own included."""
+        """Tokens on its path up to its end."""
         return self.start + len(self.ids)
 
 
@@ -84,7 +84,7 @@ class TokenSequence:
     """One path of tokens that trains, unpadded; every column is aligned to the token itself.
 
     Raises:
-        ValueError: If lengths differ, or the first token, which nothing predicts, is to be trained.
+        ValueError: If lengths differ, or the loss mask has the first token, which nothing predicts.
     """
 
     input_ids: NDArray[Any]
@@ -92,19 +92,19 @@ class TokenSequence:
     loss_mask: NDArray[np.bool_]
     """``[T]`` True where the policy sampled the token and this sequence trains it."""
     logprobs: NDArray[Any] | None = None
-    """``[T]`` float, behaviour log-probs in nats; None where nobody recorded them, NaN where one is missing."""
+    """``[T]`` float, behaviour log-probs in nats; None if not recorded, NaN where one is missing."""
     versions: NDArray[Any] | None = None
-    """``[T]`` integer, policy version of each sampled token, -1 elsewhere; None where unknown."""
+    """``[T]`` integer, policy version of each sampled token, -1 elsewhere; None if unknown."""
     reward: float | None = None
     place: tuple[tuple[int, ...], int] | None = None
-    """``path`` and ``turn_idx``, where they are known without the trajectory."""
+    """``path`` and ``turn_idx``, if known."""
     owner: weakref.ref[Trajectory] | None = None
-    """The trajectory that knows them otherwise."""
+    """The trajectory that finds them otherwise."""
     group_id: str = ""
     """Episodes with the same id are each other's baseline."""
     task_id: str = ""
     member_idx: int | None = None
-    """Which episode of the group it belongs to; None: one of its own."""
+    """Its episode in the group; None counts it as an episode of its own."""
     multi_modal_inputs: dict[str, Any] | None = None
     """Inputs of the model besides tokens, such as pixel values; None for text only."""
 
@@ -132,7 +132,7 @@ class TokenSequence:
 
     @property
     def path(self) -> tuple[int, ...]:
-        """Its turns, as indices into ``Trajectory.turns``; empty where nobody knows them."""
+        """Its turns, as indices into ``Trajectory.turns``; empty if unknown."""
         return self._find_place()[0]
 
     @property
@@ -151,7 +151,7 @@ class TokenSequence:
         return int(self.loss_mask.sum())
 
     def trained_versions(self) -> tuple[int, int] | None:
-        """Return the oldest and newest policy version of the trained tokens; None where unknown."""
+        """Return the oldest and newest policy version of the trained tokens; None if unknown."""
         if self.versions is None:
             return None
         known = self.versions[self.loss_mask]
@@ -160,7 +160,7 @@ class TokenSequence:
         return (int(known.min()), int(known.max())) if len(known) else None
 
     def staleness(self, version: int) -> int | None:
-        """Return ``version`` minus the version of the oldest trained token; None where unknown."""
+        """Return ``version`` minus the version of the oldest trained token; None if unknown."""
         versions = self.trained_versions()
         return None if versions is None else version - versions[0]
 
@@ -183,11 +183,11 @@ class Trajectory:
     sequences: list[TokenSequence] = field(default_factory=list)
     """Sequences to train on; empty unless the episode finished with data."""
     reward: float | None = None
-    """Of the episode; the mean over its sequences where it rewards its turns one by one."""
+    """Reward of the episode; the mean over its sequences if turns are rewarded one by one."""
     has_loss_mask: bool = True
-    """False if the workflow's tensor dict has none; then nothing trains."""
+    """False if the workflow's tensor dict has no loss mask; then nothing trains."""
     extras: dict[str, Any] = field(default_factory=dict)
-    """Keys of a workflow's tensor dict that are not about tokens or rewards, per sequence."""
+    """Other keys of a workflow's tensor dict, beside tokens and rewards, per sequence."""
     turns: list[Turn] = _LATER
     """All model calls and the environment's turns, parents before children; made when first asked for."""
     make_turns: Callable[[], list[Turn]] = list
@@ -207,18 +207,18 @@ class Trajectory:
             return made
 
     def find_paths(self) -> None:
-        """Make the turns, so that every sequence knows its path, also without this trajectory."""
+        """Make the turns, so that every sequence knows its path even without this trajectory."""
         self.turns  # noqa: B018
 
     def trained_versions(self) -> tuple[int, int] | None:
-        """Return the oldest and newest policy version of all trained tokens; None where unknown."""
+        """Return the oldest and newest policy version of all trained tokens; None if unknown."""
         ranges = [versions for s in self.sequences if (versions := s.trained_versions()) is not None]
         if not ranges:
             return None
         return min(low for low, _ in ranges), max(high for _, high in ranges)
 
     def average_rewards(self) -> None:
-        """Take ``reward`` from the sequences: their mean, None where none has a reward."""
+        """Set ``reward`` to the mean over the sequences; None if no sequence has a reward."""
         rewards = [sequence.reward for sequence in self.sequences if sequence.reward is not None]
         self.reward = sum(rewards) / len(rewards) if rewards else None
 
@@ -259,10 +259,10 @@ class Group:
     samples: list[Any] = field(default_factory=list)
     """The group as its data source handed it out; empty for a row that was submitted by hand."""
     baseline: float | None = None
-    """Reward of a greedy episode on the same row, where an estimator asks for it."""
+    """Reward of a greedy episode on the same row, if the estimator needs it."""
     is_eval: bool = False
     start_order: int = 0
-    """Place in the order groups were started in."""
+    """Place in the order in which groups started."""
     start_version: int = 0
     """Policy version when the group started."""
     head_version: int | None = None
@@ -281,13 +281,13 @@ class Group:
         self._name_parts()
 
     def note_versions(self) -> None:
-        """Take ``head_version`` and ``tail_version`` from the trained tokens."""
+        """Set ``head_version`` and ``tail_version`` from the trained tokens."""
         ranges = [v for t in self.trajectories if (v := t.trained_versions()) is not None]
         self.head_version = min((low for low, _ in ranges), default=None)
         self.tail_version = max((high for _, high in ranges), default=None)
 
     def _name_parts(self) -> None:
-        """Write the group's ids and status into its trajectories and sequences; an episode's own end stays."""
+        """Copy the group's ids and status to its trajectories and sequences; an episode's own end stays."""
         for trajectory in self.trajectories:
             if trajectory.reward is None:
                 trajectory.average_rewards()
@@ -324,7 +324,7 @@ class Group:
 
     @property
     def trajectory(self) -> dict[str, Any] | None:
-        """AReaL's tensor dict of the group, made when asked for; None where no episode left data."""
+        """AReaL's tensor dict of the group, made on demand; None if no episode left data."""
         from areal_lite.api.tensor_dict import tensor_dict_of
 
         return tensor_dict_of(self.trajectories)

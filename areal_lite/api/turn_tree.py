@@ -1,6 +1,6 @@
-"""What a workflow returned, and the model calls it made, become a trajectory.
+"""Make a trajectory from what a workflow returned and the model calls it made.
 
-Sequences are made where the episode ends; turns, which show how they came about, when they are first asked for.
+Sequences are made when the episode ends; turns, which show how they came about, on first use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from areal_lite.api.trajectory import EpisodeStatus, TokenSequence, Trajectory, 
 
 Arrays = Mapping[str, NDArray[Any]]
 Span = tuple[int, int, ModelResponse | None, bool]
-"""Start and end of a turn in its sequence, its call where one is known, and whether the model sampled it."""
+"""Start and end of a turn in its sequence, its call if known, and whether the model sampled it."""
 
 
 def trajectory_of(
@@ -68,7 +68,7 @@ def trajectory_of(
 def unfinished_trajectory(
     calls: Sequence[ModelResponse], *, member_idx: int, status: EpisodeStatus
 ) -> Trajectory:
-    """Return the trajectory of an episode that failed or was stopped: its model calls, nothing that trains."""
+    """Return the trajectory of an episode that failed or was stopped: model calls, but no sequences."""
     return Trajectory(
         member_idx=member_idx, status=status, make_turns=partial(_make_turns, (), (), list(calls))
     )
@@ -79,7 +79,7 @@ def _make_turns(
     interactions: Sequence[InteractionWithTokenLogpReward],
     calls: Sequence[ModelResponse],
 ) -> list[Turn]:
-    """Return the turns of an episode, and note each sequence's path through them."""
+    """Return the turns of an episode, and set each sequence's path through them."""
     tree = _TurnTree()
     for place, sequence in enumerate(sequences):
         if interactions:
@@ -92,7 +92,7 @@ def _make_turns(
 
 
 class _TurnTree:
-    """The turns of an episode; a call, and what leads to it, is added once."""
+    """The turns of an episode; each call is added once, with the turns that lead to it."""
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
@@ -228,7 +228,7 @@ def _interaction_sequence(interaction: InteractionWithTokenLogpReward) -> TokenS
 
 
 def _row_sequences(arrays: Arrays) -> Iterator[TokenSequence]:
-    """Yield the rows of a checked tensor dict without their padding."""
+    """Yield the sequences of a checked tensor dict, unpadded."""
     attention = arrays["attention_mask"] != 0
     padded = not attention.all()
     mask = arrays["loss_mask"] != 0 if "loss_mask" in arrays else np.zeros(attention.shape, np.bool_)

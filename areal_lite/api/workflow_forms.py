@@ -1,4 +1,4 @@
-"""The forms in which a user may name what runs an episode."""
+"""The forms of workflow that a user may give."""
 
 from __future__ import annotations
 

@@ -16,18 +16,18 @@ from areal_lite.infra.lead import Lead
 class AdmissionGate:
     """Capacity as in AReaL: ``min(concurrency - running, (bound + version + 1) * batch + extra - taken)``.
 
-    Groups of a data source start later than that: as late as keeps the trainer fed (:class:`Lead`).
+    Groups of a data source start later: just in time for the trainer (:class:`Lead`).
     """
 
     max_concurrent: int | None
-    """Most groups running at once; None is no limit of its own."""
+    """Maximum groups running at once; None sets no limit."""
     max_staleness: int
     batch_size: int
     """Groups in one training batch."""
     extra: int = 0
     """Groups that may be started beyond what the batches need."""
     cut: bool = False
-    """Whether this version's batch is cut: until the next one is wanted, only the lead may be ahead."""
+    """Whether this version's batch was cut; until the next is requested, only the lead may run ahead."""
     version: int = 0
     paused: bool = False
     running: int = 0
@@ -49,7 +49,7 @@ class AdmissionGate:
         return self.may_start() and self.taken < self._limit
 
     def may_start_ahead(self, ahead: int) -> bool:
-        """Return whether a data source may start a group while ``ahead`` of it run or wait for a batch."""
+        """Return whether a data source may start a group while ``ahead`` of its groups run or wait."""
         wanted = 0 if self.cut else self.batch_size
         return self.may_start_training() and ahead < wanted + self.lead.groups + self._extra
 
@@ -81,8 +81,8 @@ class AdmissionGate:
     def set_version(self, version: int) -> None:
         """Set the policy version.
 
-        Each version stands for a batch, also one that was never drawn (a resumed run, a skipped step): its
-        places count as used, or the gate would open for groups that are bound to grow stale.
+        Each version counts as a batch, even if none was drawn (a resumed run, a skipped step); otherwise the
+        gate would admit groups that are sure to grow stale.
         """
         self.version, self.cut = version, False
         self.taken = max(self.taken, version * self.batch_size)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 
 _ALLOCATIONS = 50_000
-"""Net allocations between two collections. The default, 700, is passed with every few episodes; walking the
-live ones again each time took a fifth of the engine's CPU."""
+"""Net allocations between two collections. The default, 700, collects every few episodes; scanning all live
+ones each time took a fifth of the engine's CPU."""
 
 _engines = 0
 _before: tuple[int, int, int] | None = None
 
 
 def relax() -> None:
-    """Collect less often for as long as an engine runs; calls nest."""
+    """Collect less often while an engine runs; calls nest."""
     global _engines, _before
     _engines += 1
     if _engines == 1:
@@ -22,7 +22,7 @@ def relax() -> None:
 
 
 def restore() -> None:
-    """Undo one :func:`relax`; the last one brings the old pace back."""
+    """Undo one :func:`relax`; the last one restores the old pace."""
     global _engines
     _engines -= 1
     if _engines == 0 and _before is not None:

@@ -1,7 +1,7 @@
-"""Many deadlines of one length for the price of one timer.
+"""Many deadlines with one timeout and one timer.
 
-All entries expire the same time after they were added, so they expire in the order they were added: only
-the oldest needs a timer. Adding and discarding are dict operations.
+All entries have the same timeout, so they expire in the order they were added and only the oldest needs a
+timer. Adding and discarding are dict operations.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class Deadlines(Generic[Key]):
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, key: Key) -> None:
-        """Start the clock of ``key``, which must not be there."""
+        """Start the timeout of ``key``, which must be new."""
         loop = asyncio.get_running_loop()
         due = self._due[key] = loop.time() + self._timeout_s
         if self._timer is None:
             self._timer = loop.call_at(due, self._expire)
 
     def discard(self, key: Key) -> None:
-        """Forget ``key``; one that is not there is fine."""
+        """Remove ``key`` if present."""
         self._due.pop(key, None)
 
     def close(self) -> None:
-        """Forget all."""
+        """Remove all keys."""
         self._due.clear()
         if self._timer is not None:
             self._timer.cancel()

@@ -1,7 +1,7 @@
 """Requests to inference servers: the one retry loop, failover, abort-and-continue, interruption, weight updates.
 
-Runs on one event loop. A request that a server aborts (a weight update does that) is continued from
-the tokens it had, so one answer may mix policy versions; each token keeps the one its server named.
+Runs on one event loop. A request that a server aborts, as a weight update does, continues from its tokens,
+so one answer may mix policy versions; each token keeps the version its server reported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_FRUITLESS_ABORTS = 8
 """Aborts in a row without a new token before a request fails."""
 MAX_BAD_RESPONSES = 2
 INTERRUPT_GRACE_S = 2.0
-"""Seconds a server has to give up what it sampled for interrupted calls."""
+"""Seconds a server has to return the tokens of interrupted calls."""
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -58,7 +58,7 @@ class _Request:
 
 
 class _Call:
-    """A call of ``generate`` that is under way."""
+    """A running call of ``generate``."""
 
     __slots__ = ("episode", "parked", "rid", "server")
 
@@ -66,7 +66,7 @@ class _Call:
         self.rid = rid
         self.episode = episode
         self.server = server
-        """Where it was sent last; before that, where it would like to go."""
+        """Server of its last request; before the first, the preferred server."""
         self.parked: asyncio.Event | None = None
         """Set once an interrupted call has kept its tokens."""
 
@@ -81,7 +81,7 @@ class EngineClient:
     def __init__(self, config: InferenceEngineConfig) -> None:
         self.pool = ServerPool(config.addresses)
         self.version = 0
-        """The client's policy version; labels tokens only where a server does not say."""
+        """The client's policy version; labels tokens only if a server does not."""
         self._config = config
         self._dialect = dialect_of(config.backend)
         self._session: aiohttp.ClientSession | None = None
@@ -90,7 +90,7 @@ class EngineClient:
         self._holds = 0
         self._warned_no_version = False
         self._limits = ServerInfo()
-        """Limits of all servers, as far as they or the tokenizer's folder state them."""
+        """Limits of all servers, if they or the tokenizer's folder state them."""
         self._silences: Deadlines[_Request] = Deadlines(config.request_timeout_s, _Request.give_up)
         self._calls: set[_Call] = set()
 
@@ -144,7 +144,7 @@ class EngineClient:
     # -- generation ----------------------------------------------------------------------------
 
     async def generate(self, req: ModelRequest) -> ModelResponse:
-        """Return one whole answer; see ``InferenceEngine.agenerate``."""
+        """Return one complete answer; see ``InferenceEngine.agenerate``."""
         episode = episode_context.current().episode
         call = _Call(req.rid, episode, None if episode is None else episode.server)
         if episode is not None and episode.oldest_version is None:
@@ -222,10 +222,10 @@ class EngineClient:
         )
 
     async def interrupt(self, episodes: Sequence[Episode]) -> None:
-        """End the calls of these episodes with what they have sampled, noted in their records.
+        """End the calls of these episodes and record the tokens they have sampled.
 
-        The calls do not return any more: whoever interrupts an episode cancels it next. A server that
-        does not answer in time costs the tokens of its calls, nothing else.
+        The calls never return, so the caller must cancel the episodes next. If a server does not answer in
+        time, the tokens of its calls are lost.
         """
         chosen = {id(episode) for episode in episodes}
         for episode in episodes:
@@ -251,7 +251,7 @@ class EngineClient:
         await asyncio.Event().wait()  # until the cancellation that follows every interruption
 
     def _seed(self, episode: Episode | None) -> int | None:
-        """Return the seed of the episode's next call: the same in every run of the same seed."""
+        """Return the seed of the episode's next call, equal in every run with the same seed."""
         config = self._config
         if (
             episode is None
@@ -265,7 +265,7 @@ class EngineClient:
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1
 
     def _budget(self, req: ModelRequest) -> int:
-        """Return how many tokens the answer may have; raises ConfigError for a request no server can serve."""
+        """Return the maximum tokens of the answer; raises ConfigError for a request no server can serve."""
         ids, gconfig = req.input_ids, req.gconfig
         if gconfig.n_samples != 1:
             raise ConfigError(
@@ -290,7 +290,7 @@ class EngineClient:
         return budget
 
     async def _send(self, body: bytes, call: _Call) -> tuple[Chunk, int]:
-        """Return the first usable reply and how many tries it took; ``call.server`` is who gave it."""
+        """Return the first usable reply, from ``call.server``, and the number of tries."""
         failed: list[Server] = []
         last = "no server has the newest weights"
         bad_responses = 0
@@ -394,7 +394,7 @@ class EngineClient:
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         """Have every server load the checkpoint folder at ``path`` as ``version``.
 
-        Running requests are aborted with what they have and continue under the new weights. A server
+        Running requests are aborted and continue from their tokens under the new weights. A server
         that fails gets no more requests until a later update succeeds on it.
 
         Raises:
@@ -407,13 +407,13 @@ class EngineClient:
             )
         finally:
             self.release()
-        if all(errors):  # then none is behind another, and they go on with what they have
+        if all(errors):  # none is behind another, so all keep serving the weights they have
             raise ServerError(f"no server took policy version {version} from {path}: {errors[0]}")
         for server, error in zip(self.pool.servers, errors, strict=True):
             server.behind = error
             if error is not None:
                 logger.error(
-                    "%s did not take version %d and gets no requests: %s", server.url, version, error
+                    "%s failed to load version %d and gets no requests: %s", server.url, version, error
                 )
 
     async def _update_one(self, server: Server, path: str, version: int) -> str | None:
@@ -441,7 +441,7 @@ class EngineClient:
 
 
 def _own_copy(response: ModelResponse) -> ModelResponse:
-    """Return the answer for the record, out of reach of a workflow that builds its next prompt in these lists."""
+    """Return a copy for the record: a workflow may build its next prompt in the answer's lists."""
     return replace(
         response,
         input_tokens=response.input_tokens.copy(),
@@ -452,7 +452,7 @@ def _own_copy(response: ModelResponse) -> ModelResponse:
 
 
 def _recorded(episode: Episode, input_ids: list[int]) -> ModelResponse | None:
-    """Take the answer an earlier run of the episode was given to this prompt."""
+    """Take the answer that an earlier run of the episode got to this prompt."""
     if not episode.recorded:
         return None
     answers = episode.recorded.get(tuple(input_ids))

@@ -1,7 +1,7 @@
 """The life of one group of episodes: started, run, stopped in time, ended exactly once.
 
 Knows nothing of queues, batches or staleness: :mod:`areal_lite.infra.workflow_executor` decides what starts
-and what becomes of a group that ended. There is one task per group, owned here.
+and where a group goes when it ended. There is one task per group, owned here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TASK_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class GroupRunner:
-    """Runs submissions, each to exactly one call of ``on_end``.
+    """Runs submissions; each ends in exactly one call of ``on_end``.
 
     Args:
         engine: What workflows generate with.
@@ -51,7 +51,7 @@ class GroupRunner:
         self.abandoned = 0
         """Episodes that swallowed their cancellation and were left behind."""
         self.live: dict[TaskId, Submission] = {}
-        """All that has not ended, waiting or running."""
+        """Submissions that have not ended, waiting or running."""
         self._engine = engine
         self._timeout_s = timeout_s
         self._on_end = on_end
@@ -81,7 +81,7 @@ class GroupRunner:
             training: Whether the group waits for a training step.
             task_id: Its id; None takes the next number.
             seed_name: Separates its sampling seeds from those of other groups; None is its task id.
-            **drawn: ``feed`` and ``samples`` of a group that a data source gave.
+            **drawn: ``feed`` and ``samples`` of a group drawn from a data source.
 
         Raises:
             ConfigError: If ``task_id`` is in use or cannot name a file.
@@ -226,6 +226,6 @@ class GroupRunner:
 
 
 def _filtered(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Return what a filter gets: AReaL's tensor dict, and the episode of each sequence, so that it can count those."""
+    """Return a filter's input: AReaL's tensor dict with the episode of each sequence."""
     members = [t.member_idx for t in trajectories for _ in t.sequences]
     return {**(tensor_dict_of(trajectories) or {}), "member_idx": members}

@@ -26,7 +26,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
     Args:
         workflow: What one episode runs.
         group_size: Episodes, at least 1.
-        on_error: What a failing episode does: ``drop_sample`` trains the others (all failing raises the
+        on_error: When an episode fails, ``drop_sample`` trains the others (if all fail, it raises the
             first error), ``drop_group`` stops the others and drops the group, ``raise`` stops the others
             and raises the error.
     """
@@ -41,10 +41,10 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         self.on_error = on_error
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
-        """Run all episodes at once and return what they returned as one.
+        """Run all episodes at once and merge what they return.
 
         Tensor dicts are concatenated along the batch, dicts of interactions are merged. Episodes that
-        returned None are left out; if all did, so does the group.
+        returned None are left out; if all did, return None.
         """
         episodes = episode_context.current().episodes
         kept = await self.run_episodes(engine, data, [Episode()] if episodes is None else episodes)
@@ -53,10 +53,10 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
     async def run_episodes(
         self, engine: InferenceEngine, data: dict[str, Any], episodes: list[Episode]
     ) -> list[dict[str, Any]]:
-        """Run ``episodes``, changed in place to the group's size; each gets its trajectory.
+        """Run ``episodes``, resized in place to the group's size; each gets its trajectory.
 
         Returns:
-            What the episodes that finished with data returned, by ``member_idx``; none of a dropped group.
+            What the episodes that finished with data returned, by ``member_idx``; empty for a dropped group.
         """
         if len(episodes) != self.group_size:
             seed_name = episodes[0].seed_name if episodes else None
@@ -125,7 +125,7 @@ async def run_group(
 
 def _drop(episodes: Sequence[Episode]) -> None:
     """Cancel the episodes of a group that is dropped."""
-    failure = Failure.cancelled("the group was dropped with another of its episodes")
+    failure = Failure.cancelled("the group was dropped because another episode failed")
     for episode in episodes:
         trajectory = episode.end(EpisodeStatus.CANCELLED, failure)
         if trajectory.sequences:

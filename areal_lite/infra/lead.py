@@ -1,8 +1,8 @@
 """How far generation runs ahead of training: just in time, for the freshest tokens at the same step time.
 
 A pure controller of one number, the lead: the mean staleness of a run is the lead divided by the batch size. One
-batch ahead overlaps generation with training. More is tried while the trainer lacks finished groups, and kept only
-if steps get shorter; groups that lie finished while the trainer is busy reduce it.
+batch ahead overlaps generation with training. A larger lead is tried while the trainer lacks finished groups, and
+kept only if steps get shorter; finished groups left over while the trainer is busy reduce it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ IDLE = 0.05
 CHANGE = 1.5
 """Factor between the leads of a trial."""
 GAIN = 0.95
-"""A larger lead stays if steps take at most this share of the time before; a smaller one stays if the larger had not
-been worth that."""
+"""A larger lead stays if it cuts the step time to this share or less; a smaller one stays unless the larger one had
+done so."""
 PATIENCE = (4, 64)
-"""Windows without a trial after one that failed; doubled at each further failure, up to the second number."""
+"""Windows without a trial after a failed one: the first number, doubled at each further failure up to the second."""
 
 
 @dataclass(slots=True)
@@ -38,9 +38,9 @@ class Lead:
     _waited_s: float = 0.0
     _spare: int | None = None
     _before: tuple[int, float] | None = None
-    """Groups and step time before the trial that is under way."""
+    """Lead and step time before the running trial."""
     _grows: bool = True
-    """Whether the next trial is of a larger lead."""
+    """Whether the next trial raises the lead."""
     _hold: int = 0
     """Windows left without a trial."""
     _patience: int = PATIENCE[0]
@@ -57,7 +57,7 @@ class Lead:
         return self.max_staleness * self.batch_size
 
     def batch_cut(self, *, step_s: float, waited_s: float, starved_s: float, spare: int) -> None:
-        """Take note of a batch.
+        """Record a batch.
 
         Args:
             step_s: Seconds since the batch before.
@@ -95,7 +95,7 @@ class Lead:
                 self._try(step_s)
 
     def _try(self, step_s: float) -> None:
-        """Begin a trial, of a smaller lead where there can be no larger one and the other way round."""
+        """Begin a trial; at a limit of the lead, in the other direction."""
         if self.groups in (self._least, self._most):
             self._grows = self.groups < self._most
         groups = int(self.groups * CHANGE) + 1 if self._grows else int(self.groups / CHANGE)

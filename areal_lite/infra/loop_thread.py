@@ -30,11 +30,11 @@ class LoopThread:
     def call(self, coroutine: Coroutine[Any, Any, T], unclaimed: Callable[[T], object] | None = None) -> T:
         """Run ``coroutine`` on the loop and return its result; blocks the calling thread.
 
-        An interrupt of the waiting thread (Ctrl-C) cancels the coroutine. Where that comes too late, its result
+        An interrupt of the waiting thread (Ctrl-C) cancels the coroutine. If it has already finished, its result
         is passed to ``unclaimed``, on the loop.
 
         Raises:
-            RuntimeError: If called on the loop itself, where it would wait for ever.
+            RuntimeError: If called on the loop itself, where it would deadlock.
         """
         if self.is_current():
             coroutine.close()
@@ -42,32 +42,32 @@ class LoopThread:
                 "a blocking engine method was called inside an episode, where it would wait for itself: "
                 "use its async form (asubmit, await_results, arollout_batch, aprepare_batch)"
             )
-        errand = _Errand(coroutine, unclaimed)
-        future = asyncio.run_coroutine_threadsafe(errand.run(), self._loop)
+        pending = _PendingCall(coroutine, unclaimed)
+        future = asyncio.run_coroutine_threadsafe(pending.run(), self._loop)
         try:
             return future.result()
         except BaseException:
             future.cancel()
-            self._leave(errand)
+            self._leave(pending)
             raise
 
     async def acall(
         self, coroutine: Coroutine[Any, Any, T], unclaimed: Callable[[T], object] | None = None
     ) -> T:
-        """Run ``coroutine`` on the loop from any loop; a cancellation of the caller is as in :meth:`call`."""
+        """Run ``coroutine`` on the loop from any loop; cancelling the caller acts as in :meth:`call`."""
         if self.is_current():
             return await coroutine
-        errand = _Errand(coroutine, unclaimed)
-        future = asyncio.run_coroutine_threadsafe(errand.run(), self._loop)
+        pending = _PendingCall(coroutine, unclaimed)
+        future = asyncio.run_coroutine_threadsafe(pending.run(), self._loop)
         try:
             return await asyncio.wrap_future(future)
         except BaseException:
-            self._leave(errand)
+            self._leave(pending)
             raise
 
-    def _leave(self, errand: _Errand[Any]) -> None:
+    def _leave(self, pending: _PendingCall[Any]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            self._loop.call_soon_threadsafe(errand.leave)
+            self._loop.call_soon_threadsafe(pending.leave)
 
     def call_soon(self, function: Callable[..., object], *args: object) -> None:
         """Have the loop call ``function(*args)``; returns at once."""
@@ -77,7 +77,7 @@ class LoopThread:
             self._loop.call_soon_threadsafe(function, *args)
 
     def stop(self) -> None:
-        """Cancel what is left, close the loop, and end the thread."""
+        """Cancel the remaining tasks, close the loop, and end the thread."""
 
         async def drain() -> None:
             tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
@@ -94,8 +94,8 @@ class LoopThread:
             self._loop.close()
 
 
-class _Errand(Generic[T]):
-    """A coroutine for a caller who may leave while its result is on the way; both methods run on the loop."""
+class _PendingCall(Generic[T]):
+    """A coroutine whose caller may leave before the result arrives; both methods run on the loop."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], unclaimed: Callable[[T], object] | None) -> None:
         self._coroutine = coroutine
@@ -111,7 +111,7 @@ class _Errand(Generic[T]):
         return result
 
     def leave(self) -> None:
-        """The caller has gone without the result."""
+        """Record that the caller left without the result."""
         self._left = True
         if self._unclaimed is not None and self._results:
             self._unclaimed(self._results.pop())

@@ -1,8 +1,8 @@
-"""What a stopped or surplus group has sampled, kept as samples, and given again when the group runs again.
+"""Keep what a stopped or surplus group has sampled, and reuse it when the group reruns.
 
-An episode is code, so it is not resumed but run again: each of its calls that sends a prompt it sent
-before gets the same answer, tokens, log-probs and versions; a call that was cut off continues from its
-tokens. An episode that sends something else diverges and samples anew.
+An episode is code, so it is rerun, not resumed: a call with the same prompt as before gets the same answer,
+tokens, log-probs and versions; a call that was cut off continues from its tokens. A call with another prompt
+is sampled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def sampled_group(group: Group) -> SampleGroup:
     """Return the group as samples that hold what its episodes have sampled.
 
     An episode is one sample per path through its turns, all with its index; one that sampled nothing is pending.
-    A workflow that ran another number of episodes than were drawn begins anew, since tokens and samples
+    If the workflow ran another number of episodes than were drawn, nothing is kept, since tokens and samples
     cannot be matched.
     """
     by_index = {sample.index: sample for sample in reversed(group.samples)}
@@ -43,7 +43,7 @@ def sampled_group(group: Group) -> SampleGroup:
 
 
 def _paths(sample: Sample, trajectory: Trajectory) -> Iterator[Sample]:
-    """Yield one sample per path through the turns; an answer that paths share is sampled in the first."""
+    """Yield one sample per path through the turns; a shared answer counts as sampled in the first only."""
     turns = trajectory.turns
     sampled = [place for place, turn in enumerate(turns) if turn.role is TurnRole.ASSISTANT and len(turn.ids)]
     ancestors = {above for place in sampled for above in trajectory.path_to(place)[:-1]}
@@ -69,9 +69,9 @@ def _paths(sample: Sample, trajectory: Trajectory) -> Iterator[Sample]:
 
 
 def record_answers(samples: SampleGroup, episodes: Sequence[Episode], *, oldest_version: int) -> None:
-    """Give the episodes the answers that their samples hold.
+    """Record the answers that the samples hold in their episodes, for reuse.
 
-    Nothing is given where a token is older than ``oldest_version``: what grew out of it could not be trained.
+    Does nothing if a token is older than ``oldest_version``: the group could not be trained.
     """
     versions = {version for sample in samples for version in _sampled_versions(sample)}
     if any(version < oldest_version for version in versions):

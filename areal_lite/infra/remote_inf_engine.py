@@ -157,7 +157,7 @@ class RemoteInfEngine(InferenceEngine):
             should_accept_fn = load_object(should_accept_fn, where="should_accept_fn")
         if should_accept_fn is not None and not callable(should_accept_fn):
             raise ConfigError(
-                f"should_accept_fn is {should_accept_fn!r}: give a function trajectory -> bool, or its path"
+                f"should_accept_fn is {should_accept_fn!r}: give a function tensor dict -> bool, or its path"
             )
         resolved = resolve_workflow(workflow, workflow_kwargs, wrap_agent=self._wrap_agent)
         size = self.config.group_size if group_size is None else group_size
@@ -257,7 +257,7 @@ class RemoteInfEngine(InferenceEngine):
         )
 
     def _close_source(self, source: Iterable[Any]) -> Operation[None]:
-        """Stop drawing from ``source``; its groups that are in no batch yet are cancelled and given back to it."""
+        """Stop drawing from ``source``, cancel its groups that are in no batch yet, and give them back to it."""
         return Operation(self._executor.close_source(source))
 
     wait, await_results = both_forms(_wait, "await_results")

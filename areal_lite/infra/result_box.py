@@ -1,4 +1,4 @@
-"""Finished groups and those who wait for them. Nothing leaves the box unless a wait succeeds."""
+"""Finished groups and their waiters. Nothing leaves the box unless a wait succeeds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from areal_lite.api.trajectory import Group
 class ResultBox:
     """Groups in the order they finished; lives on the event loop.
 
-    A waiter gives a condition that is asked once per change, so a completion costs O(waiters), which
-    is one.
+    A waiter's condition is checked once per change, so a completion costs O(waiters); usually there is
+    one.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class ResultBox:
         self.changed()
 
     def put_back(self, groups: list[Group]) -> None:
-        """Put groups that were taken back to the front."""
+        """Return taken groups to the front."""
         self.groups[:0] = groups
         self.changed()
 

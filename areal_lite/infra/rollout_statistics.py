@@ -10,7 +10,7 @@ import numpy as np
 from areal_lite.api.trajectory import Group
 
 WINDOW = 4096
-"""Groups that the shares are of."""
+"""Number of latest groups that the shares cover."""
 
 
 class RolloutStatistics:
@@ -27,7 +27,7 @@ class RolloutStatistics:
         self._trained: deque[float] = deque(maxlen=WINDOW)
 
     def group_ended(self, group: Group) -> None:
-        """Count a group that ran to its end, whatever that was."""
+        """Count a group that ran to its end, with any status."""
         self._drawn.append(group.run_s)
 
     def train(self, groups: Sequence[Group]) -> None:
@@ -41,7 +41,7 @@ class RolloutStatistics:
         self.discarded_tokens += stale_tokens + masked_tokens
 
     def metrics(self) -> dict[str, float]:
-        """Return all of it by name; the shares only once there are groups enough for quartiles."""
+        """Return all metrics by name; the shares only once there are enough groups for quartiles."""
         shares = trained_shares(self._drawn, self._trained)
         return {
             "discarded_tokens": float(self.discarded_tokens),
@@ -51,14 +51,14 @@ class RolloutStatistics:
 
 
 def trained_shares(drawn_s: Sequence[float], trained_s: Sequence[float]) -> list[float]:
-    """Return which share of the trained groups falls into each quartile of the drawn groups' durations.
+    """Return the share of trained groups in each quartile of the drawn groups' durations.
 
-    Each is 0.25 where durations do not decide what trains. Empty where there are fewer than 4 drawn groups
+    Each is 0.25 if durations do not affect what trains. Empty if there are fewer than 4 drawn groups
     or no trained ones.
 
     Args:
         drawn_s: Seconds that each group ran.
-        trained_s: The same of those that were trained.
+        trained_s: The same for the trained groups.
     """
     if len(drawn_s) < 4 or not trained_s:
         return []

@@ -34,7 +34,7 @@ class Cut:
 def cut_batch(
     groups: list[Group], count: int, *, version: int, max_staleness: int, mask_off_policy: bool = False
 ) -> Cut:
-    """Take ``count`` groups within the staleness bound: those of the oldest tokens, then those started first.
+    """Take ``count`` groups within the staleness bound: oldest tokens first, then earliest start.
 
     Staleness is ``version`` minus the version of the oldest trained token. Older groups come out as
     stale; the rest stays in ``groups``, which is changed in place. With fewer than ``count`` fresh
@@ -59,7 +59,7 @@ def cut_batch(
 
 
 def _mask_older(group: Group, oldest_version: int) -> int:
-    """Take older tokens out of the loss mask, unless nothing would be left; return how many."""
+    """Mask older tokens, unless none would remain; return how many."""
     kept = [
         (sequence, sequence.versions >= oldest_version)
         for sequence in group.sequences
@@ -116,7 +116,7 @@ class RowFeed:
         self._oldest_allowed: int | None = None
         """Oldest version that this batch may train; None if it waits for no running group."""
         self._slack: dict[TaskId, int] = {}
-        """By running group: later batches that it may still be in."""
+        """Slack by running group: number of later batches that it may still be in."""
         self._running_by_slack: Counter[int] = Counter()
         self._finished_by_slack: Counter[int] = Counter()
         self._retries = retries
@@ -135,7 +135,7 @@ class RowFeed:
 
     @contextlib.contextmanager
     def _source_at_work(self) -> Iterator[None]:
-        """End the feed with what the source raises: it is user code, and its error belongs to whoever waits."""
+        """End the feed if the source, which is user code, raises; whoever waits for a batch gets the error."""
         try:
             yield
         except Exception as error:
@@ -144,7 +144,7 @@ class RowFeed:
             self.end(RuntimeError(f"the data source raised {error!r}"))
 
     def end(self, error: Exception) -> None:
-        """Draw no more; whoever waits for a batch gets ``error``."""
+        """Stop drawing; whoever waits for a batch gets ``error``."""
         self.error, self.exhausted = error, True
         self.box.changed()
 
@@ -154,7 +154,7 @@ class RowFeed:
         return self.running + len(self.box.groups)
 
     def wait_for_oldest(self, running: Mapping[TaskId, int], oldest_allowed: int | None) -> None:
-        """Have the next batch wait for running groups that would miss their last one.
+        """Make the next batch wait for running groups that would otherwise grow too old.
 
         Args:
             running: Version of the oldest token of each running group that has one.
@@ -171,7 +171,7 @@ class RowFeed:
             self._finished_by_slack.update(self._slack_of(_oldest(group)) for group in self.box.groups)
 
     def note_running(self, task_id: TaskId, version: int) -> None:
-        """Note a running group whose oldest token is of ``version``."""
+        """Record a running group whose oldest token has ``version``."""
         if self._oldest_allowed is not None:
             slack = self._slack[task_id] = self._slack_of(version)
             self._running_by_slack[slack] += 1
@@ -181,41 +181,41 @@ class RowFeed:
         return max(0, version - self._oldest_allowed)
 
     def accept(self, group: Group) -> None:
-        """Keep an accepted group for a batch; groups missed before it are forgiven, stale ones are not."""
+        """Keep an accepted group for a batch, and reset the counts of missed groups except stale ones."""
         self._misses = Counter({STALE: self._misses[STALE]})
         if self._oldest_allowed is not None:
             self._finished_by_slack[self._slack_of(_oldest(group))] += 1
         self.box.put(group)
 
     def hand_over(self, groups: list[Group]) -> None:
-        """Note the batch that is cut: by the time of the next one it was trained."""
+        """Record the batch just cut, and mark the one before as trained."""
         self.mark_trained()
         self._handed_over = [group.samples for group in groups]
 
     def take_back(self, batch: list[Group]) -> None:
-        """Keep the batch handed over last, which nobody got, for the next cut."""
+        """Keep the last batch, which never reached its caller, for the next cut."""
         self._handed_over = []
         self.box.put_back(batch)
 
     def mark_trained(self) -> None:
-        """Note that the batch handed over last was trained."""
+        """Mark the last batch as trained."""
         self.source.mark_trained(self._handed_over)
         self._handed_over = []
 
     def owe(self, group: Group) -> None:
-        """Put the row of a stale group back, to be drawn before all others."""
+        """Return the row of a stale group to the source, to be drawn before all others."""
         with self._source_at_work():
             self._return(restarted(group.samples))
         self.count_miss(STALE)
 
     def keep(self, group: Group) -> None:
-        """Put a stopped or surplus group back with what it has sampled."""
+        """Return a stopped or surplus group to the source with what it has sampled."""
         with self._source_at_work():
             self._return(sampled_group(group))
         self.box.changed()
 
     def miss(self, group: Group) -> None:
-        """Note a group that ended without training data; the row of a failed one is drawn again a few times."""
+        """Count a group that ended without training data; the row of a failed one is retried a few times."""
         with self._source_at_work():
             if group.status is EpisodeStatus.FAILED and group.samples[0].attempts < self._retries:
                 for sample in group.samples:
@@ -235,7 +235,7 @@ class RowFeed:
         self.box.changed()
 
     def ready(self, count: int, max_misses: int) -> Callable[[], bool]:
-        """Return the condition to wait for: a batch is there, or it is certain that none will come."""
+        """Return the condition to wait for: a batch is complete, or certain never to be."""
 
         def condition() -> bool:
             return (
@@ -260,13 +260,13 @@ class RowFeed:
         return True
 
     def ended(self, group: Group) -> None:
-        """Note that a running group ended, however."""
+        """Record that a running group ended, with any status."""
         self.running -= 1
         if (slack := self._slack.pop(group.task_id, None)) is not None:
             self._running_by_slack[slack] -= 1
 
     def check(self, count: int) -> None:
-        """Raise what ended the wait of :meth:`ready` unless a batch is there.
+        """Raise what ended the wait of :meth:`ready`, unless a batch is complete.
 
         Raises:
             StarvationError: If too many groups in a row were not accepted.
@@ -285,7 +285,7 @@ class RowFeed:
             )
             raise ConfigError(
                 f"the source of rows {what}, fewer than consumer_batch_size={count}: give an iterable that can be "
-                "begun anew (a list), more rows, or a smaller batch"
+                "iterated again (a list), more rows, or a smaller batch"
             )
         reasons = "; ".join(f"{n} x {reason}" for reason, n in self._misses.most_common(5))
         misses = self._misses.total()
@@ -300,14 +300,14 @@ class RowFeed:
 
 
 def drop_reason(group: Group) -> str:
-    """Return the kind of miss to count by; without messages, which hold ids, since the counts are saved for ever."""
+    """Return the label to count a miss by; without messages, which hold ids, since the counts are saved."""
     if group.failure is None:
         return miss_reason(group)
     return f"{group.status}: {group.failure.type or group.failure.kind}"
 
 
 def miss_reason(group: Group) -> str:
-    """Return why a group is not trained, in a line."""
+    """Return in one line why a group is not trained."""
     if group.failure is None:
         return group.rejection or "rejected by the workflow"
     return f"{group.status}: {group.failure.summary}"

@@ -9,7 +9,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.infra.backends.dialect import ServerInfo
 
 FAILURES_TO_OPEN = 3
-"""Failures in a row after which a server is left alone for a while."""
+"""Failures in a row after which a server rests."""
 MAX_REST_S = 30.0
 
 
@@ -24,7 +24,7 @@ class Server:
     rest_until: float = 0.0
     """Monotonic time before which it is avoided."""
     behind: str | None = None
-    """Why its weights are not the newest; such a server gets no request."""
+    """Why its weights are outdated; such a server gets no requests."""
     info: ServerInfo = field(default_factory=ServerInfo)
 
 

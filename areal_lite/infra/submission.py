@@ -1,4 +1,4 @@
-"""A group of episodes on its way to its one end."""
+"""A group of episodes from submission to its end."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class EpisodeRecipe:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Submission:
-    """One row with its recipe; executor and group runner alone change it."""
+    """One row with its recipe; changed only by executor and group runner."""
 
     task_id: TaskId
     data: Row
     recipe: EpisodeRecipe
     deliver: Callable[[Group], None]
     training: bool
-    """Whether the staleness bound holds it back: its group waits for a training step."""
+    """Whether the staleness bound applies: its group waits for a training step."""
     feed: RowFeed | None = None
-    """Where it was drawn from; the cut of a batch then decides over an accepted group."""
+    """The feed it was drawn from, which decides when an accepted group trains."""
     samples: SampleGroup = field(default_factory=list)
     """The group as it was drawn."""
     episodes: list[Episode]
@@ -47,17 +47,17 @@ class Submission:
     start_version: int = 0
     task: asyncio.Task[Group] | None = None
     stopped_by: Failure | None = None
-    """Why we cancelled it; None while we did not."""
+    """Why the run cancelled it; None otherwise."""
 
     def oldest_version(self) -> int | None:
-        """Return a version that no token of it is older than; None while no model was called."""
+        """Return a lower bound on the versions of its tokens; None before the first model call."""
         versions = [e.oldest_version for e in self.episodes if e.oldest_version is not None]
         return min(versions, default=None)
 
     def group(
         self, status: EpisodeStatus, failure: Failure | None = None, rejection: str | None = None
     ) -> Group:
-        """Return the end of this group; episodes that left data share it, others keep their own."""
+        """Return the ended group; episodes with data share its status, others keep their own."""
         trajectories = [episode.end(status, failure) for episode in self.episodes]
         if status in (EpisodeStatus.FAILED, EpisodeStatus.CANCELLED):  # trains nothing, whatever had finished
             for trajectory in trajectories:

@@ -63,7 +63,7 @@ class TrajectoryDumper:
         while (group := self._queue.get()) is not None:
             try:
                 self._write(group)
-            except Exception:  # an observer's fault must not reach the run
+            except Exception:  # a failed dump must not fail the run
                 self.failures += 1
                 if self.failures == 1:
                     logger.exception(
@@ -89,7 +89,7 @@ class TrajectoryDumper:
 
 
 def _cut_torn_line(descriptor: int, size: int) -> None:
-    """Remove the unfinished last line of a killed run, so that the next line starts at its beginning."""
+    """Remove the unfinished last line of a killed run, so that the next line starts at a line break."""
     end = os.pread(descriptor, size, 0).rfind(b"\n") + 1
     if end < size:
         os.ftruncate(descriptor, end)

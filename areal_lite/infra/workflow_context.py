@@ -27,7 +27,7 @@ __all__ = [
 
 
 def stat_scope() -> str:
-    """Return the name metrics of this episode go under: ``rollout`` or ``eval-rollout``."""
+    """Return the metric scope of this episode: ``rollout`` or ``eval-rollout``."""
     return scope_name(get().is_eval)
 
 

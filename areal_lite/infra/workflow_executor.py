@@ -1,8 +1,8 @@
 """Decides what runs when: queues, admission, batches; a group's own life is in :mod:`areal_lite.infra.group_runner`.
 
-Everything here runs on one event loop; :mod:`areal_lite.infra.remote_inf_engine` is the door for other
-threads. Guarantees that each group is counted and shown once, when its end is final. Nothing polls: each
-end, each new version, each resume asks the gate again and starts what may start.
+Everything here runs on one event loop; :mod:`areal_lite.infra.remote_inf_engine` serves other
+threads. Guarantees that each group is counted and dumped once, when its end is final. Nothing polls: each
+ended group, new version and resume asks the gate again and starts what may start.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ class WorkflowExecutor:
         self.config = config
         self.gate = gate
         self.counts: Counter[str] = Counter(dict.fromkeys(EpisodeStatus, 0))
-        """Ended groups by status, over the whole life."""
+        """Number of ended groups by status."""
         self.statistics = RolloutStatistics()
         self._on_end = on_end
         self._interrupt = interrupt
         self._runner = GroupRunner(engine, timeout_s=config.episode_timeout_s, on_end=self._finish)
         self._box = ResultBox()
         self._feeds: dict[int, tuple[RowFeed, EpisodeRecipe]] = {}
-        """By the id of their source. The one that was asked last is last, and it alone starts groups."""
+        """Feeds by the id of their source. The last one was used last, and it alone starts groups."""
         self._asking = asyncio.Lock()
         """Held while a batch is waited for."""
         self._waiting: deque[Submission] = deque()
         self._waiting_free: deque[Submission] = deque()
         self._unclaimed: set[TaskId] = set()
-        """Groups of a batch that nobody got, which were counted and shown when it was cut."""
+        """Groups of batches that never reached their caller; already counted and dumped."""
         self._outstanding = 0
-        """Submissions whose group goes to ``wait`` and has not ended."""
+        """Number of running or waiting submissions whose group is for ``wait``."""
         self._last_cut: float | None = None
 
     @property
@@ -119,7 +119,7 @@ class WorkflowExecutor:
         return self._box.take(count)
 
     def wait_unclaimed(self, groups: list[Group]) -> None:
-        """Put the groups of a :meth:`wait` back whose caller left before they arrived."""
+        """Put back the groups of a :meth:`wait` whose caller left before they arrived."""
         self._box.put_back(groups)
 
     async def rollout_batch(self, rows: Sequence[Row], recipe: EpisodeRecipe) -> list[Group]:
@@ -151,7 +151,7 @@ class WorkflowExecutor:
         From the first call on, groups of ``source`` are started whenever the gate is open, also between
         calls. A full batch waits for running groups that would be too old for later batches
         (``stale_groups: wait``); rows of groups that are too old anyway are drawn again. The batch returned before
-        counts as trained. Callers take turns, and what another source has ahead goes back to it, so that
+        counts as trained. Callers take turns, and groups of another source go back to it, so that
         ``source`` has all places.
 
         Raises:
@@ -165,11 +165,11 @@ class WorkflowExecutor:
             feed.mark_trained()
             for other, _ in list(self._feeds.values()):
                 if other is not feed and other.ahead:
-                    await self._set_aside(other, "a batch of another source was asked for")
+                    await self._set_aside(other, "a batch of another source was requested")
             return await self._batch_of(feed)
 
     def batch_unclaimed(self, source: Iterable[Any], batch: list[Group]) -> None:
-        """Put a batch back whose caller left before it arrived: the next one who asks gets it."""
+        """Put back a batch whose caller left before it arrived; the next call returns it."""
         if id(source) in self._feeds:
             feed, _ = self._feeds[id(source)]
             feed.take_back(batch)
@@ -193,7 +193,7 @@ class WorkflowExecutor:
             if self.config.max_head_offpolicyness == 0:
                 try:
                     await self._set_aside(feed, "surplus: the batch was full")
-                except asyncio.CancelledError:  # nobody gets this batch: it waits for who asks next
+                except asyncio.CancelledError:  # the caller is gone; the next call returns this batch
                     feed.box.put_back(batch)
                     self.gate.cut = False
                     raise
@@ -206,7 +206,7 @@ class WorkflowExecutor:
             return batch
 
     def _cut(self, feed: RowFeed, count: int) -> list[Group]:
-        """Return a batch of the feed, or nothing where too many of its groups turned out to be stale."""
+        """Return a batch of the feed, or an empty list if too many of its groups are stale."""
         cut = cut_batch(
             feed.box.groups,
             count,
@@ -369,7 +369,7 @@ class WorkflowExecutor:
         self._runner.start(submission, version=self.gate.version)
 
     def _finish(self, submission: Submission, group: Group) -> None:
-        """The one end: counters, delivery, and whatever may start in the freed place."""
+        """Count the ended group, deliver it, and start what may start in its place."""
         accepted = group.status is EpisodeStatus.ACCEPTED
         if submission.task is not None:
             self.gate.end(training=submission.training, accepted=accepted)
@@ -398,7 +398,7 @@ class WorkflowExecutor:
         feed.miss(group)
 
     def _close(self, group: Group) -> None:
-        """The group is final: count it and let observers see it, once."""
+        """Count a final group and pass it to ``on_end``, once."""
         if group.task_id in self._unclaimed:
             self._unclaimed.remove(group.task_id)
             return

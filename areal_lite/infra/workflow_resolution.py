@@ -1,4 +1,4 @@
-"""From what a user names to a workflow object, with an error for every wrong case."""
+"""Resolve what a user names to a workflow object, with an error for every wrong case."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def resolve_workflow(
 
     Args:
         workflow: Instance, class, dotted path, or agent (see ``WorkflowLike``).
-        workflow_kwargs: Arguments of the class's constructor; None is none.
+        workflow_kwargs: Arguments of the class's constructor.
         wrap_agent: Makes a workflow of an object with ``async run()``.
 
     Raises:
@@ -40,7 +40,7 @@ def resolve_workflow(
 
 
 def check_workflow(workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None) -> Any:
-    """Return the class or instance that ``workflow`` names, without making anything.
+    """Return the class or instance that ``workflow`` names, without constructing it.
 
     Raises:
         ConfigError: As :func:`resolve_workflow`.

@@ -52,7 +52,7 @@ def test_a_packer_that_lacks_a_hook_cannot_be_made(missing: str) -> None:
 )
 def test_the_body_of_an_abstract_hook_says_who_writes_it(hook: str, arguments: tuple[Any, ...]) -> None:
     """D8."""
-    with pytest.raises(NotImplementedError, match=f"{hook} is for the subclass to write"):
+    with pytest.raises(NotImplementedError, match=f"implement {hook} in the subclass"):
         getattr(Whole(), hook)(*arguments)
 
 

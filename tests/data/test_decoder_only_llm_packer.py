@@ -281,14 +281,14 @@ def test_a_batch_is_padded_on_the_right_to_the_asked_length(packer: DecoderOnlyL
 def test_a_length_below_the_longest_sample_is_refused(packer: DecoderOnlyLLMDataPacker) -> None:
     """D15: upstream cuts without a word."""
     processed = [packer.get_policy_input({}, recorded())]
-    with pytest.raises(ValueError, match="computed_max_len is 6, but the longest sample has 7 tokens"):
+    with pytest.raises(ValueError, match="computed_max_len is 6, but the longest sequence has 7 tokens"):
         packer.policy_collate_fn(processed, 6)
 
 
 def test_no_samples_have_no_longest(packer: DataPacker) -> None:
-    with pytest.raises(ValueError, match="there are no samples"):
+    with pytest.raises(ValueError, match="there are no sequences"):
         packer.policy_compute_max_len([])
-    with pytest.raises(ValueError, match="there are no samples"):
+    with pytest.raises(ValueError, match="there are no sequences"):
         packer.policy_collate_fn([], 8)
 
 

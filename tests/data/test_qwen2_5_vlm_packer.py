@@ -228,5 +228,5 @@ def test_a_length_below_the_longest_sample_and_no_samples_are_refused(packer: Qw
     sample = packer.get_policy_input(conversation(), "a")
     with pytest.raises(ValueError, match="computed_max_len is 1"):
         packer.policy_collate_fn([sample], 1)
-    with pytest.raises(ValueError, match="there are no samples"):
+    with pytest.raises(ValueError, match="there are no sequences"):
         packer.policy_compute_max_len([])

@@ -379,7 +379,7 @@ def test_an_iterable_is_begun_anew_and_an_iterator_ends():
     once = IterableDataSource(iter(rows(2)))
     assert drawn(once, 5) == [0, 1]
     assert once.ended
-    with pytest.raises(ConfigError, match="no place to save"):
+    with pytest.raises(ConfigError, match="no position to save"):
         again.state_dict()
 
 

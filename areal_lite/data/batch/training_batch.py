@@ -1,4 +1,4 @@
-"""What the trainer takes: a batch of whole groups, every key declared and checked in one place.
+"""A training batch as a DataProto: whole groups, every key declared and checked in one place.
 
 The per-token keys, all aligned to the token itself, and ``rewards`` are those of a trajectory
 (:mod:`areal_lite.api.tensor_dict`), with ``loss_mask`` and ``rewards`` required. A batch adds:
@@ -7,13 +7,13 @@ The per-token keys, all aligned to the token itself, and ``rewards`` are those o
 |---|---|---|---|---|
 | group_ids | [B] | str | yes | episodes with the same id are each other's baseline |
 | task_ids | [B] | str | yes | the group of each sequence, for messages |
-| member_idx | [B] | int or None | no | which episode of the group it belongs to; None: one of its own |
+| member_idx | [B] | int or None | no | its episode in the group; None counts it as one of its own |
 | turn_paths | [B] | list of int | no | its turns, as indices into the episode's |
 | turn_idx | [B] | int | no | model calls on its path before the last one |
 | baselines | [B] | float | no | reward of a greedy episode on the same row |
-| multi_modal_inputs | [B] | dict or None | no | what the model reads beside the tokens |
+| multi_modal_inputs | [B] | dict or None | no | inputs of the model besides tokens |
 
-A row's tokens are contiguous, with padding on either end. ``logprobs`` may be NaN where none was recorded.
+A sequence's tokens are contiguous, with padding on either end. ``logprobs`` is NaN where not recorded.
 Knows nothing of advantages or losses.
 """
 
@@ -42,7 +42,7 @@ _DTYPES = {
     "versions": torch.int64,
     "rewards": torch.float32,
 }
-"""What :func:`collate_sequences` makes; other dtypes of the same kind are converted when sequences are read."""
+"""Dtypes of :func:`collate_sequences`; others of the same kind are converted when sequences are read."""
 _COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions")
 _REQUIRED = {
     "loss_mask": "which tokens the policy sampled",
@@ -57,8 +57,8 @@ def collate_sequences(
 
     Args:
         sequences: At least one.
-        length: Tokens per row; shorter sequences are padded on the right.
-        pad_token_id: What ``input_ids`` holds there; the masks are False.
+        length: Tokens per sequence; shorter ones are padded on the right.
+        pad_token_id: Fills ``input_ids`` there; the masks are False.
 
     Returns:
         The keys of a training batch. ``logprobs`` is absent if no sequence recorded them, and NaN at the

@@ -1,7 +1,7 @@
-"""What stands between a dataset's rows, the engine and the trainer: one object per kind of model.
+"""The adapter between dataset rows, engine and trainer: one object per kind of model.
 
-The run asks it for what a workflow gets (``get_rollout_input``), hands it each recorded sequence
-(``get_policy_input``), and trains on what it collates. All of it on the CPU.
+It makes a workflow's input (``get_rollout_input``), makes a training sequence of each answer
+(``get_policy_input``), and collates the batch. It runs on the CPU.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class DataPacker(ABC):
     tokenizer: Any = None
     processor: Any = None
     config: DatasetConfig = DatasetConfig(path="")
-    """The section of the rows; the defaults where the rows come from no file."""
+    """The dataset section of the config; its defaults if rows come from no file."""
 
     def setup(self, *, tokenizer: Any, processor: Any = None, config: DatasetConfig | None = None) -> None:
         """Take what the run has loaded.
 
         Args:
             tokenizer: The model's Hugging Face tokenizer.
-            processor: Its multi-modal processor, where it has one.
-            config: The section of the rows.
+            processor: Its multi-modal processor, if it has one.
+            config: The dataset section of the config.
         """
         self.tokenizer, self.processor = tokenizer, processor
         if config is not None:
@@ -43,7 +43,7 @@ class DataPacker(ABC):
     @abstractmethod
     def get_rollout_input(self, item: Any) -> Any:
         """Return what a workflow gets for one dataset row."""
-        raise NotImplementedError("get_rollout_input is for the subclass to write")
+        raise NotImplementedError("implement get_rollout_input in the subclass")
 
     def rollout_collate_fn(self, items: list[Any]) -> list[Any]:
         """Return one mini-batch of inputs, one for each of ``items`` in order; the list itself by default."""
@@ -52,22 +52,22 @@ class DataPacker(ABC):
     @abstractmethod
     def get_policy_input(self, sample: Any, rollout_output: RolloutOutput) -> Any:
         """Return the training sequence for one dataset row and one of its answers."""
-        raise NotImplementedError("get_policy_input is for the subclass to write")
+        raise NotImplementedError("implement get_policy_input in the subclass")
 
     @abstractmethod
     def policy_compute_max_len(self, processed_samples: Sequence[Any]) -> int:
-        """Return the length, in tokens, of the longest of a mini-batch; it may then be rounded up."""
-        raise NotImplementedError("policy_compute_max_len is for the subclass to write")
+        """Return the length, in tokens, of the longest sequence of a mini-batch; callers may round it up."""
+        raise NotImplementedError("implement policy_compute_max_len in the subclass")
 
     @abstractmethod
     def policy_collate_fn(self, processed_samples: Sequence[Any], computed_max_len: int) -> dict[str, Any]:
         """Return the mini-batch padded to ``computed_max_len``, with the keys of a training batch."""
-        raise NotImplementedError("policy_collate_fn is for the subclass to write")
+        raise NotImplementedError("implement policy_collate_fn in the subclass")
 
 
 _DECODER_ONLY = "areal_lite.data.packer.decoder_only_llm_packer.DecoderOnlyLLMDataPacker"
 
-# A dotted path is imported when its packer is asked for.
+# A dotted path is imported on first use.
 _packers: dict[str, str | type[DataPacker]] = {
     "llama": _DECODER_ONLY,
     "qwen2": _DECODER_ONLY,
@@ -81,7 +81,7 @@ PackerClass = TypeVar("PackerClass", bound=type[DataPacker])
 
 
 def register_data_packer(*model_types: str) -> Callable[[PackerClass], PackerClass]:
-    """Return a class decorator that makes a packer the one of these ``model_type``s of Hugging Face configs.
+    """Return a class decorator that registers a packer for these ``model_type``s of Hugging Face configs.
 
     Raises:
         ConfigError: If one of them has a packer already; then none is registered.
@@ -103,9 +103,9 @@ def register_data_packer(*model_types: str) -> Callable[[PackerClass], PackerCla
 
 
 def make_data_packer(model_type: str, path: str | None = None) -> DataPacker:
-    """Return a new packer: the class at the dotted ``path``, else the one of ``model_type``.
+    """Return a new packer: the class at the dotted ``path``, else the one registered for ``model_type``.
 
-    A model type nobody registered gets the packer of decoder-only language models.
+    An unregistered model type gets the packer of decoder-only language models.
 
     Raises:
         ConfigError: If ``path`` names no DataPacker class.

@@ -1,8 +1,8 @@
-"""The packer of language models that read nothing but tokens: Llama, Qwen2.5, Qwen3, Qwen3-MoE, DeepSeek-V3.
+"""The packer of text-only language models: Llama, Qwen2.5, Qwen3, Qwen3-MoE, DeepSeek-V3.
 
 Guarantees that a token trains if and only if the policy sampled it and nobody excluded it: recorded tokens
 are never tokenized again, and the loss mask is aligned to the token itself, over the whole sequence. The
-shift by one is the loss's business.
+trainer makes the shift by one.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ class DecoderOnlyLLMDataPacker(DataPacker):
         """Return the prompt as text, or the row itself.
 
         Args:
-            item: Text, used as it is without a chat template; a list of messages, which becomes text through
-                the template, up to where the assistant answers; or a dict, whose columns are for the
-                workflow to read.
+            item: Text, used unchanged; a list of messages, rendered by the chat template up to the start of
+                the answer; or a dict, whose columns the workflow reads.
 
         Returns:
-            Text, text and the dict, in this order.
+            Text for text and messages; a dict as it is.
 
         Raises:
-            ConfigError: If it is something else, or the tokenizer has no chat template.
+            ConfigError: If ``item`` has another type, or the tokenizer has no chat template.
         """
         if isinstance(item, str | Mapping):
             return item
@@ -52,20 +51,20 @@ class DecoderOnlyLLMDataPacker(DataPacker):
         """Return the training sequence of one answer.
 
         Args:
-            sample: The dataset row, or a :class:`Sample` with its prompt. Not read where the output is recorded.
+            sample: The dataset row, or a :class:`Sample` with its prompt. Ignored if the output is recorded.
             rollout_output: A recorded :class:`TokenSequence` or :class:`Sample`, whose tokens are taken as they
-                are; or, for a single turn, the answer's ids, or its text where there never were any.
-            n_ignore_prefix_tokens: Leave out the first so many of the answer's tokens.
+                are; or, for a single turn, the answer's ids, or its text if there are no ids.
+            n_ignore_prefix_tokens: Number of the answer's first tokens to mask.
 
         Returns:
             The whole sequence with the reward of the recorded sample. For ids and text it is the reward of
-            ``sample``, or its column ``reward``, and 0 where there is none.
+            ``sample``, or its column ``reward``, and 0 if there is none.
 
         Raises:
             TypeError: If the output is none of the three.
             ConfigError: If the row has no prompt.
-            ValueError: If there is no finite reward, more tokens shall be ignored than there are, or the
-                prompt is empty, so that nothing predicts the answer's first token.
+            ValueError: If there is no finite reward, the answer is shorter than ``n_ignore_prefix_tokens``, or
+                the prompt is empty, so that nothing predicts the answer's first token.
         """
         if not isinstance(rollout_output, Sample | TokenSequence):
             source = row_sample(sample, self.config)
@@ -73,7 +72,7 @@ class DecoderOnlyLLMDataPacker(DataPacker):
         return without_prefix(recorded(rollout_output), n_ignore_prefix_tokens)
 
     def policy_compute_max_len(self, processed_samples: Sequence[TokenSequence]) -> int:
-        """Return the length, in tokens, of the longest; ValueError where there is none."""
+        """Return the length, in tokens, of the longest; ValueError if there is none."""
         return longest(processed_samples)
 
     def policy_collate_fn(
@@ -82,7 +81,7 @@ class DecoderOnlyLLMDataPacker(DataPacker):
         """Return the batch of :func:`collate_sequences`, padded on the right.
 
         Raises:
-            ValueError: If ``computed_max_len`` is below the longest sample; nothing is cut off.
+            ValueError: If ``computed_max_len`` is below the longest sequence; nothing is cut off.
             ConfigError: If the tokenizer has neither a padding nor an end token.
         """
         return collate(processed_samples, computed_max_len, self.tokenizer)
@@ -145,7 +144,7 @@ def answered(source: Sample, prompt_ids: Sequence[int], output: str | list[int],
 
 
 def without_prefix(sequence: TokenSequence, n_ignore_prefix_tokens: int) -> TokenSequence:
-    """Return the sequence without the first so many of its trained tokens in the loss mask.
+    """Return the sequence with its first ``n_ignore_prefix_tokens`` trained tokens masked.
 
     Raises:
         ValueError: If it has fewer, or the number is below 0.
@@ -170,7 +169,7 @@ def longest(sequences: Sequence[TokenSequence]) -> int:
         ValueError: If there are no sequences.
     """
     if not sequences:
-        raise ValueError("there are no samples, so none is the longest: collate one or more")
+        raise ValueError("there are no sequences to collate: give at least one")
     return max(map(len, sequences))
 
 
@@ -178,14 +177,14 @@ def collate(samples: Sequence[TokenSequence], length: int, tokenizer: Any) -> di
     """Return the training batch of ``samples``, each padded on the right to ``length`` tokens.
 
     Raises:
-        ValueError: If there are no samples, or one is longer.
+        ValueError: If there are no sequences, or one is longer.
         ConfigError: If the tokenizer has neither a padding nor an end token.
     """
     from areal_lite.data.batch.training_batch import collate_sequences
 
     if length < longest(samples):
         raise ValueError(
-            f"computed_max_len is {length}, but the longest sample has {longest(samples)} tokens, and cutting it "
+            f"computed_max_len is {length}, but the longest sequence has {longest(samples)} tokens, and cutting it "
             "would lose what the policy wrote: pad to its length or more"
         )
     return collate_sequences(samples, length, pad_token_id=_pad_token_id(tokenizer))

@@ -1,4 +1,4 @@
-"""Between rows, episodes and the trainer by way of a data packer: inputs out, a training batch back."""
+"""Run a data packer: rows to workflow input, accepted groups to a training batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rollout_inputs(
 ) -> list[dict[str, Any]]:
     """Return what workflows get for ``rows``, one dict each, in order.
 
-    Where the packer makes something else of a row (text, messages), it is the dict's ``prompt_key``.
+    If the packer turns a row into text or messages, they become the dict's ``prompt_key``.
 
     Raises:
         ConfigError: If the packer's ``rollout_collate_fn`` gives another number of inputs.
@@ -54,14 +54,12 @@ def training_batch(packer: DataPacker, groups: Iterable[Group]) -> DataProto:
         for sequence in training_sequences([group])
     ]
     if not processed:
-        raise TrainingError(
-            "there is no accepted episode to train on: look at the dump for what became of them"
-        )
+        raise TrainingError("there is no accepted episode to train on: look at the dump for the reasons")
     length = packer.policy_compute_max_len(processed)
     return DataProto.from_single_dict(packer.policy_collate_fn(processed, length))
 
 
 def row_of(group: Group) -> dict[str, Any]:
-    """Return the dataset row of a group; what the workflow got where it came from no data source."""
+    """Return the dataset row of a group, or the workflow's input if it came from no data source."""
     row: dict[str, Any] = group.samples[0].row if group.samples else dict(group.data)
     return row

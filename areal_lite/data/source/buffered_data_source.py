@@ -1,4 +1,4 @@
-"""A data source that also takes samples back: aborted groups with what they have, surplus groups, finished ones."""
+"""A data source that also takes samples back: stopped groups with their tokens, surplus groups, finished ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         **settings: Those of :class:`RolloutDataSource`.
 
     Raises:
-        ConfigError: If the filter is not to be had or no function.
+        ConfigError: If the filter cannot be loaded or is not a function.
     """
 
     supports_buffer = True
@@ -123,7 +123,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
                 )
 
     def give_back(self, groups: Sequence[SampleGroup]) -> None:
-        """Put the groups into the buffer with what they have."""
+        """Put the groups into the buffer with what they have sampled."""
         self.add_samples(list(groups))
 
     def _get_samples_from_buffer(self, num_samples: int) -> list[SampleGroup]:
@@ -135,7 +135,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         chosen = {id(group) for group in taken}
         if len(taken) > num_samples or len(chosen) != len(taken) or not chosen <= known:
             raise ValueError(
-                f"the buffer filter returned {len(taken)} groups where {num_samples} were asked for, "
+                f"the buffer filter returned {len(taken)} groups where {num_samples} were requested, "
                 f"{len(chosen - known)} of them not from the buffer: return at most num_samples different groups of it"
             )
         for place, group in enumerate(taken):
@@ -147,17 +147,17 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return list(taken)
 
     def get_buffer_length(self) -> int:
-        """Return the groups in the buffer."""
+        """Return the number of groups in the buffer."""
         with self._lock:
             return len(self.buffer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place as JSON values, the buffer included."""
+        """Return the position and the buffer as JSON values."""
         with self._lock:
             return super().state_dict() | {"buffer": [saved_group(group) for group in self.buffer]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken; what was owed then is handed out first, then the buffer."""
+        """Resume from ``state``; groups owed then are handed out first, then the buffer."""
         with self._lock:
             super().load_state_dict(state)
-            self.buffer = self._revived(state.get("buffer", []))
+            self.buffer = self._restored_groups(state.get("buffer", []))

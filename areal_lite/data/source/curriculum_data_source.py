@@ -12,7 +12,7 @@ from areal_lite.errors import ConfigError
 
 
 class CurriculumDataSource(RolloutDataSourceWithBuffer):
-    """Draws a row when its group is asked for; groups that were given back still come first.
+    """Draws a row when its group is requested; groups that were given back still come first.
 
     Args:
         dataset: As for :class:`RolloutDataSource`.
@@ -31,7 +31,7 @@ class CurriculumDataSource(RolloutDataSourceWithBuffer):
             self._sampler.update(batch)
 
     def __len__(self) -> int:
-        """Return the rows of one epoch."""
+        """Return the number of rows in one epoch."""
         return len(self._sampler)
 
     def _read_ahead(self, count: int) -> None:
@@ -49,7 +49,7 @@ class CurriculumDataSource(RolloutDataSourceWithBuffer):
         self._ahead.append((position, row))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place as JSON values, the curriculum's included where it has a state."""
+        """Return the position as JSON values, with the curriculum's state if it has one."""
         with self._lock:
             state = getattr(self._sampler, "state_dict", None)
             return super().state_dict() | {"sampler": state() if callable(state) else None}

@@ -1,4 +1,4 @@
-"""The state of a data source on disk: JSON, written whole or not at all, and never of other data in silence."""
+"""The state of a data source on disk: JSON, written atomically; a state of other data is an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def state_bytes(state: Mapping[str, Any]) -> bytes:
     """Return what :func:`write_state` writes.
 
     Raises:
-        ConfigError: If ``state`` holds what JSON cannot.
+        ConfigError: If a value of ``state`` is not JSON.
     """
     try:
         return orjson.dumps(state, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -33,10 +33,10 @@ def state_bytes(state: Mapping[str, Any]) -> bytes:
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Put ``state`` into ``path``, on disk and whole, or leave what was there.
+    """Write ``state`` to ``path`` atomically; on failure keep the old file.
 
     Raises:
-        ConfigError: If it holds what JSON cannot.
+        ConfigError: If a value is not JSON.
         StorageError: If it cannot be written.
     """
     content = state_bytes(state)
@@ -56,7 +56,7 @@ def read_state(path: Path) -> dict[str, Any]:
         state: dict[str, Any] = orjson.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(
-            f"there is no data state {path}: name the directory and the step of a checkpoint, or start afresh"
+            f"there is no data state {path}: name the directory and the step of a checkpoint, or start a new run"
         ) from None
     except (OSError, orjson.JSONDecodeError) as error:
         raise CheckpointError(f"the data state {path} cannot be read: {error}: use another step") from error
@@ -64,7 +64,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def check_fingerprint(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse the state of other data.
+    """Check that the state was made with this data.
 
     Raises:
         ConfigError: With every difference.
@@ -82,7 +82,7 @@ def check_fingerprint(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def saved_group(group: list[Sample]) -> list[dict[str, Any]]:
-    """Return the samples as JSON values; a row is named by its position where it has one."""
+    """Return the samples as JSON values; a row is named by its position if it has one."""
     saved = []
     for sample in group:
         values = sample.to_dict()

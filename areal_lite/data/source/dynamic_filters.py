@@ -1,4 +1,4 @@
-"""Which groups are worth training on: filters for ``should_accept_fn``, each with the reason of a refusal."""
+"""Filters for ``should_accept_fn``: they choose the groups to train on and give a reason for each rejection."""
 
 from __future__ import annotations
 

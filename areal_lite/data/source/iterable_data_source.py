@@ -1,4 +1,4 @@
-"""Rows of any iterable as a data source: no place that could be saved, and no order but its own."""
+"""Rows of any iterable as a data source, in its order; the position cannot be saved."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class IterableDataSource(RolloutDataSourceWithBuffer):
         self._iterator: Iterator[Any] = iter(rows)
         self._endless = self._iterator is not rows
         self.ended = False
-        """Whether no row will come any more."""
+        """Whether the rows have ended."""
 
     def _read_ahead(self, count: int) -> None:
         """Read one row or batch, if there is one.
@@ -47,11 +47,11 @@ class IterableDataSource(RolloutDataSourceWithBuffer):
                 self._ahead.extend((None, row) for row in (item if isinstance(item, list) else [item]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Refuse.
+        """Raise: an iterable has no position to save.
 
         Raises:
-            ConfigError: Always: nobody knows where an iterable stands.
+            ConfigError: Always.
         """
         raise ConfigError(
-            "rows of an iterable have no place to save: use RolloutDataSource over a list or dataset"
+            "rows of an iterable have no position to save: use RolloutDataSource over a list or dataset"
         )

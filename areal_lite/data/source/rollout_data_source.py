@@ -38,7 +38,7 @@ SampleGroup = list[Sample]
 SCHEMA = 1
 """Version of the state file."""
 _AHEAD = 64
-"""Rows read at once where fewer are asked for: a dataset on disk gives many for little more than one."""
+"""Minimum rows read at once: from disk, many rows cost little more than one."""
 
 
 class RolloutDataSource:
@@ -49,12 +49,12 @@ class RolloutDataSource:
             one; it may grow at its end, and new rows are drawn from the next epoch on. None gives samples without
             a row, for tests.
         n_samples_per_prompt: Samples in a group.
-        seed: Makes the order of the epochs.
+        seed: Determines the order of the epochs.
         shuffle: False keeps the order of the rows in every epoch.
         prompt_key: Column that becomes ``Sample.prompt``; a row without it has an empty prompt.
         label_key: Column that becomes ``Sample.label``.
-        packer: Makes of a row what workflows get; None gives them the row.
-        name: What the dataset is called, for its fingerprint.
+        packer: Turns a row into workflow input; None passes the row.
+        name: Name of the dataset, for its fingerprint.
 
     Raises:
         ConfigError: If the dataset has no rows.
@@ -141,7 +141,7 @@ class RolloutDataSource:
             return groups
 
     def rollout_input(self, group: SampleGroup) -> dict[str, Any]:
-        """Return what the workflow gets for a group."""
+        """Return the workflow's input for a group."""
         row = group[0].row
         if self._packer is None:
             return row
@@ -156,7 +156,7 @@ class RolloutDataSource:
         return []
 
     def _draw(self, count: int) -> Iterator[tuple[int | None, dict[str, Any]]]:
-        """Yield the next ``count`` rows, fewer where they end; a row is drawn once the next is asked for."""
+        """Yield the next ``count`` rows, fewer if they end; a row counts as drawn when the next is requested."""
         for left in range(count, 0, -1):
             if not self._ahead:
                 self._read_ahead(left)
@@ -167,7 +167,7 @@ class RolloutDataSource:
             self.sample_offset += 1
 
     def _read_ahead(self, count: int) -> None:
-        """Read at least one row, if there is one, for ``count`` that are asked for."""
+        """Read at least one row, if there is one; ``count`` are needed."""
         if self.dataset is None:
             self._ahead.append((None, {}))
             return
@@ -189,7 +189,7 @@ class RolloutDataSource:
         return group
 
     def _of_row(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return what a sample takes from its row."""
+        """Return the sample's fields that come from its row."""
         label = row.get(self._label_key) if self._label_key else None
         return {"row": row, "prompt": copied(row.get(self._prompt_key, "")), "label": copied(label)}
 
@@ -210,13 +210,13 @@ class RolloutDataSource:
         return np.random.default_rng(list(digest[:16])).permutation(size)
 
     def __len__(self) -> int:
-        """Return the rows of one epoch."""
+        """Return the number of rows in one epoch."""
         return len(self._order)
 
     def _content(self) -> dict[str, Any]:
-        """Return the number of rows and a hash of a few, evenly spread, and of how the first epoch begins.
+        """Return the number of rows, and a hash of a few of them and of the beginning of the first epoch.
 
-        Rows that a dataset makes while it runs do not count: its own state has them.
+        Rows that the dataset adds during a run are left out: its own state has them.
         """
         rows = getattr(self._rows, "on_disk", self._rows) or ()
         size = len(rows)
@@ -227,22 +227,22 @@ class RolloutDataSource:
     # -- how an owed group ends ------------------------------------------------------------------
 
     def mark_trained(self, groups: Iterable[SampleGroup]) -> None:
-        """The groups, as they were handed out, were trained: they are owed no longer.
+        """Mark groups as trained, so that they are no longer owed.
 
-        Those that are not owed, or were given back and handed out again since, are passed over.
+        Groups that are not owed, or were given back and handed out again since, are skipped.
         """
         with self._lock:
             for group in groups:
                 self._settle(group)
 
     def drop(self, group: SampleGroup, reason: str) -> None:
-        """The group ends without training, and its row waits for the next epoch."""
+        """End the group without training; its row comes again in the next epoch."""
         with self._lock:
             if self._settle(group):
                 self.dropped[reason] += 1
 
     def _settle(self, group: SampleGroup) -> bool:
-        """Owe this hand-out no longer; return whether it was owed."""
+        """Stop owing this group; return whether it was owed."""
         number = group_index_of(group)
         owed = self._owed.get(number) is group
         if owed:
@@ -250,14 +250,14 @@ class RolloutDataSource:
         return owed
 
     def give_back(self, groups: Sequence[SampleGroup]) -> None:
-        """Hand the groups out again, before any row is drawn; what was sampled is forgotten."""
+        """Hand the groups out again, before any row is drawn; discard what was sampled."""
         with self._lock:
             for group in groups:
                 self._owed.pop(group_index_of(group), None)
                 self._returned.append(restarted(group))
 
     def add_samples(self, samples: list[SampleGroup]) -> None:
-        """Refuse: this source has no buffer.
+        """Raise: this source has no buffer.
 
         Raises:
             RuntimeError: Always.
@@ -279,7 +279,7 @@ class RolloutDataSource:
         """Merge JSON values into the metadata, which are part of the state.
 
         Raises:
-            ValueError: If a value is none, or a number that is not finite, for which JSON has no word.
+            ValueError: If a value is not JSON, NaN or infinite.
         """
         try:
             json.dumps(metadata, allow_nan=False, default=lambda value: value.tolist())  # of numpy
@@ -293,7 +293,7 @@ class RolloutDataSource:
         return self.metadata
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place as JSON values; rows are named by position, not copied."""
+        """Return the position as JSON values; rows are named by position, not copied."""
         with self._lock:
             dataset_state = getattr(self.dataset, "state_dict", None)
             return {
@@ -312,10 +312,10 @@ class RolloutDataSource:
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken; what was owed then is handed out first.
+        """Resume from ``state``; groups owed then are handed out first.
 
         Raises:
-            ConfigError: If the dataset, seed, shuffle or group size are not what they were then.
+            ConfigError: If the dataset, seed, shuffle or group size have changed.
         """
         if state.get("schema", SCHEMA) != SCHEMA:
             raise ConfigError(
@@ -336,11 +336,14 @@ class RolloutDataSource:
                 self._order = self._epoch_order(int(state.get("epoch_size", len(self._rows))))
             self._ahead.clear()
             self._owed.clear()
-            owed = self._revived(state.get("owed", []))
-            self._returned = [*sorted(owed, key=group_index_of), *self._revived(state.get("returned", []))]
+            owed = self._restored_groups(state.get("owed", []))
+            self._returned = [
+                *sorted(owed, key=group_index_of),
+                *self._restored_groups(state.get("returned", [])),
+            ]
 
     def save(self, rollout_id: int, directory: Path | str) -> None:
-        """Write the state to ``directory/rollout/global_dataset_state_dict_{rollout_id}.json``, whole or not at all.
+        """Write the state to ``directory/rollout/global_dataset_state_dict_{rollout_id}.json`` atomically.
 
         Writes nothing without a dataset.
 
@@ -359,7 +362,7 @@ class RolloutDataSource:
         Args:
             rollout_id: The number it was saved under.
             directory: The directory it was saved in.
-            strict: False keeps the fresh state where the file is missing.
+            strict: False keeps the fresh state if the file is missing.
 
         Raises:
             CheckpointError: If the file is missing (with ``strict``) or broken.
@@ -373,8 +376,8 @@ class RolloutDataSource:
         self.load_state_dict(read_state(path))
         return True
 
-    def _revived(self, saved: Iterable[list[dict[str, Any]]]) -> list[SampleGroup]:
-        """Return saved groups as samples, with the rows of their positions."""
+    def _restored_groups(self, saved: Iterable[list[dict[str, Any]]]) -> list[SampleGroup]:
+        """Return saved groups as samples, with their rows."""
         groups = list(saved)
         positions = {v["position"] for group in groups for v in group if v.get("position") is not None}
         rows = dict(zip(positions, self._read(list(positions)), strict=True)) if positions else {}
@@ -394,7 +397,7 @@ def _checked(row: Any) -> Any:
 
 
 def group_index_of(group: SampleGroup) -> int:
-    """Return the number of a group that a data source gave."""
+    """Return the number of a group of a data source."""
     index = group[0].group_index
     if not isinstance(index, int):
         raise ValueError(f"the group of {group[0]!r} is not numbered: it does not come from a data source")
@@ -402,7 +405,7 @@ def group_index_of(group: SampleGroup) -> int:
 
 
 def restarted(group: SampleGroup) -> SampleGroup:
-    """Return one pending sample per member of the group: what was sampled is forgotten."""
+    """Return one pending sample per member of the group, without what was sampled."""
     first = {sample.index: sample for sample in reversed(group)}
     members = [first[index] for index in dict.fromkeys(sample.index for sample in group)]
     for sample in members:

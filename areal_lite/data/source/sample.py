@@ -1,7 +1,7 @@
 """slime's view of an episode: a row and one linear sequence of tokens.
 
 A data source hands out and takes back samples; the record of an episode is the
-:class:`~areal_lite.api.trajectory.Trajectory`. Tokens, loss mask, log-probs and versions have one length:
+:class:`~areal_lite.api.trajectory.Trajectory`. Tokens, loss mask, log-probs and versions have equal length:
 :meth:`Sample.append` checks it. Sampled tokens are kept as spans, so that a stopped episode can resume
 from them. Knows nothing of datasets, engines or torch.
 """
@@ -35,7 +35,7 @@ class SampleStatus(StrEnum):
     ABORTED = "aborted"
     """Stopped by the run; it resumes from its tokens."""
     FAILED = "failed"
-    """Broken by our or the world's fault; it never trains."""
+    """Failed; it never trains."""
 
 
 class Span(NamedTuple):
@@ -44,7 +44,7 @@ class Span(NamedTuple):
     start: int
     end: int
     stop_reason: str
-    """stop, length, or abort where the call was not finished."""
+    """stop, length, or abort if the call was cut off."""
 
 
 @dataclass(slots=True)
@@ -61,11 +61,11 @@ class Sample:
 
     Args:
         index: Number of the sample in the run; samples that one episode fans out into share it.
-        group_index: Number of its group in the run, or another name of it.
+        group_index: Number or name of its group in the run.
         position: Place of its row in the dataset; None without a dataset.
-        row: The dataset row; the sample makes a copy of its own when it is first read.
+        row: The dataset row; copied on first access.
         prompt: Text or messages.
-        label: What the answer is judged by.
+        label: Reference to judge the answer by.
         metadata: Anything; JSON values survive a restart.
     """
 
@@ -133,7 +133,7 @@ class Sample:
 
     @property
     def tokens(self) -> Sequence[int]:
-        """``[T]`` ids of prompt, answers and what came between."""
+        """``[T]`` ids of prompt, answers and the text between them."""
         return self._columns.tokens if self._columns else []
 
     @property
@@ -143,7 +143,7 @@ class Sample:
 
     @property
     def logprobs(self) -> Sequence[float]:
-        """``[T]`` behaviour log-probs in nats, 0 where not sampled, NaN where nobody recorded them."""
+        """``[T]`` behaviour log-probs in nats, 0 where not sampled, NaN where not recorded."""
         return self._columns.logprobs if self._columns else []
 
     @property
@@ -158,7 +158,7 @@ class Sample:
 
     @property
     def response_length(self) -> int:
-        """Tokens from the first sampled one on."""
+        """Number of tokens from the first sampled one to the end."""
         return len(self.tokens) - self.spans[0].start if self.spans else 0
 
     def append(
@@ -179,10 +179,10 @@ class Sample:
             versions: Policy versions, one per token; only of sampled tokens.
             sampled: Whether the policy wrote them: they become a span.
             trained: Whether they train; None is the same as ``sampled``, False keeps sampled tokens out.
-            stop_reason: Why a span ended: stop, length, or abort where it has not.
+            stop_reason: Why a span ended: stop, length, or abort if it was cut off.
 
         Raises:
-            ValueError: If lengths differ, an id or a log-prob cannot be one, or tokens that nobody
+            ValueError: If lengths differ, an id or log-prob is invalid, or tokens that were not
                 sampled have log-probs, versions or training.
         """
         trained = sampled if trained is None else trained
@@ -217,7 +217,7 @@ class Sample:
             columns.spans.append(Span(start, start + count, stop_reason))
 
     def reset(self) -> None:
-        """Forget what was sampled: the sample is pending again."""
+        """Discard what was sampled: the sample is pending again."""
         self._columns = None
         self.response, self.reward, self.status = "", None, SampleStatus.PENDING
 
@@ -238,11 +238,11 @@ class Sample:
     def to_sequence(self) -> TokenSequence:
         """Return the tokens as a sequence to train on.
 
-        Log-probs are None where no trained token has one, and NaN at those that have none beside others that
-        do; versions are None where no token has one.
+        Log-probs are None if no trained token has one, else NaN where one is missing; versions are None if
+        no token has one.
 
         Raises:
-            ValueError: If there is no finite reward, or the first token is to be trained.
+            ValueError: If there is no finite reward, or the loss mask has the first token.
         """
         loss_mask = np.array(self.loss_mask, np.bool_)
         logprobs = np.array(self.logprobs, np.float32)
@@ -261,7 +261,7 @@ class Sample:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as a dict of its own; the status is its string value."""
+        """Return all fields as a new dict; the status is its string value."""
         return {
             "index": self.index,
             "group_index": self.group_index,
@@ -283,7 +283,7 @@ class Sample:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
-        """Return the sample of :meth:`to_dict`; ``record`` stays as it is.
+        """Return the sample of :meth:`to_dict`; ``record`` is not modified.
 
         Unknown keys are kept in ``metadata``.
 
@@ -341,7 +341,7 @@ def _entry(reward: Reward | None, key: str) -> Any:
 
 
 def with_own_containers(value: Any) -> Any:
-    """Return a copy whose dicts and lists are its own; what they hold, images say, is shared."""
+    """Return a copy with new dicts and lists; the values in them, such as images, are shared."""
     kind = type(value)
     if kind is dict:
         return {key: with_own_containers(item) for key, item in value.items()}

@@ -1,8 +1,8 @@
-"""The packer of Qwen2.5-VL, and the pattern for other models that read images: one transform of the row for both sides.
+"""The packer of Qwen2.5-VL, and the pattern for other image models: engine and trainer share one transform of the row.
 
-Guarantees that the ids the policy trains on hold as many placeholder tokens as its vision tower makes of each
-image, whether the engine recorded one placeholder per image or all, and that the rest of the sequence is what
-was recorded.
+Guarantees that a training sequence holds as many placeholder tokens per image as the vision tower produces,
+whether the engine recorded one placeholder per image or all, and that the rest of the sequence is what was
+recorded.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
 
 
 class Qwen2_5_VLM_DataPacker(DataPacker):
-    """Rows are conversations, or dicts with a prompt and, perhaps, columns of images and videos."""
+    """Rows are conversations, or dicts with a prompt and optional columns of images and videos."""
 
     tokens_per_second: float = 2.0
-    """``vision_config.tokens_per_second`` of the model's config: positions in a second of video."""
+    """``vision_config.tokens_per_second`` of the model's config: positions per second of video."""
 
     def setup(self, *, tokenizer: Any, processor: Any = None, config: DatasetConfig | None = None) -> None:
         """As :meth:`DataPacker.setup`; ConfigError without a processor."""
@@ -55,18 +55,18 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
         super().setup(tokenizer=tokenizer, processor=processor, config=config)
 
     def get_rollout_input(self, item: Any) -> dict[str, Any]:
-        """Return the prompt as an engine with a vision tower takes it.
+        """Return the prompt as input for an engine with a vision tower.
 
         Args:
             item: A list of messages whose content is text or parts, ``{"type": "image", "image": path or URL}``
                 and ``{"type": "text", "text": ...}``; or a dict with such a prompt (or text, which is one
                 message of the user), where ``<image>`` and parts without an image take theirs from the
-                column of images. What this method returned is a row, too.
+                column of images. The result of this method is accepted too.
 
         Returns:
-            ``{"prompt": text, "multi_modal_data": {"image": [PIL images], "video": [[frames]]}}``, the text
-            under the config's ``prompt_key`` and with one placeholder token for each image, and only the
-            kinds there are. A dict's other columns are in it as well.
+            ``{"prompt": text, "multi_modal_data": {"image": [PIL images], "video": [[frames]]}}``, with the
+            text under the config's ``prompt_key``, one placeholder token per image, and only the kinds
+            present. A dict keeps its other columns.
 
         Raises:
             ConfigError: If the row breaks a rule of :mod:`areal_lite.data.vision.multimodal`.
@@ -97,8 +97,8 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
 
         Args:
             sample: What :meth:`get_rollout_input` takes, or a :class:`Sample` with it as its row or prompt.
-            rollout_output: As for decoder-only models; of a recorded one, the images are those of ``sample``.
-            n_ignore_prefix_tokens: Leave out the first so many of the answer's tokens.
+            rollout_output: As for decoder-only models; the images are those of ``sample``.
+            n_ignore_prefix_tokens: Number of the answer's first tokens to mask.
 
         Raises:
             As for decoder-only models, and:
@@ -120,7 +120,7 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
         return expand_placeholders(trained, self.processor)
 
     def policy_compute_max_len(self, processed_samples: Sequence[TokenSequence]) -> int:
-        """Return the length, in tokens, of the longest; ValueError where there is none."""
+        """Return the length, in tokens, of the longest; ValueError if there is none."""
         return longest(processed_samples)
 
     def policy_collate_fn(
@@ -128,7 +128,7 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
     ) -> dict[str, Any]:
         """Return the batch as for decoder-only models, and ``position_ids`` ``[B, 4, T]`` int64.
 
-        A model whose positions are plain gets none. Others take them as ``[4, B, T]``, and
+        A model with plain positions gets none. Others take them as ``[4, B, T]``, and
         ``multi_modal_inputs`` through :func:`areal_lite.data.vision.multimodal.concatenate_inputs`.
 
         Raises:
@@ -155,7 +155,7 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
 
 
 def expand_placeholders(sample: TokenSequence, processor: Any) -> TokenSequence:
-    """Return the sample with each placeholder as many tokens long as its image or video is.
+    """Return the sequence with each placeholder expanded to the tokens of its image or video.
 
     An image of grid ``[1, 4, 6]`` at merge size 2 has 6 tokens; one placeholder becomes 6, and 6 stay.
 

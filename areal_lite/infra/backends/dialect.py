@@ -1,4 +1,4 @@
-"""What the engine client needs of a server's protocol."""
+"""The interface of a server's protocol to the engine client."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ControlCall:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server says of itself; None where it does not."""
+    """What a server reports about itself; None if unreported."""
 
     context_length: int | None = None
     vocab_size: int | None = None
@@ -64,10 +64,10 @@ class Dialect(Protocol):
         """Parse the reply of ``info_path``; never raises."""
 
     def abort(self, rid: str) -> ControlCall:
-        """Return the call that ends one running request with what it has."""
+        """Return the call that aborts one running request, which returns its tokens so far."""
 
     def pause(self) -> ControlCall:
-        """Return the call that ends running requests with what they have."""
+        """Return the call that aborts running requests, which return their tokens so far."""
 
     def update_weights(self, path: str, version: int) -> list[ControlCall]:
         """Return the calls that load the checkpoint folder at ``path`` as ``version``."""
@@ -80,10 +80,10 @@ class Dialect(Protocol):
 
 
 def checked_chunk(tokens: list[int], logprobs: list[float], versions: list[int] | None, finish: str) -> Chunk:
-    """Return a chunk whose lengths agree, whose ids are ids and whose log-probs are log-probs.
+    """Check lengths, token ids and log-probs, and return them as a chunk.
 
     Raises:
-        BadResponse: If they are not.
+        BadResponse: If a check fails.
     """
     if len(tokens) != len(logprobs) or (versions is not None and len(versions) != len(tokens)):
         raise BadResponse(
@@ -103,7 +103,7 @@ def checked_chunk(tokens: list[int], logprobs: list[float], versions: list[int] 
 
 
 def version_number(label: Any) -> int:
-    """Return a server's version label as a policy version; ``default`` is the start, 0.
+    """Return a server's version label as a policy version; ``default`` is 0.
 
     Raises:
         BadResponse: If it is neither a number nor ``default``.

@@ -106,16 +106,16 @@ class SGLang:
         return ControlCall("/pause_generation", {"mode": "abort"})
 
     def update_weights(self, path: str, version: int) -> list[ControlCall]:
-        """Load from disk and drop the prefix cache, which the old weights wrote."""
+        """Load from disk and drop the prefix cache, which holds the old weights' states."""
         body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
         return [ControlCall("/update_weights_from_disk", body)]
 
     def resume(self) -> ControlCall:
-        """Go on generating."""
+        """Resume generation."""
         return ControlCall("/continue_generation")
 
     def update_error(self, reply: Any) -> str | None:
-        """Return SGLang's message where ``success`` is false."""
+        """Return SGLang's message if ``success`` is false."""
         if isinstance(reply, dict) and reply.get("success") is False:
             return str(reply.get("message"))
         return None

@@ -1,7 +1,7 @@
 """vLLM's token protocol (``/inference/v1/generate``, servers started with ``--enable-scale-out``).
 
-vLLM's log-probs ignore temperature by default. Start it with ``--logprobs-mode processed_logprobs`` where
-temperature is not 1, or the trainer and the engine disagree.
+vLLM's log-probs ignore temperature by default. Start it with ``--logprobs-mode processed_logprobs`` if the
+temperature is not 1, or trainer and engine disagree.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class VLLM:
         min_new_tokens: int,
         seed: int | None,
     ) -> dict[str, Any]:
-        """Return the JSON body of one generation; vLLM ignores names it does not know, so these are exact."""
+        """Return the JSON body of one generation; vLLM silently ignores unknown fields, so names must be exact."""
         sampling: dict[str, Any] = {
             "max_tokens": max_new_tokens,
             "min_tokens": min_new_tokens,
@@ -77,7 +77,7 @@ class VLLM:
         return ServerInfo(context_length=window if isinstance(window, int) else None)
 
     def abort(self, rid: str) -> ControlCall:
-        """Abort one request under the name that vLLM made of its id."""
+        """Abort one request by the id that vLLM made from its ``rid``."""
         return ControlCall("/abort_requests", {"request_ids": [f"generate-tokens-{rid}"]})
 
     def pause(self) -> ControlCall:
@@ -95,11 +95,11 @@ class VLLM:
         ]
 
     def resume(self) -> ControlCall:
-        """Go on generating."""
+        """Resume generation."""
         return ControlCall("/resume")
 
     def update_error(self, reply: Any) -> str | None:
-        """Return the first worker's message where one failed."""
+        """Return the message of the first worker that failed."""
         for result in reply.get("results") or [] if isinstance(reply, dict) else []:
             if isinstance(result, dict) and result.get("success") is False:
                 return str(result.get("message"))
