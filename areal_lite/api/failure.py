@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -79,16 +78,24 @@ class Failure:
         return f"{self.type}: {first_line}" if self.type else first_line
 
 
-@contextlib.contextmanager
-def attributed_to(kind: FailureKind) -> Iterator[None]:
-    """Attribute an exception raised inside to ``kind``, unless it is attributed already."""
-    try:
-        yield
-    except Exception as error:
-        if not hasattr(error, "failure_kind"):
+class attributed_to:
+    """A context manager that attributes an exception raised inside to ``kind``, unless it is attributed already.
+
+    A class, because every episode passes through it: a generator costs several times as much.
+    """
+
+    __slots__ = ("_kind",)
+
+    def __init__(self, kind: FailureKind) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not hasattr(error, "failure_kind"):
             with contextlib.suppress(AttributeError):  # a class with slots keeps the default
-                error.failure_kind = kind  # type: ignore[attr-defined]
-        raise
+                error.failure_kind = self._kind  # type: ignore[attr-defined]
 
 
 def _kind_of(error: BaseException) -> FailureKind | None:

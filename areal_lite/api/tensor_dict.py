@@ -47,8 +47,8 @@ _VIEW = {"input_ids": np.int32, "loss_mask": np.int32, "logprobs": np.float32, "
 """Dtypes of the view, which are AReaL's."""
 
 
-def check_returned(returned: Any) -> None:
-    """Check the type of what ``arun_episode`` returned.
+def check_returned(returned: Any) -> bool:
+    """Check the type of what ``arun_episode`` returned, and return whether it is a dict of interactions.
 
     Raises:
         ValueError: If it is neither a tensor dict nor a dict of interactions, each with a reward.
@@ -59,13 +59,15 @@ def check_returned(returned: Any) -> None:
         )
     if not returned:
         raise ValueError("arun_episode returned an empty dict: return None to reject an episode")
-    if is_interactions(returned):
-        for name, interaction in returned.items():
-            reward = interaction.reward
-            if reward is None or not abs(reward) <= LARGEST_REWARD:
-                raise ValueError(
-                    f"interaction {name} has the reward {reward}: give each a finite number with set_reward()"
-                )
+    if not is_interactions(returned):
+        return False
+    for name, interaction in returned.items():
+        reward = interaction.reward
+        if reward is None or not abs(reward) <= LARGEST_REWARD:
+            raise ValueError(
+                f"interaction {name} has the reward {reward}: give each a finite number with set_reward()"
+            )
+    return True
 
 
 def is_interactions(returned: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ sampled is ever tokenized again. The tensor dict of AReaL is a view (:mod:`areal
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -222,11 +222,11 @@ class Trajectory:
         rewards = [sequence.reward for sequence in self.sequences if sequence.reward is not None]
         self.reward = sum(rewards) / len(rewards) if rewards else None
 
-    def prompt_len(self, sequence: TokenSequence) -> int:
-        """Return how many tokens of one of its sequences come before the first model call."""
-        calls = (self.turns[place] for place in sequence.path if self.turns[place].role is TurnRole.ASSISTANT)
-        first = next(calls, None)
-        return len(sequence) if first is None else first.start
+    def prompt_len(self, path: Sequence[int]) -> int:
+        """Return how many tokens of a path come before its first model call; all of them if it has none."""
+        turns = [self.turns[place] for place in path]
+        first = next((turn for turn in turns if turn.role is TurnRole.ASSISTANT), None)
+        return first.start if first is not None else sum(len(turn.ids) for turn in turns)
 
     def path_to(self, place: int) -> list[int]:
         """Return the indices of the turns from the beginning of a conversation to ``turns[place]``."""

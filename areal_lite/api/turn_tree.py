@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
 from areal_lite.api.io_struct import ModelResponse
-from areal_lite.api.tensor_dict import SEQUENCE_KEYS, check_returned, check_tensor_dict, is_interactions
+from areal_lite.api.tensor_dict import SEQUENCE_KEYS, check_returned, check_tensor_dict
 from areal_lite.api.trajectory import EpisodeStatus, TokenSequence, Trajectory, Turn, TurnRole
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -46,8 +46,7 @@ def trajectory_of(
     interactions: list[InteractionWithTokenLogpReward] = []
     if returned is not None:
         with attributed_to(FailureKind.OUTPUT):
-            check_returned(returned)
-            if is_interactions(returned):
+            if check_returned(returned):
                 interactions = list(returned.values())
                 sequences.extend(map(_interaction_sequence, interactions))
             else:

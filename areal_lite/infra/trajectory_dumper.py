@@ -111,7 +111,7 @@ def dump_lines(group: Group, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
             path = trajectory.path_to(len(trajectory.turns) - 1) if trajectory.turns else ()
         turns = [_turn(trajectory, place, sequence, tokenizer) for place in path]
         ids = [token for turn in turns for token in turn["ids"]]
-        prompt_len = next((turn["start"] for turn in turns if turn["role"] == "assistant"), len(ids))
+        prompt_len = trajectory.prompt_len(path)
         versions = sequence.trained_versions() if sequence is not None else None
         failure = trajectory.failure
         yield {

@@ -206,7 +206,9 @@ class RolloutDriver:
 
     def _dump(self, step: int) -> None:
         tokenizer = load_tokenizer(tokenizer_path(self._config))
-        lines = [(g, s, t.prompt_len(s)) for g in self._groups for t in g.trajectories for s in t.sequences]
+        lines = [
+            (g, s, t.prompt_len(s.path)) for g in self._groups for t in g.trajectories for s in t.sequences
+        ]
         dump_rollouts(
             self._run_dir / "scores",
             step,

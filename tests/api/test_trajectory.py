@@ -98,7 +98,7 @@ class TestCallsOfInteractions:
         ]
         assert (sequence.path, sequence.turn_idx, sequence.reward) == ((0, 1, 2, 3), 1, 1.0)
         assert (trajectory.member_idx, trajectory.status, trajectory.reward) == (3, "accepted", 1.0)
-        assert (trajectory.prompt_len(sequence), trajectory.num_sampled_tokens) == (2, 3)
+        assert (trajectory.prompt_len(sequence.path), trajectory.num_sampled_tokens) == (2, 3)
         assert sequence.logprobs is not None and sequence.versions is not None
         assert sequence.logprobs.tolist() == [0, 0, -11 / 8, -12 / 8, 0, -21 / 8]
         assert sequence.versions.tolist() == [-1, -1, 3, 0, -1, 1]
@@ -242,7 +242,7 @@ class TestCallsOfTensorDicts:
         trajectory = trajectory_of(rows([1, 2, 11, 12], masks=[[0, 0, 0, 1]]), [FIRST])
         assert shape(trajectory)[1] == ("assistant", 0, 2, [11, 12], [False, True])
         (sequence,) = trajectory.sequences
-        assert (sequence.num_trained_tokens, trajectory.prompt_len(sequence)) == (1, 2)
+        assert (sequence.num_trained_tokens, trajectory.prompt_len(sequence.path)) == (1, 2)
 
     def test_rows_that_no_call_explains_are_cut_by_their_mask(self) -> None:
         first, second = [1, 2, 11, 12, 3, 21], [1, 2, 11, 12, 4, 5]
@@ -261,7 +261,7 @@ class TestCallsOfTensorDicts:
     def test_equal_tokens_that_were_given_and_sampled_are_different_turns(self) -> None:
         trajectory = trajectory_of(rows([1, 11], [1, 11], masks=[[0, 1], [0, 0]]), [])
         assert [(s.path, s.turn_idx) for s in trajectory.sequences] == [((0, 1), 0), ((2,), 0)]
-        assert trajectory.prompt_len(trajectory.sequences[1]) == 2
+        assert trajectory.prompt_len(trajectory.sequences[1].path) == 2
 
     def test_padding_on_either_side_is_left_out(self) -> None:
         tensors = {
