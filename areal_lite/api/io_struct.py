@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areal_lite.api.generation import GenerationHyperparameters
 
 
+_rids = random.Random()  # its own, seeded by the system: a user's seed must not repeat the ids of another run
+os.register_at_fork(after_in_child=_rids.seed)
+
+
 def _fixed_length_rid() -> str:
     # SGLang aborts by prefix of the rid, so ids must all have one length.
-    return os.urandom(16).hex()
+    return f"{_rids.getrandbits(128):032x}"
 
 
 @dataclass(slots=True, kw_only=True)
