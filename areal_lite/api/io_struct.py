@@ -9,7 +9,6 @@ from typing import Any
 
 from areal_lite.api.generation import GenerationHyperparameters
 
-
 _rids = random.Random()  # its own, seeded by the system: a user's seed must not repeat the ids of another run
 os.register_at_fork(after_in_child=_rids.seed)
 
