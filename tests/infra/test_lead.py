@@ -71,6 +71,23 @@ def test_after_each_failed_trial_the_pause_doubles_up_to_a_limit() -> None:
     assert pauses[1:7] == [4, 8, 16, 32, 64, 64]
 
 
+def quiet(lead: Lead) -> int:
+    """Return how many windows of a starving trainer pass until the lead changes."""
+    before, windows = lead.groups, 0
+    while window(lead, starved=0.5) == before:
+        windows += 1
+    return windows
+
+
+def test_a_trial_that_succeeds_makes_the_next_pause_short_again() -> None:
+    lead = Lead(batch_size=4, max_staleness=4)
+    assert [window(lead, step_s=step_s, starved=0.5) for step_s in (1.0, 0.96)] == [13, 8]
+    assert quiet(lead) == PATIENCE[0]
+    assert window(lead, starved=0.5) == 4  # the smaller one stays, and a still smaller one is tried
+    assert window(lead, step_s=1.06, starved=0.5) == 5
+    assert quiet(lead) == PATIENCE[0]
+
+
 def test_a_smaller_lead_stays_unless_steps_get_longer() -> None:
     shorter, longer = (Lead(batch_size=4, max_staleness=3) for _ in range(2))
     for lead in (shorter, longer):
