@@ -110,7 +110,7 @@ def test_it_does_not_grow_for_a_trainer_that_is_busy_or_waits_for_the_oldest_gro
 def test_it_shrinks_by_the_fewest_spare_groups_unless_batches_wait_for_the_oldest() -> None:
     lead = Lead(batch_size=4, max_staleness=4)
     assert window(lead, spare=9, oldest=0.06) == 8
-    for spare in [5] * (WINDOW - 1) + [1]:
+    for spare in [5] * (WINDOW - 2) + [1, 5]:
         lead.batch_cut(step_s=1.0, waited_s=0.05, starved_s=0.0, spare=spare)
     assert lead.groups == 7
     assert window(lead, spare=2) == 5

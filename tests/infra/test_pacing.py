@@ -385,8 +385,10 @@ def test_trained_shares_are_a_quarter_each_where_duration_does_not_decide() -> N
 def test_statistics_count_trained_and_discarded_tokens() -> None:
     statistics = RolloutStatistics()
     statistics.train([group_of(1, [0, 0]), group_of(2, [1])])
+    statistics.train([group_of(3, [1])])
     statistics.discard([], masked_tokens=2)
-    assert (statistics.trained_tokens, statistics.metrics()["discarded_tokens"]) == (3, 2.0)
+    statistics.discard([], masked_tokens=3)
+    assert (statistics.trained_tokens, statistics.metrics()["discarded_tokens"]) == (4, 5.0)
     for n in range(4):
         statistics.group_ended(group_of(n, [0], run_s=1.0))
     assert [statistics.metrics()[f"trained_share_q{n}"] for n in (1, 2, 3, 4)] == [1.0, 0.0, 0.0, 0.0]
