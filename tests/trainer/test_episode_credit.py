@@ -209,6 +209,24 @@ def test_neither_policy_nor_critic_of_gae_sees_how_an_episode_was_cut(
     assert_credit_ignores_the_cut(tiny, changes | (SMALL if small else {}), drawn)
 
 
+def test_gae_runs_through_the_branches_of_a_fork_in_their_order(tiny: Path) -> None:
+    root, left, right = Call(-1, [], [40]), Call(0, [20], [41]), Call(0, [21], [42])
+    for options, same in (({"gamma": 1.0, "lam": 1.0}, True), ({"gamma": 1.0, "lam": 0.5}, False)):
+        first = []
+        for branches in ((left, right), (right, left)):
+            trainer = make_trainer(
+                tiny,
+                advantage="gae",
+                advantage_kwargs=options,
+                critic=CriticConfig(learning_rate=1e-3),
+            )
+            fork = Episode([root, *branches], 1.0)
+            step = with_advantages(trainer, [group_of("g", [5, 6], [fork, Episode(line(1), 0.0)])])
+            first.append(float(step.tokens.returns[0]))
+        assert (first[0] == pytest.approx(first[1], abs=1e-5)) is same
+        assert not same or first[0] == pytest.approx(1.0, abs=1e-5)  # the reward
+
+
 @settings(max_examples=5, deadline=None)
 @given(drawn=batches(), place=st.sampled_from(["loss", "reward"]))
 def test_entropy_and_kl_terms_do_not_see_how_an_episode_was_cut(
