@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.infra.lead import PATIENCE, WINDOW, Lead
+from areal_lite.infra.lead import IDLE, PATIENCE, WINDOW, Lead
 
 
 def window(
@@ -105,6 +105,14 @@ def test_it_does_not_grow_for_a_trainer_that_is_busy_or_waits_for_the_oldest_gro
         8
     ] * 3
     assert window(lead, starved=0.06) == 13
+
+
+def test_a_wait_of_exactly_the_idle_share_is_not_one() -> None:
+    for waited, groups in ((IDLE, 6), (2 * IDLE, 8)):
+        lead = Lead(batch_size=4, max_staleness=4)
+        for share in (*[0.0] * (WINDOW - 1), WINDOW):  # all of it before the last batch
+            lead.batch_cut(step_s=1.0, waited_s=share * waited, starved_s=share * IDLE, spare=2)
+        assert lead.groups == groups
 
 
 def test_it_shrinks_by_the_fewest_spare_groups_unless_batches_wait_for_the_oldest() -> None:

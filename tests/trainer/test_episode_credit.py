@@ -188,7 +188,7 @@ def test_no_estimator_of_whole_episodes_sees_how_an_episode_was_cut(
     assert_credit_ignores_the_cut(tiny, {"advantage": name}, drawn)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     drawn=batches(), small=st.booleans(), gamma=st.floats(0.5, 1), lam=st.floats(0, 1), penalty=st.booleans()
 )
