@@ -108,7 +108,6 @@ class _TurnTree:
         """
         path: list[int] = []
         parent: int | None = None
-        answers = 0
         for start, end, call, sampled in spans:
             here = slice(start, end)
             ids, loss_mask = sequence.input_ids[here], sequence.loss_mask[here]
@@ -135,7 +134,6 @@ class _TurnTree:
                     self.calls.setdefault(_identity(call), place)
             path.append(place)
             parent = place
-            answers += sampled
         calls_before = sum(self.turns[place].role is TurnRole.ASSISTANT for place in path) - 1
         sequence.place = tuple(path), max(0, calls_before)
 

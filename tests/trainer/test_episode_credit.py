@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,109 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from areal_lite.api.io_struct import ModelResponse
-from areal_lite.api.trainer_config import CorrectionConfig, KLConfig, TrainerConfig
-from areal_lite.api.trajectory import EpisodeStatus, Group
-from areal_lite.api.turn_tree import trajectory_of
+from areal_lite.api.trainer_config import CorrectionConfig, CriticConfig, KLConfig, TrainerConfig
+from areal_lite.api.trajectory import Group
 from areal_lite.data.batch.data_proto_file import load_data_proto, save_data_proto
 from areal_lite.data.batch.training_batch import data_proto_of
 from areal_lite.trainer.estimators.estimator import ESTIMATORS
 from areal_lite.trainer.objectives.aggregation import AggregationMode
 from areal_lite.trainer.policy_step import Batch, Step
 from areal_lite.trainer.policy_trainer import PolicyTrainer
+from tests.trainer.episode_data import Call, Episode, group_of, line
 from tests.trainer.training_data import VOCABULARY
 
 VERSION = 3
-
-
-@dataclass(frozen=True)
-class Call:
-    """One model call of an episode."""
-
-    parent: int
-    """Place of the call it continues; -1: the prompt."""
-    asked: list[int]
-    """Tokens of the environment before it."""
-    answer: list[int]
-    joins: bool = False
-    """Whether it lies in one sequence with the call before it, where it continues that one."""
-    reward: float | None = None
-    """None: the episode's."""
-
-
-@dataclass(frozen=True)
-class Episode:
-    """Calls in depth-first order, and the reward."""
-
-    calls: list[Call]
-    reward: float
-
-    def cut(self, joins: Sequence[bool]) -> Episode:
-        """Return the episode cut into other sequences."""
-        return Episode([replace(c, joins=j) for c, j in zip(self.calls, joins, strict=False)], self.reward)
-
-
-def group_of(
-    name: str, prompt: list[int], episodes: Sequence[Episode], *, baseline: float | None = None
-) -> Group:
-    """Return the group of these episodes; each call is trained in one sequence."""
-    return Group(
-        task_id=name,
-        group_id=name,
-        status=EpisodeStatus.ACCEPTED,
-        data={},
-        trajectories=[
-            trajectory_of(tensor_dict(prompt, episode), model_calls(prompt, episode), member_idx=place)
-            for place, episode in enumerate(episodes)
-        ],
-        baseline=baseline,
-    )
-
-
-def model_calls(prompt: list[int], episode: Episode) -> list[ModelResponse]:
-    """Return the calls as the engine recorded them."""
-    made: list[ModelResponse] = []
-    for place, call in enumerate(episode.calls):
-        before = (
-            made[call.parent].input_tokens + made[call.parent].output_tokens if call.parent >= 0 else prompt
-        )
-        made.append(
-            ModelResponse(
-                input_tokens=before + call.asked,
-                output_tokens=call.answer,
-                output_logprobs=[behaviour(token) for token in call.answer],
-                output_versions=[1] * len(call.answer),
-                rid=str(place),
-            )
-        )
-    return made
-
-
-def tensor_dict(prompt: list[int], episode: Episode) -> dict[str, Tensor]:
-    """Return what a workflow would: one row per sequence, right-padded."""
-    rows: list[tuple[list[int], list[int], float]] = []
-    for place, (call, made) in enumerate(zip(episode.calls, model_calls(prompt, episode), strict=True)):
-        mask = [0] * made.input_len + [1] * made.output_len
-        if call.joins and place and call.parent == place - 1:
-            earlier = rows.pop()[1]
-            mask[: len(earlier)] = earlier
-        reward = episode.reward if call.reward is None else call.reward
-        rows.append((made.input_tokens + made.output_tokens, mask, reward))
-    length = max(len(ids) for ids, _, _ in rows)
-    ids, masks = (torch.tensor([row[at] + [0] * (length - len(row[at])) for row in rows]) for at in (0, 1))
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.tensor([[at < len(row[0]) for at in range(length)] for row in rows]),
-        "loss_mask": masks,
-        "logprobs": torch.where(masks > 0, ids % 7 / 3 - 6.5, 0.0),
-        "versions": torch.where(masks > 0, 1, -1),
-        "rewards": torch.tensor([row[2] for row in rows], dtype=torch.float32),
-    }
-
-
-def behaviour(token: int) -> float:
-    """Return a log-prob near those of the tiny model, so that ratios lie on both sides of every bound."""
-    return token % 7 / 3 - 6.5
 
 
 def make_trainer(model_path: Path, **changes: Any) -> PolicyTrainer:
@@ -128,13 +36,17 @@ def make_trainer(model_path: Path, **changes: Any) -> PolicyTrainer:
         "num_threads": 1,
         "device": "cpu",
     }
-    return PolicyTrainer(TrainerConfig(**given | changes), model_path=str(model_path), seed=1)
+    trainer = PolicyTrainer(TrainerConfig(**given | changes), model_path=str(model_path), seed=1)
+    if trainer.critic is not None:  # whose head begins at 0, and so do all values
+        torch.nn.init.normal_(trainer.critic.module.model.score.weight, std=0.1)
+    return trainer
 
 
 def with_advantages(trainer: PolicyTrainer, batch: Batch) -> Step:
     step = trainer.begin(batch, version=VERSION)
     trainer.score_proximal(step)
     trainer.score_reference(step)
+    trainer.score_values(step)
     trainer.penalize_kl(step)
     trainer.correct(step)
     trainer.estimate_advantages(step)
@@ -142,7 +54,9 @@ def with_advantages(trainer: PolicyTrainer, batch: Batch) -> Step:
 
 
 def gradient(trainer: PolicyTrainer) -> Tensor:
-    return torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()]).clone()
+    """Return the gradients of all models in one row."""
+    modules = [learner.module for learner in trainer.learners.values()]
+    return torch.cat([parameter.grad.flatten() for module in modules for parameter in module.parameters()])
 
 
 def advantages_of(trainer: PolicyTrainer, batch: Batch) -> list[float]:
@@ -151,10 +65,6 @@ def advantages_of(trainer: PolicyTrainer, batch: Batch) -> list[float]:
     found = [tokens.advantages[tokens.episodes == episode] for episode in range(int(tokens.episodes[-1]) + 1)]
     assert all(bool((values == values[0]).all()) for values in found)
     return [float(values[0]) for values in found]
-
-
-def line(count: int, *, joins: bool = False) -> list[Call]:
-    return [Call(place - 1, [20 + place], [40 + place, 60 + place], joins) for place in range(count)]
 
 
 def test_advantages_of_a_group_stay_where_its_first_episode_is_cut_into_five(tiny: Path) -> None:
@@ -221,7 +131,10 @@ def contributions(
         trainer = make_trainer(model_path, **changes)
         step = with_advantages(trainer, batch)
         if kept is not None:
-            step.tokens.advantages[(step.tokens.episodes == target) != kept] = 0
+            left_out = (step.tokens.episodes == target) != kept
+            step.tokens.advantages[left_out] = 0
+            step.tokens.returns[left_out] = step.tokens.values[left_out]
+        trainer.update_critic(step)
         trainer.update_policy(step)
         found.append(gradient(trainer))
     return found[0], found[1], found[2]
@@ -273,6 +186,45 @@ def test_no_estimator_of_whole_episodes_sees_how_an_episode_was_cut(
     tiny: Path, name: str, drawn: tuple[list[Group], list[Group], int]
 ) -> None:
     assert_credit_ignores_the_cut(tiny, {"advantage": name}, drawn)
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    drawn=batches(), small=st.booleans(), gamma=st.floats(0.5, 1), lam=st.floats(0, 1), penalty=st.booleans()
+)
+def test_neither_policy_nor_critic_of_gae_sees_how_an_episode_was_cut(
+    tiny: Path,
+    drawn: tuple[list[Group], list[Group], int],
+    small: bool,
+    gamma: float,
+    lam: float,
+    penalty: bool,
+) -> None:
+    changes: dict[str, Any] = {
+        "advantage": "gae",
+        "advantage_kwargs": {"gamma": gamma, "lam": lam},
+        "critic": CriticConfig(learning_rate=1e-3, max_grad_norm=1e9),
+        "kl": KLConfig(coef=0.1, place="reward") if penalty else None,
+    }
+    assert_credit_ignores_the_cut(tiny, changes | (SMALL if small else {}), drawn)
+
+
+def test_gae_runs_through_the_branches_of_a_fork_in_their_order(tiny: Path) -> None:
+    root, left, right = Call(-1, [], [40]), Call(0, [20], [41]), Call(0, [21], [42])
+    for options, same in (({"gamma": 1.0, "lam": 1.0}, True), ({"gamma": 1.0, "lam": 0.5}, False)):
+        first = []
+        for branches in ((left, right), (right, left)):
+            trainer = make_trainer(
+                tiny,
+                advantage="gae",
+                advantage_kwargs=options,
+                critic=CriticConfig(learning_rate=1e-3),
+            )
+            fork = Episode([root, *branches], 1.0)
+            step = with_advantages(trainer, [group_of("g", [5, 6], [fork, Episode(line(1), 0.0)])])
+            first.append(float(step.tokens.returns[0]))
+        assert (first[0] == pytest.approx(first[1], abs=1e-5)) is same
+        assert not same or first[0] == pytest.approx(1.0, abs=1e-5)  # the reward
 
 
 @settings(max_examples=5, deadline=None)

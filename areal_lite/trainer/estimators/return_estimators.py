@@ -14,6 +14,9 @@ from areal_lite.trainer.estimators.normalize import whiten
 def gae(inputs: EstimatorInputs, *, gamma: float = 1.0, lam: float = 1.0) -> Estimate:
     """Return generalized advantages, whitened over the batch; returns are values plus unwhitened advantages.
 
+    Cutting an episode into other sequences changes nothing while its tokens keep their order. The order of a fork's
+    branches counts: each continues with the value and rewards of the next.
+
     Args:
         gamma: Discount per token.
         lam: 0 trusts the critic after one token, 1 the rewards to the end.
