@@ -153,8 +153,8 @@ class CorrectionConfig:
     """Comma-separated bounds, one per statistic in reject: lower_upper of the ratio for k1, an upper bound for the
     others."""
 
-    max_row_kl: Above0 | None = None
-    """Mask sequences with negative advantage whose mean behaviour - policy log-prob (nats per token) is above this
+    max_episode_kl: Above0 | None = None
+    """Mask episodes with negative advantage whose mean behaviour - policy log-prob (nats per token) is above this
     bound (off-policy sequence masking)."""
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ from areal_lite.trainer.objectives.aggregation import AggregationMode, aggregate
 from areal_lite.trainer.objectives.kl import kl_penalty
 from areal_lite.trainer.objectives.policy_loss import PolicyInputs
 from areal_lite.trainer.objectives.value_loss import value_loss
-from areal_lite.trainer.packed_model import PackedRows
+from areal_lite.trainer.packed_model import PackedSequences
 from areal_lite.trainer.policy_model import load_policy, resolve_device
 from areal_lite.trainer.policy_step import Batch, Step
 from areal_lite.trainer.seeding import seed_process
@@ -181,7 +181,7 @@ class PolicyTrainer:
                 step.all_indices,
                 self.learner,
                 reference,
-                lambda rows: {"reference": reference(rows).logprobs},
+                lambda packed: {"reference": reference(packed).logprobs},
             )
         step.tokens.fill(step.all_indices, scored)
 
@@ -191,7 +191,11 @@ class PolicyTrainer:
             return
         with step.clock("values"):
             scored = self._scored(
-                step, step.all_indices, critic, critic.module, lambda rows: {"values": critic.module(rows)}
+                step,
+                step.all_indices,
+                critic,
+                critic.module,
+                lambda packed: {"values": critic.module(packed)},
             )
         step.tokens.fill(step.all_indices, scored)
 
@@ -308,8 +312,8 @@ class PolicyTrainer:
     # -- forward passes and losses -----------------------------------------------------------------
 
     def _score_proximal(self, step: Step, chosen: Sequence[int]) -> None:
-        def score(rows: PackedRows) -> dict[str, Tensor]:
-            scores = self._policy(rows)
+        def score(packed: PackedSequences) -> dict[str, Tensor]:
+            scores = self._policy(packed)
             return {"proximal": scores.logprobs, "sum_squared_probs": scores.sum_squared_probs}
 
         with step.clock("proximal"):
@@ -324,7 +328,11 @@ class PolicyTrainer:
         if not first or self.config.proximal == "behaviour":
             with step.clock("choice"):
                 policy = self._scored(
-                    step, chosen, self.learner, self._policy, lambda rows: {"": self._policy(rows).logprobs}
+                    step,
+                    chosen,
+                    self.learner,
+                    self._policy,
+                    lambda packed: {"": self._policy(packed).logprobs},
                 )[""]
         step.choice = None
         choice = self.algorithm.policy_loss(self._inputs(step, policy[here], here)).chosen
@@ -349,7 +357,7 @@ class PolicyTrainer:
         chosen: Sequence[int],
         learner: Learner,
         model: Any,
-        score: Callable[[PackedRows], dict[str, Tensor]],
+        score: Callable[[PackedSequences], dict[str, Tensor]],
     ) -> dict[str, Tensor]:
         """Return the values ``[T]`` of ``score`` at the chosen sequences' tokens, over all ranks; 0 elsewhere."""
 

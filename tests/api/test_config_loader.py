@@ -368,9 +368,9 @@ def test_contradictory_and_unused_settings_are_refused(write, override, says):
 
 
 def test_corrections_without_importance_weights_work_with_proximal_behaviour(write):
-    correction = "{level: none, max_row_kl: 0.5}"
+    correction = "{level: none, max_episode_kl: 0.5}"
     changes = [f"trainer.correction={correction}", "trainer.proximal=behaviour"]
-    assert load_config(write(), changes).trainer.correction.max_row_kl == 0.5
+    assert load_config(write(), changes).trainer.correction.max_episode_kl == 0.5
 
 
 def test_a_dump_masks_keys_and_tokens(write):

@@ -86,7 +86,7 @@ def test_max_samples_takes_the_first_rows_or_a_seeded_choice_in_order():
     ],
 )
 def test_a_function_that_does_not_return_rows_says_why(name, kwargs, message):
-    # S-B2: no data set without rows
+    # S-B2: no dataset without rows
     with pytest.raises(ConfigError, match=message):
         load(f"{__name__}.{name}", kwargs=kwargs)
 

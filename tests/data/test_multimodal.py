@@ -281,7 +281,7 @@ def test_the_inputs_of_a_batch_are_joined_in_order(processor: Any) -> None:
 
 
 def test_an_item_of_a_row_with_an_image_has_positions_in_it(tmp_path: Path, processor: Any) -> None:
-    """V11, V13: the model places padded tokens as the data set does."""
+    """V11, V13: the model places padded tokens as the dataset does."""
     from areal_lite.api.config import DatasetConfig
     from areal_lite.data.rows.rl_dataset import RLHFDataset
 

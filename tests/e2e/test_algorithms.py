@@ -87,7 +87,7 @@ def test_runs_with_everything_write_the_metrics_of_the_document_and_no_other(run
         "trainer.critic": "{learning_rate: 1.0e-3}",
         "trainer.kl": "{coef: 0.1, place: reward}",
         "trainer.loss_kwargs": "{dual_clip: 3.0}",
-        "trainer.correction": "{max_row_kl: 100.0}",
+        "trainer.correction": "{max_episode_kl: 100.0}",
         "trainer.minibatches_per_step": "2",
         "trainer.total_steps": "6",
         "rollout.max_head_offpolicyness": "2",

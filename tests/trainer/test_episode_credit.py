@@ -244,7 +244,7 @@ SEQUENCE_LEVEL: list[dict[str, Any]] = [
     {"correction": CorrectionConfig(level="sequence", normalize=True)},
     {"correction": CorrectionConfig(level="none", reject="seq_mean_k3", reject_bounds="0.5")},
     {"correction": CorrectionConfig(level="none", reject="seq_max_k2,token_k1", reject_bounds="2.0,0.3_3.0")},
-    {"correction": CorrectionConfig(level="none", max_row_kl=0.3)},
+    {"correction": CorrectionConfig(level="none", max_episode_kl=0.3)},
 ]
 OBJECTIVES: list[dict[str, Any]] = [
     *({"loss": loss, "proximal": "behaviour"} for loss in ("ppo", "gspo", "gmpo", "cispo")),

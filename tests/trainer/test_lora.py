@@ -16,7 +16,7 @@ from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.lora import adapters_off, add_adapters, load_adapters, plain_weights, write_adapters
-from areal_lite.trainer.packed_model import PackedRows
+from areal_lite.trainer.packed_model import PackedSequences
 from areal_lite.trainer.policy_model import load_policy
 from areal_lite.trainer.weights import publish_weights, save_model
 from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together
@@ -30,12 +30,12 @@ def load(path: Path, config: LoRAConfig | None = CONFIG, *, recompute: bool = Fa
     return load_policy(str(path), device=CPU, lora=config, gradient_checkpointing=recompute)
 
 
-def packed_rows() -> PackedRows:
+def packed_sequences() -> PackedSequences:
     return packed_together(drawn_batch(0))[0]
 
 
 def logprobs(model: Any) -> Tensor:
-    return TokenScorer(model, temperature=1.0)(packed_rows()).logprobs
+    return TokenScorer(model, temperature=1.0)(packed_sequences()).logprobs
 
 
 def trained(model: Any, *, updates: int = 2) -> Any:
@@ -45,7 +45,7 @@ def trained(model: Any, *, updates: int = 2) -> Any:
     learner = Learner(scorer, config, config, total_steps=updates)
     for _ in range(updates):
         assert learner.update(
-            lambda _: [packed_rows()], lambda packed: -scorer(packed).logprobs.mean()
+            lambda _: [packed_sequences()], lambda packed: -scorer(packed).logprobs.mean()
         ).applied
     return model
 

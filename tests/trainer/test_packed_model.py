@@ -16,7 +16,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.microbatches import num_inputs, plan_blocks
-from areal_lite.trainer.packed_model import PackedModel, PackedRows
+from areal_lite.trainer.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.policy_model import load_policy
 from areal_lite.trainer.ragged_attention import Segments, _by_kernel
 from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sample
@@ -45,7 +45,7 @@ ARCHITECTURES = {  # config, settings, whether rows may hold several samples
 }
 
 
-def packed_rows(model: PackedModel, batch: Sequence[TokenSequence]) -> PackedRows:
+def packed_sequences(model: PackedModel, batch: Sequence[TokenSequence]) -> PackedSequences:
     packed, _ = packed_together(batch, share=model.shares_prefixes)
     assert (len(packed.input_ids) < len(batch)) == model.shares_prefixes
     return packed
@@ -138,7 +138,9 @@ def test_a_chain_needs_no_mask_and_a_fork_does() -> None:
     assert fork.input_ids.shape == (3, len(prefixes))  # every prefix is computed once
 
 
-def states_and_gradients(model: PackedModel, packed: PackedRows, weights: list[Tensor]) -> tuple[Tensor, Any]:
+def states_and_gradients(
+    model: PackedModel, packed: PackedSequences, weights: list[Tensor]
+) -> tuple[Tensor, Any]:
     states = model.states(packed)
     loss = (states * torch.linspace(-1, 1, states.shape[1])).sum()
     return states.detach(), torch.autograd.grad(loss, weights, allow_unused=True)
@@ -172,7 +174,7 @@ def test_the_decoder_is_registered_once(tiny: Path) -> None:
 def test_a_deep_copy_reads_its_own_weights(untied: Path) -> None:
     scorer = TokenScorer(load_policy(str(untied), device=CPU), temperature=1.0)
     reference = copy.deepcopy(scorer)
-    packed = packed_rows(scorer, drawn_batch(0))
+    packed = packed_sequences(scorer, drawn_batch(0))
     with torch.no_grad():
         before = reference(packed).logprobs
         for weight in scorer.parameters():
@@ -185,7 +187,7 @@ def test_targets_and_the_positions_that_predict_them_stand_row_by_row_sequence_b
     tiny: Path,
 ) -> None:
     batch = [sample([5, 6, 7, 8], [2, 3]), sample([5, 6, 9], [2]), sample([1, 2], [1], group="other")]
-    packed = packed_rows(PackedModel(load_policy(str(tiny), device=CPU)), batch)
+    packed = packed_sequences(PackedModel(load_policy(str(tiny), device=CPU)), batch)
     assert packed.input_ids.tolist() == [[5, 6, 7], [1, 0, 0]]  # the last token of a sequence is never read
     assert packed.targets.tolist() == [9, 7, 8, 2]  # the shorter of two that begin alike comes first
     assert packed.predicted_at.tolist() == [1, 1, 2, 3]
@@ -204,9 +206,9 @@ def test_an_update_smaller_than_the_resolution_of_bfloat16_is_kept(tiny: Path) -
     learner = Learner(scorer, *[LearnerConfig(learning_rate=1e-7, device="cpu")] * 2, total_steps=1)
     weight = scorer.model.model.layers[0].mlp.up_proj.weight
     before = weight.detach().clone()
-    packed = packed_rows(scorer, drawn_batch(0))
+    packed = packed_sequences(scorer, drawn_batch(0))
 
-    def loss_of(packed: PackedRows) -> Tensor:
+    def loss_of(packed: PackedSequences) -> Tensor:
         with learner.autocast():
             return -scorer(packed).logprobs.mean()
 

@@ -84,7 +84,7 @@ CUTS: list[dict[str, Any]] = [
     *({"loss": loss, "loss_kwargs": options, "proximal": "behaviour"} for loss, options in CHOICES.items()),
     *({"loss_aggregation": str(mode)} for mode in AggregationMode if not mode.endswith("norm")),
     {"loss_aggregation": "seq-mean-token-sum-norm", "loss_scale": 32},
-    {"correction": CorrectionConfig(level="sequence", normalize=True, max_row_kl=1.0)},
+    {"correction": CorrectionConfig(level="sequence", normalize=True, max_episode_kl=1.0)},
 ]
 
 
@@ -163,7 +163,7 @@ def test_answers_the_policy_has_left_are_not_pushed_away_further(tiny: Path) -> 
         make_trainer(
             tiny, advantage="reinforce", advantage_mean="batch", max_grad_norm=1e9, correction=correction
         )
-        for correction in (CorrectionConfig(level="none", max_row_kl=5.1), CorrectionConfig(level="none"))
+        for correction in (CorrectionConfig(level="none", max_episode_kl=5.1), CorrectionConfig(level="none"))
     )
     metrics = bounded.train_step(training_batch(batch), version=0)
     assert metrics["drifted_fraction"] == 0.5

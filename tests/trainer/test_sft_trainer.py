@@ -177,4 +177,4 @@ def test_another_error_of_torch_is_not_taken_for_too_little_memory(tiny: Path) -
 
 def test_sequences_of_a_block_stay_in_one_micro_batch() -> None:
     # Two sequences of 6 tokens take 12 of the 20; two of 5 do not fit beside them.
-    assert plan_microbatches([5, 6, 4], max_tokens=20, num_rows=[2, 2, 1]) == [[1], [0, 2]]
+    assert plan_microbatches([5, 6, 4], max_tokens=20, num_blocks=[2, 2, 1]) == [[1], [0, 2]]

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.packed_model import PackedRows
+from areal_lite.trainer.packed_model import PackedSequences
 from areal_lite.trainer.policy_model import load_policy
 from areal_lite.trainer.reward_model import load_reward_model
 from areal_lite.trainer.value_model import ValueScorer, load_critic
@@ -18,7 +18,7 @@ from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together
 CPU = torch.device("cpu")
 
 
-def packed_rows(scorer: ValueScorer, batch: Any) -> PackedRows:
+def packed_sequences(scorer: ValueScorer, batch: Any) -> PackedSequences:
     return packed_together(batch, share=scorer.shares_prefixes)[0]
 
 
@@ -34,7 +34,7 @@ def test_a_critic_made_from_the_policy_values_everything_at_0(
 ) -> None:
     # V49: values are there before anything was learned.
     critic = load_critic(str(untied), device=CPU)
-    values = ValueScorer(critic)(packed_rows(ValueScorer(critic), drawn_batch(0)))
+    values = ValueScorer(critic)(packed_sequences(ValueScorer(critic), drawn_batch(0)))
     assert torch.equal(values, torch.zeros(len(values)))
     assert critic.dtype == torch.float32
     assert critic.dropout.p == 0.0
@@ -84,7 +84,7 @@ def test_autocast_does_not_round_values(tiny: Path) -> None:
     torch.nn.init.constant_(critic.score.bias, 3.14159)
     scorer = ValueScorer(critic)
     with torch.autocast("cpu", torch.bfloat16):
-        values = scorer(packed_rows(scorer, [sample([5, 6, 7], [1, 2])]))
+        values = scorer(packed_sequences(scorer, [sample([5, 6, 7], [1, 2])]))
     assert values.tolist() == pytest.approx([3.14159, 3.14159], abs=1e-6)
 
 
@@ -94,7 +94,7 @@ def test_recomputing_activations_leaves_gradients_as_they_are(tiny: Path) -> Non
         critic = with_drawn_head(load_critic(str(tiny), device=CPU, gradient_checkpointing=recompute))
         scorer = ValueScorer(critic)
         assert critic.model.layers[0].gradient_checkpointing == recompute
-        scorer(packed_rows(scorer, drawn_batch(2))).square().sum().backward()
+        scorer(packed_sequences(scorer, drawn_batch(2))).square().sum().backward()
         gradients.append({name: parameter.grad for name, parameter in critic.named_parameters()})
     torch.testing.assert_close(gradients[1], gradients[0], atol=0, rtol=0)
 

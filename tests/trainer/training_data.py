@@ -13,7 +13,7 @@ from areal_lite.data.batch.training_batch import collate_sequences
 from areal_lite.trainer.microbatches import plan_blocks
 from areal_lite.trainer.objectives.aggregation import LossTerms
 from areal_lite.trainer.objectives.policy_loss import PolicyInputs
-from areal_lite.trainer.packed_model import PackedRows, pack
+from areal_lite.trainer.packed_model import PackedSequences, pack
 
 VOCABULARY = 259
 
@@ -48,7 +48,7 @@ def training_batch(samples: Sequence[TokenSequence]) -> DataProto:
 
 def packed_together(
     batch: Sequence[TokenSequence], *, share: bool = True, ragged: bool = False
-) -> tuple[PackedRows, list[TokenSequence]]:
+) -> tuple[PackedSequences, list[TokenSequence]]:
     """Return the batch in one micro-batch with a block per group, and its sequences in their packed order."""
     bundles = plan_blocks(batch, range(len(batch)), max_tokens=10_000, balance_length=10_000, share=share)
     blocks = [block for bundle in bundles for block in bundle]

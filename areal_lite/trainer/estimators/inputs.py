@@ -97,10 +97,10 @@ class EstimatorInputs:
     """
 
     scores: Tensor
-    """``[N]`` float, reward of each episode."""
+    """``[E]`` float, reward of each episode."""
 
     group_ids: Sequence[str]
-    """``[N]`` group of each episode, in any order."""
+    """``[E]`` group of each episode, in any order."""
 
     episodes: Tensor
     """``[T]`` int64, episode of each token; non-decreasing."""
@@ -115,7 +115,7 @@ class EstimatorInputs:
     """``[T]`` float, the critic's estimates."""
 
     baselines: Tensor | None = None
-    """``[N]`` float, reward of the greedy answer (ReMax)."""
+    """``[E]`` float, reward of the greedy answer (ReMax)."""
 
     proximal_logprobs: Tensor | None = None
     """``[T]`` float, nats."""
@@ -174,11 +174,11 @@ class EstimatorInputs:
         return value
 
     def lengths(self) -> Tensor:
-        """Return ``[N]`` int64, the trained tokens of each episode."""
+        """Return ``[E]`` int64, the trained tokens of each episode."""
         return torch.bincount(self.episodes, minlength=len(self.group_ids))
 
     def episode_rewards(self) -> Tensor:
-        """Return ``[N]`` float64, the sum of each episode's token rewards; its score if it has no token."""
+        """Return ``[E]`` float64, the sum of each episode's token rewards; its score if it has no token."""
         sums = torch.zeros_like(self.scores, dtype=torch.float64)
         sums.index_add_(0, self.episodes, self.token_rewards.double())
         return torch.where(self.lengths() > 0, sums, self.scores.double())
@@ -195,7 +195,7 @@ class EstimatorInputs:
         return turns.rewards.double().index_add(0, turns.of_token, penalties)
 
     def per_token(self, episode_values: Tensor) -> Tensor:
-        """Return ``[T]``, the entry of ``episode_values [N]`` for each token's episode, in the rewards' dtype."""
+        """Return ``[T]``, the entry of ``episode_values [E]`` for each token's episode, in the rewards' dtype."""
         return episode_values.to(self.token_rewards.dtype).index_select(0, self.episodes)
 
 
