@@ -228,7 +228,7 @@ _FIX_EPISODES = "fail the episode if its reward or a log-prob of the engine is N
 
 
 def _check_proto(batch: DataProto, version: int) -> None:
-    """Raise for non-finite numbers, naming tasks; :func:`check_training_batch` would name rows."""
+    """Raise for non-finite numbers, naming tasks; :func:`check_training_batch` would name sequences."""
     task_ids = list(batch.non_tensor_batch.get("task_ids", range(len(batch))))
     for key in ("rewards", "baselines", "logprobs"):
         if key in batch.batch:

@@ -52,7 +52,7 @@ def prompts(drawn: list[Any]) -> list[Any]:
     return [group[0].prompt for group in drawn]
 
 
-def test_v61_what_was_trained_decides_what_is_drawn_next() -> None:
+def test_v61_a_trained_batch_changes_the_next_draw() -> None:
     rows = source()
     assert prompts(rows.get_samples(2)) == ["0", "1"]
     rows.update(2)
@@ -69,7 +69,7 @@ def test_groups_given_back_come_first() -> None:
 
 
 @pytest.mark.parametrize(("kind", "next_prompt"), [(UpWithState, "4"), (Up, "2")])
-def test_a_restart_goes_on_in_the_curriculum(kind: type[Up], next_prompt: str) -> None:
+def test_a_restart_resumes_the_curriculum(kind: type[Up], next_prompt: str) -> None:
     """Without a state of its own the curriculum passes over as many rows as were drawn, and forgets the push."""
     before = source(kind)
     before.mark_trained(before.get_samples(2))
@@ -79,7 +79,7 @@ def test_a_restart_goes_on_in_the_curriculum(kind: type[Up], next_prompt: str) -
     assert prompts(after.get_samples(1)) == [next_prompt]
 
 
-def test_a_curriculum_without_rows_is_told() -> None:
+def test_a_curriculum_without_rows_is_an_error() -> None:
     class Nothing(Up):
         def __iter__(self) -> Iterator[int]:
             return iter(())

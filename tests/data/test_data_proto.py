@@ -303,7 +303,7 @@ def test_reordering_works_in_place_and_the_inverse_undoes_it(order: list[int]) -
 
 
 @pytest.mark.parametrize("indices", [[0, 1], [0, 1, 1], [0, 1, 2, 0]])
-def test_an_order_that_loses_or_doubles_items_is_refused(indices: list[int]) -> None:
+def test_an_order_that_is_not_a_permutation_is_refused(indices: list[int]) -> None:
     batch = numbered(3)
     with pytest.raises(ValueError, match="do not name each of 3 items once"):
         batch.reorder(indices)
@@ -426,7 +426,7 @@ def test_mini_batches_of_unequal_size_are_refused_at_once() -> None:
         lambda batch: batch.make_iterator(1, epochs=0),
     ],
 )
-def test_counts_start_at_one(call: Callable[[DataProto], Any]) -> None:
+def test_counts_below_one_are_refused(call: Callable[[DataProto], Any]) -> None:
     with pytest.raises(ValueError, match="is 0: give 1 or more"):
         call(numbered(2))
 

@@ -56,7 +56,7 @@ def ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def test_a_text_row_is_the_prompt_as_it_is(packer: DataPacker) -> None:
+def test_a_text_row_is_the_prompt(packer: DataPacker) -> None:
     """D3, D10."""
     assert packer.get_rollout_input("Tell a joke") == "Tell a joke"
 
@@ -66,12 +66,12 @@ def test_a_conversation_becomes_text_through_the_template(packer: DataPacker) ->
     assert packer.get_rollout_input(MESSAGES) == RENDERED
 
 
-def test_a_dict_row_is_for_the_workflow_to_read(packer: DataPacker) -> None:
+def test_a_dict_row_reaches_the_workflow_unchanged(packer: DataPacker) -> None:
     row = {"prompt": MESSAGES, "answer": "Paris"}
     assert packer.get_rollout_input(row) is row
 
 
-def test_variables_and_another_template_come_from_the_config(tokenizer: Any) -> None:
+def test_template_and_its_variables_come_from_the_config(tokenizer: Any) -> None:
     packer = DecoderOnlyLLMDataPacker()
     template = "{{ messages[0]['content'] }}|{{ mood }}|{{ add_generation_prompt }}"
     config = DatasetConfig(path="x", apply_chat_template_kwargs={"chat_template": template, "mood": "calm"})
@@ -102,7 +102,7 @@ def test_messages_the_template_refuses_are_named(tokenizer: Any) -> None:
         packer.get_rollout_input(MESSAGES)
 
 
-def test_recorded_tokens_are_taken_as_they_are(packer: DecoderOnlyLLMDataPacker) -> None:
+def test_recorded_tokens_are_kept_unchanged(packer: DecoderOnlyLLMDataPacker) -> None:
     """D5, D13: no second tokenization."""
     sample = recorded(turns=2)
     trained = packer.get_policy_input({"prompt": "not read"}, sample)
@@ -125,7 +125,7 @@ def test_recorded_tokens_are_taken_as_they_are(packer: DecoderOnlyLLMDataPacker)
         (Sample(prompt=MESSAGES), RENDERED),
     ],
 )
-def test_a_single_turn_is_the_prompt_and_what_was_sampled(
+def test_ids_or_text_make_a_single_turn(
     packer: DecoderOnlyLLMDataPacker, tokenizer: Any, row: Any, prompt: str, output: Any
 ) -> None:
     """D13, D14: the mask is aligned to the token itself, and as long as the ids."""
@@ -137,7 +137,7 @@ def test_a_single_turn_is_the_prompt_and_what_was_sampled(
     assert (trained.logprobs, trained.versions) == (None, None)
 
 
-def test_text_is_tokenized_without_special_tokens_of_its_own(tokenizer: Any) -> None:
+def test_text_is_tokenized_without_added_special_tokens(tokenizer: Any) -> None:
     """D13."""
     from tokenizers.processors import TemplateProcessing
 
@@ -164,9 +164,7 @@ def test_the_tools_of_a_row_are_rendered(tokenizer: Any) -> None:
     ("row", "reward"),
     [("a", 0.0), ({"prompt": "a"}, 0.0), ({"prompt": "a", "reward": 0.5}, 0.5)],
 )
-def test_the_reward_of_ids_and_text_is_the_rows(
-    packer: DecoderOnlyLLMDataPacker, row: Any, reward: float
-) -> None:
+def test_ids_and_text_get_the_rows_reward(packer: DecoderOnlyLLMDataPacker, row: Any, reward: float) -> None:
     assert packer.get_policy_input(row, [5]).reward == reward
 
 
@@ -189,13 +187,13 @@ def test_a_row_without_its_prompt_column_is_refused(packer: DataPacker) -> None:
         packer.get_policy_input({"question": "a"}, "b")
 
 
-def test_nothing_predicts_the_first_token_so_an_empty_prompt_is_refused(packer: DataPacker) -> None:
+def test_an_empty_prompt_is_refused(packer: DataPacker) -> None:
     with pytest.raises(ValueError, match="True at the first token"):
         packer.get_policy_input("", [5, 6])
 
 
 @pytest.mark.parametrize("k", [0, 1, 4])
-def test_the_first_tokens_of_an_answer_may_be_left_out(packer: DecoderOnlyLLMDataPacker, k: int) -> None:
+def test_the_first_tokens_of_an_answer_can_be_masked(packer: DecoderOnlyLLMDataPacker, k: int) -> None:
     """D13."""
     for output in (list(b"Rome"), recorded()):
         trained = packer.get_policy_input("abc", output, n_ignore_prefix_tokens=k)
@@ -203,14 +201,14 @@ def test_the_first_tokens_of_an_answer_may_be_left_out(packer: DecoderOnlyLLMDat
 
 
 @pytest.mark.parametrize("k", [-1, 5])
-def test_no_more_tokens_can_be_left_out_than_there_are(packer: DecoderOnlyLLMDataPacker, k: int) -> None:
+def test_masking_more_tokens_than_the_answer_has_is_refused(packer: DecoderOnlyLLMDataPacker, k: int) -> None:
     with pytest.raises(
         ValueError, match=f"is {k}: the answer has 4 tokens to train, so it must be from 0 to 4"
     ):
         packer.get_policy_input("abc", list(b"Rome"), n_ignore_prefix_tokens=k)
 
 
-def test_log_probs_nobody_recorded_are_nan_beside_recorded_ones_and_absent_alone(
+def test_missing_log_probs_are_nan_beside_recorded_ones_and_absent_alone(
     packer: DecoderOnlyLLMDataPacker,
 ) -> None:
     sample = recorded()
@@ -262,7 +260,7 @@ class Padding:
         self.pad_token_id, self.eos_token_id = pad_token_id, eos_token_id
 
 
-def test_a_batch_is_padded_on_the_right_to_the_asked_length(packer: DecoderOnlyLLMDataPacker) -> None:
+def test_a_batch_is_padded_on_the_right_to_the_given_length(packer: DecoderOnlyLLMDataPacker) -> None:
     """D6, D7, D15."""
     processed = [packer.get_policy_input({}, recorded(answer=n)) for n in (2, 4)]
     assert packer.policy_compute_max_len(processed) == 7
@@ -278,14 +276,14 @@ def test_a_batch_is_padded_on_the_right_to_the_asked_length(packer: DecoderOnlyL
     assert batch["input_ids"].device.type == "cpu"
 
 
-def test_a_length_below_the_longest_sample_is_refused(packer: DecoderOnlyLLMDataPacker) -> None:
+def test_a_length_below_the_longest_sequence_is_refused(packer: DecoderOnlyLLMDataPacker) -> None:
     """D15: upstream cuts without a word."""
     processed = [packer.get_policy_input({}, recorded())]
     with pytest.raises(ValueError, match="computed_max_len is 6, but the longest sequence has 7 tokens"):
         packer.policy_collate_fn(processed, 6)
 
 
-def test_no_samples_have_no_longest(packer: DataPacker) -> None:
+def test_the_longest_of_no_sequences_is_an_error(packer: DataPacker) -> None:
     with pytest.raises(ValueError, match="there are no sequences"):
         packer.policy_compute_max_len([])
     with pytest.raises(ValueError, match="there are no sequences"):
@@ -306,7 +304,7 @@ def test_without_a_padding_token_the_end_token_pads_and_one_warning_says_so(
     ]
 
 
-def test_without_padding_and_end_token_nothing_is_padded() -> None:
+def test_a_tokenizer_without_padding_and_end_token_is_refused() -> None:
     packer = DecoderOnlyLLMDataPacker()
     packer.setup(tokenizer=Padding())
     with pytest.raises(ConfigError, match="neither a pad_token nor an eos_token"):

@@ -151,7 +151,7 @@ def test_workers_load_ahead_but_only_batches_handed_out_count():  # V20
         assert epochs(copy, 2) == [reference[0][3:], reference[1]]
 
 
-def test_after_the_last_batch_the_epoch_has_nothing_left():  # V20
+def test_a_loader_restored_after_the_last_batch_ends_at_once():  # V20
     loader = make(rows=6, batch_size=3)
     iteration = iter(loader)
     for _ in range(2):
@@ -305,7 +305,7 @@ def test_a_curriculum_without_a_state_restarts_and_warns(caplog):  # V20, V21
     assert list(copy) == [[2, 3], [4, 5], [6, 7], [8, 9]]
 
 
-def test_rows_added_to_a_dataset_are_drawn_from_the_next_epoch_on():
+def test_rows_added_to_a_dataset_are_drawn_in_the_next_epoch():
     dataset = Growing(8)
     loader = ResumableLoader(dataset, batch_size=2, shuffle=True, collate_fn=list)
     iteration = iter(loader)

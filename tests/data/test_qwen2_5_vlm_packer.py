@@ -97,7 +97,7 @@ def test_a_row_without_images_is_text(packer: Qwen2_5_VLM_DataPacker) -> None:
     assert sample.multi_modal_inputs is None
 
 
-def test_what_the_engine_got_is_a_row_of_the_policy_too(packer: Qwen2_5_VLM_DataPacker) -> None:
+def test_the_engines_input_is_accepted_as_a_row(packer: Qwen2_5_VLM_DataPacker) -> None:
     """D12: both sides transform the same row."""
     row = conversation(picture())
     item = packer.get_rollout_input(row)
@@ -110,7 +110,7 @@ def test_what_the_engine_got_is_a_row_of_the_policy_too(packer: Qwen2_5_VLM_Data
 
 
 @pytest.mark.parametrize("expanded", [False, True])
-def test_recorded_placeholders_are_as_long_as_their_images(
+def test_recorded_placeholders_are_expanded_to_their_images(
     packer: Qwen2_5_VLM_DataPacker, expanded: bool
 ) -> None:
     row = conversation(picture((24, 16)), picture((16, 8)))
@@ -146,7 +146,7 @@ def test_a_placeholder_the_policy_sampled_is_refused(packer: Qwen2_5_VLM_DataPac
         packer.get_policy_input(row, recorded(packer, row, "no<|image_pad|>se"))
 
 
-def test_an_image_of_another_size_than_the_engine_saw_is_refused(packer: Qwen2_5_VLM_DataPacker) -> None:
+def test_an_image_that_differs_from_the_engines_is_refused(packer: Qwen2_5_VLM_DataPacker) -> None:
     sample = recorded(packer, conversation(picture((24, 16))), "noise", expanded=True)
     with pytest.raises(ValueError, match="image 0 has 6 tokens, but its grid says 2"):
         packer.get_policy_input(conversation(picture((16, 8))), sample)
@@ -167,7 +167,7 @@ FRAMES = [picture((16, 8), seed) for seed in range(4)]
 VIDEO = [{"role": "user", "content": [{"type": "video", "video": FRAMES}, {"type": "text", "text": "?"}]}]
 
 
-def test_a_batch_gives_each_token_the_log_prob_of_its_row_alone(
+def test_log_probs_in_a_batch_equal_those_of_each_row_alone(
     packer: Qwen2_5_VLM_DataPacker, model: Any
 ) -> None:
     """D7, V13: text, images and a video side by side, through the real model."""
@@ -224,7 +224,9 @@ def test_the_answers_log_probs_depend_on_the_image(packer: Qwen2_5_VLM_DataPacke
     assert (scores[0] - scores[1]).abs().max() > 1e-3
 
 
-def test_a_length_below_the_longest_sample_and_no_samples_are_refused(packer: Qwen2_5_VLM_DataPacker) -> None:
+def test_a_length_below_the_longest_sequence_and_an_empty_batch_are_refused(
+    packer: Qwen2_5_VLM_DataPacker,
+) -> None:
     sample = packer.get_policy_input(conversation(), "a")
     with pytest.raises(ValueError, match="computed_max_len is 1"):
         packer.policy_collate_fn([sample], 1)

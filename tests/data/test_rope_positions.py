@@ -145,7 +145,7 @@ def test_the_worked_example_of_the_docstring() -> None:
     ]
 
 
-def test_the_time_of_a_video_is_measured_in_seconds_if_known() -> None:
+def test_video_positions_follow_seconds_if_known() -> None:
     kinds = torch.tensor([VIDEO] * 3)
     positions = mrope_positions(
         kinds, image_grids=None, video_grids=torch.tensor([[3, 2, 2]]), merge_size=2, video_intervals=[2.5]
@@ -182,7 +182,7 @@ def test_each_token_gets_one_position_and_text_starts_after_all_rows_and_columns
     assert positions[:, -1].tolist() == [expected_end] * 3
 
 
-def test_a_video_that_uses_the_image_token_is_recognized_by_its_marks() -> None:
+def test_a_video_that_uses_the_image_token_is_recognized_by_its_start_mark() -> None:
     ids = torch.tensor([IMAGE_ID, START_ID, IMAGE_ID, 5, IMAGE_ID, END_ID, IMAGE_ID])
     kinds = token_kinds(ids, image_token_id=IMAGE_ID, video_token_id=VIDEO_ID, video_marks=(START_ID, END_ID))
     assert kinds.tolist() == [IMAGE, TEXT, VIDEO, TEXT, VIDEO, TEXT, IMAGE]
@@ -196,7 +196,7 @@ def test_a_video_that_uses_the_image_token_is_recognized_by_its_marks() -> None:
         (6, [[1, 4, 6], [1, 2, 2]], "there are 2 image grids, but the sequence has tokens for 1"),
     ],
 )
-def test_placeholders_that_disagree_with_the_grids_are_refused(
+def test_placeholders_that_do_not_match_the_grids_are_refused(
     count: int, grids: list[list[int]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -208,7 +208,7 @@ def test_placeholders_that_disagree_with_the_grids_are_refused(
         )
 
 
-def test_a_model_with_plain_positions_gets_none_and_grids_without_a_rule_are_refused() -> None:
+def test_plain_models_get_no_positions_and_unknown_grids_are_refused() -> None:
     ids = torch.tensor([1, 2])
     assert multimodal_position_ids(SimpleNamespace(), ids, torch.ones_like(ids), {}) is None
     with pytest.raises(ConfigError, match="SimpleNamespace gives grids"):

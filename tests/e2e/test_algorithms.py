@@ -70,7 +70,7 @@ def test_a_config_runs_ten_steps(name: str, run_yaml: Path) -> None:
     assert saved == ["step_00000005", "step_00000010"]
 
 
-def test_runs_with_everything_write_the_metrics_of_the_document_and_no_other(run_yaml: Path) -> None:
+def test_documented_metrics_are_exactly_those_that_runs_write(run_yaml: Path) -> None:
     document = Path("docs/metrics.md").read_text()
     of_supervised = re.search(r"^## Conversations.*?(?=^## )", document, re.MULTILINE | re.DOTALL)
     assert of_supervised is not None
@@ -104,7 +104,7 @@ def test_runs_with_everything_write_the_metrics_of_the_document_and_no_other(run
     assert documented - if_any == written - if_any
 
 
-def test_a_curriculum_hears_of_each_batch_with_its_rows_and_growing_rows_of_all_but_the_last(
+def test_curriculum_and_growing_dataset_get_each_trained_batch(
     run_yaml: Path,
 ) -> None:
     """V61, V62, V63"""
@@ -123,7 +123,7 @@ def test_a_curriculum_hears_of_each_batch_with_its_rows_and_growing_rows_of_all_
     assert CountsItsCalls.calls == 1 + 1  # when it was made, and after the first of two steps
 
 
-def test_a_greedy_answer_that_fails_is_no_baseline_of_0(run_yaml: Path) -> None:
+def test_a_failed_greedy_episode_gives_no_baseline(run_yaml: Path) -> None:
     """V40"""
     given = ["trainer.advantage=remax", "workflow=tests.e2e.agents.WithoutGreedyAnswers"]
     given += ["trainer.total_steps=1", "eval_dataset=null", "save_model=false"]
@@ -132,14 +132,14 @@ def test_a_greedy_answer_that_fails_is_no_baseline_of_0(run_yaml: Path) -> None:
     assert abs(line["train/advantage_mean"]) < 0.5  # less the mean of its group
 
 
-def test_remax_compares_with_one_greedy_answer(run_yaml: Path) -> None:
+def test_remax_uses_one_greedy_episode_as_baseline(run_yaml: Path) -> None:
     config = load_config(run_yaml, ["trainer.advantage=remax", "trainer.total_steps=2", "eval_dataset=null"])
     lines = records(run_training(config).run_dir)
     assert [line["step"] for line in lines] == [1, 2]
     assert lines[0]["train/advantage_std"] > 0
 
 
-def test_a_batch_is_dumped_once_and_trained_again_and_again(run_yaml: Path, tmp_path: Path) -> None:
+def test_cached_batches_are_trained_again_without_rollouts(run_yaml: Path, tmp_path: Path) -> None:
     """V31"""
     given = [
         f"rollout_cache={tmp_path / 'cache'}",
@@ -157,7 +157,7 @@ def test_a_batch_is_dumped_once_and_trained_again_and_again(run_yaml: Path, tmp_
     assert runs[0] == runs[1]
 
 
-def test_a_reward_model_judges_answers_greedy_ones_and_what_is_dumped(run_yaml: Path, tmp_path: Path) -> None:
+def test_a_reward_model_rewards_sampled_and_greedy_answers_and_dumps(run_yaml: Path, tmp_path: Path) -> None:
     """V40, V45"""
     model = yaml.safe_load(run_yaml.read_text())["model_path"]
     judge = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)

@@ -76,7 +76,7 @@ def batches(run_dir: Path) -> dict[str, set[str]]:
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_command_ends_with_the_same_weights_losses_and_batches(run_yaml: Path) -> None:
+def test_a_killed_run_ends_with_the_same_weights_losses_and_batches(run_yaml: Path) -> None:
     whole = start(run_yaml, "whole")
     broken = start(run_yaml, "broken", **{VARIABLE: "checkpoint:after_manifest:2"})
     whole.communicate()

@@ -147,7 +147,7 @@ def test_bad_input_gets_the_400_of_sglang_and_the_server_keeps_running(tiny: Pat
     asyncio.run(run())
 
 
-def test_values_equal_to_the_default_are_accepted(tiny: Path) -> None:
+def test_unsupported_options_are_accepted_at_their_default(tiny: Path) -> None:
     async def run() -> None:
         async with serving(tiny) as client:
             params = {

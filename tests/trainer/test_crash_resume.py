@@ -95,7 +95,7 @@ def test_t14_the_uninterrupted_run_trains_each_row_once_per_epoch(whole: dict[st
     assert len({record["drawn"] for record in whole["records"]}) == STEPS
 
 
-def test_t3_a_run_killed_at_any_time_ends_as_the_uninterrupted_one(
+def test_t3_a_run_killed_at_any_time_ends_like_an_uninterrupted_one(
     run: Run, whole: dict[str, Any], tmp_path: Path
 ) -> None:
     """Kill -9 at 20 random times; a run goes on until it is done, then the next one begins."""
@@ -114,7 +114,7 @@ def test_t3_a_run_killed_at_any_time_ends_as_the_uninterrupted_one(
 
 
 @pytest.mark.parametrize("point", CRASH_POINTS)
-def test_t3_a_run_killed_at_each_crash_point_ends_as_the_uninterrupted_one(
+def test_t3_a_run_killed_at_each_crash_point_ends_like_an_uninterrupted_one(
     point: str, run: Run, whole: dict[str, Any], tmp_path: Path
 ) -> None:
     time_reached = 1 if point.startswith("model:") else 2

@@ -157,7 +157,7 @@ def line(count: int, *, joins: bool = False) -> list[Call]:
     return [Call(place - 1, [20 + place], [40 + place, 60 + place], joins) for place in range(count)]
 
 
-def test_advantages_of_a_group_stay_where_its_first_episode_is_cut_into_five(tiny: Path) -> None:
+def test_advantages_do_not_change_if_an_episode_is_cut_into_five_sequences(tiny: Path) -> None:
     """Counted by sequences they would be .375 and -.625."""
     others = [Episode(line(1), 0.0) for _ in range(3)]
     for calls in (line(5), line(5, joins=True)):
@@ -260,7 +260,7 @@ WHOLE_EPISODES = sorted(set(ESTIMATORS.names()) - NEEDS_MORE)
 @pytest.mark.parametrize("changes", OBJECTIVES, ids=lambda changes: ",".join(map(str, changes.values()))[:60])
 @settings(max_examples=6, deadline=None)
 @given(drawn=batches(), small=st.booleans())
-def test_no_objective_sees_how_an_episode_was_cut(
+def test_no_objective_depends_on_how_an_episode_is_cut(
     tiny: Path, changes: dict[str, Any], drawn: tuple[list[Group], list[Group], int], small: bool
 ) -> None:
     assert_credit_ignores_the_cut(tiny, changes | (SMALL if small else {}), drawn)
@@ -269,7 +269,7 @@ def test_no_objective_sees_how_an_episode_was_cut(
 @pytest.mark.parametrize("name", WHOLE_EPISODES)
 @settings(max_examples=6, deadline=None)
 @given(drawn=batches())
-def test_no_estimator_of_whole_episodes_sees_how_an_episode_was_cut(
+def test_no_episode_estimator_depends_on_how_an_episode_is_cut(
     tiny: Path, name: str, drawn: tuple[list[Group], list[Group], int]
 ) -> None:
     assert_credit_ignores_the_cut(tiny, {"advantage": name}, drawn)
@@ -277,7 +277,7 @@ def test_no_estimator_of_whole_episodes_sees_how_an_episode_was_cut(
 
 @settings(max_examples=5, deadline=None)
 @given(drawn=batches(), place=st.sampled_from(["loss", "reward"]))
-def test_entropy_and_kl_terms_do_not_see_how_an_episode_was_cut(
+def test_entropy_and_kl_terms_do_not_depend_on_how_an_episode_is_cut(
     tiny: Path, drawn: tuple[list[Group], list[Group], int], place: str
 ) -> None:
     given_: dict[str, Any] = {
@@ -350,14 +350,14 @@ def rewarded(*rewards: float) -> Episode:
 TURN_BY_TURN = [rewarded(1, 0), rewarded(0, 1), rewarded(0)]
 
 
-def test_turn_grpo_compares_the_turns_of_episodes_at_the_same_index(tiny: Path) -> None:
+def test_turn_grpo_compares_turns_of_the_same_index(tiny: Path) -> None:
     trainer = make_trainer(tiny, advantage="turn_grpo")
     tokens = with_advantages(trainer, [group_of("g", [5, 6], TURN_BY_TURN)]).tokens
     expected = [1.155, -0.707, -0.577, 0.707, -0.577]  # two tokens per turn
     assert tokens.advantages.tolist() == pytest.approx([one for one in expected for _ in range(2)], abs=1e-3)
 
 
-def test_estimators_of_whole_episodes_use_the_mean_of_turn_rewards_and_warn_once(
+def test_episode_estimators_use_the_mean_of_turn_rewards_and_warn_once(
     tiny: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = make_trainer(tiny, advantage="dr_grpo")

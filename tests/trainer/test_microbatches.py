@@ -11,7 +11,7 @@ from tests.trainer.training_data import drawn_batch, sample
 
 
 @given(lengths=st.lists(st.integers(1, 60), max_size=40), cap=st.integers(1, 200))
-def test_a_plan_holds_each_row_once_and_stays_within_the_cap(lengths: list[int], cap: int) -> None:
+def test_a_plan_holds_each_item_once_and_stays_within_the_cap(lengths: list[int], cap: int) -> None:
     plan = plan_microbatches(lengths, max_tokens=cap)
     assert sorted(index for batch in plan for index in batch) == list(range(len(lengths)))
     for batch in plan:
@@ -19,7 +19,7 @@ def test_a_plan_holds_each_row_once_and_stays_within_the_cap(lengths: list[int],
         assert padded <= cap or len(batch) == 1
 
 
-def test_rows_of_like_length_go_together_longest_first() -> None:
+def test_items_of_similar_length_share_a_micro_batch_longest_first() -> None:
     assert plan_microbatches([3, 9, 4, 8], max_tokens=18) == [[1, 3], [2, 0]]
 
 
@@ -59,7 +59,7 @@ def test_a_group_computes_its_prompt_once() -> None:
     assert (block.shared, block.length) == ((0, 5, 5), 5 + 3)  # the last token of each predicts nothing
 
 
-def test_siblings_part_where_attention_would_cost_more_than_the_prompt_saves() -> None:
+def test_siblings_are_separated_where_attention_costs_more_than_the_prompt_saves() -> None:
     group = [sample([1, 2, answer, *range(3, 59)], range(2, 59)) for answer in range(3)]
     assert len(plan_blocks(group, range(3), max_tokens=1000, balance_length=10)) == 3
 

@@ -57,7 +57,7 @@ def states_alone(model: PackedModel, one: TokenSequence) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_token_sees_what_it_sees_in_its_sequence_alone(name: str) -> None:
+def test_a_packed_token_attends_only_to_its_own_sequence(name: str) -> None:
     config_class, settings, shares = ARCHITECTURES[name]
     torch.manual_seed(0)
     model = PackedModel(transformers.AutoModelForCausalLM.from_config(config_class(**settings)).eval())
@@ -72,7 +72,7 @@ def test_a_token_sees_what_it_sees_in_its_sequence_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_side_by_side_without_mask_or_padding_a_token_sees_the_same(name: str) -> None:
+def test_side_by_side_a_token_attends_only_to_its_own_sequence(name: str) -> None:
     config_class, settings, shares = ARCHITECTURES[name]
     torch.manual_seed(0)
     model = PackedModel(transformers.AutoModelForCausalLM.from_config(config_class(**settings)).eval())
@@ -107,7 +107,7 @@ TREE = [  # forks inside trained tokens, a chain, nested forks, equal inputs, an
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
 @pytest.mark.parametrize("name", [name for name, (_, _, shares) in ARCHITECTURES.items() if shares])
-def test_a_token_of_a_tree_sees_what_it_sees_in_its_sequence_alone(name: str, ragged: bool) -> None:
+def test_in_a_tree_a_token_attends_only_to_its_own_sequence(name: str, ragged: bool) -> None:
     config_class, settings, _ = ARCHITECTURES[name]
     torch.manual_seed(0)
     model = PackedModel(transformers.AutoModelForCausalLM.from_config(config_class(**settings)).eval())
@@ -146,7 +146,7 @@ def states_and_gradients(
     return states.detach(), torch.autograd.grad(loss, weights, allow_unused=True)
 
 
-def test_a_model_that_reads_side_by_side_is_saved_as_any_other(tiny: Path, tmp_path: Path) -> None:
+def test_a_model_that_reads_side_by_side_is_saved_normally(tiny: Path, tmp_path: Path) -> None:
     model = load_policy(str(tiny), device=CPU)
     model.save_pretrained(tmp_path / "before")
     assert PackedModel(model).read_ragged()
@@ -155,7 +155,7 @@ def test_a_model_that_reads_side_by_side_is_saved_as_any_other(tiny: Path, tmp_p
     assert before == after
 
 
-def test_the_kernel_of_different_lengths_takes_what_it_is_given() -> None:
+def test_the_varlen_kernel_accepts_its_arguments() -> None:
     # Its own implementation needs a GPU; shapes and dtypes are checked without one.
     segments = Segments(*torch.zeros(2, 4, dtype=torch.int32), torch.zeros(12, dtype=torch.int64), 5, 7)
     query, key = torch.empty(9, 8, 64, dtype=torch.bfloat16), torch.empty(12, 2, 64, dtype=torch.bfloat16)
@@ -183,7 +183,7 @@ def test_a_deep_copy_reads_its_own_weights(untied: Path) -> None:
         assert not torch.equal(scorer(packed).logprobs, before)
 
 
-def test_targets_and_the_positions_that_predict_them_stand_row_by_row_sequence_by_sequence(
+def test_targets_and_their_predicting_positions_are_in_order(
     tiny: Path,
 ) -> None:
     batch = [sample([5, 6, 7, 8], [2, 3]), sample([5, 6, 9], [2]), sample([1, 2], [1], group="other")]
@@ -193,7 +193,7 @@ def test_targets_and_the_positions_that_predict_them_stand_row_by_row_sequence_b
     assert packed.predicted_at.tolist() == [1, 1, 2, 3]
 
 
-def test_a_folder_that_lacks_weights_of_a_causal_lm_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_a_folder_without_weights_of_a_causal_lm_is_refused(tiny: Path, tmp_path: Path) -> None:
     model = transformers.AutoModelForTokenClassification.from_pretrained(tiny, num_labels=1)
     model.config.tie_word_embeddings = False
     model.save_pretrained(tmp_path)

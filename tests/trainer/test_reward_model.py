@@ -32,7 +32,7 @@ def alone(model: Any, one: TokenSequence) -> Tensor:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
-def test_rewards_are_what_transformers_says_of_each_whole_sequence(model: Any, max_tokens: int) -> None:
+def test_rewards_equal_those_of_transformers(model: Any, max_tokens: int) -> None:
     batch = drawn_batch(5)
     batch += [
         sample([*one.input_ids, 7, 8], [1], group=one.group_id) for one in batch
@@ -46,7 +46,7 @@ def test_rewards_are_what_transformers_says_of_each_whole_sequence(model: Any, m
     assert len(np.unique(rewards.numpy().round(4))) == len(batch)
 
 
-def test_rewards_of_nothing_are_none(model: Any) -> None:
+def test_no_sequences_give_no_rewards(model: Any) -> None:
     assert RewardModel(model).score([], max_tokens=10).tolist() == []
 
 
@@ -62,7 +62,7 @@ def test_an_empty_sequence_is_refused(model: Any) -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_the_gradient_of_a_pair_is_that_of_the_sequences_alone(tiny: Path, recompute: bool) -> None:
+def test_the_gradient_of_a_pair_equals_that_of_its_sequences_alone(tiny: Path, recompute: bool) -> None:
     model = load_reward_model(str(tiny), device=CPU, gradient_checkpointing=recompute, new_head=True)
     torch.manual_seed(0)
     torch.nn.init.normal_(model.score.weight)
@@ -89,7 +89,7 @@ def test_a_saved_reward_model_keeps_its_head(model: Any, tmp_path: Path) -> None
     torch.testing.assert_close(again.state_dict(), model.state_dict(), atol=0, rtol=0)
 
 
-def test_a_language_model_is_no_trained_reward_model(tiny: Path) -> None:
+def test_a_language_model_is_not_a_trained_reward_model(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="has no reward head.*a trained one"):
         load_reward_model(str(tiny), device=CPU)
     assert not load_reward_model(str(tiny), device=CPU, new_head=True).score.weight.any()
