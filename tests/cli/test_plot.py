@@ -1,4 +1,4 @@
-"""The picture shows what metrics.jsonl says, and only panels that have something to show."""
+"""The plot shows metrics.jsonl, and only panels with data."""
 
 import json
 import struct

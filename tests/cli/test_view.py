@@ -1,4 +1,4 @@
-"""Dumps are shown readably, and nothing a model wrote reaches the terminal but text."""
+"""Dumps are readable, and model output reaches the terminal only as text."""
 
 import io
 import json

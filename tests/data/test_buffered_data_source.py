@@ -1,4 +1,4 @@
-"""What is given back is handed out first, by the rule of a filter, and nothing is lost to a bad one."""
+"""Returned groups come first, in the order a filter chooses; a bad filter loses nothing."""
 
 import math
 
@@ -22,7 +22,7 @@ def make(size=9, members=1, **settings):
     )
 
 
-def rewarded(source, *rewards):
+def groups_with_rewards(source, *rewards):
     groups = source.get_samples(len(rewards))
     for group, reward in zip(groups, rewards, strict=True):
         group[0].reward = reward
@@ -123,7 +123,7 @@ def test_s24_sb6_one_bad_group_refuses_the_whole_call(bad, message):
 
 def test_a_reward_that_is_not_finite_is_refused_with_group_and_sample():
     source = make()
-    groups = rewarded(source, 1.0, math.nan)
+    groups = groups_with_rewards(source, 1.0, math.nan)
     with pytest.raises(ValueError, match="group 1, sample 1: the reward is nan.*nothing was added"):
         source.add_samples(groups)
     for reward in ({"acc": math.inf}, np.float32("nan")):
@@ -171,7 +171,7 @@ def test_s27_surplus_groups_go_back_and_come_first():
 
 def test_s28_sb3_a_pure_filter_hands_each_group_out_once():
     source = make(buffer_filter=highest_reward_first)
-    source.add_samples(rewarded(source, 0.1, np.float32(0.9), 0.5))
+    source.add_samples(groups_with_rewards(source, 0.1, np.float32(0.9), 0.5))
     assert drawn(source, 2) == [1, 2]
     assert source.get_buffer_length() == 1
     assert drawn(source, 1) == [0]
@@ -187,7 +187,7 @@ def test_sb3_a_filter_that_deletes_hands_each_group_out_once():
 
 def test_sb4_groups_without_a_reward_come_last():
     source = make(buffer_filter=highest_reward_first)
-    source.add_samples(rewarded(source, None, -5.0, 0.2))
+    source.add_samples(groups_with_rewards(source, None, -5.0, 0.2))
     assert drawn(source, 3) == [2, 1, 0]
 
 

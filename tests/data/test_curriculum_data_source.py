@@ -1,4 +1,4 @@
-"""Rows in the order of a curriculum, which hears of what was trained."""
+"""Rows come in the order of a curriculum, which learns from each trained batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = [{"prompt": str(number)} for number in range(6)]
 
 
 class Up(AbstractSampler):
-    """Counts up from where training pushed it, to the end."""
+    """Counts up to the end, from a start that trained batches move."""
 
     def __init__(self, data_source: Any, config: DatasetConfig) -> None:
         self.size, self.place = len(data_source), 0
@@ -70,7 +70,7 @@ def test_groups_given_back_come_first() -> None:
 
 @pytest.mark.parametrize(("kind", "next_prompt"), [(UpWithState, "4"), (Up, "2")])
 def test_a_restart_resumes_the_curriculum(kind: type[Up], next_prompt: str) -> None:
-    """Without a state of its own the curriculum passes over as many rows as were drawn, and forgets the push."""
+    """A curriculum without a state skips as many rows as were drawn, and forgets what it learned."""
     before = source(kind)
     before.mark_trained(before.get_samples(2))
     before.update(2)

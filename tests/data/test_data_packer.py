@@ -18,7 +18,7 @@ HOOKS = ["get_rollout_input", "get_policy_input", "policy_compute_max_len", "pol
 
 
 class Whole(DataPacker):
-    """All hooks, each of them the abstract one."""
+    """All hooks, each calling the abstract one."""
 
     def get_rollout_input(self, item: Any) -> Any:
         return super().get_rollout_input(item)  # type: ignore[safe-super]

@@ -36,10 +36,10 @@ def packer(tokenizer: Any) -> DecoderOnlyLLMDataPacker:
     return packer
 
 
-def recorded(
+def recorded_sample(
     turns: int = 1, *, prompt: int = 3, answer: int = 4, observation: int = 2, reward: float = 1.0
 ) -> Sample:
-    """A sample of ``turns`` answers with something the world said between."""
+    """A sample of ``turns`` answers with environment text between."""
     sample = Sample(7, group_index=2, metadata={"task_id": "t7"})
     sample.append(range(10, 10 + prompt))
     for turn in range(turns):
@@ -104,7 +104,7 @@ def test_messages_the_template_refuses_are_named(tokenizer: Any) -> None:
 
 def test_recorded_tokens_are_kept_unchanged(packer: DecoderOnlyLLMDataPacker) -> None:
     """D5, D13: no second tokenization."""
-    sample = recorded(turns=2)
+    sample = recorded_sample(turns=2)
     trained = packer.get_policy_input({"prompt": "not read"}, sample)
     assert trained.input_ids.tolist() == list(sample.tokens)
     assert trained.loss_mask.tolist() == [bool(x) for x in sample.loss_mask]
@@ -169,7 +169,7 @@ def test_ids_and_text_get_the_rows_reward(packer: DecoderOnlyLLMDataPacker, row:
 
 
 def test_a_recorded_sample_without_a_reward_is_refused(packer: DataPacker) -> None:
-    sample = recorded()
+    sample = recorded_sample()
     sample.reward = None
     with pytest.raises(ValueError, match="sample 7: the reward is None"):
         packer.get_policy_input("a", sample)
@@ -195,7 +195,7 @@ def test_an_empty_prompt_is_refused(packer: DataPacker) -> None:
 @pytest.mark.parametrize("k", [0, 1, 4])
 def test_the_first_tokens_of_an_answer_can_be_masked(packer: DecoderOnlyLLMDataPacker, k: int) -> None:
     """D13."""
-    for output in (list(b"Rome"), recorded()):
+    for output in (list(b"Rome"), recorded_sample()):
         trained = packer.get_policy_input("abc", output, n_ignore_prefix_tokens=k)
         assert trained.loss_mask.tolist() == [False] * (3 + k) + [True] * (4 - k)
 
@@ -211,12 +211,12 @@ def test_masking_more_tokens_than_the_answer_has_is_refused(packer: DecoderOnlyL
 def test_missing_log_probs_are_nan_beside_recorded_ones_and_absent_alone(
     packer: DecoderOnlyLLMDataPacker,
 ) -> None:
-    sample = recorded()
+    sample = recorded_sample()
     sample.append([30, 31], sampled=True)
     logprobs = packer.get_policy_input("a", sample).logprobs
     assert logprobs is not None
     assert [math.isnan(x) for x in logprobs] == [False] * 7 + [True] * 2
-    sample = recorded()
+    sample = recorded_sample()
     sample.append([30, 31], sampled=True, trained=False)
     logprobs = packer.get_policy_input("a", sample).logprobs
     assert logprobs is not None
@@ -232,11 +232,11 @@ def test_missing_log_probs_are_nan_beside_recorded_ones_and_absent_alone(
     st.integers(0, 3),
 )
 def test_as_many_tokens_train_as_were_sampled(shapes: list[tuple[int, int, int, int]], extra: int) -> None:
-    """Single- and multi-turn, through the batch; the token at a mask's place is the sampled one."""
+    """Single- and multi-turn, through the batch: the masked tokens are the sampled ones."""
     packer = DecoderOnlyLLMDataPacker()
     packer.setup(tokenizer=Padding(pad_token_id=0))
     samples = [
-        recorded(turns, prompt=prompt, answer=answer, observation=observation)
+        recorded_sample(turns, prompt=prompt, answer=answer, observation=observation)
         for turns, prompt, answer, observation in shapes
     ]
     processed = [packer.get_policy_input({}, sample) for sample in samples]
@@ -251,7 +251,7 @@ def test_as_many_tokens_train_as_were_sampled(shapes: list[tuple[int, int, int, 
 
 
 class Padding:
-    """What collating reads of a tokenizer."""
+    """The attributes of a tokenizer that collation reads."""
 
     name_or_path = "tiny"
     eos_token = "<eos>"
@@ -262,7 +262,7 @@ class Padding:
 
 def test_a_batch_is_padded_on_the_right_to_the_given_length(packer: DecoderOnlyLLMDataPacker) -> None:
     """D6, D7, D15."""
-    processed = [packer.get_policy_input({}, recorded(answer=n)) for n in (2, 4)]
+    processed = [packer.get_policy_input({}, recorded_sample(answer=n)) for n in (2, 4)]
     assert packer.policy_compute_max_len(processed) == 7
     batch = packer.policy_collate_fn(processed, 8)
     assert batch["input_ids"].tolist() == [
@@ -277,8 +277,8 @@ def test_a_batch_is_padded_on_the_right_to_the_given_length(packer: DecoderOnlyL
 
 
 def test_a_length_below_the_longest_sequence_is_refused(packer: DecoderOnlyLLMDataPacker) -> None:
-    """D15: upstream cuts without a word."""
-    processed = [packer.get_policy_input({}, recorded())]
+    """D15: upstream truncates silently."""
+    processed = [packer.get_policy_input({}, recorded_sample())]
     with pytest.raises(ValueError, match="computed_max_len is 6, but the longest sequence has 7 tokens"):
         packer.policy_collate_fn(processed, 6)
 
@@ -295,7 +295,7 @@ def test_without_a_padding_token_the_end_token_pads_and_one_warning_says_so(
 ) -> None:
     packer = DecoderOnlyLLMDataPacker()
     packer.setup(tokenizer=Padding(eos_token_id=9))
-    processed = [packer.get_policy_input({}, recorded())]
+    processed = [packer.get_policy_input({}, recorded_sample())]
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert packer.policy_collate_fn(processed, 8)["input_ids"][0, -1] == 9
@@ -308,4 +308,4 @@ def test_a_tokenizer_without_padding_and_end_token_is_refused() -> None:
     packer = DecoderOnlyLLMDataPacker()
     packer.setup(tokenizer=Padding())
     with pytest.raises(ConfigError, match="neither a pad_token nor an eos_token"):
-        packer.policy_collate_fn([packer.get_policy_input({}, recorded())], 8)
+        packer.policy_collate_fn([packer.get_policy_input({}, recorded_sample())], 8)

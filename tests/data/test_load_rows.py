@@ -1,4 +1,4 @@
-"""Tasks and functions give rows, or an error says why they cannot."""
+"""Rows of tasks and functions, and the errors if they cannot be made."""
 
 import sys
 

@@ -34,7 +34,7 @@ def resumed(state, **settings):
 
 
 class Curriculum(AbstractSampler):
-    """Draws rows in turn, ``stride`` apart; a batch that was trained on sets the stride."""
+    """Draws rows ``stride`` apart; a trained batch sets the stride."""
 
     def __init__(self, data_source, config=None):
         self.size, self.place, self.stride = len(data_source), 0, 1
@@ -199,7 +199,7 @@ def test_the_position_of_another_dataset_or_setting_is_refused(settings, had):  
 
 
 def items(changed=None):
-    """Return 200 items as of fine-tuning; ``changed`` has another token at its end."""
+    """Return 200 fine-tuning items; item ``changed`` ends with another token."""
     return [
         {"input_ids": torch.arange(n, n + 4 + n % 3) + (n == changed), "loss_mask": torch.ones(4 + n % 3)}
         for n in range(200)

@@ -52,8 +52,10 @@ def model() -> Any:
     return build_tiny_vlm()
 
 
-def recorded(packer: Qwen2_5_VLM_DataPacker, row: Any, answer: str, *, expanded: bool = False) -> Sample:
-    """What an engine records: the prompt's ids, with one placeholder per image or all, and the answer."""
+def recorded_sample(
+    packer: Qwen2_5_VLM_DataPacker, row: Any, answer: str, *, expanded: bool = False
+) -> Sample:
+    """Return an engine's record: prompt ids, with one placeholder per image or all, and the answer."""
     item = packer.get_rollout_input(row)
     text = item["prompt"]
     if expanded:
@@ -114,7 +116,7 @@ def test_recorded_placeholders_are_expanded_to_their_images(
     packer: Qwen2_5_VLM_DataPacker, expanded: bool
 ) -> None:
     row = conversation(picture((24, 16)), picture((16, 8)))
-    sample = recorded(packer, row, "noise", expanded=expanded)
+    sample = recorded_sample(packer, row, "noise", expanded=expanded)
     trained = packer.get_policy_input(row, sample)
     ids = trained.input_ids
     assert trained.multi_modal_inputs is not None
@@ -143,11 +145,11 @@ def test_ids_and_text_follow_the_expanded_prompt(packer: Qwen2_5_VLM_DataPacker,
 def test_a_placeholder_the_policy_sampled_is_refused(packer: Qwen2_5_VLM_DataPacker) -> None:
     row = conversation(picture())
     with pytest.raises(ValueError, match="the tokens hold 2 image placeholders, but the row has 1 images"):
-        packer.get_policy_input(row, recorded(packer, row, "no<|image_pad|>se"))
+        packer.get_policy_input(row, recorded_sample(packer, row, "no<|image_pad|>se"))
 
 
 def test_an_image_that_differs_from_the_engines_is_refused(packer: Qwen2_5_VLM_DataPacker) -> None:
-    sample = recorded(packer, conversation(picture((24, 16))), "noise", expanded=True)
+    sample = recorded_sample(packer, conversation(picture((24, 16))), "noise", expanded=True)
     with pytest.raises(ValueError, match="image 0 has 6 tokens, but its grid says 2"):
         packer.get_policy_input(conversation(picture((16, 8))), sample)
 

@@ -1,4 +1,4 @@
-"""Every row once per epoch, nothing lost, nothing twice, over any sequence of draws, ends and restarts."""
+"""Each row comes once per epoch, over any sequence of draws, ends and restarts."""
 
 import itertools
 import json
@@ -282,7 +282,7 @@ def test_marking_an_old_hand_out_does_not_end_a_newer_one_of_the_same_group():
 
 
 class Fragile(list):
-    """Rows of which one cannot be read until it is mended."""
+    """Rows, one of which cannot be read until it is repaired."""
 
     broken = None
 
@@ -405,7 +405,7 @@ def test_an_error_of_an_iterable_loses_no_row_before_it():
 
 
 class Restarts(RuleBasedStateMachine):
-    """Any sequence of draws, ends, returns, saves and restarts, against a ledger kept by hand."""
+    """Any sequence of draws, ends, returns, saves and restarts, against a simple model."""
 
     @initialize(size=st.integers(1, 5), members=st.integers(1, 3), shuffle=st.booleans())
     def start(self, size, members, shuffle):

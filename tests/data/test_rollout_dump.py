@@ -1,4 +1,4 @@
-"""V56, V-B10: one line per row with its score, numpy values included, and no file is ever replaced."""
+"""V56, V-B10: one line per answer with its score, including numpy values; no file is ever replaced."""
 
 import json
 

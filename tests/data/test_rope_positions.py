@@ -26,7 +26,7 @@ TOKENS_PER_SECOND = 3
 
 
 def own_model(name: str) -> Any:
-    """The transformers model that owns the rule; nothing but its config counts."""
+    """The transformers model that defines the rule; only its config matters."""
     import transformers
 
     text = {
@@ -57,7 +57,7 @@ def own_model(name: str) -> Any:
 
 
 def processor_of(name: str) -> Any:
-    """What the rule reads of a processor: its class's name, ids and merge size."""
+    """The parts of a processor that the rule reads: class name, ids, merge size."""
     kind = type("Glm4vProcessor" if name == "Glm4v" else f"{name}Processor", (SimpleNamespace,), {})
     ids = {"image_token_id": IMAGE_ID, "video_token_id": VIDEO_ID}
     if name == "Glm4v":

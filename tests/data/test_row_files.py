@@ -1,4 +1,4 @@
-"""Files, folders and addresses become rows whole and unchanged, or an error says which file and line is wrong."""
+"""Files, folders and URLs become unchanged rows, or an error names the bad file and line."""
 
 import bz2
 import gzip

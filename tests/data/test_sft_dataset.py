@@ -30,7 +30,7 @@ def chatml():
 
 
 def texts(dataset):
-    """Return the whole and the trained text of each item."""
+    """Return the full text and the trained text of each item."""
     decode = dataset.tokenizer.decode
     return [
         (decode(item["input_ids"]), decode(item["input_ids"][item["loss_mask"].bool()])) for item in dataset

@@ -1,6 +1,6 @@
-"""Each config of the repository that trains by rewards runs ten steps on a tiny model, as it stands but for sizes.
+"""Each RL config of the repository runs ten steps on a tiny model, changed only in sizes.
 
-And what a run may have besides: greedy baselines, batches made once, reward models, curricula, growing rows, metrics.
+Also: greedy baselines, cached batches, reward models, curricula, growing rows, metrics.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def test_curriculum_and_growing_dataset_get_each_trained_batch(
     run_yaml: Path,
 ) -> None:
     """V61, V62, V63"""
-    InOrder.heard.clear()
+    InOrder.batches.clear()
     CountsItsCalls.calls = 0
     given = [
         f"train_dataset.{key}={{path: tests.e2e.agents, name: {name}}}"
@@ -116,9 +116,9 @@ def test_curriculum_and_growing_dataset_get_each_trained_batch(
     ]
     given += ["train_dataset.prompt_key=question", "trainer.total_steps=2", "eval_dataset=null"]
     run_dir = run_training(load_config(run_yaml, [*given, "save_model=false"])).run_dir
-    rewards = [float(batch.batch["rewards"].mean()) for batch in InOrder.heard]
+    rewards = [float(batch.batch["rewards"].mean()) for batch in InOrder.batches]
     assert rewards == pytest.approx([line["train/reward_mean"] for line in records(run_dir)])
-    questions = [{row["question"] for row in batch.non_tensor_batch["rows"]} for batch in InOrder.heard]
+    questions = [{row["question"] for row in batch.non_tensor_batch["rows"]} for batch in InOrder.batches]
     assert questions == [{f"say {number}" for number in numbers} for numbers in (range(4), range(4, 8))]
     assert CountsItsCalls.calls == 1 + 1  # when it was made, and after the first of two steps
 
@@ -170,7 +170,7 @@ def test_a_reward_model_rewards_sampled_and_greedy_answers_and_dumps(run_yaml: P
         json.loads(row)["score"] for row in (summary.run_dir / "scores" / "1.jsonl").read_text().splitlines()
     ]
     assert sum(scores) / len(scores) == pytest.approx(line["train/reward_mean"], abs=1e-6)
-    # Rewards of the workflow are eighths; the judge's are no such numbers, and advantages are of its size.
+    # Rewards of the workflow are eighths; the reward model's are not, and advantages follow them.
     assert any(score * 8 % 1 > 1e-3 for score in scores)
     spread = max(scores) - min(scores)
     assert max(abs(line["train/advantage_max"]), abs(line["train/advantage_min"])) < 3 * spread

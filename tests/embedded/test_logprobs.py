@@ -55,7 +55,7 @@ def test_prompt_scores_and_top_logprobs(tiny: Path) -> None:
 
 
 def test_requests_that_arrive_at_random_equal_the_same_requests_one_by_one(tiny: Path) -> None:
-    """Prompts share prefixes, repeat, end at different times and outnumber the rows of the batch."""
+    """Prompts share prefixes, repeat, end at different times and outnumber the slots of the batch."""
     draw = random.Random(0)
     stems = [[draw.randrange(3, 259) for _ in range(length)] for length in (5, 40, 90)]
     prompts = [draw.choice(stems) + [draw.randrange(3, 259)] * draw.randrange(4) for _ in range(40)]

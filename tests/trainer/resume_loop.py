@@ -107,7 +107,7 @@ def _sample(ids: list[int]) -> TokenSequence:
 
 
 def train(run_dir: Path, model: Path) -> None:
-    """Train ``STEPS`` steps, from where the newest checkpoint stands."""
+    """Train ``STEPS`` steps, resuming from the newest checkpoint."""
     trainer = LoopTrainer(model, deterministic=True)
     rows = [{"prompt": "", "ids": [5 + row, 9, *range(20, 24 + row)]} for row in range(ROWS)]
     source = RolloutDataSource(rows, seed=3, shuffle=True)

@@ -1,4 +1,4 @@
-"""Checkpoints: what is loaded is bit for bit what was saved, and a run never goes on from the wrong one."""
+"""Checkpoints: they load bit for bit as saved, and a run never resumes from the wrong one."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_every_random_generator_is_restored() -> None:
     assert [draw() for _ in range(3)] == drawn
 
 
-# -- which one a run goes on from -------------------------------------------------------------------
+# -- which one a run resumes from ---------------------------------------------------------------------
 
 
 def test_f56_the_newest_are_kept_and_found(tiny: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The writer beside training: one write at a time, errors raised, older checkpoints safe, memory given back."""
+"""The writer beside training: one write at a time, errors are raised, older checkpoints stay, memory is freed."""
 
 from __future__ import annotations
 

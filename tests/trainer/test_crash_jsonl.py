@@ -1,4 +1,4 @@
-"""F48, T5, T6: of JSONL files that a crash tore or a disk damaged, whole lines are kept and nothing is invented."""
+"""F48, T5, T6: torn or damaged JSONL files keep their whole lines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL = 10**9
 
 @pytest.fixture
 def metrics(tmp_path: Path) -> bytes:
-    """What a run of some steps has written."""
+    """Files that a run of some steps has written."""
     with MetricsWriter(tmp_path) as writer:
         for step in range(1, STEPS + 1):
             writer.write(step, {"train/loss": 1 / step, "train/entropy": float("nan"), "timing/step_s": 0.25})

@@ -1,4 +1,4 @@
-"""Several ranks train as one process does, hand batches to one another, and end together."""
+"""Several ranks train like one process, share batches, and end together."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def by_ranks(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What 2 and 4 ranks made of all cases, in folders ``2`` and ``4``."""
+    """Results of 2 and 4 ranks for all cases, in folders ``2`` and ``4``."""
     out = tmp_path_factory.mktemp("by_ranks")
     ended = run([str(PROGRAMS / "training_cases.py"), str(out), str(tiny)])
     assert ended.returncode == 0, ended.stderr
@@ -56,7 +56,7 @@ def by_ranks(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """What one process makes of a case; its published weights are among it."""
+    """Results of one process for a case, with its published weights."""
     folder = tmp_path_factory.mktemp("alone")
 
     @functools.cache
@@ -78,7 +78,7 @@ def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
 def test_any_number_of_ranks_gives_the_results_of_one_process(
     size: int, case: str, by_ranks: Path, alone: Alone
 ) -> None:
-    """L10, R21: scores, metrics, gradients and weights after two steps, also where ranks have no samples at all."""
+    """L10, R21: scores, metrics, gradients and weights after two steps, also if a rank has no sequences."""
     expected = {name: tensor for name, tensor in alone(case).items() if not name.startswith("published/")}
     found = load_file(by_ranks / str(size) / f"{case}.safetensors")
 
@@ -177,7 +177,7 @@ def test_every_rank_receives_the_same_decision(size: int, by_ranks: Path) -> Non
     ("how", "shown"), [("raises", "RuntimeError: the engine is gone"), ("killed", "SIGKILL")]
 )
 def test_a_dead_rank_ends_the_run_and_is_named(how: str, shown: str) -> None:
-    """F69; the first to fail is the one that is told of."""
+    """F69; the error names the first rank that failed."""
     ended = run([*LAUNCHER, str(PROGRAMS / "failing.py"), how])
 
     assert ended.returncode != 0

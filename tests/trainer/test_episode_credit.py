@@ -39,7 +39,7 @@ class Call:
     """Tokens of the environment before it."""
     answer: list[int]
     joins: bool = False
-    """Whether it lies in one sequence with the call before it, where it continues that one."""
+    """Whether it shares a sequence with the call it continues."""
     reward: float | None = None
     """None: the episode's."""
 
@@ -93,7 +93,7 @@ def model_calls(prompt: list[int], episode: Episode) -> list[ModelResponse]:
 
 
 def tensor_dict(prompt: list[int], episode: Episode) -> dict[str, Tensor]:
-    """Return what a workflow would: one row per sequence, right-padded."""
+    """Return the tensor dict of a workflow: one line per sequence, right-padded."""
     rows: list[tuple[list[int], list[int], float]] = []
     for place, (call, made) in enumerate(zip(episode.calls, model_calls(prompt, episode), strict=True)):
         mask = [0] * made.input_len + [1] * made.output_len
@@ -188,7 +188,7 @@ def episodes(draw: st.DrawFn) -> Episode:
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[Group], list[Group], int]:
-    """Two groups, the same with one episode cut otherwise, and the number of this episode."""
+    """Two groups, the same groups with one episode cut differently, and its number."""
     drawn = [
         (draw(st.lists(tokens, min_size=1, max_size=6)), draw(st.lists(episodes(), min_size=2, max_size=3)))
         for _ in range(2)
@@ -253,7 +253,7 @@ OBJECTIVES: list[dict[str, Any]] = [
     *SEQUENCE_LEVEL,
 ]
 NEEDS_MORE = {"gae", "turn_grpo", "turn_returns"}
-"""A critic, or turns: a cut of an episode into other turns has other credit."""
+"""A critic and turn estimators: another cut into turns changes credit."""
 WHOLE_EPISODES = sorted(set(ESTIMATORS.names()) - NEEDS_MORE)
 
 
@@ -340,14 +340,18 @@ def test_paths_and_turns_of_a_fork_survive_a_data_proto_and_its_file(tiny: Path,
 # -- rewards per turn -------------------------------------------------------------------------------------
 
 
-def rewarded(*rewards: float) -> Episode:
+def episode_with_turn_rewards(*rewards: float) -> Episode:
     """Return an episode whose calls follow each other and are rewarded one by one."""
     return Episode(
         [replace(call, reward=reward) for call, reward in zip(line(5), rewards, strict=False)], 0.0
     )
 
 
-TURN_BY_TURN = [rewarded(1, 0), rewarded(0, 1), rewarded(0)]
+TURN_BY_TURN = [
+    episode_with_turn_rewards(1, 0),
+    episode_with_turn_rewards(0, 1),
+    episode_with_turn_rewards(0),
+]
 
 
 def test_turn_grpo_compares_turns_of_the_same_index(tiny: Path) -> None:
@@ -361,7 +365,7 @@ def test_episode_estimators_use_the_mean_of_turn_rewards_and_warn_once(
     tiny: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = make_trainer(tiny, advantage="dr_grpo")
-    group = group_of("g", [5, 6], [rewarded(1, 0), rewarded(0)])
+    group = group_of("g", [5, 6], [episode_with_turn_rewards(1, 0), episode_with_turn_rewards(0)])
     for _ in range(2):
         assert advantages_of(trainer, [group]) == [0.25, -0.25]
     (record,) = [one for one in caplog.records if one.levelno == logging.WARNING]

@@ -1,4 +1,4 @@
-"""What estimators hold for any step, worked by hand or as a law; numbers of rules are those of the spec."""
+"""Properties of estimators, by hand or for random steps."""
 
 from __future__ import annotations
 

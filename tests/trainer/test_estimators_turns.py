@@ -1,4 +1,4 @@
-"""Estimators that compare turns: worked by hand, and as laws."""
+"""Estimators that compare turns: by hand and by property."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""V59, V-B13: a run on a machine that is lent saves once in time before it goes."""
+"""V59, V-B13: a run saves once in time before its machine expires."""
 
 from __future__ import annotations
 

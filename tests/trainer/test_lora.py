@@ -39,7 +39,7 @@ def logprobs(model: Any) -> Tensor:
 
 
 def trained(model: Any, *, updates: int = 2) -> Any:
-    """Give the adapters values by updates, so that they are no longer 0."""
+    """Update the adapters, so that they are not 0."""
     scorer = TokenScorer(model, temperature=1.0)
     config = LearnerConfig(learning_rate=0.05, device="cpu", dtype="float32")
     learner = Learner(scorer, config, config, total_steps=updates)

@@ -1,4 +1,4 @@
-"""metrics.jsonl holds whole records up to the present step, or the run ends saying why."""
+"""metrics.jsonl holds whole records up to the current step, or the run ends with an error."""
 
 from __future__ import annotations
 

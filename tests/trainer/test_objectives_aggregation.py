@@ -189,5 +189,5 @@ def test_aggregation_needs_one_weight_per_loss() -> None:
 def test_sums_means_and_maxima_of_episodes_reach_each_token(
     over_episode: Callable[[Tensor, Tensor], Tensor], expected: list[float]
 ) -> None:
-    """Row numbers are neither dense nor in order."""
+    """Episode numbers are neither dense nor in order."""
     assert over_episode(torch.tensor([1.0, 5.0, 3.0]), torch.tensor([8, 2, 8])).tolist() == expected

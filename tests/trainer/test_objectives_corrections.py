@@ -155,7 +155,7 @@ def test_invalid_options_and_bounds_are_errors(option: str, bounds: str, text: s
 
 
 def test_only_episodes_with_negative_advantage_and_large_kl_are_masked() -> None:
-    """Rows, in order: bad and left, bad and approached, good and left."""
+    """Episodes: negative and drifted, negative and approached, positive and drifted."""
     drifted = drifted_episodes(
         torch.tensor([-1.0, -1.0, 1.0, -1.0]),
         torch.zeros(4),

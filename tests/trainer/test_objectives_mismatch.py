@@ -1,4 +1,4 @@
-"""V47: what engine and trainer disagree in, apart from what staleness makes of it."""
+"""V47: differences between engine and trainer, apart from staleness."""
 
 from __future__ import annotations
 

@@ -337,7 +337,7 @@ def test_statistics_by_hand() -> None:
 
 
 def test_an_episodes_ratio_is_clamped_at_exp_10() -> None:
-    """L2: a bad episode the policy has run to has a bounded loss, and no gradient."""
+    """L2: the loss of a bad episode that the policy now favours is bounded, without gradient."""
     data = small([15.0, 15.0], advantages=[-1.0, -1.0])
     losses = gspo(data).losses
     assert losses.tolist() == pytest.approx([math.exp(10)] * 2)
@@ -369,7 +369,7 @@ def test_m2po_drops_nan_tokens_and_keeps_the_rest() -> None:
 
 
 def test_gmpo_excludes_episodes_without_tokens() -> None:
-    """L8: they are not there at all, whereas upstream divides by them."""
+    """L8: upstream counts them in the mean."""
     data = small([0.0, 0.0], episodes=[0, 5])
     assert aggregate(gmpo(data).losses, token_weights(EPISODE_MEAN, data.episodes)).item() == -1.0
 
@@ -425,7 +425,7 @@ CHOOSING: dict[str, dict[str, Any]] = {
     "kl_cov": {"token_share": 0.1},
     "m2po": {},
 }
-"""Losses that choose among the tokens of a minibatch, with options under which they have a choice here."""
+"""Losses that select tokens of a minibatch, with options that make them select here."""
 
 
 def of_tokens(whole: PolicyInputs, here: Tensor, **changes: Tensor | None) -> PolicyInputs:
@@ -436,7 +436,7 @@ def of_tokens(whole: PolicyInputs, here: Tensor, **changes: Tensor | None) -> Po
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
 def test_an_episodes_losses_do_not_depend_on_other_episodes(name: str) -> None:
-    """Once what is chosen in the whole minibatch is known."""
+    """After tokens are selected in the whole minibatch."""
     whole = oracle_inputs(inputs("mask").bool(), torch.float64)
     loss, options = loss_called(name), CHOOSING.get(name, {})
     terms = loss(whole, **options)
@@ -464,7 +464,7 @@ def test_token_selection_does_not_depend_on_order_or_rounding(name: str) -> None
 
 
 def test_losses_of_episodes_average_over_episodes() -> None:
-    """L2, L8, and SAPO unless told otherwise."""
+    """L2, L8 and SAPO, unless options say otherwise."""
     averages = {name: aggregation_of(name, where="w") for name in POLICY_LOSSES.names()}
     assert {name for name, mode in averages.items() if mode is EPISODE_MEAN} == {"gspo", "gmpo", "sapo"}
     assert set(averages.values()) == {EPISODE_MEAN, TOKEN_MEAN}

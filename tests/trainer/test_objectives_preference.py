@@ -12,7 +12,7 @@ from tests.trainer.oracle_cases import assert_matches, case, inputs
 
 
 def test_dpo_equals_rl2s() -> None:
-    """Rows 2i and 2i+1 are the chosen and the rejected answer."""
+    """Scores 2i and 2i+1 are of the chosen and the rejected answer."""
     mask = inputs("mask")
     policy, reference = (((inputs(name) * mask).sum(1)) for name in ("log_prob", "ref_log_prob"))
     terms = dpo_loss(policy[::2], policy[1::2], reference[::2], reference[1::2], beta=0.1)

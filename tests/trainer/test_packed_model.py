@@ -26,7 +26,7 @@ SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "head_dim": 8,
 }  # fmt: skip
-ARCHITECTURES = {  # config, settings, whether rows may hold several samples
+ARCHITECTURES = {  # config, settings, whether bins may hold several sequences
     "llama": (transformers.LlamaConfig, SMALL, True),
     "qwen2": (transformers.Qwen2Config, SMALL, True),
     "qwen3": (transformers.Qwen3Config, SMALL, True),

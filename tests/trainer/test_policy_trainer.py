@@ -202,12 +202,12 @@ def test_critic_metrics_are_means_over_the_critics_tokens(tiny: Path) -> None:
 
 
 def test_padding_in_a_micro_batch_changes_nothing(tiny: Path) -> None:
-    """A long stranger in the batch pads the group's rows; with advantage 0 it adds no gradient of its own."""
+    """A long sequence of another group causes padding; its advantage is 0, so it adds no gradient."""
     group = [sample([5, 6, 7, 8 + i], [3], reward=float(i), group="a") for i in range(2)]
     stranger = [sample(list(range(3, 60)), [50], group="b")]
     results = []
     for batch in (group, group + stranger):
-        # Without a KL term the stranger would be left out of the forward pass; this one weighs nothing.
+        # Without a KL term the extra sequence would be skipped in the forward pass; this term has weight 0.
         trainer = make_trainer(tiny, max_grad_norm=1e9, kl=KLConfig(coef=1e-12))
         loss = trainer.train_step(training_batch(batch), version=0)["loss"]
         results.append(
@@ -370,13 +370,13 @@ def test_f68_running_out_of_memory_again_ends_the_run(tiny: Path) -> None:
 def test_f67_a_skipped_update_is_recorded_with_its_tasks(
     tiny: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[dict[str, Any]] = []
+    skipped_updates: list[dict[str, Any]] = []
     config = TrainerConfig(total_steps=1, learning_rate=1e-3, dtype="float32", device="cpu")
-    trainer = PolicyTrainer(config, model_path=str(tiny), seed=1, on_skip=told.append)
+    trainer = PolicyTrainer(config, model_path=str(tiny), seed=1, on_skip=skipped_updates.append)
     poison(trainer, math.nan)
     batch = [dataclasses.replace(one, task_id=f"t{place}") for place, one in enumerate(drawn_batch(0))]
     trainer.train_step(training_batch(batch), version=0)
-    (skipped,) = told
+    (skipped,) = skipped_updates
     assert sorted(skipped["task_ids"]) == sorted(one.task_id for one in batch)
     assert skipped["step"] == 0 and not skipped["applied"]
     assert "skipped a non-finite update" in caplog.text

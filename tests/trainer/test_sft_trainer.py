@@ -121,8 +121,8 @@ def test_a_non_finite_update_is_skipped_and_recorded_and_the_third_in_a_row_ends
     tiny: Path,
 ) -> None:
     # F67
-    told: list[dict[str, Any]] = []
-    trainer = sft_trainer(tiny, on_skip=told.append)
+    skipped_updates: list[dict[str, Any]] = []
+    trainer = sft_trainer(tiny, on_skip=skipped_updates.append)
     weights = trainer.model.get_input_embeddings().weight
     with torch.no_grad():
         weights[5, 0] = float("nan")
@@ -134,8 +134,8 @@ def test_a_non_finite_update_is_skipped_and_recorded_and_the_third_in_a_row_ends
     with pytest.raises(TrainingError, match=r"step 2: loss nan .* the 3rd non-finite update in a row"):
         trainer.train_step(items[:1])
     torch.testing.assert_close(weights, before, rtol=0, atol=0, equal_nan=True)
-    assert [(one["step"], one["rows"]) for one in told] == [(0, [0, 2]), (1, [0, 2]), (2, [0])]
-    assert math.isnan(told[0]["loss"])
+    assert [(one["step"], one["rows"]) for one in skipped_updates] == [(0, [0, 2]), (1, [0, 2]), (2, [0])]
+    assert math.isnan(skipped_updates[0]["loss"])
 
 
 def fails(kind: type[Exception]) -> Callable[[], object]:

@@ -1,4 +1,4 @@
-"""V28: trackers get project, name, the whole config and every metric; they may fail late, not start badly."""
+"""V28: trackers get project, name, the whole config and every metric; they may fail later, but not at the start."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config(*tracking: Any) -> RunConfig:
 
 
 def run(run_dir: Path, tracker: str, *steps: int) -> None:
-    """Log a loss at ``steps``, going on from the step before the first."""
+    """Log a loss at ``steps``, resuming from the step before the first."""
     with (
         start_tracking(config(tracker), run_dir, last_step=steps[0] - 1) as tracking,
         MetricsWriter(run_dir, last_step=steps[0] - 1, tracking=tracking) as writer,
