@@ -107,7 +107,7 @@ class KLConfig:
     """For a penalty in the reward: adapt coef to this KL (nats per token). Null keeps coef fixed."""
 
     horizon: Above0 = 10000.0
-    """Number of sequences over which coef adapts to target."""
+    """Number of episodes over which coef adapts to target."""
 
     def __post_init__(self) -> None:
         in_reward = self.place == "reward"
@@ -132,7 +132,8 @@ class CorrectionConfig:
     """Off-policy correction between the behaviour and proximal policies (staleness, engine rounding)."""
 
     level: Literal["token", "sequence", "none"] = "token"
-    """Granularity of the importance weight proximal / behaviour: token or sequence. none disables weighting."""
+    """Granularity of the importance weight proximal / behaviour: each token, or the whole episode (sequence). none
+    disables weighting."""
 
     max_weight: Above0 = 5.0
     """Upper bound of the importance weights (truncated importance sampling)."""

@@ -68,7 +68,7 @@ class Algorithm:
             KLController(kl.coef, target=kl.target, horizon=kl.horizon) if kl else KLController(0.0)
         )
         self.needs: frozenset[str] = frozenset()
-        """Inputs that the estimator asks for."""
+        """Inputs that the estimator requests."""
         self.chooses = self._dry_run().chosen is not None
         """Whether the loss chooses among the tokens of a whole minibatch."""
 
@@ -100,7 +100,7 @@ class Algorithm:
         by_episode = correction.level == "sequence" or "seq_" in (correction.reject or "")
         return by_episode or correction.max_episode_kl is not None or config.loss not in ONE_TOKEN_AT_A_TIME
 
-    def shape(self, scores: Tensor, tokens: StepTokens) -> None:
+    def shape_rewards(self, scores: Tensor, tokens: StepTokens) -> None:
         """Subtract the penalty on overlong answers from ``scores [E]``, and reward each episode's last token."""
         if self.config.overlong_buffer:
             lengths = torch.bincount(tokens.episodes, minlength=len(scores))
@@ -236,7 +236,7 @@ class Algorithm:
             raise ConfigError(
                 "trainer.overlong_buffer needs the length limit: give the trainer max_new_tokens"
             )
-        self.shape(scores, tokens)
+        self.shape_rewards(scores, tokens)
         try:
             self.correction(logprobs, logprobs, episodes)
         except ConfigError as error:

@@ -78,9 +78,9 @@ def pack(
             positions[begin:end] = np.arange(shared, inputs)
             own.append((prefix, begin, end))
             if seen is not None:
-                here = seen[bin_idx, begin - start : end - start]
-                here[:, torch.from_numpy(prefix - start)] = True
-                here[:, begin - start : end - start] = torch.ones(end - begin, end - begin).tril().bool()
+                visible = seen[bin_idx, begin - start : end - start]
+                visible[:, torch.from_numpy(prefix - start)] = True
+                visible[:, begin - start : end - start] = torch.ones(end - begin, end - begin).tril().bool()
             trained = np.flatnonzero(sequence.loss_mask)
             predicted_at.append(places[trained - 1])
             targets.append(sequence.input_ids[trained])

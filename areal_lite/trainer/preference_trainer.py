@@ -51,8 +51,8 @@ class DPOTrainer(PreferenceTrainer[DPOTrainerConfig]):
 
     def _load(self, model_path: str) -> PackedModel:
         scorer = super()._load(model_path)
-        whole = self.config.lora is None
-        self._reference = shard(copy.deepcopy(scorer).requires_grad_(False)) if whole else None
+        copies = self.config.lora is None
+        self._reference = shard(copy.deepcopy(scorer).requires_grad_(False)) if copies else None
         return scorer
 
     def _scores(self, packed: PackedSequences) -> Tensor:

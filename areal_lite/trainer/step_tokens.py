@@ -85,9 +85,9 @@ class StepTokens:
 
     def fill(self, sequences: Sequence[int], scores: Mapping[str, Tensor]) -> None:
         """Copy values ``[T]`` by name at the tokens of the sequences."""
-        here = self.chosen(sequences)
+        at = self.chosen(sequences)
         for name, values in scores.items():
-            getattr(self, name)[here] = values[here]
+            getattr(self, name)[at] = values[at]
 
     def chosen(self, sequences: Sequence[int]) -> Tensor:
         """Return ``[T]`` bool, True at the tokens of the sequences."""

@@ -78,7 +78,7 @@ def test_v60_penalised_rewards_returns_and_values_if_present() -> None:
 
 
 @pytest.mark.parametrize(("max_new_tokens", "ratio"), [(2, 2 / 3), (3, 1 / 3), (4, 0.0)])
-def test_v60_an_episode_is_clipped_if_an_answer_reaches_the_length_limit(
+def test_v60_a_sequence_is_clipped_if_an_answer_reaches_the_length_limit(
     max_new_tokens: int, ratio: float
 ) -> None:
     metrics = batch_metrics(SAMPLES, EPISODES, ADVANTAGES, version=5, max_new_tokens=max_new_tokens)
@@ -92,7 +92,7 @@ def test_a_batch_without_trained_tokens_has_no_lengths_or_advantages() -> None:
 
 
 def test_values_of_the_wrong_length_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"advantages is of shape \(3,\), it must be \[6\].*np.repeat"):
+    with pytest.raises(ValueError, match=r"advantages has shape \(3,\), it must be \[6\].*np.repeat"):
         batch_metrics(SAMPLES, EPISODES, np.zeros(3), version=5)
     with pytest.raises(ValueError, match="penalised_rewards"):
         batch_metrics(SAMPLES, EPISODES, ADVANTAGES, version=5, penalised_rewards=np.zeros(2))

@@ -137,7 +137,7 @@ def single_turn_sample(
         output = encode(tokenizer, output)
     elif not isinstance(output, list):
         raise TypeError(
-            f"a rollout output is a TokenSequence, a list of token ids or text, not {type(output).__name__}: hand over "
+            f"a rollout output is a TokenSequence, a list of token ids or text, not {type(output).__name__}: pass "
             "what the engine sampled"
         )
     sample = Sample(source.index, group_index=source.group_index, row=source.row, prompt=source.prompt)

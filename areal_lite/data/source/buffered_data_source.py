@@ -74,8 +74,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         Samples of one group that share an index count as one member; groups and samples without a number get one.
 
         Raises:
-            ValueError: If it is not a list of groups, a group has not ``n_samples_per_prompt`` members, is
-                there already, or has a reward that is not finite.
+            ValueError: If it is not a list of groups, or a group does not have ``n_samples_per_prompt`` members,
+                is already in the buffer, or has a non-finite reward.
         """
         if not isinstance(samples, list) or not all(isinstance(group, list) for group in samples):
             kinds = samples if not isinstance(samples, list) else [type(group).__name__ for group in samples]
