@@ -262,9 +262,7 @@ class Wrapper(RolloutWorkflow):
 
 
 @pytest.mark.parametrize(("keep", "status"), [(2, "accepted"), (1, "accepted"), (0, "rejected")])
-def test_a_workflow_around_a_group_may_drop_what_an_episode_returned(
-    engine: RemoteInfEngine, keep: int, status: str
-) -> None:
+def test_a_group_workflow_may_drop_an_episode(engine: RemoteInfEngine, keep: int, status: str) -> None:
     group = one(engine, Wrapper(keep))
     assert (group.status, len(group.sequences), len(group.rewards)) == (status, keep, keep)
     assert [t.status for t in group.trajectories] == ["accepted"] * keep + ["rejected"] * (2 - keep)

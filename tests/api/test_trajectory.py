@@ -459,7 +459,7 @@ def group_of(*trajectories: Trajectory, **fields: Any) -> Group:
 
 
 class TestGroup:
-    def test_versions_and_rewards_are_those_of_its_episodes(self) -> None:
+    def test_a_groups_versions_and_rewards_come_from_its_episodes(self) -> None:
         group = group_of(
             episode(0, EpisodeStatus.ACCEPTED, sequence_of([0, 1], versions=np.array([-1, 6])), reward=1.0),
             episode(1, EpisodeStatus.FAILED, reward=9.0),

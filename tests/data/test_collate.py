@@ -65,7 +65,7 @@ def test_no_rows_are_an_error() -> None:
         collate_fn([])
 
 
-def test_an_object_array_keeps_its_values_as_they_are() -> None:
+def test_an_object_array_keeps_its_values_unchanged() -> None:
     values = [[1, 2], [3, 4], None, torch.zeros(2)]
     array = object_array(values)
     assert array.shape == (4,)

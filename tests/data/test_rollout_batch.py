@@ -90,7 +90,7 @@ def test_nothing_accepted_is_an_error(packer: DecoderOnlyLLMDataPacker) -> None:
         training_batch(packer, [result(EpisodeStatus.REJECTED)])
 
 
-def test_dict_rows_reach_the_workflow_as_they_are(packer: DecoderOnlyLLMDataPacker) -> None:
+def test_dict_rows_reach_the_workflow_unchanged(packer: DecoderOnlyLLMDataPacker) -> None:
     rows = [{"question": "1+1", "answer": 2}]
     assert rollout_inputs(packer, rows) == rows
 

@@ -112,7 +112,7 @@ CASES: dict[str, list[Media]] = {
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("model", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Glm4v"])
-def test_positions_are_those_of_the_model(model: str, case: str, padding: str) -> None:
+def test_positions_equal_those_of_the_model(model: str, case: str, padding: str) -> None:
     """V13."""
     ids, kinds, inputs = sequence(CASES[case], model=model)
     mask = torch.ones_like(ids)

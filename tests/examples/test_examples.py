@@ -98,7 +98,7 @@ class OneAnswer(RolloutWorkflow):
         }
 
 
-def test_05_shows_what_a_run_dumped(tmp_path):
+def test_05_shows_dumped_episodes(tmp_path):
     with StubThread(StubServer(answer_len=8)) as stub:
         config = InferenceEngineConfig(
             backend="sglang", addresses=[stub.address], fileroot=str(tmp_path / "runs"), dump_to_file=True
