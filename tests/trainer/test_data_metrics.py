@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from areal_lite.trainer.data_metrics import batch_metrics, timing_metrics
-from tests.trainer.training_data import sample
+from tests.trainer.training_data import sequence
 
 SAMPLES = [
-    sample(
+    sequence(
         [1, 2, 3, 4, 5], [2, 3, 4], reward=1.0, group="a", versions=[-1, -1, 3, 4, 4]
     ),  # prompt 2, response 3
-    sample([1, 2, 3, 4, 5, 6], [1, 4, 5], reward=0.0, group="a"),  # prompt 1; 2, 3 are a tool's
-    sample([1, 2, 3], [], reward=0.5, group="b"),  # nothing trained
+    sequence([1, 2, 3, 4, 5, 6], [1, 4, 5], reward=0.0, group="a"),  # prompt 1; 2, 3 are a tool's
+    sequence([1, 2, 3], [], reward=0.5, group="b"),  # nothing trained
 ]
 EPISODES = [0, 1, 2]
 ADVANTAGES = np.array([1.0, 1.0, 4.0, 0.0, 0.0, 0.0])

@@ -17,7 +17,7 @@ from areal_lite.trainer import logprobs
 from areal_lite.trainer.logprobs import ChunkedScores, TokenScorer, TokenScores
 from areal_lite.trainer.policy_model import load_policy
 from tests.trainer.oracle_cases import case, inputs
-from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sample
+from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sequence
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def packed_scores(scorer: TokenScorer, batch: list[TokenSequence], **how: Any) -
 
 
 def scores_alone(model: Any, one: TokenSequence, temperature: float) -> list[Tensor]:
-    """The scores of a sample's trained tokens from full logits of that sequence."""
+    """Return the scores of a sequence's trained tokens from its full logits."""
     ids, trained = torch.from_numpy(one.input_ids), torch.from_numpy(one.loss_mask.nonzero()[0])
     logits = model(input_ids=ids[None]).logits[0, trained - 1].double() / temperature
     return full_scores(logits, ids[trained])
@@ -176,8 +176,8 @@ def test_a_frozen_output_embedding_allocates_no_gradient(frozen: bool) -> None:
 def test_tokens_after_the_last_trained_one_are_not_read(model: Any) -> None:
     scorer = TokenScorer(model, temperature=1.0)
     with torch.no_grad():
-        short = packed_scores(scorer, [sample([5, 6, 7], [2])])
-        long = packed_scores(scorer, [sample([5, 6, 7, 8, 9], [2])])
+        short = packed_scores(scorer, [sequence([5, 6, 7], [2])])
+        long = packed_scores(scorer, [sequence([5, 6, 7, 8, 9], [2])])
     assert short.logprobs.item() == long.logprobs.item()
 
 

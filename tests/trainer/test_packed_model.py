@@ -19,7 +19,7 @@ from areal_lite.trainer.microbatches import num_inputs, plan_blocks
 from areal_lite.trainer.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.policy_model import load_policy
 from areal_lite.trainer.ragged_attention import Segments, _by_kernel
-from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sample
+from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sequence
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {
@@ -77,7 +77,7 @@ def test_side_by_side_a_token_attends_only_to_its_own_sequence(name: str) -> Non
     torch.manual_seed(0)
     model = PackedModel(transformers.AutoModelForCausalLM.from_config(config_class(**settings)).eval())
     assert model.read_ragged() == model.ragged == shares
-    batch = [*drawn_batch(3), sample([5, 6, 7, 8], [2, 3]), sample([5, 6, 9], [2]), sample([5, 6], [1])]
+    batch = [*drawn_batch(3), sequence([5, 6, 7, 8], [2, 3]), sequence([5, 6, 9], [2]), sequence([5, 6], [1])]
     below, _ = packed_together(batch, share=shares)
     side_by_side, _ = packed_together(batch, share=shares, ragged=shares)
     if shares:
@@ -93,15 +93,15 @@ def test_side_by_side_a_token_attends_only_to_its_own_sequence(name: str) -> Non
 
 
 TREE = [  # forks inside trained tokens, a chain, nested forks, equal inputs, and a stranger without a common prefix
-    sample([5, 6, 7, 8, 9], [2, 3]),
-    sample([5, 6, 7, 8, 9, 10, 11], [4, 6]),
-    sample([5, 6, 7, 12, 13, 14], [3, 4, 5]),
-    sample([5, 6, 7, 12, 13, 15, 16, 17], [6, 7]),
-    sample([5, 6, 7, 12, 13, 15, 16, 18], [7]),
-    sample([5, 6, 20], [2]),
-    sample([30, 31, 32, 33], [1, 3]),
-    sample([30, 31, 32, 33, 34, 35], [4, 5], group="chain"),
-    sample([30, 31, 32, 33], [1, 3], group="chain"),
+    sequence([5, 6, 7, 8, 9], [2, 3]),
+    sequence([5, 6, 7, 8, 9, 10, 11], [4, 6]),
+    sequence([5, 6, 7, 12, 13, 14], [3, 4, 5]),
+    sequence([5, 6, 7, 12, 13, 15, 16, 17], [6, 7]),
+    sequence([5, 6, 7, 12, 13, 15, 16, 18], [7]),
+    sequence([5, 6, 20], [2]),
+    sequence([30, 31, 32, 33], [1, 3]),
+    sequence([30, 31, 32, 33, 34, 35], [4, 5], group="chain"),
+    sequence([30, 31, 32, 33], [1, 3], group="chain"),
 ]
 
 
@@ -186,7 +186,7 @@ def test_a_deep_copy_reads_its_own_weights(untied: Path) -> None:
 def test_targets_and_their_predicting_positions_are_in_order(
     tiny: Path,
 ) -> None:
-    batch = [sample([5, 6, 7, 8], [2, 3]), sample([5, 6, 9], [2]), sample([1, 2], [1], group="other")]
+    batch = [sequence([5, 6, 7, 8], [2, 3]), sequence([5, 6, 9], [2]), sequence([1, 2], [1], group="other")]
     packed = packed_sequences(PackedModel(load_policy(str(tiny), device=CPU)), batch)
     assert packed.input_ids.tolist() == [[5, 6, 7], [1, 0, 0]]  # the last token of a sequence is never read
     assert packed.targets.tolist() == [9, 7, 8, 2]  # the shorter of two that begin alike comes first

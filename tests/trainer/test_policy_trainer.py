@@ -17,7 +17,7 @@ from areal_lite.trainer.estimators import Estimate, EstimatorInputs
 from areal_lite.trainer.objectives.aggregation import AggregationMode
 from areal_lite.trainer.objectives.policy_loss import POLICY_LOSSES
 from areal_lite.trainer.policy_trainer import PolicyTrainer
-from tests.trainer.training_data import drawn_batch, sample, training_batch
+from tests.trainer.training_data import drawn_batch, sequence, training_batch
 
 
 def make_trainer(
@@ -121,7 +121,7 @@ def test_the_trainer_computes_the_inputs_a_users_estimator_needs(tiny: Path) -> 
 
 def test_an_unbiased_kl_penalty_weighs_each_token_by_policy_over_behaviour(tiny: Path) -> None:
     """Nothing else has a gradient: all rewards are equal. At a ratio of 2 everywhere it is twice as large."""
-    batch = training_batch([sample([5, 6, 7, 8], [2, 3]), sample([5, 9, 7], [1, 2])])
+    batch = training_batch([sequence([5, 6, 7, 8], [2, 3]), sequence([5, 9, 7], [1, 2])])
     found = {}
     for unbiased in (False, True):
         kl = KLConfig(coef=1.0, estimator="k1", unbiased=unbiased)
@@ -156,7 +156,7 @@ def test_the_first_update_of_a_step_has_a_ratio_of_exactly_1(tiny: Path) -> None
 def test_max_episode_kl_masks_bad_answers_far_from_the_policy(tiny: Path) -> None:
     """Only the worse of the two is far from what sampled it, so nothing but the better one has a gradient."""
     batch = [
-        sample([5, 6, 7], [2], reward=reward, behaviour=[0, 0, logprob])
+        sequence([5, 6, 7], [2], reward=reward, behaviour=[0, 0, logprob])
         for reward, logprob in ((1.0, -1.0), (0.0, 0.0))
     ]
     bounded, alone = (
@@ -203,8 +203,8 @@ def test_critic_metrics_are_means_over_the_critics_tokens(tiny: Path) -> None:
 
 def test_padding_in_a_micro_batch_changes_nothing(tiny: Path) -> None:
     """A long sequence of another group causes padding; its advantage is 0, so it adds no gradient."""
-    group = [sample([5, 6, 7, 8 + i], [3], reward=float(i), group="a") for i in range(2)]
-    stranger = [sample(list(range(3, 60)), [50], group="b")]
+    group = [sequence([5, 6, 7, 8 + i], [3], reward=float(i), group="a") for i in range(2)]
+    stranger = [sequence(list(range(3, 60)), [50], group="b")]
     results = []
     for batch in (group, group + stranger):
         # Without a KL term the extra sequence would be skipped in the forward pass; this term has weight 0.
@@ -233,7 +233,7 @@ def test_skipping_groups_without_advantage_changes_nothing(tiny: Path) -> None:
 def test_a_batch_without_advantages_still_counts_as_a_step(tiny: Path) -> None:
     trainer = make_trainer(tiny)
     before = weights(trainer)
-    batch = training_batch([sample([5, 6, 7], [2], group=name) for name in "ab"])
+    batch = training_batch([sequence([5, 6, 7], [2], group=name) for name in "ab"])
     metrics = trainer.train_step(batch, version=0)
     assert (metrics["computed_tokens"], metrics["grad_norm"], metrics["loss"]) == (0, 0, 0)
     assert metrics["skipped_updates"] == 0
@@ -260,7 +260,7 @@ def test_a_policy_learns_what_is_rewarded(tiny: Path) -> None:
             logprobs = torch.log_softmax(trainer.model(torch.tensor([[5, 6]])).logits[0, -1, :16], -1)
         drawn = torch.multinomial(logprobs.exp(), 32, replacement=True, generator=generator).tolist()
         batch = [
-            sample([5, 6, token], [2], reward=float(token == 9), behaviour=[0, 0, logprobs[token]])
+            sequence([5, 6, token], [2], reward=float(token == 9), behaviour=[0, 0, logprobs[token]])
             for token in drawn
         ]
         rewards.append(trainer.train_step(training_batch(batch), version=step)["reward_mean"])
@@ -274,7 +274,7 @@ def test_fresh_data_has_no_mismatch_ratio_one_and_no_staleness(tiny: Path) -> No
         logits = trainer.model(torch.tensor([[5, 6]])).logits[0, -1] / 0.7
     logprobs = torch.log_softmax(logits, -1)
     batch = [
-        sample([5, 6, t], [2], reward=float(t), behaviour=[0, 0, logprobs[t]], versions=[-1, -1, 3])
+        sequence([5, 6, t], [2], reward=float(t), behaviour=[0, 0, logprobs[t]], versions=[-1, -1, 3])
         for t in (7, 8)
     ]
     metrics = trainer.train_step(training_batch(batch), version=3)
@@ -411,7 +411,7 @@ def test_no_advantages_are_computed_from_a_diverged_model(tiny: Path) -> None:
 
 def test_a_batch_without_trained_tokens_is_an_error(tiny: Path) -> None:
     with pytest.raises(TrainingError, match="none of the 1 sequences has a trained token"):
-        make_trainer(tiny).train_step(training_batch([sample([5, 6], [])]), version=0)
+        make_trainer(tiny).train_step(training_batch([sequence([5, 6], [])]), version=0)
 
 
 def test_a_batch_is_checked_before_anything_is_computed(tiny: Path) -> None:

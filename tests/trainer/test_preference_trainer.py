@@ -112,9 +112,9 @@ def test_pairs_stay_together_on_one_rank_and_in_one_micro_batch(
         )
         for microbatch in cut(range(len(step.sequences)), 50):
             if microbatch.counts:
-                samples = torch.unique(step.of_token[microbatch.tokens]).tolist()
-                assert all(sample ^ 1 in samples for sample in samples)
-                seen += samples
+                sequences = torch.unique(step.of_token[microbatch.tokens]).tolist()
+                assert all(sequence ^ 1 in sequences for sequence in sequences)
+                seen += sequences
     assert sorted(seen) == list(range(2 * len(items)))
 
 

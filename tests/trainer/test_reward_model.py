@@ -14,7 +14,7 @@ from areal_lite.trainer.microbatches import plan_blocks
 from areal_lite.trainer.packed_model import pack
 from areal_lite.trainer.reward_model import RewardModel, RewardScorer, ending, load_reward_model
 from areal_lite.trainer.weights import write_model
-from tests.trainer.training_data import drawn_batch, sample
+from tests.trainer.training_data import drawn_batch, sequence
 
 CPU = torch.device("cpu")
 
@@ -35,9 +35,9 @@ def alone(model: Any, one: TokenSequence) -> Tensor:
 def test_rewards_equal_those_of_transformers(model: Any, max_tokens: int) -> None:
     batch = drawn_batch(5)
     batch += [
-        sample([*one.input_ids, 7, 8], [1], group=one.group_id) for one in batch
+        sequence([*one.input_ids, 7, 8], [1], group=one.group_id) for one in batch
     ]  # untrained tokens at the end
-    batch.append(sample(batch[0].input_ids[:3], [1], group=batch[0].group_id))  # the beginning of another
+    batch.append(sequence(batch[0].input_ids[:3], [1], group=batch[0].group_id))  # the beginning of another
     rewards = RewardModel(model).score(batch, max_tokens=max_tokens)
     assert not rewards.requires_grad
     with torch.no_grad():
@@ -51,14 +51,14 @@ def test_no_sequences_give_no_rewards(model: Any) -> None:
 
 
 def test_a_reward_depends_on_the_last_token(model: Any) -> None:
-    batch = [sample([5, 6, last], [1]) for last in (7, 8)]
+    batch = [sequence([5, 6, last], [1]) for last in (7, 8)]
     first, second = RewardModel(model).score(batch, max_tokens=100).tolist()
     assert abs(first - second) > 1e-3
 
 
 def test_an_empty_sequence_is_refused(model: Any) -> None:
     with pytest.raises(ValueError, match="True at the first token"):
-        RewardModel(model).score([sample([], [])], max_tokens=10)
+        RewardModel(model).score([sequence([], [])], max_tokens=10)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -66,7 +66,7 @@ def test_the_gradient_of_a_pair_equals_that_of_its_sequences_alone(tiny: Path, r
     model = load_reward_model(str(tiny), device=CPU, gradient_checkpointing=recompute, new_head=True)
     torch.manual_seed(0)
     torch.nn.init.normal_(model.score.weight)
-    pair = [sample([5, 6, 7, 8], [2, 3]), sample([5, 6, 9], [2])]
+    pair = [sequence([5, 6, 7, 8], [2, 3]), sequence([5, 6, 9], [2])]
     scorer, endings = RewardScorer(model), [ending(one) for one in pair]
     ((block,),) = plan_blocks(
         endings, [0, 1], max_tokens=100, balance_length=100

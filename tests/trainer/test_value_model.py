@@ -13,7 +13,7 @@ from areal_lite.trainer.policy_model import load_policy
 from areal_lite.trainer.reward_model import load_reward_model
 from areal_lite.trainer.value_model import ValueScorer, load_critic
 from areal_lite.trainer.weights import write_model
-from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sample
+from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sequence
 
 CPU = torch.device("cpu")
 
@@ -84,7 +84,7 @@ def test_autocast_does_not_round_values(tiny: Path) -> None:
     torch.nn.init.constant_(critic.score.bias, 3.14159)
     scorer = ValueScorer(critic)
     with torch.autocast("cpu", torch.bfloat16):
-        values = scorer(packed_sequences(scorer, [sample([5, 6, 7], [1, 2])]))
+        values = scorer(packed_sequences(scorer, [sequence([5, 6, 7], [1, 2])]))
     assert values.tolist() == pytest.approx([3.14159, 3.14159], abs=1e-6)
 
 
