@@ -45,7 +45,7 @@ def test_a_changed_copy_is_checked_and_leaves_the_original() -> None:
     assert gconfig.new_with_stop_and_pad_token_ids(tokenizer).stop_token_ids == [2, 0]
 
 
-def test_only_a_sampled_stop_token_is_left_out() -> None:
+def test_only_a_sampled_stop_token_is_removed() -> None:
     tokenizer = SimpleNamespace(eos_token_id=2, pad_token_id=0)
     assert answer("stop", [5, 2], tokenizer).output_tokens_without_stop == [5]
     assert answer("length", [5, 2], tokenizer).output_tokens_without_stop == [5, 2]

@@ -67,7 +67,7 @@ def advantages_of(trainer: PolicyTrainer, batch: Batch) -> list[float]:
     return [float(values[0]) for values in found]
 
 
-def test_advantages_of_a_group_stay_where_its_first_episode_is_cut_into_five(tiny: Path) -> None:
+def test_advantages_do_not_change_if_an_episode_is_cut_into_five_sequences(tiny: Path) -> None:
     """Counted by sequences they would be .375 and -.625."""
     others = [Episode(line(1), 0.0) for _ in range(3)]
     for calls in (line(5), line(5, joins=True)):
@@ -98,7 +98,7 @@ def episodes(draw: st.DrawFn) -> Episode:
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[Group], list[Group], int]:
-    """Two groups, the same with one episode cut otherwise, and the number of this episode."""
+    """Two groups, the same groups with one episode cut differently, and its number."""
     drawn = [
         (draw(st.lists(tokens, min_size=1, max_size=6)), draw(st.lists(episodes(), min_size=2, max_size=3)))
         for _ in range(2)
@@ -157,7 +157,7 @@ SEQUENCE_LEVEL: list[dict[str, Any]] = [
     {"correction": CorrectionConfig(level="sequence", normalize=True)},
     {"correction": CorrectionConfig(level="none", reject="seq_mean_k3", reject_bounds="0.5")},
     {"correction": CorrectionConfig(level="none", reject="seq_max_k2,token_k1", reject_bounds="2.0,0.3_3.0")},
-    {"correction": CorrectionConfig(level="none", max_row_kl=0.3)},
+    {"correction": CorrectionConfig(level="none", max_episode_kl=0.3)},
 ]
 OBJECTIVES: list[dict[str, Any]] = [
     *({"loss": loss, "proximal": "behaviour"} for loss in ("ppo", "gspo", "gmpo", "cispo")),
@@ -166,14 +166,14 @@ OBJECTIVES: list[dict[str, Any]] = [
     *SEQUENCE_LEVEL,
 ]
 NEEDS_MORE = {"gae", "turn_grpo", "turn_returns"}
-"""A critic, or turns: a cut of an episode into other turns has other credit."""
+"""A critic and turn estimators: another cut into turns changes credit."""
 WHOLE_EPISODES = sorted(set(ESTIMATORS.names()) - NEEDS_MORE)
 
 
 @pytest.mark.parametrize("changes", OBJECTIVES, ids=lambda changes: ",".join(map(str, changes.values()))[:60])
 @settings(max_examples=6, deadline=None)
 @given(drawn=batches(), small=st.booleans())
-def test_no_objective_sees_how_an_episode_was_cut(
+def test_no_objective_depends_on_how_an_episode_is_cut(
     tiny: Path, changes: dict[str, Any], drawn: tuple[list[Group], list[Group], int], small: bool
 ) -> None:
     assert_credit_ignores_the_cut(tiny, changes | (SMALL if small else {}), drawn)
@@ -182,7 +182,7 @@ def test_no_objective_sees_how_an_episode_was_cut(
 @pytest.mark.parametrize("name", WHOLE_EPISODES)
 @settings(max_examples=6, deadline=None)
 @given(drawn=batches())
-def test_no_estimator_of_whole_episodes_sees_how_an_episode_was_cut(
+def test_no_episode_estimator_depends_on_how_an_episode_is_cut(
     tiny: Path, name: str, drawn: tuple[list[Group], list[Group], int]
 ) -> None:
     assert_credit_ignores_the_cut(tiny, {"advantage": name}, drawn)
@@ -229,7 +229,7 @@ def test_gae_runs_through_the_branches_of_a_fork_in_their_order(tiny: Path) -> N
 
 @settings(max_examples=5, deadline=None)
 @given(drawn=batches(), place=st.sampled_from(["loss", "reward"]))
-def test_entropy_and_kl_terms_do_not_see_how_an_episode_was_cut(
+def test_entropy_and_kl_terms_do_not_depend_on_how_an_episode_is_cut(
     tiny: Path, drawn: tuple[list[Group], list[Group], int], place: str
 ) -> None:
     given_: dict[str, Any] = {
@@ -292,28 +292,32 @@ def test_paths_and_turns_of_a_fork_survive_a_data_proto_and_its_file(tiny: Path,
 # -- rewards per turn -------------------------------------------------------------------------------------
 
 
-def rewarded(*rewards: float) -> Episode:
+def episode_with_turn_rewards(*rewards: float) -> Episode:
     """Return an episode whose calls follow each other and are rewarded one by one."""
     return Episode(
         [replace(call, reward=reward) for call, reward in zip(line(5), rewards, strict=False)], 0.0
     )
 
 
-TURN_BY_TURN = [rewarded(1, 0), rewarded(0, 1), rewarded(0)]
+TURN_BY_TURN = [
+    episode_with_turn_rewards(1, 0),
+    episode_with_turn_rewards(0, 1),
+    episode_with_turn_rewards(0),
+]
 
 
-def test_turn_grpo_compares_the_turns_of_episodes_at_the_same_index(tiny: Path) -> None:
+def test_turn_grpo_compares_turns_of_the_same_index(tiny: Path) -> None:
     trainer = make_trainer(tiny, advantage="turn_grpo")
     tokens = with_advantages(trainer, [group_of("g", [5, 6], TURN_BY_TURN)]).tokens
     expected = [1.155, -0.707, -0.577, 0.707, -0.577]  # two tokens per turn
     assert tokens.advantages.tolist() == pytest.approx([one for one in expected for _ in range(2)], abs=1e-3)
 
 
-def test_estimators_of_whole_episodes_use_the_mean_of_turn_rewards_and_warn_once(
+def test_episode_estimators_use_the_mean_of_turn_rewards_and_warn_once(
     tiny: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = make_trainer(tiny, advantage="dr_grpo")
-    group = group_of("g", [5, 6], [rewarded(1, 0), rewarded(0)])
+    group = group_of("g", [5, 6], [episode_with_turn_rewards(1, 0), episode_with_turn_rewards(0)])
     for _ in range(2):
         assert advantages_of(trainer, [group]) == [0.25, -0.25]
     (record,) = [one for one in caplog.records if one.levelno == logging.WARNING]

@@ -1,6 +1,6 @@
 """Estimators of a token's advantage from the rewards that follow it in its episode.
 
-The sums run over trained tokens: a tool's answer between two turns neither ends them nor is discounted over. An
+The sums run over trained tokens: tool tokens between two turns neither end a sum nor count in its discount. An
 episode that was cut into several sequences is discounted along all of its tokens, sequence after sequence.
 """
 

@@ -179,8 +179,8 @@ def run_rank(out: Path, model_path: Path) -> None:
                 save_file(weights(resumed), out / f"{name}_resumed_{ranks.rank}.safetensors")
         batch = broadcast_batch(generated_rows() if ranks.rank == 0 else None)
         save_data_proto(batch, out / f"broadcast_{ranks.rank}")
-        told = [broadcast_json({"stop": ranks.rank == 0}), gather_json([ranks.rank, "é"])]
-        (out / f"decision_{ranks.rank}.json").write_text(json.dumps(told))
+        received = [broadcast_json({"stop": ranks.rank == 0}), gather_json([ranks.rank, "é"])]
+        (out / f"decision_{ranks.rank}.json").write_text(json.dumps(received))
 
 
 def held(trainer: PolicyTrainer) -> list[int]:
