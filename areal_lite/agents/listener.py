@@ -35,9 +35,9 @@ class Listener:
             keepalive_timeout=75,
             lingering_time=1,
         )
-        self._runner = web.ServerRunner(server, handler_cancellation=True)
+        self._runner = web.ServerRunner(server, handler_cancellation=True, shutdown_timeout=1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096, shutdown_timeout=1)
+        site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096)
         await site.start()
         self.port = self._runner.addresses[0][1]
 

@@ -157,9 +157,9 @@ class ScriptedEngine:
         )
         self.responses.append(response)
         if req.on_tokens is not None:  # in pieces of 0 to 4 tokens
-            at = 0
+            at, draw = 0, random.Random(0)
             while at < len(ids):
-                end = at + random.Random(at).randrange(5)
+                end = at + draw.randrange(5)
                 req.on_tokens(response.output_tokens[at:end], response.output_logprobs[at:end])
                 at = end
                 await asyncio.sleep(0)
