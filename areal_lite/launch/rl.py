@@ -46,6 +46,12 @@ class RLRun(TrainingRun[Evaluation]):
     """None on ranks other than the first."""
     profiler: StepProfiler
 
+    def run(self) -> Summary[Evaluation]:
+        """Train up to ``total_steps`` and save the model; servers that were running before get the weights first."""
+        if self.start.checkpoint is None and self.config.rollout.addresses:
+            self.publish()  # they may still serve the weights of an earlier run
+        return super().run()
+
     def fit(self) -> None:
         """Train up to ``total_steps``: generate, train, publish the weights; evaluate and save when due.
 
