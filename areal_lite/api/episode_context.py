@@ -64,6 +64,8 @@ class EpisodeContext(NamedTuple):
     """This episode; the engine records its model calls there."""
     http: Any = None
     """The engine's shared HTTP clients."""
+    scalars: Any = None
+    """The engine's :class:`Scalars`, where the episode records its numbers."""
 
 
 _OUTSIDE = EpisodeContext()

@@ -19,6 +19,7 @@ from areal_lite.api import episode_context
 from areal_lite.api.engine_api import FilterDecision, InferenceEngine, Row
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.failure import Failure, FailureKind, attributed_to
+from areal_lite.api.scalars import Scalars
 from areal_lite.api.tensor_dict import tensor_dict_of
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId, Trajectory
 from areal_lite.data.source.sample import with_own_containers
@@ -55,6 +56,8 @@ class GroupRunner:
         self._engine = engine
         self._timeout_s = timeout_s
         self._on_end = on_end
+        self.scalars = Scalars()
+        """What episodes have recorded."""
         self._http = SharedHttp()
         self._next_task_id = 0
         self._ids_lock = threading.Lock()
@@ -155,6 +158,7 @@ class GroupRunner:
                 episodes=episodes,
                 episode=episodes[0],
                 http=self._http,
+                scalars=self.scalars,
             )
         )
         try:
