@@ -291,9 +291,5 @@ def test_a_guarded_script_is_imported_by_its_worker(tmp_path):
 def test_a_script_without_a_guard_may_compute_rewards_in_its_own_process(tmp_path, way):
     changed = ("def mine", "async def mine") if way == "async" else ("max_workers=1", way)
     text = UNGUARDED.replace(*changed)
-        UNGUARDED.replace("def mine", "async def mine")
-        if way == "async"
-        else UNGUARDED.replace("max_workers=1", way)
-    )
     done, runs = run_script(tmp_path, f"{text}{RUN}\n")
     assert (done.returncode, done.stdout, runs) == (0, "2.0\n", 1), done.stderr
