@@ -1,4 +1,4 @@
-"""Files written for AReaL run after `areal` became `areal_lite` in their imports, and are told what replaces a name."""
+"""Files written for AReaL run after `areal` became `areal_lite` in their imports; missing names name a replacement."""
 
 from __future__ import annotations
 
