@@ -359,3 +359,11 @@ class RunConfig(ExperimentConfig):
 
     profile_steps: list[Positive] = field(default_factory=list)
     """Steps to profile with torch; traces go to profile/."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RolloutConfig(RunConfig):
+    """The YAML of a run without training; that of a training run is one too."""
+
+    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(total_steps=1, learning_rate=1e-6))
+    """Ignored, except for deterministic and num_threads."""
