@@ -40,9 +40,11 @@ class Grammar:
 
     def advance(self, ids: list[int]) -> str | None:
         """Move past these ids; return why that is impossible, or None."""
-        if self._matcher.consume_tokens(ids):
-            return None
-        return self._matcher.get_error() or f"the ids {ids} break it"
+        # One by one: ``consume_tokens`` refuses an end id after a complete answer.
+        for token in ids:
+            if not self._matcher.consume_token(token):
+                return self._matcher.get_error().partition("\n")[0] or f"id {token} is not allowed"
+        return None
 
     @property
     def is_complete(self) -> bool:
