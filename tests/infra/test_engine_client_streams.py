@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,8 @@ from areal_lite.infra.backends.sglang import SGLang
 from areal_lite.infra.backends.token_stream import TokenStream
 from areal_lite.infra.backends.vllm import VLLM
 from areal_lite.infra.engine_client import EngineClient
+from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from tests.stub_server import StubThread, answer_tokens
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 PROMPT = [3, 1, 4]
@@ -556,6 +559,25 @@ def test_a_constrained_answer_stays_on_the_server_during_a_weight_update(
             assert (await answer).output_tokens == truth()[0]
 
     asyncio.run(run())
+
+
+def test_an_engine_passes_on_tokens_of_all_its_servers(
+    start_stub: Callable[..., StubThread], start_engine: Callable[..., RemoteInfEngine]
+) -> None:
+    """Over a weight update that aborts the answer, too."""
+    stub = start_stub(answer_len=6)
+    stub.call(lambda: setattr(stub.server, "hold", asyncio.Event()))
+    engine, receiver = start_engine(stub, max_head_offpolicyness=2), Receiver()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(lambda: asyncio.run(engine.agenerate(request(receiver, max_new_tokens=6))))
+        stub.until_held(1)
+        engine.update_weights_from_disk("ckpt", 5)
+        stub.call(lambda: stub.server.hold.set())  # type: ignore[union-attr]
+        response = running.result(10)
+    before = answer_tokens(PROMPT, 0, 3)
+    assert response.output_tokens == [*before, *answer_tokens([*PROMPT, *before], 5, 3)]
+    assert (receiver.tokens, receiver.logprobs) == (response.output_tokens, response.output_logprobs)
+    assert response.output_versions == [0] * 3 + [5] * 3
 
 
 def test_a_request_that_does_not_stream_asks_for_the_whole_answer() -> None:
