@@ -115,7 +115,10 @@ def _check_trainable(config: RunConfig) -> None:
         )
     changed = [
         name
-        for name in ("top_p", "top_k", "min_new_tokens", "frequency_penalty")
+        for name in (
+            *("top_p", "top_k", "min_p", "min_new_tokens", "frequency_penalty", "presence_penalty"),
+            *("repetition_penalty", "logit_bias", "json_schema", "regex", "ebnf"),
+        )
         if getattr(rollout.gconfig, name) != getattr(GenerationHyperparameters, name)
     ]
     if changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ class Fails:
 
 
 def run(command: str, tmp_path: Path, tiny_model: Path, *, bad: list[int], **changes: Any) -> int:
-    rows = tmp_path / "rows.yaml"
-    rows.write_text(yaml.safe_dump([{"row": row % 2, "bad": row in bad} for row in range(4)]))
+    rows = tmp_path / "rows.json"
+    rows.write_text(json.dumps([{"row": row % 2, "bad": row in bad} for row in range(4)]))
     config = {
         "experiment_name": "e",
         "trial_name": "t",
