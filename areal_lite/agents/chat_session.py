@@ -17,9 +17,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from areal_lite.agents.chat_renderer import ChatRenderer
-from areal_lite.agents.chat_request import ChatRequest, RequestError, parse_chat_request, parse_message
+from areal_lite.agents.chat_request import (
+    ChatRequest,
+    RequestError,
+    parse_chat_request,
+    parse_message,
+    without_reasoning,
+)
 from areal_lite.agents.chat_sampling import request_gconfig
-from areal_lite.agents.tool_calls import parse_tool_calls
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.api.generation import GenerationHyperparameters
@@ -55,7 +60,7 @@ class ChatSession:
         clean_turns: Answers whose prompt holds no earlier answer, or holds it as sampled.
         forks: Answers whose prompt renders an assistant message from text although the session has
             answers: the client's history does not exactly extend them.
-        tool_parse_errors: Answers with a tool call that cannot be parsed.
+        tool_parse_errors: Answers with a tool call whose name or arguments cannot be parsed.
     """
 
     def __init__(
@@ -160,11 +165,11 @@ class ChatSession:
     ) -> None:
         answer = interaction.output_message_list[0]
         node = root
-        for key in (*keys, parse_message(answer, "answer")[1]):
-            child = node.children.get(key)
-            if child is None:
-                child = node.children[key] = _Node()
-            node = child
+        for key in keys:
+            node = node.children.setdefault(key, _Node())
+        _, key = parse_message(answer, "answer")
+        prompt, node = node, node.children.setdefault(key, _Node())
+        prompt.children.setdefault(without_reasoning(key), node)  # a client may leave the reasoning out
         node.interaction = interaction
         self.interactions[interaction.completion["id"]] = interaction
 
@@ -188,25 +193,22 @@ class ChatSession:
 
     def _message(self, request: ChatRequest, response: ModelResponse) -> tuple[dict[str, Any], str]:
         """Return the assistant message and the finish reason; the text is a view of the ids."""
-        ids = response.output_tokens
-        if ids and ids[-1] in self._renderer.special_ids:
-            ids = ids[:-1]
-        text = self._renderer.decode(ids, skip_special_tokens=self._gconfig.skip_special_tokens)
+        text = self._renderer.answer_text(
+            response.output_tokens,
+            skip_special_tokens=self._gconfig.skip_special_tokens,
+            tools=request.parse_tools,
+        )
         for stop in [*(self._gconfig.stop or []), *request.stop]:
             text = text.partition(stop)[0]
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        finish_reason = "stop" if response.stop_reason in ("stop", "tool_calls") else "length"
-        if request.parse_tools:
-            parsed = parse_tool_calls(text, {tool["function"]["name"] for tool in request.tools or ()})
-            self.tool_parse_errors += parsed.unparsable
-            if parsed.tool_calls:
-                message = {
-                    "role": "assistant",
-                    "content": parsed.content or None,
-                    "tool_calls": parsed.tool_calls,
-                }
-                finish_reason = "tool_calls"
-        return message, finish_reason
+        parsed = self._renderer.answer_parser.parse(
+            text,
+            request.tools if request.parse_tools else None,
+            thinking=self._renderer.opens_thinking(response.input_tokens),
+        )
+        self.tool_parse_errors += parsed.unparsable
+        if parsed.tool_calls:
+            return parsed.message(), "tool_calls"
+        return parsed.message(), "stop" if response.stop_reason in ("stop", "tool_calls") else "length"
 
     def export(self, style: Style) -> Interactions:
         """Return the sequences to train on, by completion id; the originals stay as they are.
