@@ -155,7 +155,7 @@ BROKEN = {
     "function_tag": "<function=add>{0}</function>",
     "llama3": '<|python_tag|>{{"name": "add", "parameters": {0}}}',
     "mistral": "[TOOL_CALLS]add[ARGS]{0}",
-    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{0}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{0}<｜tool▁call▁end｜>",
     "glm45": "<tool_call>add\n{0}\n</tool_call>",
     "fenced_json": '```json\n{{"name": "add", "arguments": {0}}}\n```',
 }
@@ -214,7 +214,7 @@ def test_no_repeated_marker_takes_long(name: str) -> None:
     began = time.process_time()
     for fragment in FRAGMENTS:
         parser.parse(fragment * (100_000 // len(fragment)), [ADD])
-    assert time.process_time() - began < 5  # linear: about 0.1 s for all
+    assert time.process_time() - began < 2  # all together about 0.1 s
 
 
 @pytest.mark.parametrize("family_name", TOOL_FAMILIES)

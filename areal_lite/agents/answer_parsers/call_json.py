@@ -15,6 +15,7 @@ _BROKEN_CALL = re.compile(
     + f"({NAME})"
     + r"['\"]\s*,\s*['\"](?:arguments|parameters)['\"]\s*:"
 )
+_JSON_BEGINS = frozenset('{["-0123456789tfn')
 _LITERALS = {"True": True, "False": False, "None": None}
 
 
@@ -40,8 +41,13 @@ def skip_space(text: str, position: int) -> int:
 
 def read_json(text: str, position: int = 0) -> tuple[Any, int] | None:
     """Return the JSON value at ``position``, after white space, and the position after it; None if there is none."""
+    position = skip_space(text, position)
+    if (
+        text[position : position + 1] not in _JSON_BEGINS
+    ):  # an error of the decoder takes time linear in the text
+        return None
     try:
-        return _DECODER.raw_decode(text, skip_space(text, position))
+        return _DECODER.raw_decode(text, position)
     except (ValueError, RecursionError):
         return None
 

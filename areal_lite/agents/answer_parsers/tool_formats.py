@@ -5,6 +5,7 @@ A format splits an answer into text, calls, and calls whose name cannot be read.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,14 +124,12 @@ def _function_call(name: str, text: str, start: int, schemas: Mapping[str, Any])
     position = skip_space(text, start)
     while text.startswith("<parameter=", position):
         key = _element(text, position, "<parameter=", ">")
-        value = None if key is None else _element(text, key.end, "", "</parameter>")
-        if key is None or value is None or "<parameter=" in value.text:
+        end = _first(text, key.end, "</parameter>", "<parameter=") if key else len(text)
+        if key is None or not text.startswith("</parameter>", end):
             break
-        name_of_value = key.text.strip()
-        values[name_of_value] = typed_value(
-            value.text.removeprefix("\n").removesuffix("\n"), schemas.get(name_of_value)
-        )
-        position = skip_space(text, value.end)
+        value = text[key.end : end].removeprefix("\n").removesuffix("\n")
+        values[key.text.strip()] = typed_value(value, schemas.get(key.text.strip()))
+        position = skip_space(text, end + len("</parameter>"))
     arguments = dump_json(values) if _AFTER_FUNCTION.match(text, position) else None
     if arguments is not None:
         return ToolCall(name, arguments), position
@@ -252,14 +251,22 @@ def _body_end(text: str, start: int, closing: str, opening: str) -> int:
 
 def _first(text: str, start: int, *markers: str) -> int:
     """Return where the first of ``markers`` stands from ``start`` on, or the text's length."""
-    return min((index for marker in markers if (index := text.find(marker, start)) >= 0), default=len(text))
+    match = _any_of(markers).search(text, start)
+    return match.start() if match else len(text)
+
+
+@functools.cache
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, markers)))
 
 
 def _element(text: str, start: int, opening: str, closing: str) -> _Element | None:
+    """Return the text from ``opening``, which stands at ``start``, to ``closing``; None if either is missing."""
     if not text.startswith(opening, start):
         return None
-    end = text.find(closing, start + len(opening))
-    return None if end < 0 else _Element(text[start + len(opening) : end], end + len(closing))
+    start += len(opening)
+    end = _first(text, start, closing, opening)
+    return _Element(text[start:end], end + len(closing)) if text.startswith(closing, end) else None
 
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
