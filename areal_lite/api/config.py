@@ -242,6 +242,10 @@ class DatasetConfig(RowsConfig):
     tools_key: str = "tools"
     """Column of tool schemas for the chat template."""
 
+    tools_in_system_prompt: bool = False
+    """Write tools into the system prompt, and calls and results as text (Hermes form), for chat templates that do not
+    render tools."""
+
     max_prompt_length: Positive | None = None
     """Pad and limit prompts that the data pipeline tokenizes to this many tokens. Null: no padding, no limit."""
 

@@ -1,6 +1,7 @@
 """The formats in which model families write tool calls. Pure text; never raises.
 
-A format splits an answer into text, calls, and calls whose name cannot be read. It takes time linear in the text.
+A format splits an answer into text, calls, and calls whose name cannot be read. Repeated markers take linear time,
+because models that loop write thousands of them.
 """
 
 from __future__ import annotations

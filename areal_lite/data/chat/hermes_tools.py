@@ -13,7 +13,8 @@ from typing import Any
 
 import orjson
 
-OPTION = "tools_in_system_prompt"
+from areal_lite.errors import ConfigError
+
 _PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -54,6 +55,19 @@ def drops_tools(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> bool:
         if template_kwargs
         else b"{}",
     )
+
+
+def check_tools_are_rendered(tokenizer: Any, tools: Any, template_kwargs: Mapping[str, Any]) -> None:
+    """Check that the chat template renders the tools, if there are any.
+
+    Raises:
+        ConfigError: If it does not.
+    """
+    if tools and drops_tools(tokenizer, template_kwargs):
+        raise ConfigError(
+            "the chat template does not render tools, so the model would not see them: set tools_in_system_prompt of "
+            "the dataset to true, which writes them into the system prompt, or use a template that renders tools"
+        )
 
 
 def in_hermes_form(
