@@ -158,9 +158,8 @@ class ChatRenderer:
     def _special_ids_without(self, *, tools: bool) -> set[int]:
         """Return the special ids except those of the parser's markers."""
         markers = self.answer_parser.markers(tools=tools)
-        return {
-            i for i in self.special_ids if self.decode([i], skip_special_tokens=False).strip() not in markers
-        }
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return self.special_ids - {i for i, token in added.items() if token.content in markers}
 
     def _text_after_answer(self, messages: list[Any], tools: Any, template_kwargs: dict[str, Any]) -> str:
         text = self._render([*_BASE, *messages], tools, template_kwargs)
