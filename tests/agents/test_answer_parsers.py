@@ -272,3 +272,14 @@ def test_calls_inside_of_reasoning_are_not_calls() -> None:
     parsed = parser_of("hermes", "think").parse(f"<think>maybe {call}</think>{call}", [ADD])
     assert (parsed.reasoning, len(parsed.tool_calls)) == (f"maybe {call}", 1)
     assert not parser_of("hermes", "think").parse(f"<think>maybe {call}", [ADD]).tool_calls
+
+
+def test_what_may_be_sent_stops_at_white_space_and_at_the_beginning_of_a_marker() -> None:
+    parser = parser_of("hermes", "think")
+    sent = [
+        parser.sendable(text, tools=True)
+        for text in ("<thi", "<think>a </thi", "<think>a</think>\nHi \n", "Hi <tool")
+    ]
+    assert sent == [("", ""), ("a", ""), ("a", "Hi"), ("", "Hi")]
+    assert parser.sendable('{"name"', tools=True) == ("", "")
+    assert parser.sendable('{"name" <tool', tools=False) == ("", '{"name" <tool')
