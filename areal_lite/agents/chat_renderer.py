@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from areal_lite.agents.answer_parsers.answer_parser import THINK, answer_parser
-from areal_lite.agents.chat_request import RequestError
+from areal_lite.agents.request_fields import RequestError
 from areal_lite.data.chat.hermes_tools import drops_tools, in_hermes_form
 from areal_lite.errors import ConfigError
 
@@ -68,6 +68,7 @@ class ChatRenderer:
         self._backend = backend if backend and not (backend.truncation or backend.padding) else None
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        self._adds_bos = list(tokenizer.encode("x"))[:1] == [getattr(tokenizer, "bos_token_id", None)]
         self.stop_ids: list[int] = []
         """Ids that end an answer: the end tokens of the tokenizer and of the chat template."""
         self._dropped_ids = {tools: self._special_ids_without(tools=tools) for tools in (False, True)}
@@ -130,20 +131,29 @@ class ChatRenderer:
                 return ids[1:]
         return ids
 
+    async def plain(self, text: str, *, begins: bool) -> list[int]:
+        """Return the ids of a text without chat template; ``begins`` adds the tokenizer's opening token."""
+        ids = await self._ids(text)
+        bos = getattr(self.tokenizer, "bos_token_id", None)
+        return [bos, *ids] if begins and bos is not None and self._adds_bos else ids
+
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
-    def answer_text(self, ids: list[int], *, skip_special_tokens: bool, tools: bool) -> str:
-        """Return the text of an answer for ``answer_parser``, without its end token.
+    def visible_text(
+        self, ids: list[int], *, skip_special_tokens: bool, tools: bool, ended: bool = False
+    ) -> str:
+        """Return the text of an answer for ``answer_parser``.
 
         Args:
-            ids: Sampled ids.
+            ids: Sampled ids, or some of them.
             skip_special_tokens: Leave out special tokens, except the markers that the parser reads.
             tools: Whether tool calls will be parsed.
+            ended: Whether ``ids`` are the whole answer, whose end token is left out.
         """
         dropped = self._dropped_ids[tools]
-        if ids and ids[-1] in dropped:
+        if ended and ids and ids[-1] in dropped:
             ids = ids[:-1]
         if skip_special_tokens:
             ids = [i for i in ids if i not in dropped]

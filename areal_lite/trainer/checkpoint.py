@@ -66,10 +66,10 @@ def find_checkpoint(root: Path, resume: str) -> Path | None:
     if resume != "auto":
         folder = Path(resume)
         if not folder.is_dir():
-            there = ", ".join(str(one) for one in folders) or "none"
+            existing = ", ".join(str(one) for one in folders) or "none"
             raise ConfigError(
                 f"checkpoint.resume {resume!r} is not a folder: it must be auto, never, or a checkpoint; this run has "
-                f"{there}"
+                f"{existing}"
             )
         _check(folder, "the checkpoint", "Name another one in checkpoint.resume")
         refuse_later(root, checkpoint_step(folder))

@@ -42,9 +42,9 @@ class CheckpointWriter:
         self._error: Exception | None = None
         if self._writes:
             sweep(self._root)
-            found = checkpoints(self._root)
-            if len(found) > keep:  # the last run was killed before it could delete
-                check_folder(found[-1])
+            existing = checkpoints(self._root)
+            if len(existing) > keep:  # the last run was killed before it could delete
+                check_folder(existing[-1])
                 self._remove_older()
 
     def save(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:

@@ -38,10 +38,10 @@ def batch_metrics(
         episodes: ``[B]`` the episode of each, numbered from 0.
         advantages: ``[T]``, one per trained token, sequence by sequence.
         version: The trainer's policy version, for staleness.
-        penalised_rewards: ``[E]`` rewards of episodes less their KL penalty, where there is one.
-        returns: ``[T]``, where there is a critic.
+        penalised_rewards: ``[E]`` rewards of episodes minus the KL penalty, if any.
+        returns: ``[T]``, if there is a critic.
         values: ``[T]``, likewise.
-        max_new_tokens: Most tokens of one model call; None leaves the clip ratio out.
+        max_new_tokens: Most tokens of one model call; None omits the clip ratio.
 
     Raises:
         ValueError: If there are no sequences, or an array has another length.
@@ -115,7 +115,7 @@ def timing_metrics(phases: Mapping[str, float], total: float, *, num_tokens: int
 
 
 def _spread(name: str, array: Floats | NDArray[np.int64] | None) -> dict[str, float]:
-    """Return mean, max and min; nothing where there are no numbers."""
+    """Return mean, max and min; nothing if there are no numbers."""
     if array is None or not len(array):
         return {}
     exact = np.asarray(array, np.float64)
@@ -134,4 +134,4 @@ def _longest_run(mask: NDArray[np.bool_]) -> int:
 
 def _check_length(name: str, array: Floats | None, length: int, fix: str) -> None:
     if array is not None and np.shape(array) != (length,):
-        raise ValueError(f"{name} is of shape {np.shape(array)}, it must be [{length}]: give {fix}")
+        raise ValueError(f"{name} has shape {np.shape(array)}, it must be [{length}]: give {fix}")

@@ -59,7 +59,7 @@ def ending(sequence: TokenSequence) -> TokenSequence:
 
 
 class RewardScorer(ValueScorer):
-    """Maps packed :func:`ending` sequences to ``[N]`` float32 rewards, with gradient.
+    """Maps packed :func:`ending` sequences to float32 rewards, one each, with gradient.
 
     Transformers' own forward pass reads the last token that is not the padding token instead; the two differ where a
     sequence ends with that token.
@@ -78,7 +78,7 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> Tensor:
-        """Return ``[N]`` float32, the reward of each sequence, on the model's device.
+        """Return one float32 reward per sequence, on the model's device.
 
         Args:
             sequences: In any order; those of one group compute shared prefixes once.

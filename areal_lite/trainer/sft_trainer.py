@@ -11,7 +11,7 @@ from areal_lite.api.supervised_config import SFTTrainerConfig
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.trainer.microbatches import num_inputs, shared_prefix
 from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms, token_weights
-from areal_lite.trainer.packed_model import PackedRows
+from areal_lite.trainer.packed_model import PackedSequences
 from areal_lite.trainer.step_tokens import Microbatch
 from areal_lite.trainer.supervised_trainer import Item, SupervisedStep, SupervisedTrainer, masked_sequence
 
@@ -35,7 +35,7 @@ class SFTTrainer(SupervisedTrainer[SFTTrainerConfig]):
         mode = AggregationMode.TOKEN_MEAN if by_token else AggregationMode.SEQ_MEAN_TOKEN_MEAN
         return token_weights(mode, of_token)
 
-    def _scores(self, packed: PackedRows) -> Tensor:
+    def _scores(self, packed: PackedSequences) -> Tensor:
         logprobs: Tensor = self.scorer(packed).logprobs
         return logprobs
 

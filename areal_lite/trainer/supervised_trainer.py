@@ -25,7 +25,7 @@ from areal_lite.api.trajectory import TokenSequence
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.objectives.aggregation import LossTerms, aggregate
-from areal_lite.trainer.packed_model import PackedModel, PackedRows
+from areal_lite.trainer.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.policy_model import load_policy, resolve_device
 from areal_lite.trainer.seeding import seed_process
 from areal_lite.trainer.step_tokens import Microbatch, StepCut
@@ -154,7 +154,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         """Return the weight of each token's or pair's loss, given each token's sequence ``[T]``."""
 
     @abstractmethod
-    def _scores(self, packed: PackedRows) -> Tensor:
+    def _scores(self, packed: PackedSequences) -> Tensor:
         """Return a number ``[N]`` for each trained token, with gradient."""
 
     @abstractmethod

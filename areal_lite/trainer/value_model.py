@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification
 
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.packed_model import PackedModel, PackedRows
+from areal_lite.trainer.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.policy_model import load_scalar_model, prepare
 
 
@@ -29,7 +29,7 @@ def load_critic(model_path: str, *, device: torch.device, gradient_checkpointing
 
 
 class ValueScorer(PackedModel):
-    """A model with a scalar head as a function from packed rows to values.
+    """A model with a scalar head as a function from packed sequences to values.
 
     Raises:
         ConfigError: If the head is not a single linear layer with one output.
@@ -45,7 +45,7 @@ class ValueScorer(PackedModel):
             )
         self._head = (heads[0],)  # a tuple, or the head would be registered twice
 
-    def forward(self, packed: PackedRows) -> Tensor:
+    def forward(self, packed: PackedSequences) -> Tensor:
         """Return ``[N]`` float32, the value at the position before each trained token."""
         states = self.states(packed)
         with torch.autocast(states.device.type, enabled=False):  # bfloat16 has only three digits

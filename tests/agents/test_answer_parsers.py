@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from areal_lite.agents.answer_parsers.answer_parser import AnswerParser, ParsedAnswer, answer_parser
 from areal_lite.agents.answer_parsers.tool_formats import TOOL_FORMATS, tool_format_of_template
 from areal_lite.agents.chat_renderer import ChatRenderer
+from areal_lite.agents.text_stream import TextStream
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.errors import ConfigError
 from tests.fixtures.tool_templates import TOOL_FAMILIES, tool_tokenizer
@@ -188,7 +189,7 @@ FRAGMENTS = [
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 @settings(max_examples=300, deadline=None)
 @given(pieces=st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=4), max_size=14), thinking=st.booleans())
-def test_no_text_fails_and_what_is_sent_early_is_the_beginning_of_the_answer(
+def test_no_text_fails_and_what_is_streamed_is_the_beginning_of_the_content(
     name: str, pieces: list[str], thinking: bool
 ) -> None:
     parser = parser_of(name, "think")
@@ -199,13 +200,21 @@ def test_no_text_fails_and_what_is_sent_early_is_the_beginning_of_the_answer(
             assert call["function"]["name"]
             if not parsed.unparsable:
                 assert isinstance(json.loads(call["function"]["arguments"]), dict)
-        sent = ("", "")
-        for end in range(len(text) + 1):
-            reasoning, content = parser.sendable(text[:end], tools=tools is not None, thinking=thinking)
-            assert parsed.reasoning.startswith(reasoning)
-            assert parsed.content.startswith(content)
-            assert (reasoning.startswith(sent[0]), content.startswith(sent[1])) == (True, True)
-            sent = (reasoning, content)
+        stream = text_stream(parser, tools=tools is not None, thinking=thinking)
+        for character in text:
+            stream.feed([ord(character)])
+            assert parsed.content.startswith(stream.sent)
+        stream.finish(parsed.content)
+        assert stream.sent == parsed.content
+
+
+def text_stream(parser: AnswerParser, *, tools: bool, thinking: bool = False) -> TextStream:
+    return TextStream(
+        lambda ids: "".join(map(chr, ids)),
+        openings=parser.starts if tools else (),
+        json_waits=tools and parser.tool_format.bare_json,
+        thinking=thinking,
+    )
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
@@ -274,12 +283,16 @@ def test_calls_inside_of_reasoning_are_not_calls() -> None:
     assert not parser_of("hermes", "think").parse(f"<think>maybe {call}", [ADD]).tool_calls
 
 
-def test_what_may_be_sent_stops_at_white_space_and_at_the_beginning_of_a_marker() -> None:
+def test_streamed_text_stops_at_white_space_and_at_the_beginning_of_a_marker() -> None:
     parser = parser_of("hermes", "think")
-    sent = [
-        parser.sendable(text, tools=True)
-        for text in ("<thi", "<think>a </thi", "<think>a</think>\nHi \n", "Hi <tool")
-    ]
-    assert sent == [("", ""), ("a", ""), ("a", "Hi"), ("", "Hi")]
-    assert parser.sendable('{"name"', tools=True) == ("", "")
-    assert parser.sendable('{"name" <tool', tools=False) == ("", '{"name" <tool')
+    for text, sent in (
+        ("<thi", ""),
+        ("<think>a </thi", ""),
+        ("<think>a</think>\nHi \n", "Hi"),
+        ("Hi <tool", "Hi"),
+        ('{"name"', ""),
+    ):
+        stream = text_stream(parser, tools=True)
+        for character in text:
+            stream.feed([ord(character)])
+        assert stream.sent == sent

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lite.agents.chat_renderer import ChatRenderer
-from areal_lite.agents.chat_request import RequestError
 from areal_lite.agents.chat_sampling import warn_once
 from areal_lite.agents.chat_session import ChatSession
+from areal_lite.agents.request_fields import RequestError
 from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.errors import ConfigError, ContextOverflowError
-from tests.agents.scripted_engine import ScriptedEngine, random_ids, tokenizer
+from tests.agents.scripted_engine import ScriptedEngine, create, random_ids, tokenizer
 
 TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 2"}}\n</tool_call>'
@@ -79,7 +79,7 @@ def test_every_sampled_token_is_kept_extended_and_trained_once(family: str, seed
             edited = bool(history) and draw.random() < 0.2
             if edited:
                 messages[0] = user(f"edited {turn}")
-            completion = await session.create({"model": "m", "messages": messages})
+            completion = await create(session, {"model": "m", "messages": messages})
             if parent is not None and not edited:
                 recorded = engine.responses[parent]
                 prefix = recorded.input_tokens + recorded.output_tokens
@@ -120,7 +120,7 @@ def test_where_the_answer_is_the_templates_text_the_ids_are_its_full_render(
         messages: list[Any] = [{"role": "system", "content": "Be brief."}] if has_system else []
         for question, _ in pairs:
             messages.append(user(question))
-            messages.append(answer_of(await session.create({"messages": messages})))
+            messages.append(answer_of(await create(session, {"messages": messages})))
             whole = tokenizer(family).apply_chat_template(
                 messages[:-1], tokenize=False, add_generation_prompt=True
             )
@@ -136,7 +136,7 @@ def test_tool_rounds_are_one_sequence_equal_to_the_full_render() -> None:
         session, engine = make_session([CALL, "two calls\n" + CALL + "\n" + CALL, "It is 3."])
         messages: list[Any] = [user("1 + 2?")]
         for results in (1, 2, 0):
-            completion = await session.create({"messages": messages, "tools": [TOOL]})
+            completion = await create(session, {"messages": messages, "tools": [TOOL]})
             message = answer_of(completion)
             assert len(message.get("tool_calls", [])) == results
             assert completion["choices"][0]["finish_reason"] == ("tool_calls" if results else "stop")
@@ -169,7 +169,7 @@ def test_tool_rounds_are_one_sequence_equal_to_the_full_render() -> None:
 def test_a_tool_call_without_a_readable_name_stays_text_and_is_counted(text: str) -> None:
     session, _ = make_session([text, text])
     for count, tools in ((1, [TOOL]), (1, None)):
-        choice = asyncio.run(session.create({"messages": [user("?")], "tools": tools}))["choices"][0]
+        choice = asyncio.run(create(session, {"messages": [user("?")], "tools": tools}))["choices"][0]
         assert choice["finish_reason"] == "stop"
         assert choice["message"] == {"role": "assistant", "content": text}
         assert session.tool_parse_errors == count
@@ -195,7 +195,7 @@ def test_arguments_that_are_not_json_reach_the_agent_as_written_and_continue_the
         text = '<tool_call>\n{"name": "calculator", "arguments": ' + arguments + "}\n</tool_call>"
         gconfig = GenerationHyperparameters(max_new_tokens=200_000, max_tokens=400_000)
         session, engine = make_session([text, "sorry"], gconfig=gconfig)
-        choice = (await session.create({"messages": [user("?")], "tools": [TOOL]}))["choices"][0]
+        choice = (await create(session, {"messages": [user("?")], "tools": [TOOL]}))["choices"][0]
         (call,) = choice["message"]["tool_calls"]
         assert choice["finish_reason"] == "tool_calls"
         assert call["function"]["name"] == "calculator"
@@ -203,7 +203,7 @@ def test_arguments_that_are_not_json_reach_the_agent_as_written_and_continue_the
         assert call["function"]["arguments"] == as_written
         assert session.tool_parse_errors == 1
         result = {"role": "tool", "tool_call_id": call["id"], "content": "error"}
-        await session.create({"messages": [user("?"), choice["message"], result], "tools": [TOOL]})
+        await create(session, {"messages": [user("?"), choice["message"], result], "tools": [TOOL]})
         assert (session.clean_turns, session.forks) == (2, 0)
         assert trained(session) == sampled(engine)
 
@@ -216,15 +216,15 @@ def test_300_levels_of_nesting_in_arguments_are_a_call_and_continue_the_conversa
         session, _ = make_session(
             ['<tool_call>{"name": "calculator", "arguments": ' + nested + "}</tool_call>", "ok"]
         )
-        message = answer_of(await session.create({"messages": [user("?")], "tools": [TOOL]}))
+        message = answer_of(await create(session, {"messages": [user("?")], "tools": [TOOL]}))
         (call,) = message["tool_calls"]
         assert json.loads(call["function"]["arguments"]) == json.loads(nested)
         result = {"role": "tool", "tool_call_id": call["id"], "content": "error"}
-        await session.create({"messages": [user("?"), message, result], "tools": [TOOL]})
+        await create(session, {"messages": [user("?"), message, result], "tools": [TOOL]})
         assert (session.tool_parse_errors, session.clean_turns, session.forks) == (0, 2, 0)
         deep = {"type": "function", "function": {"name": "f", "parameters": json.loads(nested)}}
         with pytest.raises(RequestError, match="nested too deeply") as refused:
-            await session.create({"messages": [user("?")], "tools": [deep]})
+            await create(session, {"messages": [user("?")], "tools": [deep]})
         assert refused.value.status == 400
 
     asyncio.run(play())
@@ -232,7 +232,7 @@ def test_300_levels_of_nesting_in_arguments_are_a_call_and_continue_the_conversa
 
 def test_a_readable_call_beside_an_unreadable_one_is_a_call() -> None:
     session, _ = make_session(["so: " + CALL + "<tool_call>[]</tool_call>"])
-    message = answer_of(asyncio.run(session.create({"messages": [user("?")], "tools": [TOOL]})))
+    message = answer_of(asyncio.run(create(session, {"messages": [user("?")], "tools": [TOOL]})))
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["calculator"]
     assert message["content"] == "so: <tool_call>[]</tool_call>"
     assert session.tool_parse_errors == 1
@@ -251,7 +251,7 @@ def test_a_readable_call_beside_an_unreadable_one_is_a_call() -> None:
 )
 def test_bare_json_that_names_a_declared_tool_is_a_call(text: str, calls: int) -> None:
     session, _ = make_session([text])
-    message = answer_of(asyncio.run(session.create({"messages": [user("?")], "tools": [TOOL]})))
+    message = answer_of(asyncio.run(create(session, {"messages": [user("?")], "tools": [TOOL]})))
     assert len(message.get("tool_calls", [])) == calls
     assert session.tool_parse_errors == 0
     if "123456" in text:
@@ -261,15 +261,15 @@ def test_bare_json_that_names_a_declared_tool_is_a_call(text: str, calls: int) -
 def test_an_edited_history_is_forked_and_counted_and_a_new_conversation_is_not() -> None:
     async def play() -> None:
         session, _ = make_session(["a", "b", "c", "d", "e"])
-        first = answer_of(await session.create({"messages": [user("1")]}))
-        await session.create({"messages": [user("1"), first, user("2")]})
+        first = answer_of(await create(session, {"messages": [user("1")]}))
+        await create(session, {"messages": [user("1"), first, user("2")]})
         assert (session.clean_turns, session.forks) == (2, 0)
-        await session.create({"messages": [user("1 edited"), first, user("2")]})
+        await create(session, {"messages": [user("1 edited"), first, user("2")]})
         assert (session.clean_turns, session.forks) == (2, 1)
-        await session.create({"messages": [user("another conversation")]})
+        await create(session, {"messages": [user("another conversation")]})
         assert (session.clean_turns, session.forks) == (3, 1)
-        await session.create(
-            {"messages": [user("1"), first, user("2")], "tools": [TOOL]}
+        await create(
+            session, {"messages": [user("1"), first, user("2")], "tools": [TOOL]}
         )  # rendered differently
         assert (session.clean_turns, session.forks) == (3, 2)
         assert len(session.export("concat")) == 4
@@ -282,17 +282,17 @@ def test_white_space_null_and_argument_order_do_not_fork() -> None:
         call = '<tool_call>{"name": "calculator", "arguments": {"a": 1, "b": [2]}}</tool_call>'
         session, _ = make_session([" hi \n", call, "done"])
         messages: list[Any] = [user("1")]
-        await session.create({"messages": messages, "tools": [TOOL]})
+        await create(session, {"messages": messages, "tools": [TOOL]})
         messages += [
             {"role": "assistant", "content": [{"type": "text", "text": "hi"}], "tool_calls": []},
             user("2"),
         ]
-        message = answer_of(await session.create({"messages": messages, "tools": [TOOL]}))
+        message = answer_of(await create(session, {"messages": messages, "tools": [TOOL]}))
         function = {"name": "calculator", "arguments": '{ "b": [2],  "a": 1 }'}
         again = {"role": "assistant", "content": "", "tool_calls": [{"id": "other", "function": function}]}
         assert message["content"] is None
         messages += [again, {"role": "tool", "content": "3", "tool_call_id": "other"}]
-        await session.create({"messages": messages, "tools": [TOOL]})
+        await create(session, {"messages": messages, "tools": [TOOL]})
         assert (session.clean_turns, session.forks, len(session.export("concat"))) == (3, 0, 1)
 
     asyncio.run(play())
@@ -301,9 +301,9 @@ def test_white_space_null_and_argument_order_do_not_fork() -> None:
 def test_concurrent_answers_to_one_history_are_branches_that_train_what_they_share_once() -> None:
     async def play() -> None:
         session, engine = make_session(lambda req: f"answer {len(engine.requests)}")
-        first = answer_of(await session.create({"messages": [user("1")]}))
+        first = answer_of(await create(session, {"messages": [user("1")]}))
         history = [user("1"), first]
-        await asyncio.gather(*(session.create({"messages": [*history, user(f"{i}")]}) for i in range(20)))
+        await asyncio.gather(*(create(session, {"messages": [*history, user(f"{i}")]}) for i in range(20)))
         assert (session.forks, len(session.export("concat"))) == (0, 20)
         assert trained(session) == sampled(engine)
 
@@ -321,7 +321,7 @@ def test_the_work_of_a_turn_does_not_grow_with_the_turns(monkeypatch: pytest.Mon
         messages: list[Any] = []
         for turn in range(200):
             messages.append(user(f"turn {turn:03}"))
-            messages.append(answer_of(await session.create({"messages": messages})))
+            messages.append(answer_of(await create(session, {"messages": messages})))
 
     asyncio.run(play())
     assert len(set(rendered[1:])) == 1
@@ -336,7 +336,7 @@ def test_reasoning_is_split_off_and_the_next_turn_continues_from_the_sampled_tok
         messages = [user("1")]
         for content in ("3", "4"):
             body = {"messages": messages, "chat_template_kwargs": {"enable_thinking": False}}
-            message = answer_of(await session.create(body))
+            message = answer_of(await create(session, body))
             assert message == {"role": "assistant", "content": content, "reasoning_content": "hm"}
             if not sends_reasoning:
                 del message["reasoning_content"]
@@ -346,7 +346,7 @@ def test_reasoning_is_split_off_and_the_next_turn_continues_from_the_sampled_tok
         assert text.endswith("<think>\n\n</think>\n\n")
         if sends_reasoning:  # only with the latest answer, as many agents do
             del messages[1]["reasoning_content"]
-        await session.create({"messages": messages, "chat_template_kwargs": {"enable_thinking": False}})
+        await create(session, {"messages": messages, "chat_template_kwargs": {"enable_thinking": False}})
         assert (session.clean_turns, session.forks, len(session.export("concat"))) == (3, 0, 1)
         assert trained(session) == sampled(engine)
 
@@ -356,15 +356,15 @@ def test_reasoning_is_split_off_and_the_next_turn_continues_from_the_sampled_tok
 def test_edited_reasoning_is_a_fork_and_equal_texts_with_other_thoughts_are_branches() -> None:
     async def play() -> None:
         session, engine = make_session(["<think>a</think>3", "<think>b</think>3", "x", "y", "z"], "qwen3")
-        answers = [answer_of(await session.create({"messages": [user("1")]})) for _ in range(2)]
+        answers = [answer_of(await create(session, {"messages": [user("1")]})) for _ in range(2)]
         for index, answer in enumerate(answers):
-            await session.create({"messages": [user("1"), answer, user("2")]})
+            await create(session, {"messages": [user("1"), answer, user("2")]})
             recorded = engine.responses[index]
             prefix = recorded.input_tokens + recorded.output_tokens
             assert engine.requests[-1].input_ids[: len(prefix)] == prefix
         assert session.forks == 0
         edited = {**answers[0], "reasoning_content": "c"}
-        await session.create({"messages": [user("1"), edited, user("2")]})
+        await create(session, {"messages": [user("1"), edited, user("2")]})
         assert (session.clean_turns, session.forks) == (4, 1)
 
     asyncio.run(play())
@@ -378,8 +378,8 @@ def test_a_template_that_leaves_out_answers_is_rendered_whole_and_counted(
 
     async def play() -> None:
         session, engine = make_session(["a", "b"])
-        first = answer_of(await session.create({"messages": [user("1")]}))
-        await session.create({"messages": [user("1"), first, user("2")]})
+        first = answer_of(await create(session, {"messages": [user("1")]}))
+        await create(session, {"messages": [user("1"), first, user("2")]})
         assert tokenizer().decode(engine.requests[-1].input_ids) == "12"
         assert (session.forks, len(session.export("concat"))) == (1, 2)
         assert trained(session) == sampled(engine)
@@ -394,9 +394,9 @@ def test_an_answer_is_ended_once_by_itself_or_by_the_template(stops: bool, end: 
     async def play() -> None:
         gconfig = GenerationHyperparameters(stop_token_ids=[eom] if stops else None)
         session, engine = make_session([[200, 201, eom], "x"], "llama3", gconfig=gconfig)
-        first = answer_of(await session.create({"messages": [user("1")]}))
+        first = answer_of(await create(session, {"messages": [user("1")]}))
         assert "eom_id" not in first["content"]
-        await session.create({"messages": [user("1"), first, user("2")]})
+        await create(session, {"messages": [user("1"), first, user("2")]})
         follow = engine.requests[-1].input_ids[len(engine.requests[0].input_ids) + 3 :]
         assert tokenizer("llama3").decode(follow).startswith(end + "<|start_header_id|>user")
 
@@ -410,13 +410,13 @@ def test_the_run_decides_the_distribution_and_says_so_once(caplog: pytest.LogCap
         gconfig = GenerationHyperparameters(temperature=0.8, max_new_tokens=50, stop=["END"])
         session, engine = make_session(["a b END c", "a b END c", "xyz"], gconfig=gconfig)
         wishes = {"temperature": 0.1, "top_p": 0.5, "max_tokens": 99, "stop": "b", "seed": 3}
-        text = answer_of(await session.create({"messages": [user("1")], **wishes}))["content"]
-        await session.create({"messages": [user("2")], **wishes})
+        text = answer_of(await create(session, {"messages": [user("1")], **wishes}))["content"]
+        await create(session, {"messages": [user("2")], **wishes})
         used = engine.requests[0].gconfig
         assert (used.temperature, used.top_p, used.max_new_tokens, used.seed) == (0.8, 1.0, 50, 3)
         assert (used.stop, text) == (["END", "b"], "a ")
         assert used.stop_token_ids == [tokenizer().eos_token_id]
-        await session.create({"messages": [user("3")], "max_completion_tokens": 1, "temperature": 0.8})
+        await create(session, {"messages": [user("3")], "max_completion_tokens": 1, "temperature": 0.8})
         assert engine.requests[-1].gconfig.max_new_tokens == 1
         assert [r.message for r in caplog.records] == [
             "the agent sets temperature=0.1, top_p=0.5: ignored, because the trainer assumes the distribution of the "
@@ -424,7 +424,7 @@ def test_the_run_decides_the_distribution_and_says_so_once(caplog: pytest.LogCap
         ]
 
         session, engine = make_session(["a"], gconfig=gconfig.new(greedy=True), agent_samples=True)
-        await session.create({"messages": [user("1")], **wishes, "top_k": -1})
+        await create(session, {"messages": [user("1")], **wishes, "top_k": -1})
         used = engine.requests[0].gconfig
         assert (used.effective_temperature, used.top_p, used.top_k) == (0.1, 0.5, None)
 
@@ -437,14 +437,14 @@ def test_a_prompt_that_is_too_long_says_context_length_exceeded(by: str) -> None
     error = ContextOverflowError("The input (9 tokens) is longer than the model's context length (4 tokens).")
     session, _ = make_session([error], gconfig=gconfig)
     with pytest.raises(RequestError) as refused:
-        asyncio.run(session.create({"messages": [user("much too long")]}))
+        asyncio.run(create(session, {"messages": [user("much too long")]}))
     assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
     assert session.error is None
 
 
 def test_logprobs_are_given_when_asked() -> None:
     session, _ = make_session(["hello", "hello"])
-    content = asyncio.run(session.create({"messages": [user("1")], "logprobs": True}))["choices"][0][
+    content = asyncio.run(create(session, {"messages": [user("1")], "logprobs": True}))["choices"][0][
         "logprobs"
     ]["content"]
     assert "".join(token["token"] for token in content) == "hello<|im_end|>"

@@ -11,16 +11,19 @@ import pytest
 from openai import AsyncOpenAI
 
 from areal_lite.agents.agent_workflow import AgentWorkflow
+from areal_lite.agents.answer_parsers.tool_formats import TOOL_FORMATS
+from areal_lite.agents.apis.chat_completions import ChatCompletions
 from areal_lite.agents.areal_openai import ArealOpenAI
 from areal_lite.agents.chat_renderer import ChatRenderer
-from areal_lite.agents.chat_request import RequestError
+from areal_lite.agents.chat_request import parse_chat_request
 from areal_lite.agents.chat_session import ChatSession
+from areal_lite.agents.request_fields import RequestError
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.tensor_dict import tensor_dict_of
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.data.chat import hermes_tools
-from tests.agents.scripted_engine import ScriptedEngine
+from tests.agents.scripted_engine import ScriptedEngine, create
 from tests.fixtures.tool_templates import TOOL_FAMILIES, tool_tokenizer
 from workflows.calculator import CALCULATOR, CalculatorAgent
 
@@ -45,7 +48,7 @@ def make_session(family: str, answers: list[Any], **options: Any) -> tuple[ChatS
 
 
 def ask(session: ChatSession, *messages: Any, **fields: Any) -> dict[str, Any]:
-    completion = asyncio.run(session.create({"messages": list(messages), **fields}))
+    completion = asyncio.run(create(session, {"messages": list(messages), **fields}))
     return dict(completion["choices"][0]["message"])
 
 
@@ -247,3 +250,36 @@ def test_a_message_of_the_sdk_sent_back_with_its_reasoning_is_a_clean_turn() -> 
 
     session = asyncio.run(run())
     assert (session.clean_turns, session.forks) == (2, 0)
+
+
+@pytest.mark.parametrize("family", TOOL_FAMILIES)
+@pytest.mark.parametrize(
+    "text", ["Let me see. {0}", "{0}", "No tool, 1 < 2.", '{{"name": "calculator", "arguments": {{}}}}']
+)
+def test_streamed_text_is_the_content_without_reasoning_and_calls(family: str, text: str) -> None:
+    parser = TOOL_FAMILIES[family].parser
+    text = ("hm</think>\n" if family == "deepseek_r1" else "<think>hm</think>\n") + text.format(CALLS[parser])
+    session, _ = make_session(
+        family, [text], tools_in_system_prompt=True, tool_parser=parser, reasoning_parser="think"
+    )
+    pieces: list[str] = []
+    request = parse_chat_request({"messages": [QUESTION], "tools": [CALCULATOR]})
+    (answer,) = asyncio.run(session.answer(request, "id", on_text=lambda _, piece: pieces.append(piece)))
+    assert "".join(pieces) == (answer.message["content"] or "")
+    assert answer.message["reasoning_content"] == "hm"
+    events = ChatCompletions().stream(request, session)
+    events.start("id")
+    assert b'"reasoning_content":"hm"' in events.end([answer])
+    is_call = CALLS[parser] in text or (text.endswith("{}}") and TOOL_FORMATS[parser].bare_json)
+    assert answer.finish_reason == ("tool_calls" if is_call else "stop")
+
+
+@pytest.mark.parametrize("family", ["mistral_v3", "qwen3_coder", "deepseek_r1"])
+def test_a_forced_call_is_json_in_every_format_and_has_no_reasoning(family: str) -> None:
+    bare = '{"name": "calculator", "arguments": {"expression": "1"}}'
+    session, _ = make_session(
+        family, [bare], tools_in_system_prompt=True, tool_parser=TOOL_FAMILIES[family].parser
+    )
+    answer = ask(session, QUESTION, tools=[CALCULATOR], tool_choice="required")
+    assert [call["function"]["name"] for call in answer["tool_calls"]] == ["calculator"]
+    assert "reasoning_content" not in answer

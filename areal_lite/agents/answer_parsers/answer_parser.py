@@ -1,7 +1,6 @@
 """Split an answer's text into reasoning, content and tool calls. Pure text: tokens are never touched.
 
-Guarantees that parsing never raises, and that what ``sendable`` returns for the beginning of an answer is the beginning
-of what ``parse`` returns for the whole of it.
+Guarantees that parsing never raises.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ class AnswerParser:
 
     @property
     def starts(self) -> tuple[str, ...]:
-        """Openings from which on text may not be content."""
-        return (*self.tool_format.starts, THINK) if self.splits_reasoning else self.tool_format.starts
+        """Openings of tool calls: from one on, text may not be content."""
+        return self.tool_format.starts
 
     def markers(self, *, tools: bool) -> tuple[str, ...]:
         """Return the markers that parsing needs to see, also where they are special tokens."""
@@ -67,7 +66,12 @@ class AnswerParser:
         return (*tool_markers, THINK, THINK_END) if self.splits_reasoning else tool_markers
 
     def parse(
-        self, text: str, tools: Sequence[dict[str, Any]] | None = None, *, thinking: bool = False
+        self,
+        text: str,
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        thinking: bool = False,
+        bare_json: bool = False,
     ) -> ParsedAnswer:
         """Return the parts of a complete answer.
 
@@ -75,37 +79,12 @@ class AnswerParser:
             text: The answer, without its end token.
             tools: Declared tools; None leaves tool calls in the content.
             thinking: Whether the prompt ends with ``<think>``, so that the answer begins inside of it.
+            bare_json: Whether an answer that is only JSON may be a call in every format, as where a grammar forces it.
         """
         reasoning, closed, content = self._split_reasoning(text, thinking)
         if not tools or not closed:
             return ParsedAnswer(content, reasoning)
-        return self._split_calls(content, tools)._replace(reasoning=reasoning)
-
-    def sendable(self, text: str, *, tools: bool, thinking: bool = False) -> tuple[str, str]:
-        """Return the reasoning and the content that are certain, whatever follows ``text``.
-
-        Args:
-            text: The answer so far.
-            tools: Whether tools are declared.
-            thinking: As for :meth:`parse`.
-        """
-        if (
-            self.splits_reasoning
-            and THINK.startswith(text.lstrip()[: len(THINK)])
-            and len(text.lstrip()) < len(THINK)
-        ):
-            return "", ""
-        reasoning, closed, content = self._split_reasoning(text, thinking)
-        if not closed:
-            return _without_partial(reasoning, (THINK_END,)).rstrip(), ""
-        if not tools:
-            return reasoning, content
-        if self.tool_format.bare_json and content.lstrip()[:1] in ("{", "["):
-            return reasoning, ""
-        starts = self.tool_format.starts
-        first = min((index for start in starts if (index := content.find(start)) >= 0), default=None)
-        certain = content[:first] if first is not None else _without_partial(content, starts)
-        return reasoning, certain.rstrip()
+        return self._split_calls(content, tools, bare_json)._replace(reasoning=reasoning)
 
     def _split_reasoning(self, text: str, thinking: bool) -> tuple[str, bool, str]:
         """Return the reasoning, whether it has ended, and the content."""
@@ -115,11 +94,11 @@ class AnswerParser:
         reasoning, end, content = body.removeprefix(THINK).partition(THINK_END)
         return reasoning.strip(), bool(end), content.lstrip()
 
-    def _split_calls(self, text: str, tools: Sequence[dict[str, Any]]) -> ParsedAnswer:
+    def _split_calls(self, text: str, tools: Sequence[dict[str, Any]], bare_json: bool) -> ParsedAnswer:
         parts: list[Part] = []
         if any(start in text for start in self.tool_format.starts):
             parts = list(self.tool_format.split(text, _declared(tools)))
-        elif self.tool_format.bare_json and text.lstrip()[:1] in ("{", "["):
+        elif (bare_json or self.tool_format.bare_json) and text.lstrip()[:1] in ("{", "["):
             calls = read_calls(text)
             declared = _declared(tools)
             if calls and all(call.name in declared for call in calls):
@@ -183,12 +162,3 @@ def _declared(tools: Sequence[dict[str, Any]]) -> Tools:
         schemas = parameters.get("properties") if isinstance(parameters, dict) else None
         declared[tool["function"]["name"]] = schemas if isinstance(schemas, dict) else {}
     return declared
-
-
-def _without_partial(text: str, markers: Sequence[str]) -> str:
-    """Return ``text`` without an end that may be the beginning of a marker."""
-    longest = max(len(marker) for marker in markers)
-    for start in range(max(0, len(text) - longest + 1), len(text)):
-        if any(marker.startswith(text[start:]) for marker in markers):
-            return text[:start]
-    return text

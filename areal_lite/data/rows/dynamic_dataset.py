@@ -35,7 +35,7 @@ class AbstractDataGenerator(ABC):
 
 
 class DynamicGenDataset(RLHFDataset):
-    """A data set to which the generator ``config.datagen`` adds rows, at construction and after each step.
+    """A dataset to which the generator ``config.datagen`` adds rows, at construction and after each step.
 
     ``rows`` is one object that grows at its end. New rows pass the same filter as the others. The arguments are those
     of :class:`RLHFDataset`.

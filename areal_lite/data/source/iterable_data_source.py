@@ -29,7 +29,7 @@ class IterableDataSource(RolloutDataSourceWithBuffer):
         """Read one row or batch, if there is one.
 
         Raises:
-            Exception: Whatever the iterable raises; it has ended then.
+            Exception: Any exception of the iterable, which has then ended.
         """
         while not self._ahead and not self.ended:
             try:

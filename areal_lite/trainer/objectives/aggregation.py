@@ -42,9 +42,9 @@ class LossTerms:
             if values is None:
                 continue
             if not isinstance(values, Tensor) or values.shape != self.losses.shape:
-                found = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+                actual = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
                 raise ValueError(
-                    f"{name} is {found}: give a tensor {list(self.losses.shape)} as for losses, one for each token"
+                    f"{name} is {actual}: give a tensor {list(self.losses.shape)} as for losses, one for each token"
                 )
         if self.chosen is not None and self.chosen.dtype != torch.bool:
             raise ValueError(f"chosen has dtype {self.chosen.dtype}: give bool, True for the chosen tokens")

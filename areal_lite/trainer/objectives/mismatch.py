@@ -24,7 +24,7 @@ def mismatch_statistics(
     Each has ``kl_k1`` and ``kl_k3`` of behaviour against proximal (nats), ``log_prob_diff_mean`` and ``_max`` of
     the absolute difference, ``prob_diff_mean``, ``_max`` and ``_std`` of probabilities, ``prob_pearson``,
     ``proximal_perplexity`` and ``behaviour_perplexity`` (mean over episodes) and ``perplexity_ratio``, the mean over
-    episodes of the first over the second. A set without tokens is left out, and so is the correlation of constant
+    episodes of the first over the second. A set without tokens is omitted, and so is the correlation of constant
     probabilities.
 
     Args:

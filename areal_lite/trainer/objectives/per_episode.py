@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def index_episodes(episodes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``[T]``, each token's episode numbered from 0, and ``[N]``, the tokens of each episode."""
+    """Return ``[T]``, each token's episode numbered from 0, and ``[E]``, the tokens of each episode."""
     _, index, counts = torch.unique(episodes, return_inverse=True, return_counts=True)
     return index, counts
 
