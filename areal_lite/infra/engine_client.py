@@ -338,7 +338,7 @@ class EngineClient:
             raise BadResponse(f"token {max(chunk.tokens)}, which is not in the vocabulary [0, {vocab_size})")
 
     def _labelled(self, chunk: Chunk, server: Server, sent_version: int) -> Chunk:
-        if chunk.versions is not None:
+        if chunk.versions is not None or not chunk.tokens:  # vLLM reports none for an answer without tokens
             return chunk
         if not self._warned_no_version:
             self._warned_no_version = True

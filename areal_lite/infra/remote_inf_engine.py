@@ -322,6 +322,10 @@ class RemoteInfEngine(InferenceEngine):
         """Return ended groups by status, and ``abandoned``: episodes that swallowed their cancellation."""
         return {**self._executor.counts, "abandoned": self._executor.abandoned}
 
+    def take_scalars(self, *, is_eval: bool = False) -> dict[str, float]:
+        """Return the mean of each number that episodes recorded since the last call, by metric name."""
+        return self._executor.take_scalars(is_eval=is_eval)
+
     def rollout_metrics(self) -> dict[str, float]:
         """Return what pacing cost so far and whether it was fair; see docs/metrics.md, ``rollout/``."""
         lead = float(self._executor.gate.lead.groups)

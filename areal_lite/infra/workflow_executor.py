@@ -77,6 +77,10 @@ class WorkflowExecutor:
         """Episodes that swallowed their cancellation and were left behind."""
         return self._runner.abandoned
 
+    def take_scalars(self, *, is_eval: bool) -> dict[str, float]:
+        """Return the means of what episodes recorded since the last call."""
+        return self._runner.scalars.take(is_eval=is_eval)
+
     # -- what callers ask for ------------------------------------------------------------------
 
     def submit(self, data: Row, recipe: EpisodeRecipe, task_id: TaskId | None = None) -> Submission:

@@ -28,10 +28,13 @@ class Evaluation:
     seconds: float
     figures: dict[str, float] = field(default_factory=dict)
     """:func:`validation_metrics`, if there are several episodes per row or several data sources."""
+    scalars: dict[str, float] = field(default_factory=dict)
+    """Means of what the episodes recorded, by metric name."""
 
     def metrics(self) -> dict[str, float]:
         """Return the record for metrics.jsonl."""
         return {
+            **self.scalars,
             "eval/reward": self.reward,
             "eval/episodes": float(self.episodes),
             "eval/failed": float(self.failed),
@@ -68,6 +71,7 @@ def evaluate(engine: RemoteInfEngine, config: RunConfig, rows: Sequence[Row]) ->
         failed=len(failed),
         seconds=time.monotonic() - clock,
         figures=_figures(groups, config.evaluation.group_size),
+        scalars=engine.take_scalars(is_eval=True),
     )
 
 
