@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from areal_lite.agents.answer_parsers.answer_parser import THINK, THINK_END
+
 Decode = Callable[[list[int]], str]
 
 
@@ -17,9 +19,19 @@ class TextStream:
         decode: Returns the text of ids.
         stops: Strings that end the answer, and are not part of it.
         openings: Strings that begin something other than text.
+        json_waits: Whether an answer that begins like JSON may be a tool call.
+        thinking: Whether the answer begins inside of ``<think>``; None if there is no reasoning. Reasoning is skipped.
     """
 
-    def __init__(self, decode: Decode, *, stops: Sequence[str] = (), openings: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        decode: Decode,
+        *,
+        stops: Sequence[str] = (),
+        openings: Sequence[str] = (),
+        json_waits: bool = False,
+        thinking: bool | None = None,
+    ) -> None:
         self.sent = ""
         """The pieces so far."""
         self._decode = decode
@@ -31,6 +43,8 @@ class TextStream:
         self._decoded = 0
         self._waiting = ""
         self._closed = False
+        self._json_waits = json_waits
+        self._thinking = thinking
 
     def wait(self) -> None:
         """Send nothing before the answer is complete."""
@@ -47,6 +61,11 @@ class TextStream:
             return ""  # the middle of a character
         self._context, self._decoded = self._decoded, len(self._ids)
         self._waiting += text[len(before) :]
+        if self._thinking is not None and not self._skip_reasoning(self._thinking):
+            return ""
+        if self._json_waits and not self.sent and self._waiting.lstrip()[:1] in ("{", "["):
+            self._closed = True
+            return ""
         return self._send(self._sendable())
 
     def finish(self, content: str) -> str:
@@ -56,6 +75,19 @@ class TextStream:
             if content.startswith(sent):
                 return self._send(len(content) - len(sent), content[len(sent) :])
         return ""
+
+    def _skip_reasoning(self, thinking: bool) -> bool:
+        """Drop the reasoning from the waiting text; return whether content has begun."""
+        text = self._waiting.lstrip()
+        if len(text) < len(THINK) and THINK.startswith(text):
+            return False
+        if thinking or text.startswith(THINK):
+            content = text.partition(THINK_END)[2].lstrip()
+            if not content:
+                return False
+            self._waiting = content
+        self._thinking = None
+        return True
 
     def _sendable(self) -> int:
         """Return how many characters of the waiting text are sure to be in the message."""

@@ -81,6 +81,8 @@ class ChatCompletionStream:
         """Return reasoning, tool calls, finish reasons, usage and the end mark."""
         parts = []
         for index, answer in enumerate(answers):
+            if reasoning := answer.message.get("reasoning_content"):
+                parts.append(self._chunk(index, {"reasoning_content": reasoning}))
             if calls := answer.message.get("tool_calls"):
                 indexed = [{"index": place, **call} for place, call in enumerate(calls)]
                 parts.append(self._chunk(index, {"tool_calls": indexed}))
