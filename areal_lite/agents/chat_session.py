@@ -16,11 +16,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from areal_lite.agents.answer_parsers.answer_parser import ParsedAnswer
 from areal_lite.agents.chat_renderer import ChatRenderer
 from areal_lite.agents.chat_request import ChatRequest, parse_message, without_reasoning
 from areal_lite.agents.chat_sampling import request_gconfig
 from areal_lite.agents.request_fields import RequestError
-from areal_lite.agents.text_stream import TextStream
+from areal_lite.agents.text_stream import Piece, TextStream
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.failure import FailureKind, attributed_to
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 Style = Literal["individual", "concat"]
 Interactions = dict[str, InteractionWithTokenLogpReward]
-OnText = Callable[[int, str], None]
+OnText = Callable[[int, Piece], None]
 """Called with the index of a choice and the next piece of its text."""
 
 
@@ -194,7 +195,7 @@ class ChatSession:
 
         def on_tokens(ids: Sequence[int], _: Sequence[float]) -> None:
             assert text is not None and on_text is not None
-            if piece := text.feed([token for token in ids if token not in self._renderer.stop_ids]):
+            for piece in text.feed([token for token in ids if token not in self._renderer.stop_ids]):
                 on_text(index, piece)
 
         try:
@@ -213,12 +214,10 @@ class ChatSession:
             code = "context_length_exceeded" if too_long else None
             raise RequestError(str(error)[:500], param="messages", code=code) from error
         answer = self._read(request, response, answer_id, stops)
-        if (
-            text is not None
-            and on_text is not None
-            and (rest := text.finish(answer.message["content"] or ""))
-        ):
-            on_text(index, rest)
+        if text is not None and on_text is not None:
+            message = answer.message
+            for piece in text.finish(message["content"] or "", message.get("reasoning_content") or ""):
+                on_text(index, piece)
         if not self._closed:
             self._record(
                 request,
@@ -275,12 +274,13 @@ class ChatSession:
             )
 
         parser = self._renderer.answer_parser
+        reasons = parser.splits_reasoning and request.prompt is None
         stream = TextStream(
             decode,
             stops=stops,
             openings=parser.starts if request.parse_tools else (),
             json_waits=request.parse_tools and parser.tool_format.bare_json,
-            thinking=self._opens_thinking(request, prompt) if parser.splits_reasoning else None,
+            thinking=self._opens_thinking(request, prompt) if reasons else None,
         )
         if request.parse_tools and request.grammar:  # the answer is a call as bare JSON
             stream.wait()
@@ -352,12 +352,15 @@ class ChatSession:
         stopped_by = min((stop for stop in stops if stop in text), key=text.index, default=None)
         if stopped_by is not None:
             text = text.partition(stopped_by)[0]
-        parsed = self._renderer.answer_parser.parse(
-            text,
-            request.tools if request.parse_tools else None,
-            thinking=self._opens_thinking(request, response.input_tokens),
-            bare_json=bool(request.grammar),
-        )
+        if request.prompt is None:
+            parsed = self._renderer.answer_parser.parse(
+                text,
+                request.tools if request.parse_tools else None,
+                thinking=self._opens_thinking(request, response.input_tokens),
+                bare_json=bool(request.grammar),
+            )
+        else:
+            parsed = ParsedAnswer(text)
         self.tool_parse_errors += parsed.unparsable
         finish_reason: Any = "stop" if response.stop_reason in ("stop", "tool_calls") else "length"
         return Answer(
