@@ -74,6 +74,7 @@ class ChatSession:
         clean_turns: Answers whose prompt holds no earlier answer, or holds it as sampled.
         forks: Answers whose prompt renders an assistant message from text although the session has
             answers: the client's history does not exactly extend them.
+        forked_tokens: Tokens of earlier conversations that forks rendered anew instead of continuing.
         tool_parse_errors: Answers with a tool call whose name or arguments cannot be parsed.
     """
 
@@ -101,6 +102,7 @@ class ChatSession:
         self.interactions: Interactions = {}
         self.clean_turns = 0
         self.forks = 0
+        self.forked_tokens = 0
         self.tool_parse_errors = 0
         self.error: Exception | None = None
         """The engine's error in the latest call; None if that succeeded."""
@@ -166,6 +168,15 @@ class ChatSession:
         self.error = None
         return answers
 
+    def counts(self) -> dict[str, float]:
+        """Return the session's numbers by name; see docs/metrics.md."""
+        return {
+            "answers": float(len(self.interactions)),
+            "forks": float(self.forks),
+            "forked_tokens": float(self.forked_tokens),
+            "tool_parse_errors": float(self.tool_parse_errors),
+        }
+
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return how many tokens the prompt of a request has."""
         return len((await self._find_prompt(request))[0])
@@ -219,6 +230,11 @@ class ChatSession:
             for piece in text.finish(message["content"] or "", message.get("reasoning_content") or ""):
                 on_text(index, piece)
         if not self._closed:
+            if is_fork:
+                self.forks += 1
+                self.forked_tokens += self._tokens_left(prompt)
+            else:
+                self.clean_turns += 1
             self._record(
                 request,
                 InteractionWithTokenLogpReward(
@@ -229,8 +245,6 @@ class ChatSession:
                     completion={"id": answer_id},
                 ),
             )
-            self.forks += is_fork
-            self.clean_turns += not is_fork
         return answer
 
     async def _find_prompt(
@@ -304,6 +318,16 @@ class ChatSession:
             if node.interaction is not None:
                 parent, known = node.interaction, depth
         return parent, known
+
+    def _tokens_left(self, prompt: list[int]) -> int:
+        """Return how many tokens of the closest earlier conversation a prompt does not share."""
+        shared, left = -1, 0
+        for answer in self.interactions.values():
+            ids = answer.model_response.input_tokens + answer.model_response.output_tokens
+            common = _shared_length(prompt, ids)
+            if common > shared:
+                shared, left = common, len(ids) - common
+        return left
 
     def _record(self, request: ChatRequest, interaction: InteractionWithTokenLogpReward) -> None:
         (answer,) = interaction.output_message_list
@@ -400,3 +424,15 @@ class ChatSession:
             assert sequence is not None
             sequences[key] = sequence
         return sequences
+
+
+def _shared_length(first: list[int], second: list[int]) -> int:
+    """Return the length of the common beginning."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

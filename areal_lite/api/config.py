@@ -152,6 +152,10 @@ class InferenceEngineConfig(RunIdentity):
     """Write an agent's tools into the system prompt, and calls and results as text (Hermes form), for chat templates
     that do not render tools."""
 
+    reward_weights: dict[str, float] | None = None
+    """Weights of the named parts of a reward: an agent that returns a dict by these names is rewarded with the
+    weighted sum, and each part is a metric, rollout/reward/NAME. Null: rewards have no named parts."""
+
     agent_workflow: str = "areal_lite.agents.agent_workflow.AgentWorkflow"
     """Dotted path of the workflow that wraps an agent (any object with ``async run()``)."""
 

@@ -23,6 +23,8 @@ class Episode:
     member_idx: int = 0
     calls: list[ModelResponse] = field(default_factory=list)
     """Answers in the order they came."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """What its agent counted and its reward's parts; goes to ``Trajectory.counts``."""
     trajectory: Trajectory | None = None
     """Set when it has ended."""
     seed_name: str | None = None
@@ -44,6 +46,7 @@ class Episode:
             calls = [*self.calls, *(answer for answers in self.recorded.values() for answer in answers)]
             self.trajectory = unfinished_trajectory(calls, member_idx=self.member_idx, status=status)
             self.trajectory.failure = failure
+        self.trajectory.counts = self.counts
         return self.trajectory
 
 

@@ -192,6 +192,8 @@ class Trajectory:
     """False if the workflow's tensor dict has no loss mask; then nothing trains."""
     extras: dict[str, Any] = field(default_factory=dict)
     """Other keys of a workflow's tensor dict, beside tokens and rewards, per sequence."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """Numbers of an agent's episode: answers, forks, ..., and the parts of its reward as ``reward/NAME``."""
     turns: list[Turn] = _LATER
     """All model calls and the environment's turns, parents before children; made when first asked for."""
     make_turns: Callable[[], list[Turn]] = list

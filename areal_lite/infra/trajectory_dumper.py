@@ -133,6 +133,7 @@ def dump_lines(group: Group, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
             "prompt": _decode(tokenizer, ids[:prompt_len]),
             "completion": _decode(tokenizer, ids[prompt_len:]),
             "turns": turns,
+            "counts": trajectory.counts,
             "timings": timings,
         }
 
