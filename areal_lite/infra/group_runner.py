@@ -55,7 +55,8 @@ class GroupRunner:
         self._engine = engine
         self._timeout_s = timeout_s
         self._on_end = on_end
-        self._shared = SharedResources()
+        self.shared = SharedResources()
+        """What all episodes share."""
         self._next_task_id = 0
         self._ids_lock = threading.Lock()
         self._start_orders = itertools.count()
@@ -142,7 +143,7 @@ class GroupRunner:
         for submission in list(self.live.values()):
             self._abandon(submission)
         self._deadlines.close()
-        await self._shared.aclose()
+        await self.shared.aclose()
 
     async def _run(self, submission: Submission) -> Group:
         recipe, episodes = submission.recipe, submission.episodes
@@ -154,7 +155,7 @@ class GroupRunner:
                 version=submission.start_version,
                 episodes=episodes,
                 episode=episodes[0],
-                shared=self._shared,
+                shared=self.shared,
             )
         )
         try:
