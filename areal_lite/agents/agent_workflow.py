@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+from functools import partial
 from typing import Any
 
 from areal_lite.agents import episode_environ
+from areal_lite.agents.agent_access import AgentAccess
 from areal_lite.agents.agent_doors import AgentDoors
+from areal_lite.agents.agent_processes import AgentProcesses, pickled_agent
+from areal_lite.agents.agent_thread import run_in_thread
 from areal_lite.agents.chat_renderer import ChatRenderer, chat_renderer
 from areal_lite.agents.chat_session import ChatSession, Interactions
 from areal_lite.agents.episode_reward import rewarded
+from areal_lite.agents.http_transport import socket_client
 from areal_lite.api import episode_context
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.engine_api import InferenceEngine
@@ -38,6 +44,9 @@ class AgentWorkflow(RolloutWorkflow):
     Args:
         agent: The object; it runs all episodes, so it must keep no state between them.
         config: The rollout section of the run.
+
+    Raises:
+        ConfigError: If the agent is to run in processes and cannot be pickled.
     """
 
     def __init__(self, agent: Any, config: InferenceEngineConfig) -> None:
@@ -45,6 +54,7 @@ class AgentWorkflow(RolloutWorkflow):
         self._config = config
         self._renderer: ChatRenderer | None = None
         self._loading = asyncio.Lock()
+        self._pickled = pickled_agent(agent) if config.agent_isolation == "process" else None
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Interactions | None:
         """Run the agent on one dataset row.
@@ -57,7 +67,7 @@ class AgentWorkflow(RolloutWorkflow):
         context = episode_context.current()
         is_eval = context.is_eval
         shared = context.shared or SharedResources()
-        doors = await shared.get("agents", AgentDoors.open)
+        doors = await shared.get("agents", partial(AgentDoors.open, shared))
         session = ChatSession(
             engine,
             self._renderer or await self._load_renderer(),
@@ -68,9 +78,7 @@ class AgentWorkflow(RolloutWorkflow):
         episode_context.enter(context._replace(agent=access))
         episode_environ.show(access.environment)
         try:
-            reward = await self.agent.run(
-                data, base_url=access.base_url, api_key=access.api_key, http_client=access.http_client
-            )
+            reward = await self._run_agent(data, access, session, shared)
         except Exception as error:
             if session.error is not None:
                 raise session.error from error
@@ -98,6 +106,38 @@ class AgentWorkflow(RolloutWorkflow):
             sequences, parts = rewarded(session, reward, self._config.reward_weights)
         _count(context, {f"reward/{name}": value for name, value in parts.items()})
         return sequences
+
+    async def _run_agent(
+        self, data: dict[str, Any], access: AgentAccess, session: ChatSession, shared: SharedResources
+    ) -> Any:
+        """Call ``run()`` where ``rollout.agent_isolation`` says, and return its reward."""
+        if self._pickled is not None:
+
+            async def pool() -> AgentProcesses:
+                return AgentProcesses(self._config.agent_processes)
+
+            processes = await shared.get("agent_processes", pool)
+            return await processes.run(self._pickled, data, access, episode_context.current())
+
+        def call(http_client: Any = access.http_client) -> Any:
+            return self.agent.run(
+                data, base_url=access.base_url, api_key=access.api_key, http_client=http_client
+            )
+
+        if self._config.agent_isolation == "inline":
+            return await call()
+
+        def call_sync() -> Any:
+            with socket_client(is_async=False) as client:
+                return call(client)
+
+        context = episode_context.current()
+        return await run_in_thread(
+            call if inspect.iscoroutinefunction(self.agent.run) else call_sync,
+            name=f"{type(self.agent).__name__}, task {context.task_id}, episode {context.member_idx}",
+            stop=session.close,
+            shared=shared,
+        )
 
     async def _load_renderer(self) -> ChatRenderer:
         path = self._config.tokenizer_path

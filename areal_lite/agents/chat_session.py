@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from areal_lite.agents.answer_parsers.answer_parser import ParsedAnswer
 from areal_lite.agents.chat_renderer import ChatRenderer
-from areal_lite.agents.chat_request import ChatRequest, parse_message, without_reasoning
+from areal_lite.agents.chat_request import ChatRequest, Conversation, parse_message, without_reasoning
 from areal_lite.agents.chat_sampling import request_gconfig
 from areal_lite.agents.request_fields import RequestError
 from areal_lite.agents.text_stream import Piece, TextStream
@@ -38,6 +39,9 @@ OnText = Callable[[int, Piece], None]
 """Called with the index of a choice and the next piece of its text."""
 
 
+_CONVERSATIONS_KEPT = 8
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """One answer of the model, before it takes an API's form."""
@@ -52,12 +56,27 @@ class Answer:
     response: ModelResponse
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Node:
     """A conversation so far; ``interaction`` where its last message is an answer of ours."""
 
+    root: bytes
+    """Key of the tree it is in."""
+    before: _Node | None = None
+    depth: int = 0
+    """Messages so far."""
     children: dict[Hashable, _Node] = field(default_factory=dict)
     interaction: InteractionWithTokenLogpReward | None = None
+
+    def grow(self, keys: Iterable[Hashable]) -> _Node:
+        """Return the node after the messages of ``keys``; make those that are missing."""
+        node = self
+        for key in keys:
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = _Node(node.root, node, node.depth + 1)
+            node = child
+        return node
 
 
 class ChatSession:
@@ -92,6 +111,8 @@ class ChatSession:
         stop_ids = dict.fromkeys([*(gconfig.stop_token_ids or []), *renderer.stop_ids])
         self._gconfig = gconfig.new(stop_token_ids=list(stop_ids) or None)
         self._roots: dict[bytes, _Node] = {}
+        self._conversations: deque[Conversation] = deque(maxlen=_CONVERSATIONS_KEPT)
+        """Those of the latest requests; their place is a node."""
         self._raw: list[tuple[str, InteractionWithTokenLogpReward]] = []
         """Answers to prompts without template, with the text of prompt and answer."""
         self._closed = False
@@ -253,8 +274,7 @@ class ChatSession:
         """Return the prompt's ids, the answer they extend, and whether the prompt renders an answer from text."""
         if request.prompt is not None:
             return *await self._raw_prompt(request.prompt), False
-        root = self._roots.setdefault(request.render_key, _Node())
-        parent, known = self._longest_recorded(root, request.keys)
+        parent, known = self._longest_recorded(request)
         new = request.messages[known:]
         prompt, parent = await self._prompt(request, parent, new)
         if parent is None:
@@ -304,20 +324,38 @@ class ChatSession:
         """Return whether the answer begins with reasoning; under a grammar it has none."""
         return not request.grammar and self._renderer.opens_thinking(prompt)
 
-    def _longest_recorded(
-        self, root: _Node, keys: Sequence[Hashable]
-    ) -> tuple[InteractionWithTokenLogpReward | None, int]:
-        """Return the answer that ends the longest recorded prefix of ``keys``, and the prefix's length."""
-        node = root
-        parent, known = None, 0
-        for depth, key in enumerate(keys, 1):
-            child = node.children.get(key)
+    def find_conversation(self, raw: list[Any]) -> Conversation | None:
+        """Return the longest earlier conversation that the messages of a request begin with.
+
+        Comparing lists is a fraction of the cost of parsing them, so a turn costs the same at the end of a long
+        conversation as at its beginning.
+        """
+        found = None
+        for one in self._conversations:
+            count = len(one.raw)
+            if (found is None or count > len(found.raw)) and raw[:count] == one.raw:
+                found = one
+        return found
+
+    def _start(self, request: ChatRequest) -> _Node:
+        """Return the node of what the request extends, or the root of its tree."""
+        key = request.render_key
+        if request.extends is not None and request.extends.place.root == key:
+            node: _Node = request.extends.place
+            return node
+        return self._roots.setdefault(key, _Node(key))
+
+    def _longest_recorded(self, request: ChatRequest) -> tuple[InteractionWithTokenLogpReward | None, int]:
+        """Return the answer that ends the longest recorded prefix of a request, and the prefix's length."""
+        node = self._start(request)
+        for place in range(node.depth, len(request.keys)):
+            child = node.children.get(request.keys[place])
             if child is None:
                 break
             node = child
-            if node.interaction is not None:
-                parent, known = node.interaction, depth
-        return parent, known
+        while node.interaction is None and node.before is not None:
+            node = node.before
+        return node.interaction, node.depth
 
     def _tokens_left(self, prompt: list[int]) -> int:
         """Return how many tokens of the closest earlier conversation a prompt does not share."""
@@ -337,13 +375,18 @@ class ChatSession:
             ids = response.input_tokens + response.output_tokens
             self._raw.append((self._renderer.decode(ids, skip_special_tokens=False), interaction))
             return
-        node = self._roots.setdefault(request.render_key, _Node())
-        for key in request.keys:
-            node = node.children.setdefault(key, _Node())
+        start = self._start(request)
+        node = start.grow(request.keys[start.depth :])
         _, key = parse_message(answer, "answer")
-        prompt, node = node, node.children.setdefault(key, _Node())
-        prompt.children.setdefault(without_reasoning(key), node)  # a client may leave the reasoning out
-        node.interaction = interaction
+        end = node.grow([key])
+        end.interaction = interaction
+        node.children.setdefault(without_reasoning(key), end)  # a client may leave the reasoning out
+        if not any(one.place is node for one in self._conversations):
+            if request.extends is not None and request.extends in self._conversations:
+                self._conversations.remove(request.extends)
+            self._conversations.append(
+                Conversation(raw=request.raw, messages=request.messages, keys=request.keys, place=node)
+            )
 
     async def _prompt(
         self, request: ChatRequest, parent: InteractionWithTokenLogpReward | None, new: list[dict[str, Any]]

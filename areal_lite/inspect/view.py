@@ -97,4 +97,15 @@ def _lines(record: dict[str, Any]) -> Iterator[Text]:
             printable(str(text)) if text is not None else "no text: the run had no tokenizer",
             _ROLE_STYLE.get(role, ""),
         )
+    for process in record.get("processes") or ():
+        yield from _process_lines(process)
     yield Text()
+
+
+def _process_lines(process: dict[str, Any]) -> Iterator[Text]:
+    command = " ".join(map(str, process["command"]))
+    how = "killed" if process["timed_out"] else f"exit status {process['returncode']}"
+    yield Text(printable(f"process ({how}, {process['seconds']:.2f} s): {command}"), "bold")
+    for name in ("stdout", "stderr"):
+        if process[name]:
+            yield Text(printable(f"{name}:\n{process[name]}"), "dim")

@@ -74,7 +74,8 @@ def check_workflow_choice(config: RunConfig) -> None:
     Raises:
         ConfigError: If not.
     """
-    check_workflow(config.workflow, workflow_kwargs(config, is_eval=False))
+    allow_sync = config.rollout.agent_isolation != "inline"
+    check_workflow(config.workflow, workflow_kwargs(config, is_eval=False), allow_sync=allow_sync)
     if config.should_accept_fn is not None:
         load_object(config.should_accept_fn, where="should_accept_fn")
 

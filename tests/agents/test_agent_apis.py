@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.agents.agent_doors import AgentAccess, AgentDoors
+from areal_lite.agents.agent_access import AgentAccess
+from areal_lite.agents.agent_doors import AgentDoors
 from areal_lite.agents.chat_renderer import ChatRenderer
 from areal_lite.agents.chat_session import ChatSession
 from areal_lite.agents.text_stream import TextStream

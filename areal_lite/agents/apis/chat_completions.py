@@ -20,7 +20,7 @@ class ChatCompletions:
 
     def parse(self, body: dict[str, Any], session: ChatSession) -> ChatRequest:
         """Return the checked request."""
-        return parse_chat_request(body)
+        return parse_chat_request(body, session.find_conversation)
 
     def reply(self, request: ChatRequest, answers: Sequence[Answer], session: ChatSession) -> dict[str, Any]:
         """Return a ``chat.completion``."""

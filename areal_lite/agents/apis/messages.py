@@ -43,7 +43,7 @@ class Messages:
             chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
         if choice := typed("tool_choice", body.get("tool_choice"), dict, "send an object with a type"):
             chat["tool_choice"] = _tool_choice(choice)
-        return parse_chat_request(chat)
+        return parse_chat_request(chat, session.find_conversation)
 
     def reply(self, request: ChatRequest, answers: Sequence[Answer], session: ChatSession) -> dict[str, Any]:
         """Return a ``message``."""

@@ -66,7 +66,7 @@ class Responses:
         text = typed("text", body.get("text"), dict, "send an object with format") or {}
         if text.get("format") is not None:
             chat["response_format"] = text["format"]
-        return parse_chat_request(chat)
+        return parse_chat_request(chat, session.find_conversation)
 
     def _history(self, previous: Any, session: ChatSession) -> list[dict[str, Any]]:
         """Return the messages of an earlier response without its instructions, and its answer."""
