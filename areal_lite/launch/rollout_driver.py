@@ -18,10 +18,10 @@ from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.rollout_dump import dump_rollouts
 from areal_lite.data.batch.training_batch import data_proto_of
 from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.data.packer.data_packer import row_of, training_batch
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
-from areal_lite.data.packer.rollout_batch import row_of, training_batch
 from areal_lite.data.rows.collate import object_array
-from areal_lite.data.source.curriculum_data_source import CurriculumDataSource
+from areal_lite.data.source.buffered_data_source import CurriculumDataSource
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.launch.evaluation import Evaluation, evaluate
 from areal_lite.launch.resuming import Start
@@ -34,7 +34,7 @@ from areal_lite.launch.run_data import (
 )
 from areal_lite.trainer.policy_model import resolve_device
 from areal_lite.trainer.policy_step import Batch
-from areal_lite.trainer.reward_model import RewardModel, load_reward_model
+from areal_lite.trainer.scalar_model import RewardModel, load_reward_model
 
 logger = logging.getLogger(__name__)
 

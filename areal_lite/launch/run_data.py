@@ -10,11 +10,9 @@ from areal_lite.api.config import DatasetConfig, RunConfig
 from areal_lite.api.dotted_path import load_object
 from areal_lite.api.engine_api import Row
 from areal_lite.data.chat.tokenizer import load_processor, load_tokenizer, model_type
-from areal_lite.data.packer.data_packer import DataPacker, make_data_packer
-from areal_lite.data.packer.rollout_batch import rollout_inputs
+from areal_lite.data.packer.data_packer import DataPacker, make_data_packer, rollout_inputs
 from areal_lite.data.rows.samplers import AbstractSampler, create_rl_sampler
-from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
-from areal_lite.data.source.curriculum_data_source import CurriculumDataSource
+from areal_lite.data.source.buffered_data_source import CurriculumDataSource, RolloutDataSourceWithBuffer
 from areal_lite.infra.workflow_resolution import check_workflow
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from areal_lite.api.config import ExperimentConfig
 from areal_lite.api.config_loader import dump_config
-from areal_lite.data.whole_file import write_whole
+from areal_lite.data.files import write_whole
 from areal_lite.errors import ConfigError, RunDirBusyError, StorageError
 
 logger = logging.getLogger(__name__)

@@ -65,7 +65,7 @@ def interruptible() -> Iterator[None]:
 def stop_together() -> None:
     """Raise :class:`Stopped` on every rank if one of them got a signal; all call it, inside :func:`finishing`."""
     global _signal
-    from areal_lite.trainer.broadcast import gather_json  # loads torch, which most commands do not need
+    from areal_lite.trainer.ranks import gather_json  # loads torch, which most commands do not need
 
     if asked := max(gather_json(_signal)):
         _signal = asked

@@ -30,8 +30,7 @@ from areal_lite.launch.stopping import interruptible, stop_together
 from areal_lite.trainer.policy_model import resolve_device
 from areal_lite.trainer.preference_trainer import DPOTrainer, RewardModelTrainer
 from areal_lite.trainer.ranks import join_ranks
-from areal_lite.trainer.sft_trainer import SFTTrainer
-from areal_lite.trainer.supervised_trainer import SupervisedTrainer
+from areal_lite.trainer.supervised_trainer import SFTTrainer, SupervisedTrainer
 
 _LOADER_FILE = "loader.json"
 

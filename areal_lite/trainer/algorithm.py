@@ -15,13 +15,14 @@ from torch import Tensor
 from areal_lite.api.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.estimators.estimator import ESTIMATORS, Estimate, EstimatorInputs
+from areal_lite.trainer.estimators.grouping import normalize_advantages
 from areal_lite.trainer.estimators.inputs import PROXIMAL_INPUTS, MissingInput, Turns
-from areal_lite.trainer.estimators.kl_controller import (
+from areal_lite.trainer.estimators.reward_penalties import (
     KLController,
     kl_in_reward,
     mean_kl,
+    overlong_penalty,
 )
-from areal_lite.trainer.estimators.normalize import normalize_advantages
 from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms
 from areal_lite.trainer.objectives.corrections import (
     WeightLevel,
@@ -32,7 +33,6 @@ from areal_lite.trainer.objectives.corrections import (
     rejection_mask,
 )
 from areal_lite.trainer.objectives.kl import kl_penalty
-from areal_lite.trainer.objectives.overlong import overlong_penalty
 from areal_lite.trainer.objectives.policy_loss import (
     ONE_TOKEN_AT_A_TIME,
     POLICY_LOSSES,

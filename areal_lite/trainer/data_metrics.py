@@ -5,9 +5,12 @@ Knows nothing of models and losses. The names are those of docs/metrics.md, with
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from areal_lite.api.trajectory import TokenSequence
@@ -135,3 +138,26 @@ def _longest_run(mask: NDArray[np.bool_]) -> int:
 def _check_length(name: str, array: Floats | None, length: int, fix: str) -> None:
     if array is not None and np.shape(array) != (length,):
         raise ValueError(f"{name} is of shape {np.shape(array)}, it must be [{length}]: give {fix}")
+
+
+class PhaseClock:
+    """Sums up seconds by phase; on a GPU a phase ends when its work is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._began = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began
+
+    def metrics(self, *, num_tokens: int) -> dict[str, float]:
+        """Return seconds and milliseconds per token by phase, and tokens per second since the clock was made."""
+        return timing_metrics(self._seconds, time.perf_counter() - self._began, num_tokens=num_tokens)

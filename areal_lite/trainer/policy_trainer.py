@@ -26,15 +26,14 @@ from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.lora import adapters_off
 from areal_lite.trainer.objectives.aggregation import AggregationMode, aggregate, token_weights
 from areal_lite.trainer.objectives.kl import kl_penalty
-from areal_lite.trainer.objectives.policy_loss import PolicyInputs
-from areal_lite.trainer.objectives.value_loss import value_loss
+from areal_lite.trainer.objectives.policy_loss import PolicyInputs, value_loss
 from areal_lite.trainer.packed_model import PackedRows
 from areal_lite.trainer.policy_model import load_policy, resolve_device
 from areal_lite.trainer.policy_step import Batch, Step
+from areal_lite.trainer.scalar_model import ValueScorer, load_critic
 from areal_lite.trainer.seeding import seed_process
 from areal_lite.trainer.sharding import shard
 from areal_lite.trainer.step_tokens import Microbatch, StepCut, split_groups
-from areal_lite.trainer.value_model import ValueScorer, load_critic
 
 logger = logging.getLogger(__name__)
 

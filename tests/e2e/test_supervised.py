@@ -27,7 +27,7 @@ from areal_lite.launch.loop import Summary
 from areal_lite.launch.stopping import Stopped
 from areal_lite.launch.supervised import run_supervised
 from areal_lite.trainer.checkpoint import find_checkpoint
-from areal_lite.trainer.sft_trainer import SFTTrainer
+from areal_lite.trainer.supervised_trainer import SFTTrainer
 from examples.made_up import conversations
 from examples.smollm2 import smollm2
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.objectives.overlong import overlong_penalty
+from areal_lite.trainer.estimators.reward_penalties import overlong_penalty
 
 
 def test_the_penalty_grows_evenly_within_the_buffer() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import orjson
 
+from areal_lite.data.files import write_whole
 from areal_lite.data.rows.collate import form_of
-from areal_lite.data.whole_file import write_whole
 from areal_lite.errors import StorageError
 
 _JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS

@@ -9,9 +9,9 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from areal_lite.api.config import DatasetConfig
+from areal_lite.api.dotted_path import load_class
 from areal_lite.data.rows.dynamic_dataset import DynamicGenDataset
 from areal_lite.data.rows.rl_dataset import RLHFDataset
-from areal_lite.data.rows.user_class import load_class
 from areal_lite.errors import ConfigError
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_lite.data.rows.file_cache import local_copies
+from areal_lite.data.files import local_copies
 from areal_lite.data.rows.text_rows import COMPRESSIONS, different_columns, kind_of, text_table
 from areal_lite.errors import ConfigError
 

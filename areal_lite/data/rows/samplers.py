@@ -14,7 +14,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from areal_lite.api.config import DatasetConfig
-from areal_lite.data.rows.user_class import load_class
+from areal_lite.api.dotted_path import load_class
 from areal_lite.errors import ConfigError
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import orjson
 
-from areal_lite.data.rows.file_cache import cached_file
+from areal_lite.data.files import cached_file
 from areal_lite.errors import ConfigError
 
 if TYPE_CHECKING:

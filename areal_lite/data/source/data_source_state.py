@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
+from areal_lite.data.files import write_whole
 from areal_lite.data.source.sample import Sample, SampleStatus
-from areal_lite.data.whole_file import write_whole
 from areal_lite.errors import CheckpointError, ConfigError, StorageError
 
 

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_lite.data.packer.data_packer import DataPacker
-from areal_lite.data.packer.rollout_batch import rollout_inputs
+from areal_lite.data.packer.data_packer import DataPacker, rollout_inputs
 from areal_lite.data.rows.fingerprint import FINGERPRINT_ROWS, content_hash, spread_positions
 from areal_lite.data.source.data_source_state import (
     check_fingerprint,

@@ -12,8 +12,13 @@ from areal_lite.trainer.estimators.group_estimators import (
     rloo,
 )
 from areal_lite.trainer.estimators.inputs import Estimate, Estimator, EstimatorInputs
-from areal_lite.trainer.estimators.optimal_token_baseline import optimal_token_baseline
-from areal_lite.trainer.estimators.return_estimators import gae, reinforce, reinforce_plus_plus, remax
+from areal_lite.trainer.estimators.return_estimators import (
+    gae,
+    optimal_token_baseline,
+    reinforce,
+    reinforce_plus_plus,
+    remax,
+)
 from areal_lite.trainer.estimators.turn_estimators import turn_grpo, turn_returns
 from areal_lite.trainer.registry import Registry
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from areal_lite.trainer.estimators.grouping import Grouping
+from areal_lite.trainer.estimators.grouping import Grouping, whiten
 from areal_lite.trainer.estimators.inputs import Estimate, EstimatorInputs
-from areal_lite.trainer.estimators.normalize import whiten
 
 STD_FLOOR = 1e-6
 """Added to a group's standard deviation, as in verl."""

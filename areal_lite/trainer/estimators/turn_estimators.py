@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from areal_lite.trainer.estimators.discounting import check_discount
 from areal_lite.trainer.estimators.group_estimators import STD_FLOOR
 from areal_lite.trainer.estimators.grouping import Grouping
 from areal_lite.trainer.estimators.inputs import Estimate, EstimatorInputs, Turns
+from areal_lite.trainer.estimators.return_estimators import check_discount
 
 
 def turn_grpo(inputs: EstimatorInputs, *, divide_by_std: bool = True) -> Estimate:

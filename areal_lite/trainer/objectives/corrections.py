@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from areal_lite.errors import ConfigError
+from areal_lite.trainer.objectives.aggregation import episode_max, episode_mean, episode_sum, index_episodes
 from areal_lite.trainer.objectives.kl import MAX_LOG_RATIO, clamped_log_ratio, kl_penalty
-from areal_lite.trainer.objectives.per_episode import episode_max, episode_mean, episode_sum, index_episodes
 
 
 class WeightLevel(StrEnum):

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from areal_lite.trainer.objectives.aggregation import episode_mean, index_episodes
 from areal_lite.trainer.objectives.kl import kl_penalty
-from areal_lite.trainer.objectives.per_episode import episode_mean, index_episodes
 
 
 @torch.no_grad()
