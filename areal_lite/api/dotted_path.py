@@ -21,7 +21,6 @@ def load_object(path: str, *, where: str) -> Any:
     """Import ``pkg.mod.Name`` (or ``pkg.mod:Name``) and return the object.
 
     Args:
-        path: The dotted path.
         where: Config key or argument that holds the path, for the error message.
 
     Raises:
@@ -59,11 +58,6 @@ def load_class(config: ClassConfig, base: type, *, where: str) -> type:
 
     A file is executed once per process. Spawned worker processes do not know its module, so objects of its classes
     cannot be sent to them; objects of classes from an importable module can.
-
-    Args:
-        config: File or module, and class name.
-        base: The required base class.
-        where: The config key, for errors.
 
     Raises:
         ConfigError: If it cannot be loaded, or is not a subclass of ``base``.

@@ -18,11 +18,7 @@ from areal_lite.errors import ConfigError
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace ``path`` with ``content`` atomically and sync it to disk; on failure keep the old file.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Replace ``path`` with ``content`` atomically and sync it to disk; on failure keep the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
     try:

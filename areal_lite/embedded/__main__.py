@@ -80,11 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def split_arguments(arguments: dict[str, Any]) -> tuple[EmbeddedServerConfig, dict[str, Any]]:
-    """Split parsed arguments into the server's settings and what it serves (model, seed, ...).
-
-    Raises:
-        ConfigError: If a setting is out of range.
-    """
+    """Split parsed arguments into the server's settings and what it serves (model, seed, ...)."""
     names = EmbeddedServerConfig.__dataclass_fields__
     config = server_config(**{name: value for name, value in arguments.items() if name in names})
     return config, {name: value for name, value in arguments.items() if name not in names}

@@ -141,7 +141,6 @@ def check_weights(
     """Check that a checkpoint fits the served model.
 
     Args:
-        header: The checkpoint.
         shapes: Names and shapes of the served model's weights, tied names included.
         tied: Maps the second name of a tied weight to the first name of the same tensor.
 

@@ -46,7 +46,6 @@ class GenerateCall:
     requests: list[GenerationRequest]
     owners: list[str]
     """The caller's rid of each request, which aborts it; the ``n`` outputs of a prompt share one."""
-
     as_list: bool
     stream: bool
     return_prompt_token_ids: bool
@@ -70,7 +69,6 @@ def parse_generate(
     Args:
         body: The parsed JSON. Unknown top-level fields are ignored, as in SGLang.
         encode: Text to token ids.
-        limits: Context and vocabulary of the served model.
         draw: Source of seeds for requests without one.
 
     Raises:

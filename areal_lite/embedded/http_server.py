@@ -52,11 +52,9 @@ class SGLangDialect:
         """Prepare the application; ``app`` builds it.
 
         Args:
-            scheduler: Runs the requests.
             encode: Text to token ids.
             decode: ``(ids, skip_special_tokens)`` to text.
             model_path: Directory of the served weights; updates change it.
-            limits: Sizes of the served model and its cache.
             seed: Seed of the generator that draws seeds for requests without one.
             description: Fields that ``/server_info`` shows besides the counters.
         """

@@ -146,7 +146,6 @@ def load_model(model_path: Path, *, dtype: str, device: str) -> Any:
     Args:
         model_path: Directory with config.json and weights.
         dtype: ``bfloat16``, ``float32``, ``float16`` or ``auto``.
-        device: ``cpu`` or ``cuda``.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(
         str(model_path), dtype=getattr(torch, dtype) if dtype != "auto" else "auto"

@@ -52,11 +52,9 @@ class EmbeddedServer:
             model_path: Directory with config.json, tokenizer and safetensors weights; or a name on the Hugging Face
                 Hub.
             seed: Seed for requests without one; their outputs then depend on the order of arrival.
-            weight_version: Name of the first weights.
             deterministic: Make the bits of each answer depend on its request, the weights and ``num_threads`` only.
                 Requests run one by one and share no KV cache: several times slower with many at once.
             log_path: File to append the child's stdout and stderr to. None: a temporary file, for error messages.
-            start_timeout_s: Seconds for loading the model.
             settings: Fields of ``EmbeddedServerConfig``.
 
         Raises:

@@ -25,7 +25,6 @@ class Sampled:
     tokens: list[int]
     logprobs: list[float]
     """Nats, fp32 ``log_softmax(logits / temperature)``; temperature 0 does not divide the logits."""
-
     top: list[list[tuple[float, int]]]
     """Per row, the ``top_logprobs_num`` most probable ``(log-prob, id)``."""
 
@@ -35,7 +34,6 @@ def sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: froze
 
     Args:
         logits: ``[rows, vocab]``, any float type.
-        requests: One per row.
         eos_ids: Ids that ``min_new_tokens`` excludes, besides the request's own stop ids.
     """
     temperatures = [request.params.temperature for request in requests]

@@ -46,7 +46,6 @@ class _Prefill:
     tokens: list[int]
     donor: int | None
     """Slot to copy the first ``past`` columns from."""
-
     past: int
 
 
@@ -75,7 +74,6 @@ class Scheduler:
             max_total_tokens: Limit on prompt plus ``max_new_tokens``, summed over running requests. A request
                 above the limit runs alone.
             max_prefill_tokens: Padded tokens of one prefill step; a longer prompt runs alone.
-            weight_version: Name of the loaded weights.
             keep_prefixes: Whether later requests may reuse the KV of finished ones.
         """
         self.runner = runner

@@ -58,10 +58,6 @@ def serve(
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        config: Address, device and limits.
-        model_path: Model directory or Hub name.
-        seed: Seed for requests without one.
-        weight_version: Name of the first weights.
         deterministic: Whether to run requests one by one, so that an answer's bits do not depend on other requests.
         on_ready: Called with host and port once the server answers requests.
 

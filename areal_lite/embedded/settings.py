@@ -18,11 +18,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def server_config(**settings: Any) -> EmbeddedServerConfig:
-    """Build the settings of one server from field names and values.
-
-    Raises:
-        ConfigError: If a setting is unknown or out of range; it lists all of them.
-    """
+    """Build the settings of one server from field names and values."""
     try:
         return EmbeddedServerConfig(**settings)
     except ValidationError as error:
@@ -49,7 +45,6 @@ def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer:
     """Check that a model directory can be loaded; a name on the Hugging Face Hub passes unchecked.
 
     Args:
-        model_path: Directory or Hub name.
         key: Config key the path comes from, for error texts.
         has_tokenizer: Whether the directory must hold a tokenizer, too.
 
@@ -87,11 +82,7 @@ def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer:
 
 
 def check_port(host: str, port: int) -> None:
-    """Check that the server can listen on an address.
-
-    Raises:
-        ConfigError: If the port is taken, or this machine does not have the address.
-    """
+    """Check that the server can listen on an address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

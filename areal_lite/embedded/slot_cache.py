@@ -34,7 +34,6 @@ class ForwardPlan:
         Args:
             rows: ``[n]`` slots.
             past: ``[n]`` columns of each slot that are already filled.
-            query_length: Tokens per row.
         """
         self.rows = torch.tensor(rows, device=self.device)
         starts = torch.tensor(past, device=self.device)

@@ -81,9 +81,6 @@ def metrics_figure(*run_dirs: str | Path) -> Any:
     """Return a matplotlib figure with one panel per kind of metric, all runs in the same panels.
 
     Seconds by phase are stacked, so each run has its own panel for them.
-
-    Raises:
-        ConfigError: If matplotlib is not installed, a metrics.jsonl is missing or broken, or no run has data.
     """
     try:
         from matplotlib.figure import Figure

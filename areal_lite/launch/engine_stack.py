@@ -51,11 +51,7 @@ def check_startable(config: RunConfig) -> None:
 
 @contextmanager
 def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEngine]:
-    """Yield an engine with running servers; both stop when the context ends.
-
-    Raises:
-        ServerError: If the embedded server dies.
-    """
+    """Yield an engine with running servers; both stop when the context ends."""
     if config.rollout.addresses:
         with RemoteInfEngine(config.rollout) as engine:
             yield engine

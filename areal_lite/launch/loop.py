@@ -84,14 +84,7 @@ class RunFiles:
 def open_run_files(
     config: RunConfig | SupervisedConfig, start: Start, on_step: OnStep | None
 ) -> Iterator[RunFiles]:
-    """Lock the run's folder, start the trackers and open the files; call it after the ranks have joined.
-
-    Raises:
-        RunDirBusyError: If another live process holds the folder.
-        ConfigError: If a fresh run finds another run in its folder, or a tracker cannot start.
-        StorageError: If the folder is not writable.
-        CheckpointError: If the newest checkpoint is broken.
-    """
+    """Lock the run's folder, start the trackers and open the files; call it after the ranks have joined."""
     run_dir, metrics = run_directory_path(config), None
     with ExitStack() as stack:
         if Ranks.current().rank == 0:

@@ -15,10 +15,6 @@ class StepProfiler:
 
     As a context manager around all steps, it also ends a trace that is still open at the end: torch crashes a
     process that exits with an open trace.
-
-    Args:
-        steps: The steps to profile.
-        folder: Created with the first trace.
     """
 
     def __init__(self, steps: Sequence[int], folder: Path) -> None:

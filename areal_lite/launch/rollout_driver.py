@@ -56,12 +56,7 @@ class RolloutInputs:
 
 
 def load_rollout_inputs(config: RunConfig, start: Start, *, baselines: bool) -> RolloutInputs:
-    """Return the run's inputs, with the data source at the position of ``start``.
-
-    Raises:
-        ConfigError: If rows, tokenizer, packer, reward model or cache cannot be used.
-        CheckpointError: If the checkpoint has no state of the data source.
-    """
+    """Return the run's inputs, with the data source at the position of ``start``."""
     data = training_data(config)
     if start.checkpoint is not None:
         data.source.load(start.step, start.checkpoint)
@@ -75,14 +70,7 @@ def load_rollout_inputs(config: RunConfig, start: Start, *, baselines: bool) -> 
 
 
 class RolloutDriver:
-    """Makes the batches of a run and reports trained ones to its data source.
-
-    Args:
-        config: The run.
-        run_dir: Its folder.
-        engine: Ready to generate.
-        inputs: Rows, reward model and cache.
-    """
+    """Makes the batches of a run and reports trained ones to its data source."""
 
     def __init__(
         self, config: RunConfig, run_dir: Path, *, engine: RemoteInfEngine, inputs: RolloutInputs

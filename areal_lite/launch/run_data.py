@@ -26,11 +26,7 @@ class TrainingData:
 
 
 def training_data(config: RunConfig) -> TrainingData:
-    """Return the training rows behind a new data source.
-
-    Raises:
-        ConfigError: If rows, tokenizer or packer cannot be loaded.
-    """
+    """Return the training rows behind a new data source."""
     rows = config.train_dataset
     packer, dataset = _packer(config, rows), _dataset(config, rows, is_train=True)
     settings: dict[str, Any] = {
@@ -50,11 +46,7 @@ def training_data(config: RunConfig) -> TrainingData:
 
 
 def workflow_rows(config: RunConfig, rows: DatasetConfig, *, is_train: bool) -> list[Row]:
-    """Return the workflow input for each of the rows, in order.
-
-    Raises:
-        ConfigError: If rows, tokenizer or packer cannot be loaded.
-    """
+    """Return the workflow input for each of the rows, in order."""
     dataset = _dataset(config, rows, is_train=is_train)
     raw = getattr(dataset, "rows", dataset)
     every = [raw[place] for place in range(len(raw))]
@@ -67,11 +59,7 @@ def tokenizer_path(config: RunConfig) -> str:
 
 
 def check_workflow_choice(config: RunConfig) -> None:
-    """Check that workflow and filter can be loaded and that their arguments fit, without making anything.
-
-    Raises:
-        ConfigError: If not.
-    """
+    """Check that workflow and filter can be loaded and that their arguments fit, without making anything."""
     check_workflow(config.workflow, workflow_kwargs(config, is_eval=False))
     if config.should_accept_fn is not None:
         load_object(config.should_accept_fn, where="should_accept_fn")

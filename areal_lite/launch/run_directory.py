@@ -96,11 +96,7 @@ def _check_disposable(config: ExperimentConfig, path: Path) -> None:
 
 
 def append_skipped_update(run_dir: Path, update: Mapping[str, Any]) -> None:
-    """Append an update that was not applied, because it was not finite, to skipped_updates.jsonl.
-
-    Raises:
-        StorageError: If the file is not writable.
-    """
+    """Append an update that was not applied, because it was not finite, to skipped_updates.jsonl."""
     # JSON has no nan and no infinity.
     record = {name: str(value) if isinstance(value, float) else value for name, value in update.items()}
     path = run_dir / _SKIPPED_UPDATES

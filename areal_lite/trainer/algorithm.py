@@ -47,7 +47,6 @@ class Algorithm:
     """Rewards and log-probs in, advantages, losses and correction weights out.
 
     Args:
-        config: The ``trainer:`` section.
         max_new_tokens: Length limit of an answer, for the penalty on overlong answers.
 
     Raises:
@@ -130,7 +129,6 @@ class Algorithm:
         """Fill in the advantages of ``tokens``, and the returns if the estimator computes them.
 
         Args:
-            tokens: The step's trained tokens.
             scores: ``[N]`` reward of each episode; the mean of its turns' rewards where these differ.
             baselines: ``[N]`` reward of the greedy answer.
             group_ids: ``[N]`` group of each episode.

@@ -93,11 +93,7 @@ def check_folder(folder: Path) -> None:
 
 
 def remove_folder(folder: Path, *, kind: Kind) -> None:
-    """Delete a folder of :func:`write_folder`; it never appears incomplete under its name.
-
-    Raises:
-        StorageError: If it cannot be renamed.
-    """
+    """Delete a folder of :func:`write_folder`; it never appears incomplete under its name."""
     temporary = folder.with_name(f"{_TEMPORARY}{folder.name}")
     try:
         folder.rename(temporary)

@@ -98,10 +98,6 @@ def check_config(folder: Path, config: str) -> None:
 
     Args:
         folder: A checkpoint; one without a config is accepted.
-        config: The resolved YAML of the run that resumes.
-
-    Raises:
-        ConfigError: With all differences.
     """
     path = folder / CONFIG_FILE
     if not path.is_file():

@@ -51,7 +51,6 @@ class CheckpointWriter:
         """Start writing the checkpoint after ``step`` steps; wait for the previous write first.
 
         Args:
-            step: Training steps done, also the policy version.
             snapshot: The trainer's state; its memory is freed after the write, unless the caller keeps it.
             files: Further files of the same moment, by path inside the checkpoint.
 

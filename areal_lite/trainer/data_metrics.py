@@ -40,7 +40,6 @@ def batch_metrics(
         sequences: ``B`` of them, at least one.
         episodes: ``[B]`` the episode of each, numbered from 0.
         advantages: ``[T]``, one per trained token, sequence by sequence.
-        version: The trainer's policy version, for staleness.
         penalised_rewards: ``[E]`` rewards of episodes less their KL penalty, where there is one.
         returns: ``[T]``, where there is a critic.
         values: ``[T]``, likewise.
@@ -105,7 +104,6 @@ def timing_metrics(phases: Mapping[str, float], total: float, *, num_tokens: int
     """Return seconds and milliseconds per token by phase, and tokens per second of the whole.
 
     Args:
-        phases: Seconds by name.
         total: Seconds of the whole, at least the sum of the phases; above 0.
         num_tokens: Tokens that went through, prompts included; at least 1.
     """

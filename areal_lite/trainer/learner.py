@@ -78,10 +78,7 @@ class Learner:
     """Owns the optimizer of ``module``.
 
     Args:
-        module: The model to train, on its device.
-        config: Number format and memory.
         optimizer: Learning rate, schedule and so on; often ``config`` itself.
-        total_steps: Steps of the learning-rate schedule.
     """
 
     def __init__(
@@ -148,7 +145,6 @@ class Learner:
         Args:
             cut: Returns micro-batches of at most the given number of tokens; equally many on every rank.
             loss_of: Returns a micro-batch's part of the loss of all ranks.
-            clock: Times the phases ``backward`` and ``optimizer``.
         """
 
         def accumulate(max_tokens: int) -> Tensor:

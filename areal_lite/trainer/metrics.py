@@ -22,7 +22,6 @@ class MetricsWriter:
     """Appends records to ``run_dir/metrics.jsonl``; each line is one write, so readers see complete lines.
 
     Args:
-        run_dir: Folder of the run.
         last_step: Records after this step are removed, because they will be written again.
         tracking: Also receives each record; its owner closes it.
 

@@ -50,9 +50,7 @@ def pack(
     """Lay out the blocks: a shared prefix is stored once, and each sequence attends to it and to itself.
 
     Args:
-        sequences: The step's sequences.
         blocks: Which sequences to lay out, and the prefixes they share.
-        device: Where the tensors go.
         ragged: Put all blocks into one row, without padding, instead of one row per block.
     """
     lengths = [block.length for block in blocks]

@@ -42,11 +42,7 @@ def load_policy(
 
 
 def load_scalar_model(auto_class: Any, model_path: str, *, what: str) -> tuple[Any, bool]:
-    """Return the model with a scalar head, and whether the folder had that head; a new head is zero.
-
-    Raises:
-        ConfigError: As :func:`load_policy`.
-    """
+    """Return the model with a scalar head, and whether the folder had that head; a new head is zero."""
     model, missing = load_pretrained(auto_class, model_path, what=what, num_labels=1)
     body = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
     if body:
@@ -61,11 +57,7 @@ def load_scalar_model(auto_class: Any, model_path: str, *, what: str) -> tuple[A
 
 
 def load_pretrained(auto_class: Any, model_path: str, *, what: str, **options: Any) -> tuple[Any, list[str]]:
-    """Return the model in float32 and the names of weights that the folder lacks.
-
-    Raises:
-        ConfigError: If ``model_path`` is neither a model folder nor a model on the hub or in its cache.
-    """
+    """Return the model in float32 and the names of weights that the folder lacks."""
     path = Path(model_path)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ConfigError(

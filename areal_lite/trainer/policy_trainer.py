@@ -47,7 +47,6 @@ class PolicyTrainer:
     A step is :meth:`begin`, the stages in source order, then :meth:`finish`; :meth:`train_step` runs all of them.
 
     Args:
-        config: The ``trainer:`` section of the run.
         model_path: Folder of a Hugging Face causal LM, or a hub name.
         seed: Seeds python, numpy and torch, and the order of minibatches.
         temperature: Sampling temperature of the inference engine; log-probs here use the same.

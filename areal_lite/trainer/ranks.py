@@ -99,21 +99,13 @@ _BROADCAST_TIMEOUT = timedelta(days=7)
 
 
 def broadcast_json(value: Any = None) -> Any:
-    """Return rank 0's ``value``, such as whether to stop, after a round trip through JSON; other ranks' is ignored.
-
-    Raises:
-        TypeError: If rank 0's value is not JSON-serializable.
-    """
+    """Return rank 0's ``value``, such as whether to stop, after a round trip through JSON; other ranks' is ignored."""
     ranks = Ranks.current()
     return orjson.loads(_from_rank(0, orjson.dumps(value if ranks.rank == 0 else None)))
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Return the ``value`` of every rank, in rank order, after a round trip through JSON.
-
-    Raises:
-        TypeError: If one is not JSON-serializable.
-    """
+    """Return the ``value`` of every rank, in rank order, after a round trip through JSON."""
     own = orjson.dumps(value)
     return [orjson.loads(_from_rank(rank, own)) for rank in range(Ranks.current().size)]
 

@@ -27,11 +27,7 @@ class Registry(Generic[F]):
         self._functions: dict[str, F] = {}
 
     def register(self, name: str) -> Callable[[F], F]:
-        """Return a decorator that registers a function as ``name``.
-
-        Raises:
-            ConfigError: If another function has that name.
-        """
+        """Return a decorator that registers a function as ``name``."""
 
         def decorate(function: F) -> F:
             if self._functions.setdefault(name, function) is not function:

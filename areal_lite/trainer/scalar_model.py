@@ -27,9 +27,6 @@ def load_critic(model_path: str, *, device: torch.device, gradient_checkpointing
     """Return a critic in float32 on ``device``, without dropout, from a folder of a causal LM, critic or reward model.
 
     The scalar head is loaded if the folder has one; otherwise it is zero, and so are all values.
-
-    Raises:
-        ConfigError: If the model cannot be loaded, or its architecture has no token classifier.
     """
     model, _ = load_scalar_model(AutoModelForTokenClassification, model_path, what="critic")
     return prepare(model, device=device, gradient_checkpointing=gradient_checkpointing)
@@ -67,8 +64,6 @@ def load_reward_model(
 
     Args:
         model_path: Folder of a Hugging Face sequence classifier of one label, or a hub name.
-        device: Where it runs.
-        gradient_checkpointing: Recompute activations in the backward pass.
         new_head: Accept a causal LM to be trained; its head starts at 0.
 
     Raises:
@@ -104,11 +99,7 @@ class RewardScorer(ValueScorer):
 
 
 class RewardModel:
-    """Rewards whole sequences.
-
-    Args:
-        model: As :func:`load_reward_model` returns it.
-    """
+    """Rewards whole sequences."""
 
     def __init__(self, model: Any) -> None:
         self.scorer = RewardScorer(model)
@@ -120,9 +111,6 @@ class RewardModel:
         Args:
             sequences: In any order; those of one group compute shared prefixes once.
             max_tokens: Most tokens of a forward pass, padding included.
-
-        Raises:
-            ValueError: If a sequence has no token.
         """
         device: torch.device = self.scorer.model.device
         cut = StepCut([ending(sequence) for sequence in sequences], self.scorer, ranks=Ranks(), device=device)

@@ -161,7 +161,6 @@ class StepCut:
         sequences: All sequences of the step, on every rank.
         model: Its attributes say which layouts it supports.
         ranks: Episodes are divided among them, with nearly equal numbers of tokens.
-        device: Where the micro-batches go.
         together: ``[N]`` unit of each sequence. A unit stays on one rank and in one micro-batch,
             which losses over pairs or whole episodes need. None: micro-batches may divide an episode.
     """

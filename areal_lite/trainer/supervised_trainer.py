@@ -52,10 +52,7 @@ class SupervisedTrainer(ABC, Generic[C]):
     """Owns the model being trained.
 
     Args:
-        config: The ``trainer:`` section of the run.
         model_path: Folder of a Hugging Face causal LM, or a hub name.
-        seed: Seeds python, numpy and torch.
-        total_steps: Updates of the whole run.
         on_skip: Called with updates that were skipped: step, loss, gradient norm and the rows of the batch.
 
     Raises:

@@ -80,7 +80,6 @@ def start_tracking(config: ExperimentConfig, run_dir: Path, *, last_step: int = 
     They record the config; values that look like a key or token are masked.
 
     Args:
-        config: The whole config of the run.
         run_dir: Folder of the run, which also holds the trackers' files.
         last_step: The step that the run resumes from; 0 starts a new run.
 

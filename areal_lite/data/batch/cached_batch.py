@@ -19,7 +19,6 @@ class BatchCache:
     """One file per training step.
 
     Args:
-        directory: Folder of the files.
         made_under: Settings that a batch depends on, by name; JSON values.
 
     Raises:
@@ -43,7 +42,6 @@ class BatchCache:
 
         Raises:
             ConfigError: If the file was made under other settings, or is not a complete batch.
-            StorageError: If it cannot be written.
         """
         path = self._directory / f"step_{step}.safetensors"
         if path.exists():

@@ -91,11 +91,7 @@ def load_data_proto(path: Path | str) -> DataProto:
 
 
 def to_tensors(batch: DataProto) -> dict[str, Tensor]:
-    """Return the whole content of ``batch`` as named tensors, on the CPU and without shared storage.
-
-    Raises:
-        ValueError: If a value cannot be stored without pickle; with its key.
-    """
+    """Return the whole content of ``batch`` as named tensors, on the CPU and without shared storage."""
     batch.check_consistency()
     tensors = {f"batch/{key}": _dense(tensor) for key, tensor in batch.batch.items()}
     arrays = {key: list(array) for key, array in batch.non_tensor_batch.items()}

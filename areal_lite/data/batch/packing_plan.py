@@ -24,10 +24,8 @@ class PackingPlan:
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
     """``[rank][mini-batch][sequence]`` indices. The ranks' i-th mini-batches have similar sizes, since ranks wait for
     each other."""
-
     lengths: tuple[int, ...]
     """Tokens of each sequence after padding, dummies included."""
-
     num_sequences: int
     """Number of real sequences; indices from here on are dummies."""
 
@@ -84,7 +82,6 @@ def plan_packing(
         lengths: Tokens of each sequence, 1 or more.
         max_tokens: Most tokens of a mini-batch, padding included: the capacity of a device times the devices that share
             a sequence. May differ between training and inference.
-        num_ranks: Data-parallel ranks.
         multiple_of: Lengths are rounded up to a multiple of this. With twice the sequence-parallel size, every device
             can take one piece of a sequence's head and one of its tail.
         pair: Keep sequences 2i and 2i+1 adjacent in one mini-batch; dummies too.

@@ -36,8 +36,6 @@ def dump_rollouts(
     arrays are written as JSON; NaN and inf become null.
 
     Args:
-        directory: Folder of all steps' files.
-        step: The training step.
         inputs: ``[B]`` prompts, text or messages.
         outputs: ``[B]`` answers.
         gts: ``[B]`` ground truths.
@@ -46,7 +44,6 @@ def dump_rollouts(
 
     Raises:
         ValueError: If a column has the wrong length, the name of a field above, or a value that is not JSON.
-        StorageError: If the disk is full or not writable.
     """
     columns = {"input": inputs, "output": outputs, "gts": gts, "score": scores, "step": [step] * len(inputs)}
     if taken := columns.keys() & (extra or {}).keys():

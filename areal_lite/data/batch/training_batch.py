@@ -56,7 +56,6 @@ def collate_sequences(
     """Return the training batch of ``sequences``, in order, for :meth:`DataProto.from_single_dict`.
 
     Args:
-        sequences: At least one.
         length: Tokens per sequence; shorter ones are padded on the right.
         pad_token_id: Fills ``input_ids`` there; the masks are False.
 
@@ -116,11 +115,7 @@ def _logprobs(sequence: TokenSequence) -> NDArray[Any]:
 
 
 def check_training_batch(batch: DataProto) -> None:
-    """Check every rule of a training batch.
-
-    Raises:
-        ValueError: With key, rows and fix.
-    """
+    """Check every rule of a training batch."""
     batch.check_consistency()
     if not len(batch):
         raise ValueError("the training batch has no rows: give at least one group")
@@ -180,7 +175,6 @@ def training_sequences(batch: Sequence[Group] | DataProto) -> list[TokenSequence
 
     Raises:
         ConfigError: If a trajectory has no loss mask or no reward.
-        ValueError: If a DataProto breaks a rule of a training batch.
     """
     if isinstance(batch, DataProto):
         check_training_batch(batch)
@@ -206,7 +200,6 @@ def data_proto_of(groups: Sequence[Group]) -> DataProto:
     """Return the accepted groups as a ``DataProto``, one row per sequence.
 
     Raises:
-        ConfigError: If a trajectory has no reward.
         ValueError: If nothing was accepted.
     """
     sequences = training_sequences(groups)

@@ -44,8 +44,6 @@ class PromptEncoder:
     """Encodes the prompts of rows.
 
     Args:
-        config: Column names and variables of the chat template.
-        tokenizer: Hugging Face tokenizer.
         processor: Hugging Face processor if rows have images or videos, else None.
 
     Raises:
@@ -65,11 +63,7 @@ class PromptEncoder:
         return self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
 
     def messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the prompt's messages; text becomes one user message.
-
-        Raises:
-            ConfigError: If the prompt is neither text nor messages.
-        """
+        """Return the prompt's messages; text becomes one user message."""
         keys = self.config
         messages = build_messages(
             row, prompt_key=keys.prompt_key, image_key=keys.image_key, video_key=keys.video_key

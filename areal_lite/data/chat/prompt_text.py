@@ -18,11 +18,7 @@ class TemplateError(ConfigError):
 
 
 def check_template(renderer: Any, config: DatasetConfig) -> None:
-    """Check that there is a chat template and that the config sets no reserved variable.
-
-    Raises:
-        ConfigError: If a check fails; with the fix.
-    """
+    """Check that there is a chat template and that the config sets no reserved variable."""
     variables = config.apply_chat_template_kwargs
     if wrong := sorted(_RESERVED & variables.keys()):
         raise ConfigError(f"apply_chat_template_kwargs has {', '.join(wrong)}, which is reserved: remove it")
@@ -37,8 +33,6 @@ def render_prompt(renderer: Any, messages: Any, *, config: DatasetConfig, tools:
     """Return ``messages`` as text that ends with the prompt for the assistant's answer.
 
     Args:
-        renderer: The tokenizer or processor with the chat template.
-        messages: At least one message.
         config: Its ``apply_chat_template_kwargs`` are variables of the template.
         tools: Tool schemas or their JSON text; the default is the config's variable ``tools``.
 

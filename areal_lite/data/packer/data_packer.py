@@ -131,9 +131,6 @@ def rollout_inputs(
     """Return what workflows get for ``rows``, one dict each, in order.
 
     If the packer turns a row into text or messages, they become the dict's ``prompt_key``.
-
-    Raises:
-        ConfigError: If the packer's ``rollout_collate_fn`` gives another number of inputs.
     """
     inputs = packer.rollout_collate_fn([packer.get_rollout_input(row) for row in rows])
     if len(inputs) != len(rows):

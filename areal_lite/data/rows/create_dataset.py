@@ -31,11 +31,7 @@ def create_rl_dataset(
     with max_samples and seed if it accepts them.
 
     Args:
-        data_paths: Files to read.
-        data_config: All other settings.
         tokenizer: Hugging Face tokenizer; None if only raw rows are needed.
-        processor: Hugging Face processor or None.
-        is_train: Whether the rows are for training.
         max_samples: Rows to use; -1 uses ``data_config.max_samples``.
         seed: Chooses the rows if ``data_config.shuffle`` is set.
 

@@ -20,11 +20,7 @@ from areal_lite.errors import ConfigError
 
 
 class AbstractDataGenerator(ABC):
-    """Base class of a user's generator of training rows.
-
-    Args:
-        config: The training dataset's config section.
-    """
+    """Base class of a user's generator of training rows."""
 
     def __init__(self, config: DatasetConfig) -> None:
         self.config = config
@@ -39,9 +35,6 @@ class DynamicGenDataset(RLHFDataset):
 
     ``rows`` is one object that grows at its end. New rows pass the same filter as the others. The arguments are those
     of :class:`RLHFDataset`.
-
-    Raises:
-        ConfigError: As for :class:`RLHFDataset`; also if the generator cannot be loaded.
     """
 
     def __init__(

@@ -72,9 +72,6 @@ def check_held_out(train: DatasetConfig, held_out: DatasetConfig) -> None:
     """Check that held-out rows of a reasoning-gym task are not training rows too.
 
     Row i of a task comes from ``seed + i``, so two seeds closer than the size share rows.
-
-    Raises:
-        ConfigError: If the seeds overlap.
     """
     if train.path != held_out.path or not (isinstance(train.path, str) and train.path.startswith(_GYM)):
         return

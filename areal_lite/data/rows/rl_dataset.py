@@ -45,7 +45,6 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         config: Column names and settings; ``data_files`` replaces its path.
         processor: Hugging Face processor of a model that reads images or videos.
         max_samples: Rows before filtering; -1 uses ``config.max_samples``.
-        seed: Chooses the rows if ``config.shuffle`` is set.
 
     Raises:
         ConfigError: If the rows cannot be loaded, all are dropped, or, with a tokenizer, the prompt column is missing.
@@ -131,11 +130,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         return item
 
     def without_overlong(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Return the rows that pass the config's filter; the others are counted in ``dropped``.
-
-        Raises:
-            ConfigError: If a prompt is malformed; with its row.
-        """
+        """Return the rows that pass the config's filter; the others are counted in ``dropped``."""
         if not self.config.filter_overlong_prompts:
             return rows
         limit = self.config.max_prompt_length

@@ -48,8 +48,6 @@ class EpochSampler(Sampler[int]):
 
     Args:
         data_source: Anything with a length; rows added later are drawn from the next ``set_epoch`` on.
-        shuffle: False keeps the order of the rows.
-        seed: Determines the order.
     """
 
     def __init__(self, data_source: Sized, *, shuffle: bool, seed: int) -> None:

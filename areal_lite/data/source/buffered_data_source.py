@@ -55,9 +55,6 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     Args:
         buffer_filter: Chooses from the buffer: a function or its dotted path; None is :func:`pop_first`.
         **settings: Those of :class:`RolloutDataSource`.
-
-    Raises:
-        ConfigError: If the filter cannot be loaded or is not a function.
     """
 
     supports_buffer = True
@@ -172,7 +169,6 @@ class CurriculumDataSource(RolloutDataSourceWithBuffer):
     """Draws a row when its group is requested; groups that were given back still come first.
 
     Args:
-        dataset: As for :class:`RolloutDataSource`.
         sampler: The order of each epoch; it need not give every row.
         **settings: Those of :class:`RolloutDataSourceWithBuffer`.
     """
@@ -227,7 +223,6 @@ class IterableDataSource(RolloutDataSourceWithBuffer):
 
     Args:
         rows: Rows, or batches of rows as a data loader gives them: a list is a batch.
-        n_samples_per_prompt: Samples in a group.
     """
 
     def __init__(self, rows: Iterable[Any], *, n_samples_per_prompt: int = 1) -> None:
@@ -239,11 +234,7 @@ class IterableDataSource(RolloutDataSourceWithBuffer):
         """Whether the rows have ended."""
 
     def _read_ahead(self, count: int) -> None:
-        """Read one row or batch, if there is one.
-
-        Raises:
-            Exception: Whatever the iterable raises; it has ended then.
-        """
+        """Read one row or batch, if there is one."""
         while not self._ahead and not self.ended:
             try:
                 item = next(self._iterator)
@@ -260,11 +251,7 @@ class IterableDataSource(RolloutDataSourceWithBuffer):
                 self._ahead.extend((None, row) for row in (item if isinstance(item, list) else [item]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Raise: an iterable has no position to save.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Raise: an iterable has no position to save."""
         raise ConfigError(
             "rows of an iterable have no position to save: use RolloutDataSource over a list or dataset"
         )

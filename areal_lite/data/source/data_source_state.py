@@ -33,12 +33,7 @@ def state_bytes(state: Mapping[str, Any]) -> bytes:
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write ``state`` to ``path`` atomically; on failure keep the old file.
-
-    Raises:
-        ConfigError: If a value is not JSON.
-        StorageError: If it cannot be written.
-    """
+    """Write ``state`` to ``path`` atomically; on failure keep the old file."""
     content = state_bytes(state)
     try:
         write_whole(path, content)
@@ -64,11 +59,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def check_fingerprint(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Check that the state was made with this data.
-
-    Raises:
-        ConfigError: With every difference.
-    """
+    """Check that the state was made with this data."""
     differences = [
         f"{key} was {then.get(key)!r} and is {now.get(key)!r}"
         for key in {**then, **now}

@@ -174,7 +174,6 @@ class Sample:
         """Add tokens at the end; all or, on an error, none.
 
         Args:
-            tokens: Ids.
             logprobs: Behaviour log-probs in nats, one per token; only of sampled tokens.
             versions: Policy versions, one per token; only of sampled tokens.
             sampled: Whether the policy wrote them: they become a span.

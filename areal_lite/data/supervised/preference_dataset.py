@@ -43,7 +43,6 @@ class PreferenceDataset(BaseDataset[Pair]):
         tokenizer: A fast Hugging Face tokenizer with a chat template.
         max_length: Longest sequence in tokens; None uses ``config.max_length``.
         config: Names of columns and the other settings; needed if ``max_length`` is None.
-        seed: Chooses the rows if ``config`` sets ``max_samples`` and ``shuffle``.
 
     Raises:
         ConfigError: If a row is not a pair (with its number from 0), or all rows are skipped.

@@ -39,7 +39,6 @@ class SFTDataset(BaseDataset[ChatTokens]):
         tokenizer: A fast Hugging Face tokenizer with a chat template.
         max_length: Longest item in tokens; None uses ``config.max_length``.
         config: Names of columns and the other settings; needed if ``max_length`` is None.
-        seed: Chooses the rows if ``config`` sets ``max_samples`` and ``shuffle``.
 
     Raises:
         ConfigError: If a row is not a conversation (with its number from 0), or no row has a token to train.

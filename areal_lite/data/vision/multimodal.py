@@ -39,7 +39,6 @@ def build_messages(
     tables add to parts that lack them.
 
     Args:
-        row: A dataset row; not modified.
         prompt_key: Column of the prompt: messages, or the text of one user message.
         image_key: Column of images; may be missing or None.
         video_key: Column of videos; may be missing or None.
@@ -73,7 +72,6 @@ def media_values(messages: Sequence[Mapping[str, Any]], kind: str, column: Seque
     """Return the images or videos of ``messages`` in the order of their parts, not yet loaded.
 
     Args:
-        messages: Messages with lists of parts, see :func:`build_messages`.
         kind: ``"image"`` or ``"video"``; a part without a value of its own takes the next one of ``column``.
         column: One value per such part.
     """
@@ -151,9 +149,7 @@ def processor_inputs(
     """Return the processor's model inputs for one sequence.
 
     Args:
-        processor: A Hugging Face processor of images, videos and text.
         text: Text with one of the model's placeholder tokens per image and video.
-        images: PIL images.
         videos: Lists of frames.
 
     Returns:

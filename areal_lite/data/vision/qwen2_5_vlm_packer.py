@@ -98,7 +98,6 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
         Args:
             sample: What :meth:`get_rollout_input` takes, or a :class:`Sample` with it as its row or prompt.
             rollout_output: As for decoder-only models; the images are those of ``sample``.
-            n_ignore_prefix_tokens: Number of the answer's first tokens to mask.
 
         Raises:
             As for decoder-only models, and:

@@ -21,7 +21,6 @@ class Grouping:
 
     group: Tensor
     """``[K]`` int64."""
-
     size: Tensor
     """``[G]`` int64, number of values in each group."""
 
@@ -99,9 +98,6 @@ def normalize_advantages(
         group_ids: ``[N]`` group of each episode.
         mean: Subtract nothing, the mean of the token's group, or the mean of the batch.
         std: Divide by nothing, or by the unbiased deviation of the group or the batch around its own mean.
-
-    Returns:
-        ``[T]``, dtype of ``advantages``.
     """
     centred = {"none": advantages.double()}
     if "batch" in (mean, std):

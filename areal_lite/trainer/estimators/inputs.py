@@ -52,16 +52,12 @@ class Turns:
 
     of_token: Tensor
     """``[T]`` int64, the turn that each token is credited to; non-decreasing."""
-
     rewards: Tensor
     """``[S]`` float, reward of each turn."""
-
     episodes: Tensor
     """``[S]`` int64, episode of each turn."""
-
     index: Tensor
     """``[S]`` int64, how many model calls came before the turn on its path, from 0."""
-
     parents: Tensor
     """``[S]`` int64, the rewarded turn that the turn's path extends; -1 for none."""
 
@@ -98,13 +94,10 @@ class EstimatorInputs:
 
     scores: Tensor
     """``[N]`` float, reward of each episode."""
-
     group_ids: Sequence[str]
     """``[N]`` group of each episode, in any order."""
-
     episodes: Tensor
     """``[T]`` int64, episode of each token; non-decreasing."""
-
     token_rewards: Tensor
     """``[T]`` float, reward of each token: the score on its episode's last token, minus a KL penalty where there is
     one. Advantages have its dtype."""
@@ -113,19 +106,14 @@ class EstimatorInputs:
 
     values: Tensor | None = None
     """``[T]`` float, the critic's estimates."""
-
     baselines: Tensor | None = None
     """``[N]`` float, reward of the greedy answer (ReMax)."""
-
     proximal_logprobs: Tensor | None = None
     """``[T]`` float, nats."""
-
     sum_squared_probs: Tensor | None = None
     """``[T]`` float, sum over the vocabulary of the squared probabilities where the token was sampled."""
-
     importance_weights: Tensor | None = None
     """``[T]`` float, proximal / behaviour."""
-
     turns: Turns | None = None
     """Rewards per turn."""
 
@@ -184,11 +172,7 @@ class EstimatorInputs:
         return torch.where(self.lengths() > 0, sums, self.scores.double())
 
     def turn_rewards(self) -> Tensor:
-        """Return ``[S]`` float64, the reward of each turn minus the KL penalty of its tokens.
-
-        Raises:
-            MissingInput: If there are no turns.
-        """
+        """Return ``[S]`` float64, the reward of each turn minus the KL penalty of its tokens."""
         turns, lengths = self.needed("turns"), self.lengths()
         last = (lengths.cumsum(0) - 1)[lengths > 0]
         penalties = self.token_rewards.double().index_add(0, last, -self.scores[lengths > 0].double())
@@ -216,7 +200,6 @@ class Estimate:
 
     advantages: Tensor
     """``[T]`` float."""
-
     returns: Tensor | None = None
     """``[T]`` float; None where the estimator does not compute them."""
 

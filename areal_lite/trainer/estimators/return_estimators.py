@@ -35,9 +35,6 @@ def discounted_sums(values: Tensor, episodes: Tensor, discount: float) -> Tensor
 
     Returns:
         ``[T]``, dtype of ``values``.
-
-    Raises:
-        ConfigError: If the discount is outside 0 to 1.
     """
     check_discount(discount, "token")
     sums = values.clone()
@@ -64,9 +61,6 @@ def gae(inputs: EstimatorInputs, *, gamma: float = 1.0, lam: float = 1.0) -> Est
     Args:
         gamma: Discount per token.
         lam: 0 trusts the critic after one token, 1 the rewards to the end.
-
-    Raises:
-        ConfigError: If there are no values.
 
     Source: arXiv:1506.02438.
     """
@@ -103,9 +97,6 @@ def reinforce_plus_plus(inputs: EstimatorInputs, *, gamma: float = 1.0) -> Estim
 def remax(inputs: EstimatorInputs) -> Estimate:
     """Return the sum of the rewards that follow, minus the reward of the greedy answer.
 
-    Raises:
-        ConfigError: If there are no baselines.
-
     Source: arXiv:2310.10505.
     """
     returns = discounted_sums(inputs.token_rewards, inputs.episodes, 1.0)
@@ -126,9 +117,6 @@ def optimal_token_baseline(inputs: EstimatorInputs, *, credit_lone_tail: bool = 
 
     Args:
         credit_lone_tail: At positions that only the group's longest episode reaches, use the return, not 0.
-
-    Raises:
-        ConfigError: If there are no proximal log-probs or sums of squared probabilities.
 
     Source: arXiv:2602.07078.
     """

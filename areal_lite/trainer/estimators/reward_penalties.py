@@ -20,7 +20,6 @@ class KLController:
     """A coefficient that rises while the KL is above its target and falls while below; constant without a target.
 
     Args:
-        coef: Initial coefficient.
         target: Target KL in nats per token.
         horizon: Episodes over which the coefficient adapts.
 

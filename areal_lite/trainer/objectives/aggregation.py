@@ -43,18 +43,12 @@ def _reduce(values: Tensor, episodes: Tensor, how: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """Losses of single tokens (or pairs), not yet summed.
-
-    Raises:
-        ValueError: If a shape differs.
-    """
+    """Losses of single tokens (or pairs), not yet summed."""
 
     losses: Tensor
     """``[T]``; carries gradient."""
-
     statistics: dict[str, Tensor] = field(default_factory=dict)
     """Each ``[T]``, without gradient; the metric of that name is the mean over the update's tokens."""
-
     chosen: Tensor | None = None
     """``[T]`` bool, the tokens chosen by a loss that chooses among a whole minibatch; None for other losses."""
 
@@ -109,7 +103,6 @@ def token_weights(
     sequence or several. To leave tokens out, pass the episodes of the others only.
 
     Args:
-        mode: How tokens and episodes are averaged.
         episodes: ``[T]`` int, the episode of each token; whole episodes.
         num_tokens: Trained tokens of the update over all micro-batches and ranks. None: ``episodes``
             is the whole update, as for the next two.
@@ -155,9 +148,6 @@ def aggregate(losses: Tensor, weights: Tensor) -> Tensor:
     Args:
         losses: ``[T]``; carries gradient.
         weights: ``[T]`` from :func:`token_weights`, times any correction weights.
-
-    Raises:
-        ValueError: If the shapes differ.
     """
     if losses.shape != weights.shape:
         raise ValueError(

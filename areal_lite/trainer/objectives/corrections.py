@@ -95,7 +95,6 @@ def rejection_mask(
         proximal: ``[T]`` log-probs at the start of the step.
         behaviour: ``[T]`` log-probs the engine sampled with.
         episodes: ``[T]`` the episode of each token.
-        option: One or more options, joined by commas.
         bounds: One bound per option, joined by commas.
 
     Returns:

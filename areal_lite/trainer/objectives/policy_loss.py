@@ -36,27 +36,18 @@ VANISHES_WITHOUT_ADVANTAGE = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyInputs:
-    """Inputs of a policy loss: ``[T]`` each, one entry per trained token, whole episodes.
-
-    Raises:
-        ValueError: If the shapes differ.
-    """
+    """Inputs of a policy loss: ``[T]`` each, one entry per trained token, whole episodes."""
 
     policy: Tensor
     """Log-probs (nats) under the weights being trained; the only input with gradient."""
-
     proximal: Tensor
     """Log-probs under the weights at the start of the step."""
-
     behaviour: Tensor
     """Log-probs the engine sampled with."""
-
     advantages: Tensor
     """Equal along an episode that is rewarded as a whole."""
-
     episodes: Tensor
     """int64, the episode of each token."""
-
     chosen: Tensor | None = None
     """bool, the loss's choice among the tokens of the minibatch; None when the inputs are the whole minibatch."""
 
@@ -121,7 +112,6 @@ def gspo(inputs: PolicyInputs, *, clip_eps: float = 3e-4, clip_eps_high: float |
 
     Args:
         clip_eps: As in :func:`ppo`; ratios of episodes vary far less than those of tokens.
-        clip_eps_high: Upper half-width.
 
     Source: GSPO (arXiv:2507.18071).
     """
@@ -160,7 +150,6 @@ def cispo(inputs: PolicyInputs, *, clip_eps: float = 1.0, clip_eps_high: float |
 
     Args:
         clip_eps: As in :func:`ppo`; 1 leaves ratios below 1 unclipped.
-        clip_eps_high: Upper half-width.
 
     Source: CISPO, MiniMax-M1 (arXiv:2506.13585).
     """
