@@ -173,9 +173,7 @@ def _config_class(
             f"{where}: kind: {_short(kind)}: it must be {' | '.join(KINDS)}, or absent for reinforcement learning"
         )
     if not issubclass(KINDS[kind], root):
-        raise ConfigError(
-            f"{where}: kind: {kind!r} is for another command: use areal-lite {kind.replace('_', '-')}"
-        )
+        raise ConfigError(f"{where}: kind: {kind!r}: use the command areal-lite {kind.replace('_', '-')}")
     return KINDS[kind]
 
 

@@ -127,9 +127,7 @@ class _Sendable:
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.key = next(self._keys)
         self.name = name
-        hint = (
-            "Define it with def at the top level of a module, or pass in_process=True if it is cheap and pure"
-        )
+        hint = "Define it with def at the top of a module, or pass in_process=True if it is cheap and pure"
         try:
             pickled = pickle.dumps(function, pickle.HIGHEST_PROTOCOL)
         except Exception as error:

@@ -48,9 +48,7 @@ def read_checkpoint_header(path: Path) -> CheckpointHeader:
         ConfigError: If there are no weights, or a file is truncated or not a safetensors file.
     """
     if not path.is_dir():
-        raise ConfigError(
-            f"model_path {str(path)!r} is not a directory; give the directory that a trainer wrote."
-        )
+        raise ConfigError(f"model_path {str(path)!r} is not a directory; give one that a trainer wrote.")
     index = path / "model.safetensors.index.json"
     if index.is_file():
         weight_map = json.loads(index.read_text())["weight_map"]
@@ -112,9 +110,7 @@ def check_manifest(path: Path) -> None:
             name: (int(entry["size"]), str(entry["sha256"])) for name, entry in _manifest_files(manifest)
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"{manifest} is not a valid manifest ({error!r}); save the checkpoint again."
-        ) from error
+        raise ConfigError(f"{manifest} is not a manifest ({error!r}); save the checkpoint again.") from error
     for name, (size, sha256) in entries.items():
         file = path / name
         if not file.is_file():

@@ -96,9 +96,7 @@ def parse_generate(
         owners += [option.rid] * option.params.n
     as_list = is_batch or len(requests) > 1
     if stream and as_list:
-        raise invalid_value(
-            "stream is for one prompt with n = 1; send one call per output, or leave stream out."
-        )
+        raise invalid_value("stream is for one prompt with n = 1; send one call per output, or omit stream.")
     return GenerateCall(
         requests=requests,
         owners=owners,
@@ -240,9 +238,7 @@ def _per_prompt(name: str, value: Any, count: int, is_list: bool) -> list[Any]:
     if not is_list:
         return [value] * count
     if len(value) != count:
-        raise invalid_value(
-            f"{name} has {len(value)} entries for {count} prompts; give one, or one per prompt."
-        )
+        raise invalid_value(f"{name} has {len(value)} entries for {count} prompts; give one or {count}.")
     return list(value)
 
 

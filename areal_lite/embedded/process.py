@@ -77,9 +77,7 @@ class EmbeddedServer:
     def address(self) -> str:
         """``http://HOST:PORT`` of the running server."""
         if self._address is None:
-            raise ServerError(
-                "the embedded server is not running; call start(), or use it in a with statement."
-            )
+            raise ServerError("the embedded server is not running; call start(), or use a with statement.")
         return self._address
 
     @property

@@ -76,9 +76,7 @@ def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer:
     if has_tokenizer and not any(
         (path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     ):
-        raise ConfigError(
-            f"{key} {model_path!r} has no tokenizer: save it there with tokenizer.save_pretrained."
-        )
+        raise ConfigError(f"{key} {model_path!r} has no tokenizer: add it with tokenizer.save_pretrained.")
 
 
 def check_port(host: str, port: int) -> None:

@@ -71,9 +71,7 @@ def plot_metrics(*run_dirs: str | Path, out: str | Path | None = None) -> Path:
     try:
         figure.savefig(out, dpi=150)
     except (OSError, ValueError) as error:  # ValueError: a suffix that names no format
-        raise ConfigError(
-            f"{out} cannot be written: {error}. Use a .png file in an existing folder"
-        ) from error
+        raise ConfigError(f"{out} cannot be written: {error}. Use a .png in an existing folder") from error
     return Path(out)
 
 
@@ -98,9 +96,7 @@ def metrics_figure(*run_dirs: str | Path) -> Any:
     count = len(panels) + len(stacks)
     if not count:
         names = " or ".join(name for panel in PANELS[:2] for name in panel.curves)
-        raise ConfigError(
-            f"metrics.jsonl of {', '.join(runs)}: no line has {names}. Has the run finished a step?"
-        )
+        raise ConfigError(f"metrics.jsonl of {', '.join(runs)}: no line has {names}. Did the run do a step?")
     columns = min(2, count)
     rows = -(-count // columns)
     figure = Figure(figsize=(6 * columns, 3.2 * rows), layout="constrained")

@@ -67,9 +67,7 @@ def run_directory(config: ExperimentConfig, *, fresh: bool, trains: bool = True)
             try:
                 write_whole(path / "config.yaml", dump_config(config).encode())
             except OSError as error:
-                raise StorageError(
-                    f"the config cannot be saved in {path}: {error}: free disk space"
-                ) from error
+                raise StorageError(f"cannot save the config in {path}: {error}: free disk space") from error
         yield path
     finally:
         os.close(lock)

@@ -85,9 +85,7 @@ def check_folder(folder: Path) -> None:
             )
         for name, expected in manifest["files"].items():
             if _digest(folder / name) != expected:
-                raise CheckpointError(
-                    f"{folder / name} differs from {_MANIFEST}: it was changed or truncated"
-                )
+                raise CheckpointError(f"{folder / name} differs from {_MANIFEST}: it was changed or cut")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder} is incomplete: {error}") from error
 

@@ -54,7 +54,7 @@ def batch_metrics(
     per_token = {"advantage": advantages, "return": returns, "value": values}
     for name, array in per_token.items():
         _check_length(
-            f"{name}s", array, sum(counts), "one per trained token, as np.repeat(per_sequence, counts)"
+            f"{name}s", array, sum(counts), "one per trained token: np.repeat(per_sequence, counts)"
         )
     numbers = np.asarray(episodes)
     sizes = np.bincount(numbers)

@@ -116,9 +116,7 @@ def resolve_device(device: str, *, key: str = "trainer.device") -> torch.device:
         ConfigError: If ``device`` is ``cuda`` and there is no GPU.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"{key} is 'cuda' but torch sees no GPU: use 'auto' or 'cpu', or install torch for CUDA"
-        )
+        raise ConfigError(f"{key} is 'cuda' but torch sees no GPU: use 'auto', or install torch for CUDA")
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 

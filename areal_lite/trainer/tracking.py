@@ -96,9 +96,7 @@ def start_tracking(config: ExperimentConfig, run_dir: Path, *, last_step: int = 
                 reason = f"it is not installed: pip install {name}"
             else:
                 reason = f"{type(error).__name__}: {error}"
-            raise ConfigError(
-                f"tracking: {name} cannot start: {reason}, or remove {name} from tracking"
-            ) from error
+            raise ConfigError(f"tracking: {name} cannot start: {reason}, or leave {name} out") from error
     return Tracking(trackers)
 
 

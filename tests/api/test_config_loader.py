@@ -146,9 +146,9 @@ def test_the_kind_of_a_file_selects_its_class_and_reinforcement_learning_is_the_
         (
             "kind: sft\n",
             DPOConfig,
-            "run.yaml: kind: 'sft' is for another command: use areal-lite sft",
+            "run.yaml: kind: 'sft': use the command areal-lite sft",
         ),
-        ("kind: reward_model\n", RunConfig, "is for another command: use areal-lite reward-model"),
+        ("kind: reward_model\n", RunConfig, "use the command areal-lite reward-model"),
         ("workflow: mine.Agent\n", SFTConfig, "a reinforcement learning run: use areal-lite train"),
         (
             "kind: rl\n",

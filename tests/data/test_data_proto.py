@@ -73,7 +73,7 @@ def test_lists_and_arrays_of_any_shape_have_one_entry_per_row() -> None:
         ({"a": [1]}, {}, r"batch\['a'\] is a list: it must be a tensor"),
         ({}, {"a": np.array([1])}, "dtype int64 .* it must be an array of dtype object"),
         ({}, {"a": np.array([[1]], dtype=object)}, r"shape \[1, 1\].*make it with object_array"),
-        ({"a": torch.zeros(1)}, {"a": object_array([1])}, "a name has one column"),
+        ({"a": torch.zeros(1)}, {"a": object_array([1])}, "is in both batch and non_tensor_batch"),
     ],
 )
 def test_columns_that_break_the_shape_of_a_batch_are_named(tensors: Any, arrays: Any, message: str) -> None:

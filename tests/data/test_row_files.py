@@ -270,9 +270,9 @@ def test_a_changed_file_is_read_again(write, load):
         (
             "x.jsonl",
             '{"a": 1}\n{"a": 2',
-            "x.jsonl, line 2: not JSON.*the last line and may be truncated: complete",
+            "x.jsonl, line 2: not JSON.*The last line may be truncated: complete",
         ),
-        ("x.jsonl", '{"a": 1}\n[1]\n', "x.jsonl, line 2: this is a list: each row must be an object"),
+        ("x.jsonl", '{"a": 1}\n[1]\n', "x.jsonl, line 2: a list: each row must be an object"),
         ("x.jsonl", '{"a": NaN}\n', "line 1: not JSON"),
         ("x.jsonl", b"\x80\x01\x02\n", "line 1: not JSON"),
         (
@@ -293,7 +293,7 @@ def test_a_changed_file_is_read_again(write, load):
         ("x.jsonl", "", "there are no rows"),
         ("x.jsonl", "\n\n", "there are no rows"),
         ("x.json", "[]", "there are no rows"),
-        ("x.json", '[{"a": 1}, null]', "x.json, row 2: this is a null"),
+        ("x.json", '[{"a": 1}, null]', "x.json, row 2: a null"),
         ("x.json", "[1,\n", "x.json: not JSON"),
         ("x.json", '{\n"a": 1\n}\n', "line 1: not JSON.*one object per line, or one list of objects"),
         ("x.jsonl.gz", lines(*ROWS), "x.jsonl.gz: cannot be read.*does its type match its name"),

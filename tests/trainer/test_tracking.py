@@ -103,7 +103,7 @@ def test_a_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=f"pip install {name}, or remove {name} from tracking"):
+    with pytest.raises(ConfigError, match=f"pip install {name}, or leave {name} out"):
         start_tracking(config(name), tmp_path)
 
 

@@ -89,13 +89,9 @@ class DataProto:
         """Check every column, e.g. after changing one of the dicts directly."""
         for key, tensor in self.batch.items():
             if not isinstance(tensor, Tensor) or tensor.ndim == 0:
-                raise ValueError(
-                    f"batch[{key!r}] is {form_of(tensor)}: it must be a tensor of shape [B, ...]"
-                )
+                raise ValueError(f"batch[{key!r}] is {form_of(tensor)}: it must be a tensor [B, ...]")
             if key in self.non_tensor_batch:
-                raise ValueError(
-                    f"{key!r} is in both batch and non_tensor_batch: a name has one column; rename one"
-                )
+                raise ValueError(f"{key!r} is in both batch and non_tensor_batch: rename one of them")
         for key, array in self.non_tensor_batch.items():
             if not isinstance(array, np.ndarray) or array.dtype != object or array.ndim != 1:
                 raise ValueError(

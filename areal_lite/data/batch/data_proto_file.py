@@ -54,9 +54,7 @@ def save_data_proto(batch: DataProto, path: Path | str) -> Path:
             aside.replace(path)
     except KeyError as error:  # a dtype that safetensors does not support
         names = [name for name, tensor in tensors.items() if tensor.dtype in error.args]
-        raise ValueError(
-            f"{names} have dtype {error}, which safetensors does not support: convert them"
-        ) from error
+        raise ValueError(f"{names} have dtype {error}, which safetensors lacks: convert them") from error
     except (OSError, SafetensorError) as error:
         raise StorageError(
             f"the batch could not be written to {path}: {error}: free disk space or fix its permissions"
@@ -74,9 +72,7 @@ def load_data_proto(path: Path | str) -> DataProto:
         with safe_open(path, framework="pt") as file:
             mark = file.metadata() or {}
             if mark.get("format") != _FORMAT:
-                raise ConfigError(
-                    f"{path} holds tensors, but not a batch: name a file that save_data_proto wrote"
-                )
+                raise ConfigError(f"{path} does not hold a batch: name a file that save_data_proto wrote")
             if mark.get("schema") != _SCHEMA:
                 raise ConfigError(
                     f"{path} has schema {mark.get('schema')}, but this version reads {_SCHEMA}: use the version that "

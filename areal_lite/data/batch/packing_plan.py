@@ -97,14 +97,10 @@ def plan_packing(
         what = (
             f"sequence {lengths.index(min(lengths))} has {min(lengths)} tokens" if lengths else "no sequences"
         )
-        raise ValueError(
-            f"{what}: packing needs at least one sequence and one token in each; drop empty ones"
-        )
+        raise ValueError(f"{what}: give at least one sequence, and drop empty ones")
     group = 2 if pair else 1
     if len(lengths) % group:
-        raise ValueError(
-            f"{len(lengths)} sequences are not pairs: give an even number, with 2i and 2i+1 a pair"
-        )
+        raise ValueError(f"{len(lengths)} sequences are not pairs: give an even number, 2i and 2i+1 a pair")
 
     padded = [-(-length // multiple_of) * multiple_of for length in lengths]
     units = [sum(padded[start : start + group]) for start in range(0, len(padded), group)]

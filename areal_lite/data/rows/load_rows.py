@@ -121,9 +121,7 @@ def _reasoning_gym(path: str, kwargs: dict[str, Any]) -> list[Row]:
 def _function(path: str, kwargs: dict[str, Any]) -> list[Row]:
     function = load_object(path, where="dataset path")
     if not callable(function):
-        raise ConfigError(
-            f"dataset {path}: is a {kind_of(function)}: it must be a function that returns rows"
-        )
+        raise ConfigError(f"dataset {path}: a {kind_of(function)}: it must be a function that returns rows")
     try:
         inspect.signature(function).bind(**kwargs)
     except TypeError as error:

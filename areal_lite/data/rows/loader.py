@@ -76,7 +76,7 @@ class ResumableLoader:
             raise ValueError(f"batch_size is {batch_size}: use 1 or more, or None for the whole data set")
         if sampler is not None and shuffle:
             raise ValueError(
-                "both sampler and shuffle are set, but the sampler decides the order: remove shuffle"
+                "both sampler and shuffle are set: the sampler decides the order, remove shuffle"
             )
         if isinstance(sampler, AbstractSampler) and num_workers:
             raise ConfigError(

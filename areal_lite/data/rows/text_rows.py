@@ -224,9 +224,7 @@ def _json_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Row]]:
         except ConfigError as error:
             if line.endswith(b"\n"):
                 raise
-            raise ConfigError(
-                f"{error}. It is the last line and may be truncated: complete or remove it"
-            ) from None
+            raise ConfigError(f"{error}. The last line may be truncated: complete or remove it") from None
 
 
 def _parsed(text: bytes, where: str) -> Any:
@@ -255,9 +253,7 @@ def checked_row(row: Any, where: str) -> Row:
         ConfigError: If it is not.
     """
     if not isinstance(row, dict):
-        raise ConfigError(
-            f'dataset {where}: this is a {kind_of(row)}: each row must be an object, {{"key": value}}'
-        )
+        raise ConfigError(f'dataset {where}: a {kind_of(row)}: each row must be an object, {{"key": value}}')
     return row
 
 

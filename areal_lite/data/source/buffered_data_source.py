@@ -106,9 +106,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     def _check_group(self, place: int, group: SampleGroup) -> None:
         if not all(isinstance(sample, Sample) for sample in group):
-            raise ValueError(
-                f"group {place} holds {[type(sample).__name__ for sample in group]}, not Samples"
-            )
+            raise ValueError(f"group {place} holds {[type(sample).__name__ for sample in group]}, not Sample")
         indices = [sample.index for sample in group]
         members = len({*indices} - {None}) + indices.count(None)
         if members != self.n_samples_per_prompt:

@@ -199,13 +199,9 @@ class Sample:
                     f"{self._name()}: {name} has {len(values)} entries for {count} tokens: give one per token"
                 )
         if any(type(token) is not int or token < 0 for token in tokens):
-            raise ValueError(
-                f"{self._name()}: a token id is a plain int from 0, not one of {tokens[:8]!r}..."
-            )
+            raise ValueError(f"{self._name()}: a token id is an int from 0, not one of {tokens[:8]!r}...")
         if logprobs is not None and not all(map(math.isfinite, logprobs)):
-            raise ValueError(
-                f"{self._name()}: log-probs must be finite: keep them as the server returned them"
-            )
+            raise ValueError(f"{self._name()}: log-probs must be finite: keep the server's values")
         columns = self._columns = self._columns or _Columns()
         start = len(columns.tokens)
         columns.tokens.extend(tokens)

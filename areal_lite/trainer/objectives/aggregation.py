@@ -54,9 +54,7 @@ class LossTerms:
 
     def __post_init__(self) -> None:
         if self.losses.ndim != 1:
-            raise ValueError(
-                f"losses are {list(self.losses.shape)}: give [T], one for each token, not averaged"
-            )
+            raise ValueError(f"losses are {list(self.losses.shape)}: give [T], one per token, not averaged")
         for name, values in {**self.statistics, "chosen": self.chosen}.items():
             if values is None:
                 continue
@@ -150,8 +148,6 @@ def aggregate(losses: Tensor, weights: Tensor) -> Tensor:
         weights: ``[T]`` from :func:`token_weights`, times any correction weights.
     """
     if losses.shape != weights.shape:
-        raise ValueError(
-            f"losses are {list(losses.shape)}, weights {list(weights.shape)}: give one weight per loss"
-        )
+        raise ValueError(f"losses are {list(losses.shape)}, weights {list(weights.shape)}: give as many")
     weights = weights.to(losses.dtype)
     return torch.where(weights != 0, losses * weights, 0.0).sum()
