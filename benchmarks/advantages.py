@@ -18,8 +18,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from areal_lite.trainer.estimators import EstimatorInputs, Turns
-from areal_lite.trainer.estimators.estimator import ESTIMATORS
+from areal_lite.trainer.estimators import ESTIMATORS, EstimatorInputs, Turns
 from areal_lite.trainer.estimators.grouping import normalize_advantages
 
 GROUPS = [

@@ -18,43 +18,30 @@ class GenerationHyperparameters:
 
     n_samples: Positive = 1
     """Must be 1 in a YAML; group_size sets the episodes per row."""
-
     max_new_tokens: Positive = 16384
     """Maximum tokens of an answer."""
-
     min_new_tokens: Count = 0
     """Suppress stop tokens until the answer has this many tokens. Log-probs do not account for the suppression."""
-
     max_tokens: Positive = 32768
     """Maximum tokens of prompt and answer together."""
-
     greedy: bool = False
     """Always take the most likely token; temperature, top_p and top_k are ignored."""
-
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Sampling temperature, also applied by the trainer; 0 is greedy."""
-
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; 1 disables it. Disable top_p and top_k for training: log-probs are computed without them."""
-
     top_k: Positive | None = None
     """Sample from the k most likely tokens; null disables it."""
-
     stop: list[str] | None = None
     """Stop strings."""
-
     stop_token_ids: list[int] | None = None
     """Stop token ids, in addition to the model's own."""
-
     ignore_eos: bool = False
     """Generate up to max_new_tokens, ignoring the end token."""
-
     skip_special_tokens: bool = True
     """Omit special tokens from the text; token ids keep them."""
-
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     """Subtract this times a token's count from its logit; 0 disables it. The trainer's log-probs ignore it."""
-
     seed: int | None = None
     """Sampling seed of this request, for servers that support it (SGLang does not). Null is random."""
 

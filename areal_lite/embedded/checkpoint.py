@@ -17,17 +17,8 @@ from typing import Any
 from areal_lite.errors import ConfigError
 
 _DTYPE_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-}
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,9 +97,8 @@ def check_manifest(path: Path) -> None:
     if not manifest.is_file():
         return
     try:
-        entries = {
-            name: (int(entry["size"]), str(entry["sha256"])) for name, entry in _manifest_files(manifest)
-        }
+        files = json.loads(manifest.read_text())["files"].items()
+        entries = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in files}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{manifest} is not a manifest ({error!r}); save the checkpoint again.") from error
     for name, (size, sha256) in entries.items():
@@ -125,10 +115,6 @@ def check_manifest(path: Path) -> None:
             raise ConfigError(
                 f"{file} has SHA-256 {digest}, {manifest.name} says {sha256}; save the checkpoint again."
             )
-
-
-def _manifest_files(manifest: Path) -> list[tuple[str, Any]]:
-    return list(json.loads(manifest.read_text())["files"].items())
 
 
 def check_weights(

@@ -10,7 +10,7 @@ import random
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_lite.embedded.generation_request import GenerationRequest
 from areal_lite.embedded.sampling_params import (
@@ -20,14 +20,7 @@ from areal_lite.embedded.sampling_params import (
     wrong_type,
 )
 
-_UNSUPPORTED = (
-    "input_embeds",
-    "image_data",
-    "audio_data",
-    "video_data",
-    "lora_path",
-    "return_hidden_states",
-)
+_UNSUPPORTED = ("input_embeds", "image_data", "audio_data", "video_data", "lora_path", "return_hidden_states")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +45,7 @@ class GenerateCall:
     return_text_in_logprobs: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _PromptOptions:
+class _PromptOptions(NamedTuple):
     rid: str
     params: SamplingParams
     return_logprob: bool
@@ -118,16 +110,7 @@ def _options(body: dict[str, Any], count: int, is_batch: bool, limits: Limits) -
     return_logprob = _per_prompt_typed(body, "return_logprob", bool, False, count)
     starts = _per_prompt_typed(body, "logprob_start_len", int, -1, count)
     tops = _per_prompt_typed(body, "top_logprobs_num", int, 0, count)
-    return [
-        _PromptOptions(
-            rid=rids[i],
-            params=params[i],
-            return_logprob=return_logprob[i],
-            logprob_start=starts[i],
-            top_logprobs_num=tops[i],
-        )
-        for i in range(count)
-    ]
+    return list(map(_PromptOptions, rids, params, return_logprob, starts, tops))
 
 
 def _requests(

@@ -25,11 +25,10 @@ from areal_lite.api.supervised_config import SupervisedConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer, tokenizer_files
 from areal_lite.errors import TrainingError
 from areal_lite.launch.resuming import CHECKPOINTS, Start, resume_hint
-from areal_lite.launch.run_directory import append_skipped_update, run_directory, run_directory_path
-from areal_lite.launch.stopping import Stopped, finishing, stop_together
+from areal_lite.launch.run_directory import append_skipped_update, run_directory
+from areal_lite.launch.stopping import Stopped, expires_soon, finishing, stop_together
 from areal_lite.trainer.checkpoint import CONFIG_FILE, load_checkpoint
 from areal_lite.trainer.checkpoint_writer import CheckpointWriter
-from areal_lite.trainer.expiry import expires_soon
 from areal_lite.trainer.metrics import MetricsWriter
 from areal_lite.trainer.ranks import Ranks, broadcast_json
 from areal_lite.trainer.snapshot import snapshot
@@ -85,7 +84,7 @@ def open_run_files(
     config: RunConfig | SupervisedConfig, start: Start, on_step: OnStep | None
 ) -> Iterator[RunFiles]:
     """Lock the run's folder, start the trackers and open the files; call it after the ranks have joined."""
-    run_dir, metrics = run_directory_path(config), None
+    run_dir, metrics = config.run_dir, None
     with ExitStack() as stack:
         if Ranks.current().rank == 0:
             stack.enter_context(run_directory(config, fresh=start.checkpoint is None))

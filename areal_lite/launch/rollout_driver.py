@@ -13,8 +13,8 @@ import torch
 from areal_lite.api.config import RunConfig
 from areal_lite.api.engine_api import Row
 from areal_lite.api.trajectory import Group
-from areal_lite.data.batch.cached_batch import BatchCache
 from areal_lite.data.batch.data_proto import DataProto
+from areal_lite.data.batch.data_proto_file import BatchCache
 from areal_lite.data.batch.rollout_dump import dump_rollouts
 from areal_lite.data.batch.training_batch import data_proto_of
 from areal_lite.data.chat.tokenizer import load_tokenizer

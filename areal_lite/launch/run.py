@@ -77,7 +77,7 @@ def run_evaluation(config: RunConfig) -> Evaluation:
 
 
 def _check_trainable(config: RunConfig) -> None:
-    from areal_lite.trainer.estimators.estimator import COMPARES_GROUP
+    from areal_lite.trainer.estimators import COMPARES_GROUP
     from areal_lite.trainer.policy_model import resolve_device
 
     check_startable(config)

@@ -93,7 +93,7 @@ def _packer(config: RunConfig, rows: DatasetConfig) -> DataPacker:
 
 
 def _dataset(config: RunConfig, rows: DatasetConfig, *, is_train: bool) -> Any:
-    from areal_lite.data.rows.create_dataset import create_rl_dataset
+    from areal_lite.data.rows.dynamic_dataset import create_rl_dataset
 
     # Only prompt lengths, and classes of the user's that may read tokens, need a tokenizer here.
     tokenizes = rows.filter_overlong_prompts or rows.custom_cls or (is_train and rows.datagen)

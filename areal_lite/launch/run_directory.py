@@ -21,11 +21,6 @@ logger = logging.getLogger(__name__)
 _SKIPPED_UPDATES = "skipped_updates.jsonl"
 
 
-def run_directory_path(config: ExperimentConfig) -> Path:
-    """Return ``fileroot/experiment_name/trial_name``."""
-    return config.run_dir
-
-
 @contextmanager
 def run_directory(config: ExperimentConfig, *, fresh: bool, trains: bool = True) -> Iterator[Path]:
     """Make the run's folder, lock it while the context lasts, and save the config in it.
@@ -40,7 +35,7 @@ def run_directory(config: ExperimentConfig, *, fresh: bool, trains: bool = True)
         ConfigError: If ``fresh`` and the folder holds a training run.
         StorageError: If it is not writable.
     """
-    path = run_directory_path(config)
+    path = config.run_dir
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)

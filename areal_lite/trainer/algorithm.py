@@ -14,7 +14,7 @@ from torch import Tensor
 
 from areal_lite.api.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.estimators.estimator import ESTIMATORS, Estimate, EstimatorInputs
+from areal_lite.trainer.estimators import ESTIMATORS, Estimate, EstimatorInputs
 from areal_lite.trainer.estimators.grouping import normalize_advantages
 from areal_lite.trainer.estimators.inputs import PROXIMAL_INPUTS, MissingInput, Turns
 from areal_lite.trainer.estimators.reward_penalties import (

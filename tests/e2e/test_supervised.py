@@ -332,7 +332,7 @@ def test_a_checkpoint_of_other_rows_is_refused(sft_yaml: Path) -> None:
     rows.write_text("".join(json.dumps(row) + "\n" for row in kept))
     run(sft_yaml, *some, "trainer.total_steps=1")
     rows.write_text("".join(json.dumps(row) + "\n" for row in reversed(kept)))
-    with pytest.raises(ConfigError, match=r"loader had {'content': .*Use the same data set"):
+    with pytest.raises(ConfigError, match=r"loader does not fit: content was .*Use the same data set"):
         run(sft_yaml, *some, "trainer.total_steps=2")
 
 

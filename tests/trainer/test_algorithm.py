@@ -11,8 +11,7 @@ import torch
 from areal_lite.api.trainer_config import CorrectionConfig, CriticConfig, KLConfig, TrainerConfig
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.algorithm import Algorithm
-from areal_lite.trainer.estimators import Estimate, EstimatorInputs
-from areal_lite.trainer.estimators.estimator import ESTIMATORS
+from areal_lite.trainer.estimators import ESTIMATORS, Estimate, EstimatorInputs
 from areal_lite.trainer.objectives import LossTerms, PolicyInputs
 from areal_lite.trainer.objectives.policy_loss import POLICY_LOSSES
 

@@ -157,9 +157,7 @@ def test_f50_a_changed_or_missing_file_is_detected_and_never_skipped(
     path = tmp_path / "step_00000002" / file
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(
-        CheckpointError, match="newest checkpoint.*changed or cut.*resume from step_00000001"
-    ):
+    with pytest.raises(CheckpointError, match="newest checkpoint.*changed or cut.*resume from step_00000001"):
         find_checkpoint(tmp_path, "auto")
     path.unlink()
     with pytest.raises(CheckpointError, match="is incomplete"):

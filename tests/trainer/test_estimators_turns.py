@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.estimators import EstimatorInputs, Turns
-from areal_lite.trainer.estimators.estimator import COMPARES_GROUP, ESTIMATORS
+from areal_lite.trainer.estimators import COMPARES_GROUP, ESTIMATORS, EstimatorInputs, Turns
 from areal_lite.trainer.estimators.group_estimators import STD_FLOOR
 from tests.trainer.turn_data import (
     Episode,

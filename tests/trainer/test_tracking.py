@@ -110,7 +110,9 @@ def test_a_missing_package_is_named(
 def test_a_tracker_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     (tmp_path / "tensorboard").write_text("a file where the folder goes")
-    with pytest.raises(ConfigError, match=r"tensorboard cannot start: FileExistsError.*remove tensorboard"):
+    with pytest.raises(
+        ConfigError, match=r"tensorboard cannot start: FileExistsError.*leave tensorboard out"
+    ):
         start_tracking(config("tensorboard"), tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""A batch in one file, without pickle: reading it runs no code.
+"""A batch in one file, without pickle: reading it runs no code; and a cache of batches, reused by later runs.
 
 Guarantees that the file is written atomically and that a batch reads back equal. Tensors and numeric arrays, including
 nested ones, are stored as safetensors; the rest is JSON in a tensor of bytes. Any safetensors reader finds the tensors
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.rows.collate import form_of, object_array
+from areal_lite.data.rows.fingerprint import differences
 from areal_lite.errors import ConfigError, StorageError
 
 _FORMAT = "areal_lite.DataProto"
@@ -168,3 +169,52 @@ def _from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensors[inner].numpy()
     items = _from_json(inner, tensors)
     return {"float": float, "tuple": tuple, "dict": dict}[kind](items)
+
+
+_MADE_UNDER = "cached_batch_made_under"
+
+
+class BatchCache:
+    """One file per training step.
+
+    Args:
+        made_under: Settings that a batch depends on, by name; JSON values.
+
+    Raises:
+        ConfigError: If the directory cannot be created, or holds batches made under other settings.
+    """
+
+    def __init__(self, directory: Path | str, made_under: Mapping[str, Any]) -> None:
+        self._directory = Path(directory)
+        self._made_under = orjson.loads(orjson.dumps(made_under))
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"rollout_cache {str(directory)!r} cannot be created: {error}: choose another folder"
+            ) from error
+        for path in sorted(self._directory.glob("step_*.safetensors"))[:1]:
+            self._load(path)
+
+    def batch(self, step: int, make: Callable[[], DataProto]) -> DataProto:
+        """Return the batch of a step; if there is no file, call ``make`` and store its result.
+
+        Raises:
+            ConfigError: If the file was made under other settings, or is not a complete batch.
+        """
+        path = self._directory / f"step_{step}.safetensors"
+        if path.exists():
+            return self._load(path)
+        batch = make()
+        marked = {**batch.meta_info, _MADE_UNDER: self._made_under}
+        save_data_proto(DataProto(batch.batch, batch.non_tensor_batch, marked), path)
+        return batch
+
+    def _load(self, path: Path) -> DataProto:
+        batch = load_data_proto(path)
+        if changed := differences(batch.meta_info.pop(_MADE_UNDER, {}), self._made_under):
+            raise ConfigError(
+                f"{path} was made under another config: {changed}. Restore these values, or choose "
+                "another rollout_cache"
+            )
+        return batch

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from areal_lite.data.rows.fingerprint import content_hash, spread_positions
+from areal_lite.data.rows.fingerprint import content_hash, differences, spread_positions
 from areal_lite.data.rows.samplers import AbstractSampler, EpochSampler
 from areal_lite.errors import ConfigError
 
@@ -170,12 +170,10 @@ class ResumableLoader:
         Raises:
             ConfigError: If rows, batch size, sampler, shuffle or seed have changed.
         """
-        saved, current = state["fingerprint"], self._fingerprint()
-        if changed := [name for name in {**saved, **current} if saved.get(name) != current.get(name)]:
-            had, has = ({name: values.get(name) for name in changed} for values in (saved, current))
+        if changed := differences(state["fingerprint"], self._fingerprint()):
             raise ConfigError(
-                f"the checkpoint's loader had {had}, this one has {has}: its position does not apply here. Use the "
-                "same data set and settings, or start another trial"
+                f"the checkpoint's loader does not fit: {changed}. Use the same data set and settings, or start "
+                "another trial"
             )
         self._iteration = None
         self._set_position(int(state["epoch"]), int(state["batches"]), int(state["epoch_rows"]))

@@ -18,9 +18,8 @@ import torch
 from torch.utils.data import Dataset
 
 from areal_lite.api.config import DatasetConfig
-from areal_lite.data.chat.prompt_encoder import EncodedPrompt, PromptEncoder
+from areal_lite.data.chat.prompt_encoder import EncodedPrompt, PromptEncoder, TemplateError
 from areal_lite.data.chat.prompt_tensors import compute_position_id_with_mask, postprocess_data
-from areal_lite.data.chat.prompt_text import TemplateError
 from areal_lite.data.rows.load_rows import Row, load_rows, select_rows
 from areal_lite.data.vision.rope_positions import multimodal_position_ids
 from areal_lite.errors import ConfigError

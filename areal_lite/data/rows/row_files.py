@@ -1,7 +1,7 @@
 """Rows from files, folders and the hub, as one ``datasets.Dataset`` that stays on disk.
 
 Guarantees that everything named is read, in the order given, or an error says what cannot be read. ``text_rows`` reads
-JSON and CSV; ``file_cache`` copies remote files.
+JSON and CSV; ``files`` copies remote ones.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from areal_lite.data.files import write_whole
+from areal_lite.data.rows.fingerprint import differences
 from areal_lite.data.source.sample import Sample, SampleStatus
 from areal_lite.errors import CheckpointError, ConfigError, StorageError
 
@@ -60,14 +61,9 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def check_fingerprint(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Check that the state was made with this data."""
-    differences = [
-        f"{key} was {then.get(key)!r} and is {now.get(key)!r}"
-        for key in {**then, **now}
-        if then.get(key) != now.get(key)
-    ]
-    if differences:
+    if changed := differences(then, now):
         raise ConfigError(
-            f"the state was made with other data: {'; '.join(differences)}. Use the data and settings of the run "
+            f"the state was made with other data: {changed}. Use the data and settings of the run "
             "that saved it, or start another trial"
         )
 

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 from areal_lite.api.supervised_config import ConversationsConfig
-from areal_lite.data.chat.prompt_text import without_nulls
+from areal_lite.data.chat.prompt_encoder import without_nulls
 from areal_lite.data.rows.load_rows import load_rows
 from areal_lite.errors import ConfigError
 
