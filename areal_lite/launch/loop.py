@@ -27,12 +27,10 @@ from areal_lite.errors import TrainingError
 from areal_lite.launch.resuming import CHECKPOINTS, Start, resume_hint
 from areal_lite.launch.run_directory import append_skipped_update, run_directory
 from areal_lite.launch.stopping import Stopped, expires_soon, finishing, stop_together
-from areal_lite.trainer.checkpoint import CONFIG_FILE, load_checkpoint
-from areal_lite.trainer.checkpoint_writer import CheckpointWriter
-from areal_lite.trainer.metrics import MetricsWriter
+from areal_lite.trainer.checkpoint import CONFIG_FILE, CheckpointWriter, load_checkpoint
+from areal_lite.trainer.metrics import MetricsWriter, start_tracking
 from areal_lite.trainer.ranks import Ranks, broadcast_json
 from areal_lite.trainer.snapshot import snapshot
-from areal_lite.trainer.tracking import start_tracking
 from areal_lite.trainer.weights import save_model
 
 OnStep = Callable[[int, dict[str, float]], None]

@@ -29,7 +29,6 @@ def run_training(config: RunConfig, *, on_step: OnStep | None = None) -> Summary
 
     Raises:
         ConfigError: Before anything expensive starts, for anything in the config that cannot work.
-        ArealLiteError: For anything that goes wrong later.
         Stopped: On SIGINT or SIGTERM, with a checkpoint of the last whole step if the run makes any.
     """
     _check_trainable(config)

@@ -85,7 +85,6 @@ def run_supervised(
 
     Raises:
         ConfigError: Before a model is loaded, for anything in the config or the rows that cannot work.
-        ArealLiteError: For anything that goes wrong later.
         Stopped: On SIGINT or SIGTERM, after the current update and its checkpoint if the run makes any.
     """
     started = time.monotonic()

@@ -13,9 +13,8 @@ from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.training_batch import training_sequences
 from areal_lite.errors import TrainingError
-from areal_lite.trainer.data_metrics import PhaseClock, batch_metrics
+from areal_lite.trainer.data_metrics import PhaseClock, batch_metrics, mismatch_statistics
 from areal_lite.trainer.estimators.inputs import Turns
-from areal_lite.trainer.objectives.mismatch import mismatch_statistics
 from areal_lite.trainer.ranks import Ranks, gather_json
 from areal_lite.trainer.step_tokens import StepTokens, by_episode, number_episodes
 

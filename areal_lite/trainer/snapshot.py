@@ -2,7 +2,7 @@
 
 Guarantees that :func:`restore` gives a trainer the state that :func:`snapshot` took, bit for bit. Parameters are
 stored by name, independent of their order and of the number of ranks. Atomic writing is in
-:mod:`areal_lite.trainer.checkpoint_writer`.
+:mod:`areal_lite.trainer.checkpoint`.
 """
 
 from __future__ import annotations

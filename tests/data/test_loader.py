@@ -218,7 +218,7 @@ def test_the_position_of_equally_many_other_rows_is_refused(changed):  # V20, V5
 
     state = json.loads(json.dumps(loader(items()).state_dict()))
     loader(items()).load_state_dict(state)
-    with pytest.raises(ConfigError, match="had {'content': .*Use the same data set"):
+    with pytest.raises(ConfigError, match="content was .*Use the same data set"):
         loader(items(changed)).load_state_dict(state)
 
 

@@ -150,11 +150,11 @@ def test_a_run_stopped_in_an_evaluation_or_before_it_saved_its_model_is_complete
 SLOW_DISK = """
 import os, signal, sys, time
 from areal_lite.launch import stopping
-from areal_lite.trainer import checkpoint_writer, metrics
+from areal_lite.trainer import checkpoint, metrics
 
 stopping.STOP_SECONDS = 1.0
-write = checkpoint_writer.write_snapshot
-checkpoint_writer.write_snapshot = lambda *a: (time.sleep(2.5), write(*a))
+write = checkpoint.write_snapshot
+checkpoint.write_snapshot = lambda *a: (time.sleep(2.5), write(*a))
 log = metrics.MetricsWriter.write
 
 def log_and_stop(self, step, values):

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.trainer.checkpoint import (
+    CheckpointWriter,
     check_config,
     checkpoint_step,
     checkpoints,
     find_checkpoint,
     load_checkpoint,
 )
-from areal_lite.trainer.checkpoint_writer import CheckpointWriter
 from areal_lite.trainer.lora import has_adapters
 from areal_lite.trainer.seeding import restore_rng_state, rng_state, seed_process
 from areal_lite.trainer.snapshot import snapshot

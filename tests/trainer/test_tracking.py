@@ -13,8 +13,7 @@ import pytest
 
 from areal_lite.api.config import DatasetConfig, RunConfig, TrainerConfig
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.metrics import MetricsWriter
-from areal_lite.trainer.tracking import Tracking, start_tracking
+from areal_lite.trainer.metrics import MetricsWriter, Tracking, start_tracking
 
 
 def config(*tracking: Any) -> RunConfig:

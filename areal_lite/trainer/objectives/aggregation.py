@@ -76,13 +76,10 @@ class AggregationMode(StrEnum):
 
     TOKEN_MEAN = "token-mean"
     """Every token counts the same (DAPO, arXiv:2503.14476)."""
-
     SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"
     """Sum over an episode, mean over episodes."""
-
     SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"
     """Every episode counts the same, however long (GRPO, arXiv:2402.03300)."""
-
     SEQ_MEAN_TOKEN_SUM_NORM = "seq-mean-token-sum-norm"
     """Sum over all tokens, divided by a constant length (Dr. GRPO, arXiv:2503.20783)."""
 

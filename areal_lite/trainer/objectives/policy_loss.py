@@ -203,8 +203,6 @@ def clip_cov(
     between the bounds. The draw depends on their behaviour log-probs alone.
 
     Args:
-        clip_eps: As in :func:`ppo`.
-        clip_eps_high: As in :func:`ppo`.
         token_share: Share of the minibatch's tokens to drop; at least one, if any qualifies.
         min_covariance: Exclusive lower bound.
         max_covariance: Exclusive upper bound.
