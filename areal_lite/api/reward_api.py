@@ -144,7 +144,7 @@ class _Sendable:
                 del preparation[key]
         elif not main_keys:
             raise ConfigError(
-                f"reward_fn {name} lives in an interactive session, which a worker cannot import. {hint}"
+                f"reward_fn {name} lives in an interactive session: no worker can import it. {hint}"
             )
         self.load_message = pickle.dumps((self.key, None, (pickled, preparation)), pickle.HIGHEST_PROTOCOL)
 

@@ -112,9 +112,7 @@ def check_manifest(path: Path) -> None:
         with file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         if digest != sha256:
-            raise ConfigError(
-                f"{file} has SHA-256 {digest}, {manifest.name} says {sha256}; save the checkpoint again."
-            )
+            raise ConfigError(f"{file} has SHA-256 {digest}, {manifest.name} says {sha256}; save it again.")
 
 
 def check_weights(

@@ -101,9 +101,7 @@ class EmbeddedServer:
             ServerError: If the child dies or is not ready in time; with the end of its log.
         """
         if self._process is not None:
-            raise ServerError(
-                f"the embedded server was already started (pid {self.pid}); create a new EmbeddedServer."
-            )
+            raise ServerError(f"the embedded server is already started (pid {self.pid}); create another one.")
         self._log = tempfile.TemporaryFile() if self.log_path is None else self.log_path.open("a+b")  # noqa: SIM115
         self._log.seek(0, os.SEEK_END)
         ready_read, ready_write = os.pipe()

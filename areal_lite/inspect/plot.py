@@ -57,7 +57,6 @@ def plot_metrics(*run_dirs: str | Path, out: str | Path | None = None) -> Path:
     """Save :func:`metrics_figure` to ``out`` and return its path.
 
     Args:
-        run_dirs: Folders with a metrics.jsonl.
         out: Image file; the suffix selects the format. None is ``metrics.png`` in the run folder, for one run only.
 
     Raises:

@@ -34,7 +34,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                         return
                     begin = file.tell() - len(line)
                     raise ConfigError(
-                        f"{path}, line {number}: not JSON: {error}; the line begins at byte {begin}"
+                        f"{path}, line {number}: not JSON: {error}; it begins at byte {begin}"
                     ) from None
                 if not isinstance(record, dict):
                     raise ConfigError(f"{path}, line {number}: not an object but a {type(record).__name__}")

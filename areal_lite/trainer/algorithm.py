@@ -232,7 +232,7 @@ class Algorithm:
         tokens.returns.fill_(torch.nan)
         if config.overlong_buffer and self._max_new_tokens is None:
             raise ConfigError(
-                "trainer.overlong_buffer needs the length limit: give the trainer max_new_tokens"
+                "trainer.overlong_buffer needs the length limit: give the trainer a max_new_tokens"
             )
         self.shape(scores, tokens)
         try:

@@ -80,8 +80,7 @@ def check_folder(folder: Path) -> None:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
         if manifest["schema"] != _SCHEMA:
             raise CheckpointError(
-                f"{folder} has schema {manifest['schema']} and this version reads {_SCHEMA}: use the version that "
-                "wrote it"
+                f"{folder} has schema {manifest['schema']} and this version reads {_SCHEMA}: use the one that wrote it"
             )
         for name, expected in manifest["files"].items():
             if _digest(folder / name) != expected:

@@ -14,7 +14,6 @@ import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import yaml
@@ -88,11 +87,7 @@ def find_checkpoint(root: Path, resume: str) -> Path | None:
 
 
 def load_checkpoint(trainer: Trainer, folder: Path) -> None:
-    """Restore the weights, optimizers, counters and random state of ``trainer`` from a checkpoint, bit for bit.
-
-    Raises:
-        CheckpointError: If the checkpoint belongs to another model, or to other parts of it.
-    """
+    """Restore the weights, optimizers, counters and random state of ``trainer`` from a checkpoint, bit for bit."""
     restore(trainer, folder)
 
 
@@ -138,8 +133,7 @@ def checkpoint_step(folder: Path) -> int:
         return int(json.loads((folder / "trainer.json").read_bytes())["step"])
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} holds weights without trainer.json: to resume, name a checkpoint; to train these weights in "
-            "another run, set model_path"
+            f"{folder} has no trainer.json: to resume, name a checkpoint; to train its weights, set model_path"
         ) from None
 
 
@@ -263,9 +257,7 @@ class CheckpointWriter:
     def __enter__(self) -> CheckpointWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.wait()
         except Exception as failure:

@@ -40,7 +40,6 @@ def batch_metrics(
     wrote ``max_new_tokens`` tokens in one go.
 
     Args:
-        sequences: ``B`` of them, at least one.
         episodes: ``[B]`` the episode of each, numbered from 0.
         advantages: ``[T]``, one per trained token, sequence by sequence.
         penalised_rewards: ``[E]`` rewards of episodes less their KL penalty, where there is one.
@@ -56,9 +55,7 @@ def batch_metrics(
     counts = [sequence.num_trained_tokens for sequence in sequences]
     per_token = {"advantage": advantages, "return": returns, "value": values}
     for name, array in per_token.items():
-        _check_length(
-            f"{name}s", array, sum(counts), "one per trained token: np.repeat(per_sequence, counts)"
-        )
+        _check_length(f"{name}s", array, sum(counts), "one per trained token: np.repeat(by_sequence, counts)")
     numbers = np.asarray(episodes)
     sizes = np.bincount(numbers)
     _check_length("penalised_rewards", penalised_rewards, len(sizes), "one per episode")

@@ -47,8 +47,7 @@ def load_scalar_model(auto_class: Any, model_path: str, *, what: str) -> tuple[A
     body = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
     if body:
         raise ConfigError(
-            f"model_path {model_path!r} has no weights for {body[:4]}: give the folder of a complete model, such as "
-            "the policy's"
+            f"model_path {model_path!r} has no weights for {body[:4]}: give the folder of a complete model"
         )
     with torch.no_grad():
         for name in missing:
@@ -110,11 +109,7 @@ def _without_load_report() -> Iterator[None]:
 
 
 def resolve_device(device: str, *, key: str = "trainer.device") -> torch.device:
-    """Return the torch device for ``auto``, ``cpu`` or ``cuda``; ``key`` is the config key, for errors.
-
-    Raises:
-        ConfigError: If ``device`` is ``cuda`` and there is no GPU.
-    """
+    """Return the torch device for ``auto``, ``cpu`` or ``cuda``; ``key`` is the config key, for errors."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"{key} is 'cuda' but torch sees no GPU: use 'auto', or install torch for CUDA")
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")

@@ -59,8 +59,7 @@ class Step:
         sequences = by_episode(training_sequences(batch))
         if not sequences:
             raise TrainingError(
-                f"step {version}: no group of the batch was accepted, so there is nothing to train: see the "
-                "dump for the reasons"
+                f"step {version}: no group of the batch was accepted, so nothing can train: the dump has the reasons"
             )
         episodes = number_episodes(sequences)
         rewards = torch.tensor([sequence.reward for sequence in sequences])

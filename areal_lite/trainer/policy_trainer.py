@@ -109,7 +109,6 @@ class PolicyTrainer:
         Args:
             batch: Groups as the engine returns them (only accepted ones train), or a ``DataProto`` with the keys of
                 :mod:`areal_lite.data.batch.training_batch`. Whole groups, in any order.
-            version: The trainer's policy version, for staleness.
 
         Raises:
             ValueError: If a ``DataProto`` breaks a rule of a training batch.

@@ -16,11 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Registry(Generic[F]):
-    """Functions of one kind by name.
-
-    Args:
-        kind: Kind of function, for errors: "advantage estimator".
-    """
+    """Functions of one kind by name."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

@@ -158,7 +158,6 @@ class StepCut:
     """Cuts sequences of one step into this rank's micro-batches for one model.
 
     Args:
-        sequences: All sequences of the step, on every rank.
         model: Its attributes say which layouts it supports.
         ranks: Episodes are divided among them, with nearly equal numbers of tokens.
         together: ``[N]`` unit of each sequence. A unit stays on one rank and in one micro-batch,

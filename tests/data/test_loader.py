@@ -198,7 +198,7 @@ def test_an_iteration_ends_when_another_begins():
 )
 def test_the_position_of_another_data_set_or_setting_is_refused(settings, had):  # V20
     with pytest.raises(
-        ConfigError, match=f"(?s)loader does not fit: .*{had}.*Use the same.*or start another trial"
+        ConfigError, match=f"(?s)loader does not fit: .*{had}.*Use the same.*or another trial"
     ):
         resumed(make().state_dict(), **settings)
 

@@ -130,7 +130,7 @@ def test_as_many_placeholders_as_images_are_needed(placeholders: int, images: in
 
 
 def test_videos_are_counted_too() -> None:
-    with pytest.raises(ConfigError, match="the prompt has 1 video placeholders, but 'videos' has 2 videos"):
+    with pytest.raises(ConfigError, match="the prompt has 1 video placeholders, but 'videos' has 2:"):
         messages_of({"prompt": "<video>", "videos": [["a"], ["b"]]})
 
 

@@ -178,7 +178,7 @@ def test_tools_may_be_json_text(write, config, tokenizer):
         config(**settings),
     )
     assert orjson.loads(dataset[0]["full_prompts"].split("|")[0]) == [{"name": "f"}]
-    with pytest.raises(ConfigError, match="row 1: the tools in 'tools' are text that is not JSON"):
+    with pytest.raises(ConfigError, match="row 1: the tools in 'tools' are not JSON"):
         dataset[1]
 
 

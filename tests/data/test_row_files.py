@@ -283,7 +283,7 @@ def test_a_changed_file_is_read_again(write, load):
         (
             "x.jsonl",
             f'{{"a": 1{"0" * 300}}}\n',
-            "line 1: the number 10+ has more than 64 bits: write it in quotes",
+            "line 1: the number 10+ exceeds 64 bits: write it in quotes",
         ),
         (
             "x.jsonl",
@@ -295,7 +295,7 @@ def test_a_changed_file_is_read_again(write, load):
         ("x.json", "[]", "there are no rows"),
         ("x.json", '[{"a": 1}, null]', "x.json, row 2: a null"),
         ("x.json", "[1,\n", "x.json: not JSON"),
-        ("x.json", '{\n"a": 1\n}\n', "line 1: not JSON.*one object per line, or one list of objects"),
+        ("x.json", '{\n"a": 1\n}\n', "line 1: not JSON.*an object per line, or a list of them"),
         ("x.jsonl.gz", lines(*ROWS), "x.jsonl.gz: cannot be read.*does its type match its name"),
         ("x.jsonl.gz", gzip.compress(lines(*ROWS), mtime=0)[:-9], "x.jsonl.gz: cannot be read"),
         ("x.jsonl.zst", lines(*ROWS), "x.jsonl.zst: cannot be read"),

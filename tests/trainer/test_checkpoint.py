@@ -168,7 +168,7 @@ def test_f50_a_changed_or_missing_file_is_detected_and_never_skipped(
 
 def test_weights_alone_are_not_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
     folder = publish_weights(LoopTrainer(tiny).model, tmp_path / "weights", 3)
-    with pytest.raises(CheckpointError, match="v00000003 holds weights without trainer.json.*set model_path"):
+    with pytest.raises(CheckpointError, match="v00000003 has no trainer.json.*set model_path"):
         find_checkpoint(tmp_path / "checkpoints", str(folder))
 
 

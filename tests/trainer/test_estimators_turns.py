@@ -221,8 +221,8 @@ def test_a_discount_per_turn_is_0_to_1(gamma: float) -> None:
         ({"index": torch.tensor([0, 1, -1])}, "turns.index must be 0 or more"),
         ({"of_token": torch.tensor([0, 2, 1])}, "turns.of_token go from 0 to 1: they must not decrease"),
         ({"of_token": torch.tensor([0, 1, 3])}, "between 0 and 2"),
-        ({"parents": torch.tensor([-1, -1, 3])}, "turns.parents must name turns of the same episode"),
-        ({"parents": torch.tensor([-1, -1, 1])}, "turns.parents must name turns of the same episode"),
+        ({"parents": torch.tensor([-1, -1, 3])}, "turns.parents must be turns of the same episode"),
+        ({"parents": torch.tensor([-1, -1, 1])}, "turns.parents must be turns of the same episode"),
         ({"parents": torch.tensor([1, -1, -1])}, "with a smaller index"),
     ],
 )

@@ -16,7 +16,5 @@ def test_the_penalty_grows_evenly_within_the_buffer() -> None:
 
 @pytest.mark.parametrize("buffer", [0, 11])
 def test_a_buffer_outside_the_answer_is_an_error(buffer: int) -> None:
-    with pytest.raises(
-        ConfigError, match=f"overlong buffer is {buffer} with a max_length of 10: choose 1 to 10"
-    ):
+    with pytest.raises(ConfigError, match=f"overlong buffer is {buffer}: choose 1 to 10 tokens"):
         overlong_penalty(torch.tensor([1]), max_length=10, buffer=buffer)

@@ -176,9 +176,7 @@ class DataProto:
             _lookup(columns, key, "the batch")
         renamed = {names.get(key, key): column for key, column in columns.items()}
         if len(renamed) < len(columns):
-            raise ValueError(
-                f"renaming {dict(names)} in {list(columns)} gives two columns the same name: choose another"
-            )
+            raise ValueError(f"renaming {dict(names)} in {list(columns)} makes a name twice: choose another")
         return DataProto.from_single_dict(renamed, self.meta_info)
 
     def union(self, other: DataProto) -> Self:
@@ -279,9 +277,7 @@ class DataProto:
     def unpad(self, pad_size: int) -> DataProto:
         """Return the batch without its last ``pad_size`` rows."""
         if not 0 <= pad_size <= len(self):
-            raise ValueError(
-                f"pad_size is {pad_size} of {len(self)} rows: pass the value that pad_to_divisor returned"
-            )
+            raise ValueError(f"pad_size is {pad_size} of {len(self)} rows: pass what pad_to_divisor returned")
         return self[: len(self) - pad_size]
 
     def make_iterator(

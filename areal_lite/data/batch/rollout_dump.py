@@ -36,10 +36,6 @@ def dump_rollouts(
     arrays are written as JSON; NaN and inf become null.
 
     Args:
-        inputs: ``[B]`` prompts, text or messages.
-        outputs: ``[B]`` answers.
-        gts: ``[B]`` ground truths.
-        scores: ``[B]`` rewards.
         extra: More columns ``[B]`` by name.
 
     Raises:
@@ -51,9 +47,7 @@ def dump_rollouts(
     columns |= extra or {}
     for name, column in columns.items():
         if len(column) != len(inputs):
-            raise ValueError(
-                f"step {step}: {name} has {len(column)} entries for {len(inputs)} inputs: give one per row"
-            )
+            raise ValueError(f"step {step}: {name} has {len(column)} entries for {len(inputs)} rows")
     rows = zip(*columns.values(), strict=True)
     content = b"".join(
         orjson.dumps({name: _json(name, value) for name, value in zip(columns, row, strict=True)}) + b"\n"

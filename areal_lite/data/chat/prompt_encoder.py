@@ -47,7 +47,6 @@ def render_prompt(renderer: Any, messages: Any, *, config: DatasetConfig, tools:
     """Return ``messages`` as text that ends with the prompt for the assistant's answer.
 
     Args:
-        config: Its ``apply_chat_template_kwargs`` are variables of the template.
         tools: Tool schemas or their JSON text; the default is the config's variable ``tools``.
 
     Raises:
@@ -56,8 +55,7 @@ def render_prompt(renderer: Any, messages: Any, *, config: DatasetConfig, tools:
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise ConfigError(
-            f"a prompt is {str(messages)[:80]!r} ({type(messages).__name__}): it must be text or a list of one "
-            "message or more"
+            f"a prompt is {str(messages)[:80]!r} ({type(messages).__name__}): give text or a list of messages"
         )
     check_template(renderer, config)
     variables = dict(config.apply_chat_template_kwargs)
@@ -91,7 +89,7 @@ def _schemas(tools: Any, key: str) -> Any:
             tools = orjson.loads(tools)
         except orjson.JSONDecodeError as error:
             raise ConfigError(
-                f"the tools in {key!r} are text that is not JSON ({error}): write a list of schemas"
+                f"the tools in {key!r} are not JSON ({error}): write a list of schemas"
             ) from None
     return without_nulls(tools)
 
@@ -120,9 +118,6 @@ class EncodedPrompt:
 @dataclass(frozen=True, slots=True)
 class PromptEncoder:
     """Encodes the prompts of rows.
-
-    Args:
-        processor: Hugging Face processor if rows have images or videos, else None.
 
     Raises:
         ConfigError: If there is no chat template, or the config sets a reserved variable of the template.

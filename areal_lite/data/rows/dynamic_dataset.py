@@ -83,7 +83,7 @@ class DynamicGenDataset(RLHFDataset):
             rows = orjson.loads(orjson.dumps(rows))
         except TypeError as error:
             raise ConfigError(
-                f"{where}: its rows cannot be saved ({error}): use JSON values and text keys"
+                f"{where}: cannot save its rows ({error}): use JSON values, text keys"
             ) from error
         columns = self.rows[0].keys()
         for number, row in enumerate(rows, 1):

@@ -32,7 +32,6 @@ def load_rows(config: RowsConfig, *, seed: int = 1) -> Sequence[Row]:
     The rows of a reasoning-gym task have the keys question, answer, metadata and task.
 
     Args:
-        config: Uses path, kwargs, max_samples, shuffle and cache_dir.
         seed: Chooses the rows if ``max_samples`` and ``shuffle`` are set; they keep their order.
 
     Raises:
@@ -97,7 +96,7 @@ def _reasoning_gym(path: str, kwargs: dict[str, Any]) -> list[Row]:
         from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"dataset {path} needs {error.name}, which is not installed: pip install {error.name}"
+            f"dataset {path} needs {error.name}, not installed: pip install {error.name}"
         ) from None
     task = path.removeprefix(_GYM)
     if task not in DATASETS:

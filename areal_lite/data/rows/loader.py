@@ -49,7 +49,6 @@ class ResumableLoader:
         sampler: The order, e.g. from :func:`areal_lite.data.rows.samplers.create_rl_sampler`. None uses an
             :class:`EpochSampler` with ``shuffle`` and ``seed``.
         shuffle: Draw each epoch in a new order; only without ``sampler``.
-        seed: Determines the order and seeds the worker processes.
         num_workers: Processes that load rows; 0 loads them on demand in this process. Workers import the main script,
             so it needs ``if __name__ == "__main__"``.
         drop_last: Drop an incomplete last batch of an epoch: True for training, False for validation.
@@ -75,9 +74,7 @@ class ResumableLoader:
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}: use 1 or more, or None for the whole data set")
         if sampler is not None and shuffle:
-            raise ValueError(
-                "both sampler and shuffle are set: the sampler decides the order, remove shuffle"
-            )
+            raise ValueError("both sampler and shuffle are set: the sampler sets the order, remove shuffle")
         if isinstance(sampler, AbstractSampler) and num_workers:
             raise ConfigError(
                 f"num_workers is {num_workers} with the curriculum {type(sampler).__name__}: workers would draw rows "
@@ -172,8 +169,7 @@ class ResumableLoader:
         """
         if changed := differences(state["fingerprint"], self._fingerprint()):
             raise ConfigError(
-                f"the checkpoint's loader does not fit: {changed}. Use the same data set and settings, or start "
-                "another trial"
+                f"the checkpoint's loader does not fit: {changed}. Use the same data set and settings, or another trial"
             )
         self._iteration = None
         self._set_position(int(state["epoch"]), int(state["batches"]), int(state["epoch_rows"]))

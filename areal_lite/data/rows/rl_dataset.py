@@ -177,8 +177,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             close = difflib.get_close_matches(key, row, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(
-                f"dataset {self.config.path}: no column {key!r} ({setting}); the columns are "
-                f"{sorted(row)}{hint}"
+                f"dataset {self.config.path}: no column {key!r} ({setting}), but {sorted(row)}{hint}"
             )
 
     def _tensors(self, prompt: EncodedPrompt) -> dict[str, Any]:

@@ -150,8 +150,7 @@ def _add_value(columns: dict[str, _Column], name: str, value: Any, where: str) -
         columns[name] = _Column(kind, type_, where)
     elif kind not in ("null", column.kind):
         raise ConfigError(
-            f"dataset {where}: column {name!r} is a {kind}, but a {column.kind} in {column.where}: use one "
-            "kind in all rows"
+            f"dataset {where}: column {name!r} is a {kind}, but a {column.kind} in {column.where}: use one kind"
         )
     elif type_ not in ("null", column.type):
         column.type = "json"  # integers and floats mixed, or unsigned 64-bit integers
@@ -232,7 +231,7 @@ def _parsed(text: bytes, where: str) -> Any:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise ConfigError(
-            f"dataset {where}: not JSON: {error}: write one object per line, or one list of objects"
+            f"dataset {where}: not JSON: {error}: write an object per line, or a list of them"
         ) from None
     if _LONG_NUMBER.search(text):
         json.loads(text, parse_int=partial(_check_size, where))
@@ -242,7 +241,7 @@ def _parsed(text: bytes, where: str) -> Any:
 def _check_size(where: str, digits: str) -> None:
     if len(digits) > 20 or int(digits) not in _WHOLE:
         raise ConfigError(
-            f"dataset {where}: the number {digits:.40} has more than 64 bits: write it in quotes, as text"
+            f"dataset {where}: the number {digits:.40} exceeds 64 bits: write it in quotes, as text"
         )
 
 

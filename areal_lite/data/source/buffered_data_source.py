@@ -111,8 +111,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         members = len({*indices} - {None}) + indices.count(None)
         if members != self.n_samples_per_prompt:
             raise ValueError(
-                f"group {place} has {members} members and n_samples_per_prompt is {self.n_samples_per_prompt}: add "
-                "whole groups"
+                f"group {place} has {members} of n_samples_per_prompt={self.n_samples_per_prompt} members: add whole groups"
             )
         for sample in group:
             values = sample.reward.values() if isinstance(sample.reward, dict) else [sample.reward]
@@ -250,6 +249,4 @@ class IterableDataSource(RolloutDataSourceWithBuffer):
 
     def state_dict(self) -> dict[str, Any]:
         """Raise: an iterable has no position to save."""
-        raise ConfigError(
-            "rows of an iterable have no position to save: use RolloutDataSource over a list or dataset"
-        )
+        raise ConfigError("an iterable has no position to save: use RolloutDataSource over a list or dataset")

@@ -20,16 +20,12 @@ def state_path(directory: Path | str, rollout_id: int) -> Path:
 
 
 def state_bytes(state: Mapping[str, Any]) -> bytes:
-    """Return what :func:`write_state` writes.
-
-    Raises:
-        ConfigError: If a value of ``state`` is not JSON.
-    """
+    """Return what :func:`write_state` writes."""
     try:
         return orjson.dumps(state, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
         raise ConfigError(
-            f"the data state is not JSON ({error}): keep plain values in metadata and rewards"
+            f"the data state is not JSON ({error}): keep JSON in metadata and rewards"
         ) from error
 
 
@@ -43,11 +39,7 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return what :func:`write_state` wrote.
-
-    Raises:
-        CheckpointError: If it is missing or broken.
-    """
+    """Return what :func:`write_state` wrote."""
     try:
         state: dict[str, Any] = orjson.loads(path.read_bytes())
     except FileNotFoundError:

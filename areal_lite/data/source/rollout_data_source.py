@@ -313,8 +313,7 @@ class RolloutDataSource:
         """
         if state.get("schema", SCHEMA) != SCHEMA:
             raise ConfigError(
-                f"the data state has schema {state['schema']} and this version reads {SCHEMA}: resume with the "
-                "version that wrote it"
+                f"the data state has schema {state['schema']}, this version reads {SCHEMA}: use the one that wrote it"
             )
         with self._lock:
             check_fingerprint(state.get("fingerprint", self._fingerprint), self._fingerprint)

@@ -54,7 +54,6 @@ class Sample:
         group_index: Number or name of its group in the run.
         position: Place of its row in the dataset; None without a dataset.
         row: The dataset row; copied on first access.
-        prompt: Text or messages.
         label: Reference to judge the answer by.
         metadata: Anything; JSON values survive a restart.
     """
@@ -158,9 +157,7 @@ class Sample:
             )
         for name, values in (("logprobs", logprobs), ("versions", versions)):
             if values is not None and len(values) != count:
-                raise ValueError(
-                    f"{self._name()}: {name} has {len(values)} entries for {count} tokens: give one per token"
-                )
+                raise ValueError(f"{self._name()}: {name} has {len(values)} entries for {count} tokens")
         if any(type(token) is not int or token < 0 for token in tokens):
             raise ValueError(f"{self._name()}: a token id is an int from 0, not one of {tokens[:8]!r}...")
         if logprobs is not None and not all(map(math.isfinite, logprobs)):
@@ -275,7 +272,7 @@ class Sample:
         for span in spans:
             if not end <= span.start <= span.end <= len(tokens):
                 raise ValueError(
-                    f"{sample._name()}: the sampled span {tuple(span)} does not fit {len(tokens)} tokens"
+                    f"{sample._name()}: the span {tuple(span)} does not fit {len(tokens)} tokens"
                 )
             end = span.end
         sample.tokens, sample.spans = tokens, spans

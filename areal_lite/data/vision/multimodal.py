@@ -40,8 +40,6 @@ def build_messages(
 
     Args:
         prompt_key: Column of the prompt: messages, or the text of one user message.
-        image_key: Column of images; may be missing or None.
-        video_key: Column of videos; may be missing or None.
 
     Raises:
         ConfigError: If the prompt is neither messages nor text, or the numbers of placeholders and media differ.
@@ -62,8 +60,7 @@ def build_messages(
         needed = sum(_inline(part, kind) is None for part in _parts_of(messages, kind))
         if needed != len(values):
             raise ConfigError(
-                f"the prompt has {needed} {kind} placeholders, but {key!r} has {len(values)} {kind}s: write one "
-                f"<{kind}> for each"
+                f"the prompt has {needed} {kind} placeholders, but {key!r} has {len(values)}: write a <{kind}> for each"
             )
     return messages
 
@@ -150,7 +147,6 @@ def processor_inputs(
 
     Args:
         text: Text with one of the model's placeholder tokens per image and video.
-        videos: Lists of frames.
 
     Returns:
         ``input_ids`` and ``attention_mask`` ``[1, T]`` with placeholders expanded; for images also ``pixel_values``

@@ -79,9 +79,7 @@ class Turns:
             and torch.equal(self.episodes[parents], self.episodes[children])
             and bool((self.index[parents] < self.index[children]).all())
         ):
-            raise ValueError(
-                "turns.parents must name turns of the same episode with a smaller index, or be -1 for none"
-            )
+            raise ValueError("turns.parents must be turns of the same episode with a smaller index, or -1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

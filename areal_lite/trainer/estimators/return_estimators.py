@@ -32,9 +32,6 @@ def discounted_sums(values: Tensor, episodes: Tensor, discount: float) -> Tensor
         values: ``[T]`` float.
         episodes: ``[T]`` int64, episode of each token; the tokens of an episode are adjacent.
         discount: Per token (gamma, or gamma * lam), from 0 to 1.
-
-    Returns:
-        ``[T]``, dtype of ``values``.
     """
     check_discount(discount, "token")
     sums = values.clone()

@@ -93,7 +93,5 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor
     Source: DAPO (arXiv:2503.14476), overlong reward shaping.
     """
     if not 1 <= buffer <= max_length:
-        raise ConfigError(
-            f"overlong buffer is {buffer} with a max_length of {max_length}: choose 1 to {max_length} tokens"
-        )
+        raise ConfigError(f"overlong buffer is {buffer}: choose 1 to {max_length} tokens, the max_length")
     return ((max_length - buffer - lengths).float() / buffer).clamp(-1.0, 0.0)

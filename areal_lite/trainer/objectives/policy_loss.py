@@ -267,7 +267,7 @@ def m2po(inputs: PolicyInputs, *, max_second_moment: float = 0.04) -> LossTerms:
 def _clip(ratio: Tensor, eps: float, eps_high: float | None) -> Tensor:
     if eps < 0 or (eps_high is not None and eps_high < 0):
         raise ConfigError(
-            f"trainer.loss_kwargs: clip_eps {eps} and clip_eps_high {eps_high} must be 0 or more"
+            f"trainer.loss_kwargs: clip_eps {eps} and clip_eps_high {eps_high} must not be below 0"
         )
     return ratio.clamp(1 - eps, 1 + (eps if eps_high is None else eps_high))
 
