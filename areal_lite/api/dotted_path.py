@@ -20,9 +20,6 @@ _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+(:[A-Za-z_]\w*)?")
 def load_object(path: str, *, where: str) -> Any:
     """Import ``pkg.mod.Name`` (or ``pkg.mod:Name``) and return the object.
 
-    Args:
-        where: Config key or argument that holds the path, for the error message.
-
     Raises:
         ConfigError: If the path is malformed, or the module or attribute does not exist.
     """

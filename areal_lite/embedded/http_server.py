@@ -226,9 +226,8 @@ class SGLangDialect:
                     )
                 )
             except (ArealLiteError, OSError) as error:
-                return _reply_json(
-                    {"success": False, "message": str(error), "num_paused_requests": 0}, status=400
-                )
+                failure = {"success": False, "message": str(error), "num_paused_requests": 0}
+                return _reply_json(failure, status=400)
             self._model_path = path
         message = "Succeeded to update model weights."
         if version is not None:

@@ -57,14 +57,11 @@ def sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: froze
     if plain:
         tokens[plain] = _pick(_rows(allowed, plain).exp(), uniforms[plain])
     if filtered:
-        probabilities = _rows(allowed, filtered).exp()
-        tokens[filtered] = _pick_filtered(
-            probabilities, uniforms[filtered], [requests[row] for row in filtered]
-        )
+        chosen_requests = [requests[row] for row in filtered]
+        tokens[filtered] = _pick_filtered(_rows(allowed, filtered).exp(), uniforms[filtered], chosen_requests)
     chosen = logprobs.gather(1, tokens[:, None])[:, 0]
-    return Sampled(
-        tokens.tolist(), chosen.tolist(), top_logprobs(logprobs, [r.top_logprobs_num for r in requests])
-    )
+    top = top_logprobs(logprobs, [request.top_logprobs_num for request in requests])
+    return Sampled(tokens.tolist(), chosen.tolist(), top)
 
 
 def top_logprobs(logprobs: Tensor, counts: Sequence[int]) -> list[list[tuple[float, int]]]:

@@ -53,10 +53,7 @@ def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer:
     """
     path = Path(model_path).expanduser()
     if not path.is_dir():
-        looks_local = (
-            path.exists() or model_path.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(model_path)
-        )
-        if looks_local:
+        if path.exists() or model_path.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(model_path):
             what = "is a file" if path.is_file() else "does not exist"
             raise ConfigError(
                 f"{key} {model_path!r} {what}: it must be a directory with config.json and weights, or the "

@@ -37,9 +37,8 @@ class ForwardPlan:
         """
         self.rows = torch.tensor(rows, device=self.device)
         starts = torch.tensor(past, device=self.device)
-        self.columns = (starts[:, None] + torch.arange(query_length, device=self.device)).clamp(
-            max=self.capacity
-        )
+        columns = starts[:, None] + torch.arange(query_length, device=self.device)
+        self.columns = columns.clamp(max=self.capacity)
         self.fresh = not any(past)
         self.leading = rows == list(range(len(rows)))
         self.kv_length = min(max(past) + query_length, self.capacity + 1)

@@ -79,10 +79,7 @@ class RolloutDriver:
         self.data = inputs.data
         self._config = config
         self._run_dir = run_dir
-        self._held_out = inputs.held_out
-        self._reward_model = inputs.reward_model
-        self._baselines = inputs.baselines
-        self._cache = inputs.cache
+        self._inputs = inputs
         self._groups: list[Group] = []
 
     def batch(self, step: int) -> Batch:
@@ -92,14 +89,13 @@ class RolloutDriver:
         generated only if the file is missing.
         """
         self._groups = []
-        if self._cache is None:
+        if self._inputs.cache is None:
             groups = self._generate(step)
             return groups if type(self.data.packer) is DecoderOnlyLLMDataPacker else self._packed(groups)
-        batch = self._cache.batch(step, lambda: self._packed(self._generate(step)))
+        batch = self._inputs.cache.batch(step, lambda: self._packed(self._generate(step)))
         if not self._groups:  # draw the cached batch's rows, so that later steps get other rows
-            self.data.source.mark_trained(
-                self.data.source.get_samples(self._config.rollout.consumer_batch_size)
-            )
+            source = self.data.source
+            source.mark_trained(source.get_samples(self._config.rollout.consumer_batch_size))
         return batch
 
     def mark_trained(self, step: int, batch: Batch) -> None:
@@ -126,7 +122,8 @@ class RolloutDriver:
 
     def evaluate(self) -> Evaluation | None:
         """Run the held-out rows and return their rewards; None if there are none."""
-        return evaluate(self.engine, self._config, self._held_out) if self._held_out else None
+        held_out = self._inputs.held_out
+        return evaluate(self.engine, self._config, held_out) if held_out else None
 
     def metrics(self) -> dict[str, float]:
         """Return how many episodes ended in each status so far, and the position in the data."""
@@ -148,14 +145,14 @@ class RolloutDriver:
             self.engine.close_source(self.data.source)
         self._groups = groups
         self._apply_reward_model(groups)
-        if self._baselines:
+        if self._inputs.baselines:
             self._generate_baselines(groups)
         return groups
 
     def _packed(self, groups: list[Group]) -> DataProto:
         """Return the groups packed by the run's packer."""
         batch = training_batch(self.data.packer, groups)
-        if self._baselines:
+        if self._inputs.baselines:
             baselines = {group.group_id: group.baseline for group in groups}
             names = batch.non_tensor_batch["group_ids"]
             batch.batch["baselines"] = torch.tensor([baselines[name] for name in names])
@@ -163,12 +160,12 @@ class RolloutDriver:
 
     def _apply_reward_model(self, groups: Sequence[Group]) -> None:
         """Replace the workflow's rewards by the reward model's, if there is one."""
-        if self._reward_model is None:
+        if self._inputs.reward_model is None:
             return
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
         max_tokens = self._config.trainer.max_tokens_per_microbatch
-        rewards = self._reward_model.score(sequences, max_tokens=max_tokens).tolist()
+        rewards = self._inputs.reward_model.score(sequences, max_tokens=max_tokens).tolist()
         for sequence, reward in zip(sequences, rewards, strict=True):
             sequence.reward = reward
         for trajectory in trajectories:

@@ -46,9 +46,6 @@ from areal_lite.trainer.step_tokens import StepTokens
 class Algorithm:
     """Rewards and log-probs in, advantages, losses and correction weights out.
 
-    Args:
-        max_new_tokens: Length limit of an answer, for the penalty on overlong answers.
-
     Raises:
         ConfigError: If a name is unknown, an option is not accepted, or settings contradict each other.
     """
@@ -196,9 +193,7 @@ class Algorithm:
                 weights = episode_weights(weights, episodes)
         if config.reject is not None:
             bounds = config.reject_bounds or ""
-            weights = weights * rejection_mask(
-                proximal, behaviour, episodes, option=config.reject, bounds=bounds
-            )
+            weights *= rejection_mask(proximal, behaviour, episodes, option=config.reject, bounds=bounds)
         return weights
 
     def _check(self, key: str, returned: Estimate | LossTerms, episodes: Tensor) -> None:

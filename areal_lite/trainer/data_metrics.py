@@ -188,10 +188,8 @@ def mismatch_statistics(
     metrics: dict[str, float] = {}
     for name, chosen in (("engine_mismatch", current), ("staleness_drift", ~current)):
         if chosen.any():
-            disagreement = _disagreement(
-                proximal[chosen].double(), behaviour[chosen].double(), episodes[chosen]
-            )
-            metrics |= {f"{name}/{key}": value.item() for key, value in disagreement.items()}
+            found = _disagreement(proximal[chosen].double(), behaviour[chosen].double(), episodes[chosen])
+            metrics |= {f"{name}/{key}": value.item() for key, value in found.items()}
     return metrics
 
 

@@ -116,11 +116,7 @@ def _segments(own: Sequence[tuple[NDArray[np.int64], int, int]], device: torch.d
 
 
 class PackedModel(nn.Module):
-    """A Hugging Face model that reads packed rows.
-
-    Args:
-        model: Has a decoder (``get_decoder``) or a base model.
-    """
+    """A Hugging Face model that reads packed rows."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -66,11 +67,9 @@ class Step:
         numbers = torch.tensor(episodes)
         sizes = torch.bincount(numbers)
         scores = torch.zeros(len(sizes)).index_add_(0, numbers, rewards) / sizes
-        first = torch.zeros_like(scores).scatter_reduce(0, numbers, rewards, "amin", include_self=False)
-        alike = first == torch.zeros_like(scores).scatter_reduce(
-            0, numbers, rewards, "amax", include_self=False
-        )
-        scores = torch.where(alike, first, scores)  # a mean of equal rewards may differ in the last bit
+        extreme = partial(torch.zeros_like(scores).scatter_reduce, 0, numbers, rewards, include_self=False)
+        low, high = extreme(reduce="amin"), extreme(reduce="amax")
+        scores = torch.where(low == high, low, scores)  # a mean of equal rewards may differ in the last bit
         _refuse(
             "rewards", (~rewards.isfinite()).nonzero()[:, 0], _task_ids(sequences), version, _FIX_EPISODES
         )

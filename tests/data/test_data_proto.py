@@ -278,7 +278,7 @@ def test_columns_are_renamed_on_either_side() -> None:
     assert (list(renamed.batch), list(renamed.non_tensor_batch)) == (["y", "wide"], ["line", "nested"])
     assert rows_of(renamed.rename({"y": "x", "line": "row"})) == rows_of(batch) == [0, 1]
     assert list(batch.rename({"x": "wide", "wide": "x"}).batch) == ["wide", "x"]
-    with pytest.raises(ValueError, match="gives two columns the same name"):
+    with pytest.raises(ValueError, match="makes a name twice"):
         batch.rename({"x": "row"})
     with pytest.raises(KeyError, match="the batch has no 'z'"):
         batch.rename({"z": "x"})

@@ -125,7 +125,7 @@ def test_as_many_placeholders_as_images_are_needed(placeholders: int, images: in
     if placeholders == images:
         messages_of(row)
     else:
-        with pytest.raises(ConfigError, match=f"{placeholders} image placeholders, .*has {images} images"):
+        with pytest.raises(ConfigError, match=f"{placeholders} image placeholders, .*has {images}:"):
             messages_of(row)
 
 

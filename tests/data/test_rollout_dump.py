@@ -75,8 +75,8 @@ def test_every_row_is_one_line_for_any_text(tmp_path_factory, texts):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"extra": {"acc": [1.0]}}, "step 3: acc has 1 entries for 2 inputs"),
-        ({"scores": [1.0]}, "step 3: score has 1 entries for 2 inputs"),
+        ({"extra": {"acc": [1.0]}}, "step 3: acc has 1 entries for 2 rows"),
+        ({"scores": [1.0]}, "step 3: score has 1 entries for 2 rows"),
         ({"extra": {"score": [1.0, 1.0]}}, r"extra has \['score'\], which every line already has"),
         (
             {"gts": [object(), 1]},

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
-from torch import Tensor
 
 from areal_lite.api.config import DatasetConfig
 from areal_lite.data.vision.multimodal import (
@@ -23,6 +22,9 @@ from areal_lite.data.vision.multimodal import (
     processor_inputs,
 )
 from areal_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _RESERVED = {"add_generation_prompt", "continue_final_message", "return_dict", "tokenize"}
 
@@ -45,9 +47,6 @@ def check_template(renderer: Any, config: DatasetConfig) -> None:
 
 def render_prompt(renderer: Any, messages: Any, *, config: DatasetConfig, tools: Any = None) -> str:
     """Return ``messages`` as text that ends with the prompt for the assistant's answer.
-
-    Args:
-        tools: Tool schemas or their JSON text; the default is the config's variable ``tools``.
 
     Raises:
         ConfigError: If there are no messages or no template, or the tools are not JSON.

@@ -62,9 +62,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         if max_samples != -1 and max_samples < 1:
             raise ValueError(f"max_samples is {max_samples}: it must be 1 or more, or -1 for all")
         path = data_files if isinstance(data_files, str) else list(data_files)
-        self.config = replace(
-            config, path=path, max_samples=config.max_samples if max_samples == -1 else max_samples
-        )
+        most = config.max_samples if max_samples == -1 else max_samples
+        self.config = replace(config, path=path, max_samples=most)
         self.processor = processor
         self.tokenizer = tokenizer
         self.encoder = None if tokenizer is None else PromptEncoder(self.config, tokenizer, processor)
@@ -177,7 +176,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             close = difflib.get_close_matches(key, row, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(
-                f"dataset {self.config.path}: no column {key!r} ({setting}), but {sorted(row)}{hint}"
+                f"dataset {self.config.path}: no column {key!r} ({setting}); the columns are {sorted(row)}{hint}"
             )
 
     def _tensors(self, prompt: EncodedPrompt) -> dict[str, Any]:

@@ -111,7 +111,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         members = len({*indices} - {None}) + indices.count(None)
         if members != self.n_samples_per_prompt:
             raise ValueError(
-                f"group {place} has {members} of n_samples_per_prompt={self.n_samples_per_prompt} members: add whole groups"
+                f"group {place} has {members} members and n_samples_per_prompt is {self.n_samples_per_prompt}: add "
+                "whole groups"
             )
         for sample in group:
             values = sample.reward.values() if isinstance(sample.reward, dict) else [sample.reward]

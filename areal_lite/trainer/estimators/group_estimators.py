@@ -43,9 +43,6 @@ def dr_grpo(inputs: EstimatorInputs) -> Estimate:
 def grpo_passk(inputs: EstimatorInputs, *, divide_by_std: bool = True) -> Estimate:
     """Return, for the best episode of each group, its reward minus the second best; 0 for the others.
 
-    Args:
-        divide_by_std: Divide by the group's unbiased standard deviation.
-
     Source: arXiv:2503.19595.
     """
     groups, rewards = _groups(inputs), inputs.episode_rewards()

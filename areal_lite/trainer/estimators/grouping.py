@@ -64,11 +64,7 @@ class Grouping:
         return values - self.spread(self.means(values, weights))
 
     def deviations(self, centred: Tensor) -> Tensor:
-        """Return ``[G]`` float64, the unbiased standard deviation of each group; 0 in a group of one.
-
-        Args:
-            centred: The result of :meth:`centred`.
-        """
+        """Return ``[G]`` float64, the unbiased standard deviation of each group; 0 in a group of one."""
         return (self.sums(centred.square()) / (self.size - 1).clamp(min=1)).sqrt()
 
     def spread(self, group_values: Tensor) -> Tensor:

@@ -88,9 +88,6 @@ def rejection_mask(
     ``token_k1`` with ``0.5_1.2`` keeps a ratio of 0.6 and rejects 1.6; ``seq_mean_k3,token_k2`` takes
     ``0.05,0.4``.
 
-    Args:
-        bounds: One bound per option, joined by commas.
-
     Returns:
         ``[T]`` bool.
 

@@ -217,9 +217,8 @@ def clip_cov(
         candidates = (covariance > min_covariance) & (covariance < max_covariance) & ~clipped
         order = _draw(inputs).masked_fill(~candidates, torch.iinfo(torch.int64).max).argsort(stable=True)
         dropped = _mask_at(order[: max(1, int(token_share * len(order)))], candidates) & candidates
-    return LossTerms(
-        torch.where(dropped, 0.0, losses), _statistics(log_ratio, clip_fraction=dropped), dropped
-    )
+    losses = torch.where(dropped, 0.0, losses)
+    return LossTerms(losses, _statistics(log_ratio, clip_fraction=dropped), dropped)
 
 
 @POLICY_LOSSES.register("kl_cov")
