@@ -27,6 +27,10 @@ _ECHO_SECONDS = 1.0
 """The same signal again within this time is ignored: a scheduler may signal all processes, and their launcher
 forwards it."""
 _STDERR = 2
+_VARIABLES = (
+    "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+    "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+)
 
 
 class Stopped(KeyboardInterrupt):
@@ -129,12 +133,6 @@ class StopOnSignal:
         while (number := self._watched.recv(1)[0]) not in (signal.SIGINT, signal.SIGTERM):
             pass
         return number
-
-
-_VARIABLES = (
-    "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
-    "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
-)
 
 
 def expires_soon(

@@ -29,27 +29,18 @@ CONFIG_FILE = "config.yaml"
 
 _FOLDER = re.compile(r"step_(\d{8,})")
 _MAY_CHANGE = {
-    "total_steps",
-    "epochs",
-    "max_tokens_per_microbatch",
-    "device",
-    "num_threads",
-    "gradient_checkpointing",
+    "total_steps", "epochs", "max_tokens_per_microbatch", "device", "num_threads", "gradient_checkpointing",
     "deterministic",
-}
+}  # fmt: skip
 """Keys of the trainer section that may change on resume."""
 _DATASET_MAY_CHANGE = {"path", "cache_dir", "num_workers", "filter_overlong_prompts_workers"}
 """Keys of the dataset that may change; the data source compares the content of the rows itself."""
 _ROLLOUT_FIXED = ("group_size", "consumer_batch_size", "gconfig")
 _TOP_LEVEL_FIXED = (
-    "model_path",
-    "seed",
-    "workflow",
-    "workflow_kwargs",
-    "should_accept_fn",
-    "data_packer",
-    "reward_model",
-)
+    "model_path", "seed", "workflow", "workflow_kwargs", "should_accept_fn", "data_packer", "reward_model",
+)  # fmt: skip
+SPARE = 1.2
+"""Free space required for a checkpoint, as a multiple of its size; the surplus is for other files of the run."""
 
 
 def find_checkpoint(root: Path, resume: str) -> Path | None:
@@ -190,10 +181,6 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any], section: str =
 
 def _number(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
-
-
-SPARE = 1.2
-"""Free space required for a checkpoint, as a multiple of its size; the surplus is for other files of the run."""
 
 
 class CheckpointWriter:

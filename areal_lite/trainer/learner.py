@@ -21,6 +21,11 @@ from areal_lite.errors import TrainingError
 from areal_lite.trainer.ranks import Ranks
 from areal_lite.trainer.sharding import shard
 
+logger = logging.getLogger(__name__)
+MAX_SKIPPED_UPDATES = 3
+"""Consecutive non-finite updates after which the run stops."""
+T = TypeVar("T")
+
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """Return AdamW over the trainable parameters; norms and biases (one-dimensional) have no weight decay."""
@@ -51,14 +56,6 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
         return peak
     done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     return peak * (1 - done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)
-
-
-logger = logging.getLogger(__name__)
-
-MAX_SKIPPED_UPDATES = 3
-"""Consecutive non-finite updates after which the run stops."""
-
-T = TypeVar("T")
 
 
 class Update(NamedTuple):

@@ -24,6 +24,10 @@ from areal_lite.api.config_loader import dump_config
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.trainer.crash_points import crash_point
 
+logger = logging.getLogger(__name__)
+UPLOAD_TIMEOUT_S = 60
+"""How long the end of a run waits for an upload, in seconds; the rest stays on disk."""
+
 
 class MetricsWriter:
     """Appends records to ``run_dir/metrics.jsonl``; each line is one write, so readers see complete lines.
@@ -101,12 +105,6 @@ def _cut_off(path: Path, last_step: int) -> None:
                 break
             end += len(line)
         file.truncate(end)
-
-
-logger = logging.getLogger(__name__)
-
-UPLOAD_TIMEOUT_S = 60
-"""How long the end of a run waits for an upload, in seconds; the rest stays on disk."""
 
 
 class Tracker(Protocol):

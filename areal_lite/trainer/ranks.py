@@ -33,6 +33,8 @@ _TIMEOUT = timedelta(minutes=10)
 _HEAD_START_S = 2.0
 """How long a failed rank keeps its connections. Ranks that fail because of it wait as well, so the launcher sees the
 first failure first and ends the others. When all ranks are stopped, rank 0 closes its server in this time."""
+_BROADCAST_TIMEOUT = timedelta(days=7)
+"""A rank waits while another one generates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +94,6 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
         raise
     finally:
         dist.destroy_process_group()
-
-
-_BROADCAST_TIMEOUT = timedelta(days=7)
-"""A rank waits while another one generates."""
 
 
 def broadcast_json(value: Any = None) -> Any:

@@ -33,6 +33,9 @@ from areal_lite.trainer.step_tokens import Microbatch, StepCut
 
 Item = dict[str, Tensor]
 C = TypeVar("C", bound=SupervisedTrainerConfig)
+WORTH_SHARING = 0.25
+"""Compute a batch's common prefix (such as a system prompt) once if it has at least this share of the mean length;
+for a shorter one the mask costs more than it saves."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -206,11 +209,6 @@ def masked_sequence(ids: Tensor, mask: Tensor, group: int) -> TokenSequence:
     return TokenSequence(
         input_ids=ids.numpy(), loss_mask=mask.numpy().astype(np.bool_), reward=0.0, group_id=str(group)
     )
-
-
-WORTH_SHARING = 0.25
-"""Compute a batch's common prefix (such as a system prompt) once if it has at least this share of the mean length;
-for a shorter one the mask costs more than it saves."""
 
 
 class SFTTrainer(SupervisedTrainer[SFTTrainerConfig]):

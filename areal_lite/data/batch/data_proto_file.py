@@ -31,6 +31,7 @@ _SCHEMA = "1"
 _JSON = "json"
 _KIND = "$"
 """``{"$": kind, "value": ...}`` stands for a value that JSON cannot express."""
+_MADE_UNDER = "cached_batch_made_under"
 
 
 def save_data_proto(batch: DataProto, path: Path | str) -> Path:
@@ -169,9 +170,6 @@ def _from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensors[inner].numpy()
     items = _from_json(inner, tensors)
     return {"float": float, "tuple": tuple, "dict": dict}[kind](items)
-
-
-_MADE_UNDER = "cached_batch_made_under"
 
 
 class BatchCache:

@@ -14,6 +14,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+Level = Literal["none", "group", "batch"]
+VARIANCE_FLOOR = 1e-8
+"""Added to a variance before taking its root, as in verl."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
@@ -70,12 +74,6 @@ class Grouping:
     def spread(self, group_values: Tensor) -> Tensor:
         """Return ``[K]``, the entry of ``group_values [G]`` for each value's group."""
         return group_values.index_select(0, self.group)
-
-
-Level = Literal["none", "group", "batch"]
-
-VARIANCE_FLOOR = 1e-8
-"""Added to a variance before taking its root, as in verl."""
 
 
 def normalize_advantages(

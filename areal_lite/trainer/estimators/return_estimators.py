@@ -14,6 +14,9 @@ from areal_lite.errors import ConfigError
 from areal_lite.trainer.estimators.grouping import Grouping, whiten
 from areal_lite.trainer.estimators.inputs import Estimate, EstimatorInputs
 
+ENERGY_FLOOR = 1e-8
+"""Added to the sum of weights at a position, as in verl."""
+
 
 def check_discount(discount: float, unit: str) -> None:
     """Raise a ConfigError unless the discount per ``unit`` (token, turn) lies in 0 to 1."""
@@ -98,10 +101,6 @@ def remax(inputs: EstimatorInputs) -> Estimate:
     """
     returns = discounted_sums(inputs.token_rewards, inputs.episodes, 1.0)
     return Estimate(returns - inputs.per_token(inputs.needed("baselines")), returns)
-
-
-ENERGY_FLOOR = 1e-8
-"""Added to the sum of weights at a position, as in verl."""
 
 
 def optimal_token_baseline(inputs: EstimatorInputs, *, credit_lone_tail: bool = False) -> Estimate:
