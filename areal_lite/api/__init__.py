@@ -13,23 +13,8 @@ from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence, Traje
 from areal_lite.api.workflow_api import Agent, RolloutWorkflow, WorkflowLike
 
 __all__ = [
-    "Agent",
-    "AsyncRewardWrapper",
-    "EpisodeStatus",
-    "Failure",
-    "FailureKind",
-    "GenerationHyperparameters",
-    "Group",
-    "InferenceEngine",
-    "InferenceEngineConfig",
-    "InteractionWithTokenLogpReward",
-    "ModelRequest",
-    "ModelResponse",
-    "RolloutWorkflow",
-    "RunConfig",
-    "TokenSequence",
-    "Trajectory",
-    "Turn",
-    "TurnRole",
+    "Agent", "AsyncRewardWrapper", "EpisodeStatus", "Failure", "FailureKind", "GenerationHyperparameters",
+    "Group", "InferenceEngine", "InferenceEngineConfig", "InteractionWithTokenLogpReward", "ModelRequest",
+    "ModelResponse", "RolloutWorkflow", "RunConfig", "TokenSequence", "Trajectory", "Turn", "TurnRole",
     "WorkflowLike",
-]
+]  # fmt: skip

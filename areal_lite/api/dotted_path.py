@@ -42,11 +42,8 @@ def load_object(path: str, *, where: str) -> Any:
     except AttributeError:
         public = [n for n in vars(module) if not n.startswith("_")]
         close = difflib.get_close_matches(name, public, 1)
-        hint = (
-            f"did you mean {module_name}.{close[0]}?"
-            if close
-            else f"it has {', '.join(sorted(public)) or 'nothing'}"
-        )
+        names = f"it has {', '.join(sorted(public)) or 'nothing'}"
+        hint = f"did you mean {module_name}.{close[0]}?" if close else names
         raise ConfigError(f"{where} is {path!r}: {module_name} has no {name!r}; {hint}") from None
 
 

@@ -19,19 +19,10 @@ if TYPE_CHECKING:
     from areal_lite.data.supervised.sft_dataset import SFTDataset
 
 __all__ = [
-    "DataPacker",
-    "DataProto",
-    "DecoderOnlyLLMDataPacker",
-    "PreferenceDataset",
-    "RLHFDataset",
-    "RolloutDataSource",
-    "RolloutDataSourceWithBuffer",
-    "SFTDataset",
-    "Sample",
-    "load_rows",
-    "load_tokenizer",
+    "DataPacker", "DataProto", "DecoderOnlyLLMDataPacker", "PreferenceDataset", "RLHFDataset",
+    "RolloutDataSource", "RolloutDataSourceWithBuffer", "SFTDataset", "Sample", "load_rows", "load_tokenizer",
     "training_batch",
-]
+]  # fmt: skip
 
 _MODULES = {
     "DataPacker": "packer.data_packer",

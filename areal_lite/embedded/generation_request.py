@@ -124,10 +124,8 @@ class GenerationRequest:
                 {"version": version, "start": start, "end": end} for version, start, end in self.version_spans
             ]
             meta["e2e_latency"] = time.perf_counter() - self.arrived_at
-        meta["cached_tokens_details"] = (
-            {"device": self.cached_tokens, "host": 0} if self.cached_tokens else None
-        )
-        meta |= {"dp_rank": None, "response_sent_to_client_ts": time.time()}
+        cached = {"device": self.cached_tokens, "host": 0} if self.cached_tokens else None
+        meta |= {"cached_tokens_details": cached, "dp_rank": None, "response_sent_to_client_ts": time.time()}
         return {
             "text": self._text(decode, count, finished),
             "output_ids": self.output_ids[:count],

@@ -282,9 +282,8 @@ class SGLangDialect:
         }
 
     async def _server_info(self, _request: web.Request) -> web.Response:
-        return _reply_json(
-            {**self._info(), "version": __version__, "internal_states": [self._load_numbers()]}
-        )
+        states = [self._load_numbers()]
+        return _reply_json({**self._info(), "version": __version__, "internal_states": states})
 
     async def _loads(self, _request: web.Request) -> web.Response:
         load = {"timestamp": time.time(), "dp_rank": 0, **self._load_numbers()}
@@ -307,13 +306,9 @@ class SGLangDialect:
         }
 
     async def _models(self, _request: web.Request) -> web.Response:
-        model = {
-            "id": self._model_path,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "areal_lite",
-        }
-        model |= {"root": self._model_path, "parent": None, "max_model_len": self._limits.context_length}
+        path, length = self._model_path, self._limits.context_length
+        model = {"id": path, "object": "model", "created": int(time.time()), "owned_by": "areal_lite"}
+        model |= {"root": path, "parent": None, "max_model_len": length}
         return _reply_json({"object": "list", "data": [model]})
 
 

@@ -40,11 +40,7 @@ PANELS = (
         "nats per token",
         {"train/kl": "from the reference", "train/approx_kl": "within the step"},
     ),
-    Panel(
-        "Staleness",
-        "policy versions",
-        {"train/staleness_mean": "mean", "train/staleness_max": "max"},
-    ),
+    Panel("Staleness", "policy versions", {"train/staleness_mean": "mean", "train/staleness_max": "max"}),
     Panel("Trainer throughput", "tokens per second", {"train/tokens_per_second": "train"}),
 )
 PHASES = ("timing/", "train/seconds_")

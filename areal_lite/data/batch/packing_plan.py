@@ -93,10 +93,8 @@ def plan_packing(
     for name, value in (("max_tokens", max_tokens), ("num_ranks", num_ranks), ("multiple_of", multiple_of)):
         if value < 1:
             raise ValueError(f"{name} is {value}: it must be 1 or more")
-    if not lengths or min(lengths) < 1:
-        what = (
-            f"sequence {lengths.index(min(lengths))} has {min(lengths)} tokens" if lengths else "no sequences"
-        )
+    if (least := min(lengths, default=0)) < 1:
+        what = f"sequence {lengths.index(least)} has {least} tokens" if lengths else "no sequences"
         raise ValueError(f"{what}: give at least one sequence, and drop empty ones")
     group = 2 if pair else 1
     if len(lengths) % group:

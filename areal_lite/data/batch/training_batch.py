@@ -44,10 +44,7 @@ _DTYPES = {
 }
 """Dtypes of :func:`collate_sequences`; others of the same kind are converted when sequences are read."""
 _COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions")
-_REQUIRED = {
-    "loss_mask": "which tokens the policy sampled",
-    "rewards": "how good each sequence is",
-}
+_REQUIRED = {"loss_mask": "which tokens the policy sampled", "rewards": "how good each sequence is"}
 
 
 def collate_sequences(

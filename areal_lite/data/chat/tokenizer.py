@@ -43,9 +43,7 @@ def tokenizer_files(path: str) -> dict[str, bytes]:
 
 def load_processor(path: str) -> Any:
     """Return the multi-modal processor in the folder ``path``, or None if the model reads only text."""
-    if not any(
-        (Path(path) / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
-    ):
+    if not any((Path(path) / f"{kind}_config.json").is_file() for kind in ("preprocessor", "processor")):
         return None
     with _lock:
         from transformers import AutoProcessor

@@ -101,9 +101,8 @@ def _reasoning_gym(path: str, kwargs: dict[str, Any]) -> list[Row]:
     task = path.removeprefix(_GYM)
     if task not in DATASETS:
         close = difflib.get_close_matches(task, DATASETS, 3)
-        hint = (
-            f"did you mean {' or '.join(close)}?" if close else f"the tasks are {', '.join(sorted(DATASETS))}"
-        )
+        tasks = f"the tasks are {', '.join(sorted(DATASETS))}"
+        hint = f"did you mean {' or '.join(close)}?" if close else tasks
         raise ConfigError(f"dataset {path}: reasoning-gym has no task {task!r}; {hint}")
     if "seed" not in kwargs:
         raise ConfigError(

@@ -15,13 +15,7 @@ import torch
 
 from areal_lite.api.supervised_config import PreferenceDatasetConfig
 from areal_lite.data.chat.chat_tokens import ChatTokens, Message, conversation_sequences
-from areal_lite.data.supervised.tokenized_dataset import (
-    BaseDataset,
-    Item,
-    Row,
-    config_with_length,
-    from_json,
-)
+from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item, Row, config_with_length, from_json
 from areal_lite.errors import ConfigError
 
 Pair = tuple[ChatTokens, ChatTokens]
