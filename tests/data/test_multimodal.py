@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from areal_lite.api.config import DatasetConfig
 from areal_lite.data.vision.multimodal import (
     build_messages,
     column_values,
@@ -35,7 +36,7 @@ RED = (200, 10, 20)
 
 
 def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
-    return build_messages(row, prompt_key="prompt", image_key="images", video_key="videos")
+    return build_messages(row, DatasetConfig(path=""))
 
 
 def picture(size: tuple[int, int] = (16, 8), color: tuple[int, int, int] = RED) -> Image.Image:

@@ -137,9 +137,7 @@ class PromptEncoder:
     def messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the prompt's messages; text becomes one user message."""
         keys = self.config
-        messages = build_messages(
-            row, prompt_key=keys.prompt_key, image_key=keys.image_key, video_key=keys.video_key
-        )
+        messages = build_messages(row, keys)
         if not messages or not all(isinstance(message.get("role"), str) for message in messages):
             raise ConfigError(
                 f"the prompt in {keys.prompt_key!r} is {str(row[keys.prompt_key])[:80]!r}: it must be text or a "

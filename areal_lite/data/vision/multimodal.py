@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from areal_lite.api.config import DatasetConfig
 from areal_lite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,30 +30,25 @@ DOWNLOAD_TIMEOUT_S = 30.0
 _PLACEHOLDER = re.compile("<(image|video)>")
 
 
-def build_messages(
-    row: Mapping[str, Any], *, prompt_key: str, image_key: str, video_key: str
-) -> list[dict[str, Any]]:
+def build_messages(row: Mapping[str, Any], keys: DatasetConfig) -> list[dict[str, Any]]:
     """Return the row's prompt as messages with each image and video as a separate part.
 
     If the row has a column of images, "Look: <image>" becomes the parts ``{"type": "text", "text": "Look: "}`` and
     ``{"type": "image"}``; videos likewise. Content that is a list of parts is kept, without keys that are None, which
     tables add to parts that lack them.
 
-    Args:
-        prompt_key: Column of the prompt: messages, or the text of one user message.
-
     Raises:
         ConfigError: If the prompt is neither messages nor text, or the numbers of placeholders and media differ.
     """
-    prompt = row.get(prompt_key)
+    prompt = row.get(keys.prompt_key)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list | tuple) or not all(isinstance(message, Mapping) for message in prompt):
         raise ConfigError(
-            f"the prompt in {prompt_key!r} is {str(prompt)[:80]!r} ({type(prompt).__name__}): it must be text or a "
-            "list of messages, {role, content}"
+            f"the prompt in {keys.prompt_key!r} is {str(prompt)[:80]!r} ({type(prompt).__name__}): it must be text or "
+            "a list of messages, {role, content}"
         )
-    columns = {"image": image_key, "video": video_key}
+    columns = {"image": keys.image_key, "video": keys.video_key}
     split = {kind for kind, key in columns.items() if row.get(key) is not None}
     messages = [{**message, "content": _parts(message.get("content"), split)} for message in prompt]
     for kind, key in columns.items():

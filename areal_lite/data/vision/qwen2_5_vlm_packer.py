@@ -75,9 +75,7 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
         if isinstance(item, Mapping) and "multi_modal_data" in item:
             return dict(item)
         row = item if isinstance(item, Mapping) else {config.prompt_key: item}
-        messages = build_messages(
-            row, prompt_key=config.prompt_key, image_key=config.image_key, video_key=config.video_key
-        )
+        messages = build_messages(row, config)
         images = media_values(messages, "image", column_values(row, config.image_key))
         videos = media_values(messages, "video", column_values(row, config.video_key))
         data = {"image": load_images(images), "video": load_videos(videos)}
