@@ -24,8 +24,8 @@ import openai
 import orjson
 from aiohttp import web
 
+from areal_lite.agents.agent_service import AgentService
 from areal_lite.agents.chat_renderer import ChatRenderer
-from areal_lite.agents.chat_service import ChatService
 from areal_lite.agents.chat_session import ChatSession
 from areal_lite.agents.http_transport import BASE_URL, SharedClient
 from areal_lite.api.generation import GenerationHyperparameters
@@ -119,7 +119,7 @@ async def cpu_per_call(call: Callable[[], Awaitable[Any]], calls: int) -> float:
 
 
 async def measure(args: argparse.Namespace, renderer: ChatRenderer, output_ids: list[int], port: int) -> None:
-    service = ChatService()
+    service = AgentService()
     shared: Any = SharedClient(service)
     stub = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=CONCURRENCY)) as http:

@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal_lite.trainer.logprobs import TokenScorer
-from areal_lite.trainer.packed_model import PackedRows
+from areal_lite.trainer.packed_model import PackedSequences
 
 MEBIBYTE = 1 << 20
 WAYS = ("decoder", "scores", "scores, frozen head")
@@ -37,7 +37,7 @@ def measure(way: str, arguments: argparse.Namespace) -> float:
     scorer = TokenScorer(model, temperature=arguments.temperature)
     length = arguments.tokens // 8
     ids = torch.randint(arguments.vocabulary, (8, length))
-    packed = PackedRows(
+    packed = PackedSequences(
         input_ids=ids,
         position_ids=torch.arange(length).expand_as(ids),
         attention_mask=None,

@@ -4,13 +4,13 @@
 
 The work: 64 sequences of log-normal length (median 150, sigma 1, at most 2,048 tokens; a fixed seed), every
 token but the first trained, a Llama of SmolLM2-135M's width with few layers and a small vocabulary, bfloat16
-autocast. All ways compute the same loss through the same code; only the plan of rows differs, and the ways
+autocast. All ways compute the same loss through the same code; only the layout differs, and the ways
 take turns. Micro-batches hold at most 4,096 tokens with their padding.
 
 *padded*: all 64 padded on the right to the longest, 8 sequences a pass. *padded by 8*: each 8 in the order they
 come, padded to the longest of these. *bucketed*: micro-batches of like lengths (what the trainers do on a CPU).
-*masked*: sequences side by side in a row that fills a micro-batch, kept apart by a mask of all tokens by all.
-*side by side*: such a row without a mask; attention is by a kernel for different lengths on a GPU (what the trainers
+*masked*: sequences side by side in one bin that fills a micro-batch, kept apart by a mask of all tokens by all.
+*side by side*: the same without a mask; attention is by a kernel for different lengths on a GPU (what the trainers
 do there), one sequence after another on a CPU.
 
 One run on one core of an AMD EPYC (Zen 4, AVX512-BF16), torch 2.13, seconds of the process:

@@ -4,7 +4,7 @@
 
 The work: 8 prompts of 40 to 50 tokens, 8 answers each of 2 to 16 tokens, every group with an advantage
 (nothing is left out), GRPO, bfloat16 autocast over float32 weights, AdamW. Without --model a random
-model of SmolLM2-135M's shape is made. *plain*: the samples right-padded in micro-batches of the same
+model of SmolLM2-135M's shape is made. *plain*: the sequences right-padded in micro-batches of the same
 cap, logits of every position, torch's default AdamW. Both start from the same weights and take turns.
 
 Best of the steps on a 2-core AMD EPYC (Zen 4, AVX512-BF16), torch 2.13, SmolLM2-135M-Instruct, other
@@ -18,7 +18,7 @@ What makes the difference: a group's prompt is computed once (4 times fewer toke
 trained positions, fused AdamW. Tried and not kept: pure bfloat16 weights (no faster than autocast),
 float32 (1.6 times slower), micro-batches of 512 tokens (0.3 s slower: casts and embedding gradients are
 per micro-batch), logit chunks of 64 to 1,024 positions (512 is the best total), eager attention (the
-decoder a sixth faster at these lengths, but its memory grows with the square of a row).
+decoder a sixth faster at these lengths, but its memory grows with the square of the length).
 """
 
 from __future__ import annotations
@@ -83,23 +83,23 @@ class PlainTrainer:
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
 
-    def train_step(self, samples: Sequence[TokenSequence]) -> float:
-        rewards = np.array([s.reward for s in samples]).reshape(8, 8)
+    def train_step(self, sequences: Sequence[TokenSequence]) -> float:
+        rewards = np.array([s.reward for s in sequences]).reshape(8, 8)
         centred = rewards - rewards.mean(1, keepdims=True)
         advantages = (centred / (centred.std(1, ddof=1, keepdims=True) + 1e-6)).ravel()
-        num_loss_tokens = sum(sample.num_trained_tokens for sample in samples)
+        num_loss_tokens = sum(sequence.num_trained_tokens for sequence in sequences)
         self.optimizer.zero_grad()
         total = 0.0
-        for chosen in plan_microbatches([len(s.input_ids) for s in samples], max_tokens=MAX_TOKENS):
-            length = max(len(samples[i].input_ids) for i in chosen)
+        for chosen in plan_microbatches([len(s.input_ids) for s in sequences], max_tokens=MAX_TOKENS):
+            length = max(len(sequences[i].input_ids) for i in chosen)
             ids = torch.zeros(len(chosen), length, dtype=torch.long)
             mask = torch.zeros(len(chosen), length, dtype=torch.bool)
             attention = torch.zeros_like(ids)
-            for row, i in enumerate(chosen):
-                size = len(samples[i].input_ids)
-                ids[row, :size] = torch.from_numpy(samples[i].input_ids)
-                mask[row, :size] = torch.from_numpy(samples[i].loss_mask)
-                attention[row, :size] = 1
+            for line, i in enumerate(chosen):
+                size = len(sequences[i].input_ids)
+                ids[line, :size] = torch.from_numpy(sequences[i].input_ids)
+                mask[line, :size] = torch.from_numpy(sequences[i].loss_mask)
+                attention[line, :size] = 1
             with torch.autocast("cpu", torch.bfloat16):
                 logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False).logits
             logprobs = torch.log_softmax(logits[:, :-1].float(), -1).gather(2, ids[:, 1:, None])[..., 0]
@@ -135,12 +135,12 @@ def main() -> None:
         records: list[dict[str, float]] = []
         plain_seconds: list[float] = []
         for step in range(arguments.steps + 1):  # the first warms up
-            samples = make_batch(step)
-            length = max(len(sample.input_ids) for sample in samples)
-            columns = collate_sequences(samples, length, pad_token_id=0)
+            sequences = make_batch(step)
+            length = max(len(sequence.input_ids) for sequence in sequences)
+            columns = collate_sequences(sequences, length, pad_token_id=0)
             metrics = ours.train_step(DataProto.from_single_dict(columns), version=step)
             began = time.perf_counter()
-            loss = plain.train_step(samples)
+            loss = plain.train_step(sequences)
             plain_seconds.append(time.perf_counter() - began)
             records.append(metrics)
             print(

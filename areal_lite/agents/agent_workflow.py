@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from areal_lite.agents import episode_environ
+from areal_lite.agents.agent_doors import AgentDoors
 from areal_lite.agents.chat_renderer import ChatRenderer, chat_renderer
-from areal_lite.agents.chat_service import ChatService
 from areal_lite.agents.chat_session import ChatSession, Interactions
-from areal_lite.agents.http_transport import BASE_URL, SharedClient
 from areal_lite.api import episode_context
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.api.reward_worker import as_reward
+from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError, ContextOverflowError
@@ -24,9 +25,13 @@ from areal_lite.errors import ConfigError, ContextOverflowError
 class AgentWorkflow(RolloutWorkflow):
     """Runs any object with ``async def run(self, data, **extra_kwargs)`` as a workflow.
 
-    ``run`` gets ``base_url``, ``api_key`` and ``http_client`` for an OpenAI SDK client. What it
-    returns is the reward: a number rewards the episode, all answers trained; a dict rewards answers by
-    completion id, each a sequence of its own, and answers it leaves out are not trained; None rejects
+    ``run`` gets ``base_url``, ``api_key`` and ``http_client`` for an OpenAI SDK client; they work together,
+    and ``base_url`` and ``api_key`` also alone, from any thread, process or language on this machine. SDK clients
+    made without arguments find them in the environment. ``workflow_context.get().agent`` has the same for
+    Anthropic's API, and the environment of a subprocess.
+
+    What ``run`` returns is the reward: a number rewards the episode, all answers trained; a dict rewards answers
+    by completion id, each a sequence of its own, and answers it leaves out are not trained; None rejects
     the episode.
 
     Training episodes sample with ``config.gconfig``, whatever the agent requests. In evaluation the agent's
@@ -40,8 +45,6 @@ class AgentWorkflow(RolloutWorkflow):
     def __init__(self, agent: Any, config: InferenceEngineConfig) -> None:
         self.agent = agent
         self._config = config
-        self._service = ChatService()
-        self._client = SharedClient(self._service)
         self._renderer: ChatRenderer | None = None
         self._loading = asyncio.Lock()
 
@@ -53,16 +56,23 @@ class AgentWorkflow(RolloutWorkflow):
             ValueError: If the reward is not a finite number, or the agent called no model.
             ServerError: If the engine failed at the agent's last call, even if the agent caught the error.
         """
-        is_eval = episode_context.current().is_eval
+        context = episode_context.current()
+        is_eval = context.is_eval
+        shared = context.shared or SharedResources()
+        doors = await shared.get("agents", AgentDoors.open)
         session = ChatSession(
             engine,
             self._renderer or await self._load_renderer(),
             self._config.eval_gconfig if is_eval else self._config.gconfig,
             agent_samples=is_eval,
         )
-        key = self._service.open(session)
+        access = doors.access(doors.service.open(session))
+        episode_context.enter(context._replace(agent=access))
+        episode_environ.show(access.environment)
         try:
-            reward = await self.agent.run(data, base_url=BASE_URL, api_key=key, http_client=self._client)
+            reward = await self.agent.run(
+                data, base_url=access.base_url, api_key=access.api_key, http_client=access.http_client
+            )
         except Exception as error:
             if session.error is not None:
                 raise session.error from error
@@ -70,7 +80,11 @@ class AgentWorkflow(RolloutWorkflow):
                 raise ContextOverflowError(str(session.refusal)) from error
             raise
         finally:
-            self._service.close(key)
+            episode_context.enter(context)
+            episode_environ.show({})
+            doors.service.close(access.api_key)
+            if context.shared is None:
+                await shared.aclose()
         if session.error is not None:  # a reward after a failed call says nothing about the model
             raise session.error
         if reward is None:

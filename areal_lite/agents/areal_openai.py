@@ -14,8 +14,8 @@ from openai.resources.chat import AsyncChat
 from openai.resources.chat.completions import AsyncCompletions
 from openai.types.chat import ChatCompletion
 
+from areal_lite.agents.agent_service import AgentService
 from areal_lite.agents.chat_renderer import chat_renderer
-from areal_lite.agents.chat_service import ChatService
 from areal_lite.agents.chat_session import ChatSession, Interactions, Style
 from areal_lite.agents.http_transport import BASE_URL, SharedClient
 from areal_lite.api.engine_api import InferenceEngine
@@ -58,7 +58,7 @@ class ArealOpenAI(AsyncOpenAI):
             gconfig = gconfig.new(max_tokens=engine_max_tokens)
         self.session = ChatSession(engine, chat_renderer(tokenizer), gconfig, agent_samples=True)
         self._discounted = False
-        service = ChatService()
+        service = AgentService()
         options = {
             "base_url": BASE_URL,
             "api_key": service.open(self.session),

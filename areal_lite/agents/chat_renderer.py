@@ -12,7 +12,7 @@ import contextlib
 import functools
 from typing import Any
 
-from areal_lite.agents.chat_request import RequestError
+from areal_lite.agents.request_fields import RequestError
 from areal_lite.errors import ConfigError
 
 _PLACEHOLDER = "kJ7qPlaceholderAnswerX3v"
@@ -43,6 +43,7 @@ class ChatRenderer:
         self._backend = backend if backend and not (backend.truncation or backend.padding) else None
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        self._adds_bos = list(tokenizer.encode("x"))[:1] == [getattr(tokenizer, "bos_token_id", None)]
         self.stop_ids: list[int] = []
         """Ids that end an answer: the end tokens of the tokenizer and of the chat template."""
         ends = [tokenizer.eos_token_id]
@@ -92,6 +93,12 @@ class ChatRenderer:
             if last == ids[0] or (ended and last in self.special_ids):
                 return ids[1:]
         return ids
+
+    async def plain(self, text: str, *, begins: bool) -> list[int]:
+        """Return the ids of a text without chat template; ``begins`` adds the tokenizer's opening token."""
+        ids = await self._ids(text)
+        bos = getattr(self.tokenizer, "bos_token_id", None)
+        return [bos, *ids] if begins and bos is not None and self._adds_bos else ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``."""

@@ -2,26 +2,28 @@
 
 Guarantees that no setting of an agent is silently ignored: an unsupported value is an error that names its field.
 ``ChatRequest.sampling`` keeps temperature, top_p and penalties; ``chat_sampling`` decides whether they apply.
+The other APIs turn their bodies into this one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 
-T = TypeVar("T")
+from areal_lite.agents.answer_grammar import answer_grammar
+from areal_lite.agents.request_fields import RequestError, number, short, typed, whole
 
-MAX_MESSAGES = 512
 MAX_TOOLS = 128
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _IGNORED = {
     "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort",
-    "safety_identifier", "service_tier", "store", "stream_options", "user", "verbosity",
+    "safety_identifier", "service_tier", "store", "user", "verbosity",
 }  # fmt: skip
 """Fields without effect on the tokens: accepted and ignored."""
 _SAMPLING: dict[str, tuple[float, float]] = {
@@ -30,68 +32,63 @@ _SAMPLING: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 """Fields that change the sampling distribution, with their limits."""
 _ALLOWED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "stream": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "functions": ([],),
     "function_call": ("auto", "none"),
-    "tool_choice": ("auto", "none"),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "echo": (False,),
 }
 """Fields accepted with these values only."""
 _HINTS = {
-    "n": "one answer per call; call again, or raise rollout.group_size, for more",
-    "stream": "streaming is not supported; leave stream out and read the whole answer",
-    "top_logprobs": "only the log-prob of the sampled token is known; leave top_logprobs out",
-    "tool_choice": "the model's choice cannot be forced; use 'auto' or 'none'",
     "functions": "use tools",
+    "function_call": "use tool_choice",
+    "audio": "only text is served",
+    "prediction": "the model samples every token",
+    "web_search_options": "no tool runs here; declare a function in tools",
 }
 _READ = {
     "messages", "model", "tools", "max_tokens", "max_completion_tokens", "stop", "seed", "logprobs",
-    "chat_template_kwargs",
+    "chat_template_kwargs", "n", "stream", "stream_options", "top_logprobs", "logit_bias", "response_format",
+    "tool_choice", "regex", "ebnf", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "structured_outputs", "stop_token_ids", "min_tokens", "ignore_eos",
 }  # fmt: skip
 _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
                             "tokenize", "chat_template", "conversation"}  # fmt: skip
 
 
-class RequestError(Exception):
-    """An invalid request, answered with HTTP ``status`` and OpenAI's error object."""
-
-    def __init__(
-        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.status = status
-        self.param = param
-        self.code = code
-
-    def body(self) -> dict[str, Any]:
-        """Return ``{"error": {message, type, param, code}}``."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """One checked chat completion request."""
+    """One checked request for answers, from whichever API."""
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = field(default_factory=list)
     """Messages for the chat template: content is a string, arguments of tool calls are parsed."""
-    keys: list[Hashable]
+    keys: list[Hashable] = field(default_factory=list)
     """One key per message; equal keys mean equal messages."""
+    prompt: str | list[int] | None = None
+    """A prompt without chat template, as text or ids, instead of messages."""
     model: str = "default"
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra variables of the chat template, such as ``enable_thinking``."""
     parse_tools: bool = False
     """Whether to parse tool calls in the answer."""
+    grammar: dict[str, str] = field(default_factory=dict)
+    """What the answer must match: ``json_schema``, ``regex`` or ``ebnf``; empty if free."""
+    n: int = 1
+    """Answers to sample, each a branch of the conversation."""
     max_tokens: int | None = None
+    min_tokens: int = 0
     stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
     seed: int | None = None
+    stream: bool = False
+    stream_usage: bool = False
+    """Whether a stream ends with a chunk of usage."""
     logprobs: bool = False
+    top_logprobs: int = 0
+    logit_bias: dict[int, float] = field(default_factory=dict)
     sampling: dict[str, float] = field(default_factory=dict)
     """Sampling parameters that the agent set: temperature, top_p, ..."""
 
@@ -109,25 +106,46 @@ def parse_chat_request(body: Any) -> ChatRequest:
     """
     if not isinstance(body, dict):
         raise RequestError(f"the body is a {type(body).__name__}: send a JSON object with 'messages'")
-    sampling = _sampling(body)
+    options = request_options(body)
     tools = _tools(body.get("tools"))
+    tool_choice = body.get("tool_choice")
     messages, keys = _messages(body.get("messages"))
-    limits = [_whole(name, body.get(name), 1) for name in ("max_completion_tokens", "max_tokens")]
-    model = _typed("model", body.get("model"), str, "send any string")
-    logprobs = _typed("logprobs", body.get("logprobs"), bool, "send true or false")
     return ChatRequest(
         messages=messages,
         keys=keys,
-        model=model or "default",
         tools=tools,
         template_kwargs=_template_kwargs(body.get("chat_template_kwargs")),
-        parse_tools=tools is not None and body.get("tool_choice") != "none",
-        max_tokens=limits[0] or limits[1],
-        stop=_stop(body.get("stop")),
-        seed=_whole("seed", body.get("seed"), -(2**63)),
-        logprobs=bool(logprobs),
-        sampling=sampling,
+        parse_tools=tools is not None and tool_choice != "none",
+        grammar=answer_grammar(body, tools),
+        logprobs=bool(typed("logprobs", body.get("logprobs"), bool, "send true or false")),
+        top_logprobs=whole("top_logprobs", body.get("top_logprobs"), 0, MAX_TOP_LOGPROBS) or 0,
+        **options,
     )
+
+
+def request_options(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a :class:`ChatRequest` that all APIs share.
+
+    Raises:
+        RequestError: For an unknown field or an unsupported value.
+    """
+    sampling = _sampling(body)
+    limits = [whole(name, body.get(name), 1) for name in ("max_completion_tokens", "max_tokens")]
+    stream_options = typed("stream_options", body.get("stream_options"), dict, "send an object") or {}
+    return {
+        "model": typed("model", body.get("model"), str, "send any string") or "default",
+        "n": whole("n", body.get("n"), 1, MAX_CHOICES) or 1,
+        "max_tokens": limits[0] or limits[1],
+        "min_tokens": whole("min_tokens", body.get("min_tokens"), 0) or 0,
+        "stop": _stop(body.get("stop")),
+        "stop_token_ids": _ids("stop_token_ids", body.get("stop_token_ids")),
+        "ignore_eos": bool(typed("ignore_eos", body.get("ignore_eos"), bool, "send true or false")),
+        "seed": whole("seed", body.get("seed"), -(2**63)),
+        "stream": bool(typed("stream", body.get("stream"), bool, "send true or false")),
+        "stream_usage": stream_options.get("include_usage") is True,
+        "logit_bias": _logit_bias(body.get("logit_bias")),
+        "sampling": sampling,
+    }
 
 
 def _sampling(body: dict[str, Any]) -> dict[str, float]:
@@ -137,22 +155,20 @@ def _sampling(body: dict[str, Any]) -> dict[str, float]:
         if name in _READ or name in _IGNORED or value is None:
             continue
         if name in _SAMPLING:
-            sampling[name] = _number(name, value, *_SAMPLING[name])
+            sampling[name] = number(name, value, *_SAMPLING[name])
         elif name not in _ALLOWED:
             raise RequestError(
-                f"unknown field {_short(name)}: leave it out", param=name[:80], code="unknown_parameter"
+                f"unknown field {short(name)}: leave it out", param=name[:80], code="unknown_parameter"
             )
-        elif value not in _ALLOWED[name] or (isinstance(value, bool) and name in ("n", "top_logprobs")):
-            raise RequestError(f"{name} is {_short(value)}: {_HINTS.get(name, 'leave it out')}", param=name)
+        elif value not in _ALLOWED[name]:
+            raise RequestError(f"{name} is {short(value)}: {_HINTS.get(name, 'leave it out')}", param=name)
     return sampling
 
 
 def _messages(raw: Any) -> tuple[list[dict[str, Any]], list[Hashable]]:
     """Return the messages for the chat template, and their keys."""
     if not isinstance(raw, list) or not raw:
-        raise RequestError(f"messages is {_short(raw)}: send a list of at least one", param="messages")
-    if len(raw) > MAX_MESSAGES:
-        raise RequestError(f"messages has {len(raw)} entries: at most {MAX_MESSAGES}", param="messages")
+        raise RequestError(f"messages is {short(raw)}: send a list of at least one", param="messages")
     messages, keys = [], []
     for index, one in enumerate(raw):
         message, key = parse_message(one, f"messages[{index}]")
@@ -168,16 +184,16 @@ def parse_message(raw: Any, where: str) -> tuple[dict[str, Any], Hashable]:
     an assistant's text and in the JSON of its arguments makes no difference.
     """
     if not isinstance(raw, dict):
-        raise RequestError(f"{where} is {_short(raw)}: send an object with role and content", param=where)
+        raise RequestError(f"{where} is {short(raw)}: send an object with role and content", param=where)
     role = _ROLES.get(str(raw.get("role")))
     if role is None:
         raise RequestError(
-            f"{where}.role is {_short(raw.get('role'))}: one of {', '.join(_ROLES)}", param=f"{where}.role"
+            f"{where}.role is {short(raw.get('role'))}: one of {', '.join(_ROLES)}", param=f"{where}.role"
         )
     content = _text(raw.get("content"), where)
     message: dict[str, Any] = {"role": role, "content": content}
     for name in ("name", "tool_call_id"):
-        value = _typed(f"{where}.{name}", raw.get(name), str, "send a string")
+        value = typed(f"{where}.{name}", raw.get(name), str, "send a string")
         if value is not None:
             message[name] = value
     if role != "assistant":
@@ -193,7 +209,7 @@ def _text(content: Any, where: str) -> str:
         return content or ""
     if not isinstance(content, list):
         raise RequestError(
-            f"{where}.content is {_short(content)}: send a string or text parts", param=f"{where}.content"
+            f"{where}.content is {short(content)}: send a string or text parts", param=f"{where}.content"
         )
     parts = []
     for part in content:
@@ -201,7 +217,7 @@ def _text(content: Any, where: str) -> str:
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else part
             raise RequestError(
-                f"{where}.content has a part of type {_short(kind)}: only text parts are supported",
+                f"{where}.content has a part of type {short(kind)}: only text parts are supported",
                 param=f"{where}.content",
             )
         parts.append(text)
@@ -212,7 +228,7 @@ def _tool_calls(raw: Any, where: str) -> tuple[list[dict[str, Any]], Hashable]:
     if raw is None or raw == []:
         return [], ()
     if not isinstance(raw, list) or len(raw) > MAX_TOOLS:
-        raise RequestError(f"{where} is {_short(raw)}: send a list of at most {MAX_TOOLS} calls", param=where)
+        raise RequestError(f"{where} is {short(raw)}: send a list of at most {MAX_TOOLS} calls", param=where)
     calls, keys = [], []
     for call in raw:
         function = call.get("function") if isinstance(call, dict) else None
@@ -220,7 +236,7 @@ def _tool_calls(raw: Any, where: str) -> tuple[list[dict[str, Any]], Hashable]:
         arguments = function.get("arguments") if isinstance(function, dict) else None
         if not isinstance(name, str) or not isinstance(arguments, str | dict | None):
             raise RequestError(
-                f"{where} has {_short(call)}: send id, function.name, function.arguments", param=where
+                f"{where} has {short(call)}: send id, function.name, function.arguments", param=where
             )
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError):  # not JSON: the template gets the text
@@ -237,13 +253,13 @@ def _tools(raw: Any) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(raw, list) or len(raw) > MAX_TOOLS:
         raise RequestError(
-            f"tools is {_short(raw)}: send a list of at most {MAX_TOOLS} functions", param="tools"
+            f"tools is {short(raw)}: send a list of at most {MAX_TOOLS} functions", param="tools"
         )
     for index, tool in enumerate(raw):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(
-                f"tools[{index}] is {_short(tool)}: send {{'type': 'function', 'function': {{'name': ...}}}}",
+                f"tools[{index}] is {short(tool)}: send {{'type': 'function', 'function': {{'name': ...}}}}",
                 param=f"tools[{index}]",
             )
     return raw
@@ -256,7 +272,7 @@ def _template_kwargs(raw: Any) -> dict[str, Any]:
         isinstance(v, str | int | float | bool | None) for v in raw.values()
     ):
         raise RequestError(
-            f"chat_template_kwargs is {_short(raw)}: send an object of plain values",
+            f"chat_template_kwargs is {short(raw)}: send an object of plain values",
             param="chat_template_kwargs",
         )
     if taken := _RESERVED_TEMPLATE_NAMES & raw.keys():
@@ -269,38 +285,29 @@ def _template_kwargs(raw: Any) -> dict[str, Any]:
 def _stop(raw: Any) -> list[str]:
     stop = [raw] if isinstance(raw, str) else [] if raw is None else raw
     if not isinstance(stop, list) or len(stop) > 4 or not all(isinstance(s, str) and s for s in stop):
-        raise RequestError(f"stop is {_short(raw)}: send a string or up to 4 strings", param="stop")
+        raise RequestError(f"stop is {short(raw)}: send a string or up to 4 strings", param="stop")
     return stop
 
 
-def _typed(name: str, value: Any, kind: type[T], hint: str) -> T | None:
-    if value is not None and not isinstance(value, kind):
-        raise RequestError(f"{name} is {_short(value)}: {hint}", param=name)
-    return value
+def _ids(name: str, raw: Any) -> list[int]:
+    if raw is None:
+        return []
+    if not isinstance(raw, list) or not all(type(token) is int and token >= 0 for token in raw):
+        raise RequestError(f"{name} is {short(raw)}: send a list of token ids", param=name)
+    return raw
 
 
-def _whole(name: str, value: Any, minimum: int) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value < 2**63:
+def _logit_bias(raw: Any) -> dict[int, float]:
+    if raw is None:
+        return {}
+    try:
+        return {int(token): number("logit_bias", value, -100, 100) for token, value in raw.items()}
+    except (AttributeError, ValueError):
         raise RequestError(
-            f"{name} is {_short(value)}: send a whole number of at least {minimum}", param=name
-        )
-    return value
-
-
-def _number(name: str, value: Any, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RequestError(f"{name} is {_short(value)}: send a number", param=name)
-    if not low <= value <= high:
-        raise RequestError(f"{name} is {value}: it must be between {low} and {high}", param=name)
-    return value
+            f"logit_bias is {short(raw)}: send an object of token ids and numbers from -100 to 100",
+            param="logit_bias",
+        ) from None
 
 
 def _canonical(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -11,7 +11,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from areal_lite.agents.chat_request import ChatRequest, RequestError
+from areal_lite.agents.chat_request import ChatRequest
+from areal_lite.agents.request_fields import RequestError
 from areal_lite.api.generation import GenerationHyperparameters
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ def request_gconfig(
         gconfig: The run's sampling parameters.
         request: The agent's request.
         prompt_tokens: Length of the prompt; ``gconfig.max_tokens`` limits prompt and answer together.
-        agent_samples: Whether to apply the agent's temperature, top_p, top_k and frequency_penalty.
+        agent_samples: Whether to apply the agent's temperature, top_p, penalties and logit_bias.
 
     Raises:
         RequestError: ``context_length_exceeded`` if the prompt leaves no room for an answer.
@@ -42,14 +43,23 @@ def request_gconfig(
     max_new_tokens = min(request.max_tokens or room, gconfig.max_new_tokens, room)
     changes: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
-        "min_new_tokens": min(gconfig.min_new_tokens, max_new_tokens),
+        "min_new_tokens": min(max(gconfig.min_new_tokens, request.min_tokens), max_new_tokens),
+        **request.grammar,
     }
     if request.stop:
         changes["stop"] = [*(gconfig.stop or []), *request.stop]
+    if request.stop_token_ids:
+        changes["stop_token_ids"] = [*(gconfig.stop_token_ids or []), *request.stop_token_ids]
+    if request.ignore_eos:
+        changes["ignore_eos"] = True
     if request.seed is not None:
         changes["seed"] = request.seed
     if request.sampling:
         changes |= _distribution(gconfig, request.sampling, agent_samples)
+    if request.logit_bias and agent_samples:
+        changes["logit_bias"] = request.logit_bias
+    elif request.logit_bias:
+        warn_once(f"logit_bias={request.logit_bias}"[:80])
     changes = {name: value for name, value in changes.items() if getattr(gconfig, name) != value}
     return gconfig.new(**changes) if changes else gconfig
 

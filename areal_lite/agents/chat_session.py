@@ -9,17 +9,20 @@ only the new ones are rendered; the work per turn does not grow with the turns.
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import logging
-import time
-import uuid
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from areal_lite.agents.chat_renderer import ChatRenderer
-from areal_lite.agents.chat_request import ChatRequest, RequestError, parse_chat_request, parse_message
+from areal_lite.agents.chat_request import ChatRequest, parse_message
 from areal_lite.agents.chat_sampling import request_gconfig
+from areal_lite.agents.request_fields import RequestError
+from areal_lite.agents.text_stream import TextStream
 from areal_lite.agents.tool_calls import parse_tool_calls
+from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.api.generation import GenerationHyperparameters
@@ -31,6 +34,22 @@ logger = logging.getLogger(__name__)
 
 Style = Literal["individual", "concat"]
 Interactions = dict[str, InteractionWithTokenLogpReward]
+OnText = Callable[[int, str], None]
+"""Called with the index of a choice and the next piece of its text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One answer of the model, before it takes an API's form."""
+
+    id: str
+    """Key of its interaction."""
+    message: dict[str, Any]
+    """Assistant message in OpenAI's form: content, tool_calls, reasoning_content."""
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stopped_by: str | None
+    """The stop string that ended it."""
+    response: ModelResponse
 
 
 @dataclass(slots=True)
@@ -72,7 +91,13 @@ class ChatSession:
         stop_ids = dict.fromkeys([*(gconfig.stop_token_ids or []), *renderer.stop_ids])
         self._gconfig = gconfig.new(stop_token_ids=list(stop_ids) or None)
         self._roots: dict[bytes, _Node] = {}
+        self._raw: list[tuple[str, InteractionWithTokenLogpReward]] = []
+        """Answers to prompts without template, with the text of prompt and answer."""
         self._closed = False
+        self._context = contextvars.copy_context()
+        self._episode = episode_context.current().episode
+        self._tasks: set[asyncio.Task[list[Answer]]] = set()
+        """Running calls that no task of the episode waits for."""
         self.interactions: Interactions = {}
         self.clean_turns = 0
         self.forks = 0
@@ -82,30 +107,140 @@ class ChatSession:
         self.refusal: RequestError | None = None
         """The latest invalid request."""
 
-    async def create(self, body: Any) -> dict[str, Any]:
-        """Answer one chat completion request with the JSON object of OpenAI's API.
+    async def answer(
+        self, request: ChatRequest, answer_id: str, *, on_text: OnText | None = None
+    ) -> list[Answer]:
+        """Return ``request.n`` answers to one prompt.
+
+        Args:
+            request: The checked request.
+            answer_id: Id of the first answer; the k-th after it is ``ID-k``.
+            on_text: Gets the text while it is sampled.
 
         Raises:
             RequestError: If the request is bad (400) or no server answers (503).
         """
+        if (
+            episode_context.current().episode is not self._episode
+        ):  # the call came through a socket or a thread
+            context = self._context.copy()
+            task = asyncio.get_running_loop().create_task(
+                self._answers(request, answer_id, on_text), context=context
+            )
+            self.own(task)
+            try:
+                return await task
+            except asyncio.CancelledError:
+                caller = asyncio.current_task()
+                if self._closed and caller is not None and not caller.cancelling():
+                    raise RequestError("the episode has ended", status=410, code="session_ended") from None
+                task.cancel()
+                raise
+        return await self._answers(request, answer_id, on_text)
+
+    async def _answers(self, request: ChatRequest, answer_id: str, on_text: OnText | None) -> list[Answer]:
         try:
-            completion = await self._create(parse_chat_request(body))
-        except RequestError as error:
-            self.refusal = error
-            raise
-        except Exception as error:
+            if request.n == 1:
+                answers = [await self._answer(request, 0, answer_id, on_text)]
+            else:
+                async with asyncio.TaskGroup() as tasks:
+                    running = [
+                        tasks.create_task(
+                            self._answer(request, k, f"{answer_id}-{k}" if k else answer_id, on_text)
+                        )
+                        for k in range(request.n)
+                    ]
+                answers = [task.result() for task in running]
+        except Exception as failure:
+            error: BaseException = failure
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            assert isinstance(error, Exception)
+            if isinstance(error, RequestError):
+                self.refusal = error
+                raise error from None
             self.error = error
             raise RequestError(
                 f"the engine failed: {type(error).__name__}: {error}"[:500], status=503
             ) from error
         self.error = None
-        return completion
+        return answers
+
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Return how many tokens the prompt of a request has."""
+        return len((await self._find_prompt(request))[0])
+
+    def own(self, task: asyncio.Task[list[Answer]]) -> None:
+        """Cancel ``task`` when the session closes."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        """End the session: later answers are not recorded."""
+        """End the session: running calls stop, and later answers are not recorded."""
         self._closed = True
+        for task in self._tasks:
+            task.cancel()
 
-    async def _create(self, request: ChatRequest) -> dict[str, Any]:
+    async def _answer(
+        self, request: ChatRequest, index: int, answer_id: str, on_text: OnText | None
+    ) -> Answer:
+        prompt, parent, is_fork = await self._find_prompt(request)
+        gconfig = request_gconfig(
+            self._gconfig, request, prompt_tokens=len(prompt), agent_samples=self._agent_samples
+        )
+        if request.n > 1 and gconfig.seed is not None:
+            gconfig = gconfig.new(seed=gconfig.seed + index)
+        stops = [*(self._gconfig.stop or []), *request.stop]
+        text = None if on_text is None else self._text_stream(request, stops)
+
+        def on_tokens(ids: Sequence[int], _: Sequence[float]) -> None:
+            assert text is not None and on_text is not None
+            if piece := text.feed([token for token in ids if token not in self._renderer.stop_ids]):
+                on_text(index, piece)
+
+        try:
+            with attributed_to(FailureKind.ENGINE):
+                response = await self._engine.agenerate(
+                    ModelRequest(
+                        input_ids=prompt,
+                        gconfig=gconfig,
+                        tokenizer=self._renderer.tokenizer,
+                        top_logprobs=request.top_logprobs,
+                        on_tokens=None if text is None else on_tokens,
+                    )
+                )
+        except ConfigError as error:
+            too_long = isinstance(error, ContextOverflowError)
+            code = "context_length_exceeded" if too_long else None
+            raise RequestError(str(error)[:500], param="messages", code=code) from error
+        answer = self._read(request, response, answer_id, stops)
+        if (
+            text is not None
+            and on_text is not None
+            and (rest := text.finish(answer.message["content"] or ""))
+        ):
+            on_text(index, rest)
+        if not self._closed:
+            self._record(
+                request,
+                InteractionWithTokenLogpReward(
+                    model_response=response,
+                    parent=parent,
+                    messages=request.messages,
+                    output_message_list=[answer.message],
+                    completion={"id": answer_id},
+                ),
+            )
+            self.forks += is_fork
+            self.clean_turns += not is_fork
+        return answer
+
+    async def _find_prompt(
+        self, request: ChatRequest
+    ) -> tuple[list[int], InteractionWithTokenLogpReward | None, bool]:
+        """Return the prompt's ids, the answer they extend, and whether the prompt renders an answer from text."""
+        if request.prompt is not None:
+            return *await self._raw_prompt(request.prompt), False
         root = self._roots.setdefault(request.render_key, _Node())
         parent, known = self._longest_recorded(root, request.keys)
         new = request.messages[known:]
@@ -113,32 +248,36 @@ class ChatSession:
         if parent is None:
             new = request.messages
         is_fork = bool(self.interactions) and any(message["role"] == "assistant" for message in new)
-        gconfig = request_gconfig(
-            self._gconfig, request, prompt_tokens=len(prompt), agent_samples=self._agent_samples
-        )
-        try:
-            with attributed_to(FailureKind.ENGINE):
-                response = await self._engine.agenerate(
-                    ModelRequest(input_ids=prompt, gconfig=gconfig, tokenizer=self._renderer.tokenizer)
-                )
-        except ConfigError as error:
-            too_long = isinstance(error, ContextOverflowError)
-            code = "context_length_exceeded" if too_long else None
-            raise RequestError(str(error)[:500], param="messages", code=code) from error
-        message, finish_reason = self._message(request, response)
-        completion = _completion(request, response, message, finish_reason, self._renderer)
-        if not self._closed:
-            interaction = InteractionWithTokenLogpReward(
-                model_response=response,
-                parent=parent,
-                messages=request.messages,
-                output_message_list=[message],
-                completion=completion,
-            )
-            self._record(root, request.keys, interaction)
-            self.forks += is_fork
-            self.clean_turns += not is_fork
-        return completion
+        return prompt, parent, is_fork
+
+    async def _raw_prompt(
+        self, prompt: str | list[int]
+    ) -> tuple[list[int], InteractionWithTokenLogpReward | None]:
+        """Return the ids of a prompt without template, and the answer that it continues exactly."""
+        longest: tuple[list[int], str | list[int], InteractionWithTokenLogpReward | None] = [], prompt, None
+        for text, answer in self._raw:
+            ids = [*answer.model_response.input_tokens, *answer.model_response.output_tokens]
+            if isinstance(prompt, str):
+                rest: str | list[int] = prompt[len(text) :]
+                extends = prompt.startswith(text)
+            else:
+                rest, extends = prompt[len(ids) :], prompt[: len(ids)] == ids
+            if extends and len(ids) > len(longest[0]):
+                longest = ids, rest, answer
+        ids, rest, parent = longest
+        if isinstance(rest, list):
+            return [*ids, *rest], parent
+        return [*ids, *await self._renderer.plain(rest, begins=not ids)], parent
+
+    def _text_stream(self, request: ChatRequest, stops: list[str]) -> TextStream:
+        def decode(ids: list[int]) -> str:
+            return self._renderer.decode(ids, skip_special_tokens=self._gconfig.skip_special_tokens)
+
+        openings = ("<tool_call>",) if request.parse_tools else ()
+        stream = TextStream(decode, stops=stops, openings=openings)
+        if request.parse_tools and request.grammar:  # the answer is a call as bare JSON
+            stream.wait()
+        return stream
 
     def _longest_recorded(
         self, root: _Node, keys: Sequence[Hashable]
@@ -155,18 +294,21 @@ class ChatSession:
                 parent, known = node.interaction, depth
         return parent, known
 
-    def _record(
-        self, root: _Node, keys: Sequence[Hashable], interaction: InteractionWithTokenLogpReward
-    ) -> None:
-        answer = interaction.output_message_list[0]
-        node = root
-        for key in (*keys, parse_message(answer, "answer")[1]):
+    def _record(self, request: ChatRequest, interaction: InteractionWithTokenLogpReward) -> None:
+        (answer,) = interaction.output_message_list
+        self.interactions[interaction.completion["id"]] = interaction
+        if request.prompt is not None:
+            response = interaction.model_response
+            ids = response.input_tokens + response.output_tokens
+            self._raw.append((self._renderer.decode(ids, skip_special_tokens=False), interaction))
+            return
+        node = self._roots.setdefault(request.render_key, _Node())
+        for key in (*request.keys, parse_message(answer, "answer")[1]):
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = _Node()
             node = child
         node.interaction = interaction
-        self.interactions[interaction.completion["id"]] = interaction
 
     async def _prompt(
         self, request: ChatRequest, parent: InteractionWithTokenLogpReward | None, new: list[dict[str, Any]]
@@ -186,27 +328,36 @@ class ChatSession:
                 logger.debug("the new messages cannot be rendered alone", exc_info=True)
         return await self._renderer.prompt(request.messages, request.tools, request.template_kwargs), None
 
-    def _message(self, request: ChatRequest, response: ModelResponse) -> tuple[dict[str, Any], str]:
-        """Return the assistant message and the finish reason; the text is a view of the ids."""
+    def _read(
+        self, request: ChatRequest, response: ModelResponse, answer_id: str, stops: list[str]
+    ) -> Answer:
+        """Return the answer with its message, a view of the ids."""
         ids = response.output_tokens
         if ids and ids[-1] in self._renderer.special_ids:
             ids = ids[:-1]
         text = self._renderer.decode(ids, skip_special_tokens=self._gconfig.skip_special_tokens)
-        for stop in [*(self._gconfig.stop or []), *request.stop]:
-            text = text.partition(stop)[0]
+        stopped_by = min((stop for stop in stops if stop in text), key=text.index, default=None)
+        if stopped_by is not None:
+            text = text.partition(stopped_by)[0]
         message: dict[str, Any] = {"role": "assistant", "content": text}
-        finish_reason = "stop" if response.stop_reason in ("stop", "tool_calls") else "length"
+        finish_reason: Any = "stop" if response.stop_reason in ("stop", "tool_calls") else "length"
         if request.parse_tools:
             parsed = parse_tool_calls(text, {tool["function"]["name"] for tool in request.tools or ()})
             self.tool_parse_errors += parsed.unparsable
             if parsed.tool_calls:
-                message = {
-                    "role": "assistant",
-                    "content": parsed.content or None,
-                    "tool_calls": parsed.tool_calls,
-                }
+                message |= {"content": parsed.content or None, "tool_calls": parsed.tool_calls}
                 finish_reason = "tool_calls"
-        return message, finish_reason
+        return Answer(
+            id=answer_id,
+            message=message,
+            finish_reason=finish_reason,
+            stopped_by=stopped_by,
+            response=response,
+        )
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each token alone, special tokens included."""
+        return [self._renderer.decode([token], skip_special_tokens=False) for token in ids]
 
     def export(self, style: Style) -> Interactions:
         """Return the sequences to train on, by completion id; the originals stay as they are.
@@ -233,33 +384,3 @@ class ChatSession:
             assert sequence is not None
             sequences[key] = sequence
         return sequences
-
-
-def _completion(
-    request: ChatRequest,
-    response: ModelResponse,
-    message: dict[str, Any],
-    finish_reason: str,
-    renderer: ChatRenderer,
-) -> dict[str, Any]:
-    logprobs = None
-    if request.logprobs:
-        content = []
-        for token, logprob in zip(response.output_tokens, response.output_logprobs, strict=True):
-            text = renderer.decode([token], skip_special_tokens=False)
-            content.append(
-                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            )
-        logprobs = {"content": content, "refusal": None}
-    return {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": request.model,
-        "choices": [{"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": logprobs}],
-        "usage": {
-            "prompt_tokens": response.input_len,
-            "completion_tokens": response.output_len,
-            "total_tokens": response.input_len + response.output_len,
-        },
-    }

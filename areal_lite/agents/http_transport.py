@@ -1,4 +1,4 @@
-"""An ``httpx`` client that calls the chat service in this process: no sockets, and only JSON bodies are serialized.
+"""An ``httpx`` client that calls the agent service in this process: no sockets, and only JSON bodies are serialized.
 
 The OpenAI SDK uses ``httpx`` up to version 2 and ``httpx2`` since. If ``httpx`` is installed, a client built on it
 works with both and with other vendors' SDKs.
@@ -6,9 +6,10 @@ works with both and with other vendors' SDKs.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-from areal_lite.agents.chat_service import ChatService
+from areal_lite.agents.agent_service import AgentService, EventBody
 
 if TYPE_CHECKING:
     import httpx2 as httpx
@@ -21,19 +22,31 @@ else:
 BASE_URL = "http://areal-lite.local/v1"
 
 
-class ChatTransport(httpx.AsyncBaseTransport):
-    """Passes each request to a chat service in the same process."""
+class ServiceTransport(httpx.AsyncBaseTransport):
+    """Passes each request to an agent service in the same process."""
 
-    def __init__(self, service: ChatService) -> None:
+    def __init__(self, service: AgentService) -> None:
         self._service = service
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Answer one request; ``httpx`` calls this."""
         body = await request.aread()
-        status, headers, content = await self._service.handle(
-            request.method, request.url.path, request.headers, body
-        )
-        return httpx.Response(status, headers=dict(headers), content=content)
+        reply = await self._service.handle(request.method, request.url.path, request.headers, body)
+        if isinstance(reply.body, bytes):
+            return httpx.Response(reply.status, headers=dict(reply.headers), content=reply.body)
+        return httpx.Response(reply.status, headers=dict(reply.headers), stream=_Stream(reply.body))
+
+
+class _Stream(httpx.AsyncByteStream):
+    def __init__(self, body: EventBody) -> None:
+        self._body = body
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for chunk in self._body:
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._body.aclose()
 
 
 class SharedClient(httpx.AsyncClient):
@@ -42,8 +55,8 @@ class SharedClient(httpx.AsyncClient):
     Closing it does nothing, so an agent that closes its SDK client does not close those of other agents.
     """
 
-    def __init__(self, service: ChatService) -> None:
-        super().__init__(transport=ChatTransport(service), base_url=BASE_URL, trust_env=False)
+    def __init__(self, service: AgentService) -> None:
+        super().__init__(transport=ServiceTransport(service), base_url=BASE_URL, trust_env=False)
 
     async def aclose(self) -> None:
         """Do nothing."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from areal_lite.api.failure import Failure
 from areal_lite.api.io_struct import ModelResponse
+from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.trajectory import EpisodeStatus, TaskId, Trajectory
 from areal_lite.api.turn_tree import unfinished_trajectory
 
@@ -62,8 +63,10 @@ class EpisodeContext(NamedTuple):
     """All episodes of the group, by ``member_idx``."""
     episode: Episode | None = None
     """This episode; the engine records its model calls there."""
-    http: Any = None
-    """The engine's shared HTTP clients."""
+    shared: SharedResources | None = None
+    """What all episodes of the engine share; None outside an engine."""
+    agent: Any = None
+    """How an agent reaches its model (:class:`areal_lite.agents.agent_doors.AgentAccess`); None in a workflow."""
 
 
 _OUTSIDE = EpisodeContext()

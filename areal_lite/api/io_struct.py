@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areal_lite.api.generation import GenerationHyperparameters
 
+_rids = random.Random()  # its own, seeded by the system: a user's seed must not repeat the ids of another run
+os.register_at_fork(after_in_child=_rids.seed)
+
 
 def _fixed_length_rid() -> str:
     # SGLang aborts by prefix of the rid, so ids must all have one length.
-    return os.urandom(16).hex()
+    return f"{_rids.getrandbits(128):032x}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,6 +28,12 @@ class ModelRequest:
     rid: str = field(default_factory=_fixed_length_rid)
     metadata: dict[str, Any] = field(default_factory=dict)
     tokenizer: Any = None
+    on_tokens: Callable[[Sequence[int], Sequence[float]], None] | None = None
+    """Called on the engine's event loop with new ids and their log-probs as the server sends them. Over all its calls it
+    gets each id of the answer once, in order; an exception it raises ends the request. None asks the server for the
+    whole answer at once, which costs less."""
+    top_logprobs: int = 0
+    """Number of most likely tokens to report at each position."""
 
     def copy(self) -> ModelRequest:
         """Return a copy with its own ``input_ids`` and ``metadata``."""
@@ -41,11 +52,13 @@ class ModelResponse:
     output_tokens: list[int]
     output_logprobs: list[float]
     output_versions: list[int]
+    output_top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    """Per output token, the most likely ``(id, log-prob)``, best first; empty unless the request asked for them."""
     stop_reason: str = "stop"
     latency: float = 0.0
     """Seconds from the first request sent to the last answer."""
     ttft: float = 0.0
-    """Seconds to the first answer (its whole text: answers are not streamed)."""
+    """Seconds to the first token of a streamed answer, else to the first reply."""
     started: float = 0.0
     """Wall clock at the first request, seconds since the epoch."""
     attempts: int = 1

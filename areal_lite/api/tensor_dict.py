@@ -171,7 +171,13 @@ def check_same_keys(outcomes: Sequence[dict[str, Any]]) -> None:
 
 
 def check_tensor_dict(tensors: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """Return the token keys and rewards as numpy arrays; raise ValueError, naming key, rule and fix, for a bad dict."""
+    """Return the token keys and rewards as numpy arrays, ``loss_mask`` as bool.
+
+    ``attention_mask`` is left out if nothing is padded.
+
+    Raises:
+        ValueError: If the dict is bad, with key, rule and fix.
+    """
     for key in ("input_ids", "attention_mask"):
         if key not in tensors:
             raise ValueError(
@@ -213,11 +219,15 @@ def check_tensor_dict(tensors: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def _check_values(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    mask, attention = arrays.get("loss_mask"), arrays["attention_mask"]
-    if mask is None:
+def _check_values(arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+    attention = arrays["attention_mask"]
+    padded = np.count_nonzero(attention) < attention.size
+    if not padded:
+        del arrays["attention_mask"]
+    if "loss_mask" not in arrays:
         return
-    if not np.logical_and.reduce(attention, None) and ((mask != 0) > (attention != 0)).any():
+    mask = arrays["loss_mask"] = arrays["loss_mask"].astype(np.bool_, copy=False)
+    if padded and (mask > (attention != 0)).any():
         raise ValueError(
             "loss_mask is 1 where attention_mask is 0: padding cannot be trained; set loss_mask to 0 there"
         )
@@ -226,7 +236,7 @@ def _check_values(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
     if (
         logprobs is not None
         and not math.isfinite(np.add.reduce(logprobs, None))
-        and not math.isfinite(logprobs[mask != 0].sum(dtype="float64"))
+        and not math.isfinite(logprobs[mask].sum(dtype="float64"))
     ):
         raise ValueError(
             "logprobs holds nan or inf at a trained token: keep the log-probs as the server returned them"

@@ -107,7 +107,7 @@ class KLConfig:
     """For a penalty in the reward: adapt coef to this KL (nats per token). Null keeps coef fixed."""
 
     horizon: Above0 = 10000.0
-    """Number of sequences over which coef adapts to target."""
+    """Number of episodes over which coef adapts to target."""
 
     def __post_init__(self) -> None:
         in_reward = self.place == "reward"
@@ -132,7 +132,8 @@ class CorrectionConfig:
     """Off-policy correction between the behaviour and proximal policies (staleness, engine rounding)."""
 
     level: Literal["token", "sequence", "none"] = "token"
-    """Granularity of the importance weight proximal / behaviour: token or sequence. none disables weighting."""
+    """Granularity of the importance weight proximal / behaviour: each token, or the whole episode (sequence). none
+    disables weighting."""
 
     max_weight: Above0 = 5.0
     """Upper bound of the importance weights (truncated importance sampling)."""
@@ -153,8 +154,8 @@ class CorrectionConfig:
     """Comma-separated bounds, one per statistic in reject: lower_upper of the ratio for k1, an upper bound for the
     others."""
 
-    max_row_kl: Above0 | None = None
-    """Mask sequences with negative advantage whose mean behaviour - policy log-prob (nats per token) is above this
+    max_episode_kl: Above0 | None = None
+    """Mask episodes with negative advantage whose mean behaviour - policy log-prob (nats per token) is above this
     bound (off-policy sequence masking)."""
 
     def __post_init__(self) -> None:

@@ -110,8 +110,8 @@ class TokenSequence:
 
     def __post_init__(self) -> None:
         length = len(self.input_ids)
-        for name in ("loss_mask", "logprobs", "versions"):
-            column = getattr(self, name)
+        columns = (self.loss_mask, self.logprobs, self.versions)
+        for name, column in zip(("loss_mask", "logprobs", "versions"), columns, strict=True):
             if column is not None and len(column) != length:
                 raise ValueError(
                     f"{self._where}{name} has {len(column)} entries but input_ids has {length}: give one per token"
@@ -155,9 +155,13 @@ class TokenSequence:
         if self.versions is None:
             return None
         known = self.versions[self.loss_mask]
-        if len(known) and known.min() < 0:
+        oldest = known.min() if len(known) else -1
+        if oldest < 0:
             known = known[known >= 0]
-        return (int(known.min()), int(known.max())) if len(known) else None
+            if not len(known):
+                return None
+            oldest = known.min()
+        return int(oldest), int(known.max())
 
     def staleness(self, version: int) -> int | None:
         """Return ``version`` minus the version of the oldest trained token; None if unknown."""
@@ -212,10 +216,7 @@ class Trajectory:
 
     def trained_versions(self) -> tuple[int, int] | None:
         """Return the oldest and newest policy version of all trained tokens; None if unknown."""
-        ranges = [versions for s in self.sequences if (versions := s.trained_versions()) is not None]
-        if not ranges:
-            return None
-        return min(low for low, _ in ranges), max(high for _, high in ranges)
+        return _range_of([sequence.trained_versions() for sequence in self.sequences])
 
     def average_rewards(self) -> None:
         """Set ``reward`` to the mean over the sequences; None if no sequence has a reward."""
@@ -239,6 +240,14 @@ class Trajectory:
     def num_sampled_tokens(self) -> int:
         """Tokens the model wrote in this episode, trained or not."""
         return sum(len(turn.ids) for turn in self.turns if turn.role is TurnRole.ASSISTANT)
+
+
+def _range_of(ranges: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
+    """Return the smallest range that covers the known ones."""
+    if len(ranges) == 1:
+        return ranges[0]
+    known = [each for each in ranges if each is not None]
+    return (min(low for low, _ in known), max(high for _, high in known)) if known else None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -282,12 +291,12 @@ class Group:
 
     def note_versions(self) -> None:
         """Set ``head_version`` and ``tail_version`` from the trained tokens."""
-        ranges = [v for t in self.trajectories if (v := t.trained_versions()) is not None]
-        self.head_version = min((low for low, _ in ranges), default=None)
-        self.tail_version = max((high for _, high in ranges), default=None)
+        versions = _range_of([t.trained_versions() for t in self.trajectories])
+        self.head_version, self.tail_version = versions or (None, None)
 
     def _name_parts(self) -> None:
         """Copy the group's ids and status to its trajectories and sequences; an episode's own end stays."""
+        task_id = str(self.task_id)
         for trajectory in self.trajectories:
             if trajectory.reward is None:
                 trajectory.average_rewards()
@@ -295,7 +304,7 @@ class Group:
             if trajectory.status is EpisodeStatus.ACCEPTED:
                 trajectory.status, trajectory.failure = self.status, self.failure
             for sequence in trajectory.sequences:
-                sequence.group_id, sequence.task_id = self.group_id, str(self.task_id)
+                sequence.group_id, sequence.task_id = self.group_id, task_id
                 sequence.member_idx = trajectory.member_idx
                 if sequence.reward is None:
                     sequence.reward = trajectory.reward

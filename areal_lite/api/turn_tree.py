@@ -20,6 +20,7 @@ from areal_lite.api.tensor_dict import SEQUENCE_KEYS, check_returned, check_tens
 from areal_lite.api.trajectory import EpisodeStatus, TokenSequence, Trajectory, Turn, TurnRole
 
 Arrays = Mapping[str, NDArray[Any]]
+_COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions")
 Span = tuple[int, int, ModelResponse | None, bool]
 """Start and end of a turn in its sequence, its call if known, and whether the model sampled it."""
 
@@ -107,7 +108,6 @@ class _TurnTree:
         """
         path: list[int] = []
         parent: int | None = None
-        answers = 0
         for start, end, call, sampled in spans:
             here = slice(start, end)
             ids, loss_mask = sequence.input_ids[here], sequence.loss_mask[here]
@@ -134,7 +134,6 @@ class _TurnTree:
                     self.calls.setdefault(_identity(call), place)
             path.append(place)
             parent = place
-            answers += sampled
         calls_before = sum(self.turns[place].role is TurnRole.ASSISTANT for place in path) - 1
         sequence.place = tuple(path), max(0, calls_before)
 
@@ -228,18 +227,14 @@ def _interaction_sequence(interaction: InteractionWithTokenLogpReward) -> TokenS
 
 def _row_sequences(arrays: Arrays) -> Iterator[TokenSequence]:
     """Yield the sequences of a checked tensor dict, unpadded."""
-    attention = arrays["attention_mask"] != 0
-    padded = not attention.all()
-    mask = arrays["loss_mask"] != 0 if "loss_mask" in arrays else np.zeros(attention.shape, np.bool_)
-    rewards = arrays["rewards"].tolist() if "rewards" in arrays else [None] * len(attention)
-    for row, ids in enumerate(arrays["input_ids"]):
-        keep: Any = attention[row] if padded else slice(None)
-        yield TokenSequence(
-            input_ids=ids[keep],
-            loss_mask=mask[row][keep],
-            reward=rewards[row],
-            **{key: arrays[key][row][keep] for key in ("logprobs", "versions") if key in arrays},
-        )
+    columns = {key: arrays[key] for key in _COLUMNS if key in arrays}
+    if "loss_mask" not in arrays:
+        columns["loss_mask"] = np.zeros(arrays["input_ids"].shape, np.bool_)
+    rewards = arrays["rewards"].tolist() if "rewards" in arrays else [None] * len(arrays["input_ids"])
+    attention = arrays.get("attention_mask")
+    for row, reward in enumerate(rewards):
+        place = row if attention is None else (row, attention[row] != 0)
+        yield TokenSequence(reward=reward, **{key: column[place] for key, column in columns.items()})
 
 
 def _chain_spans(interaction: InteractionWithTokenLogpReward) -> Iterator[Span]:

@@ -35,7 +35,7 @@ class ModelRunner:
         head.register_forward_pre_hook(self._keep_last_positions)
 
     def _keep_last_positions(self, _head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        # A hook and not ``logits_to_keep``, which keeps the same positions of all rows; rows end at different ones.
+        # A hook and not ``logits_to_keep``, which keeps the same positions of all slots; slots end at different ones.
         # The model still scales or caps its logits.
         if self._last is None:
             return inputs
@@ -44,24 +44,24 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(
-        self, rows: list[int], tokens: list[list[int]], past: list[int], *, all_positions: bool
+        self, slots: list[int], tokens: list[list[int]], past: list[int], *, all_positions: bool
     ) -> Tensor:
-        """Run ``tokens`` after the first ``past`` columns of each slot in ``rows``, and store their KV.
+        """Run ``tokens`` after the first ``past`` columns of each of the ``slots``, and store their KV.
 
         Args:
-            rows: ``[n]`` slots, all different.
-            tokens: ``[n][<= q]`` ids, at least one per row; shorter rows are padded on the right.
+            slots: ``[n]``, all different.
+            tokens: ``[n][<= q]`` ids, at least one per slot; shorter lists are padded on the right.
             past: ``[n]`` number of columns per slot that precede these tokens.
-            all_positions: Return logits of every position instead of each row's last.
+            all_positions: Return logits of every position instead of each slot's last.
 
         Returns:
-            ``[n, vocab]`` logits of each row's last token, or ``[n, q, vocab]``.
+            ``[n, vocab]`` logits of each slot's last token, or ``[n, q, vocab]``.
         """
-        lengths = [len(row) for row in tokens]
+        lengths = [len(ids) for ids in tokens]
         width = max(lengths)
         plan = self.cache.plan
-        plan.set(rows, past, width)
-        padded = [row + [0] * (width - len(row)) for row in tokens]
+        plan.set(slots, past, width)
+        padded = [ids + [0] * (width - len(ids)) for ids in tokens]
         input_ids = torch.tensor(padded, device=self.device)
         self._last = None if all_positions or width == 1 else torch.tensor(lengths, device=self.device) - 1
         mask = None

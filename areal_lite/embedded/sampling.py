@@ -1,6 +1,6 @@
 """Sample a whole batch at once: log-probs in SGLang's convention, filters, seeded choices.
 
-Guarantees that a row's token depends only on its logits, parameters, seed and position, never on other rows.
+Guarantees that a request's token depends only on its logits, parameters, seed and position, never on other requests.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _FIRST_TRY = 1024  # enough for most top-p values; a full sort of the vocabulary
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One sampled token per row."""
+    """One sampled token per request."""
 
     tokens: list[int]
     logprobs: list[float]
     """Nats, fp32 ``log_softmax(logits / temperature)``; temperature 0 does not divide the logits."""
     top: list[list[tuple[float, int]]]
-    """Per row, the ``top_logprobs_num`` most probable ``(log-prob, id)``."""
+    """Per request, the ``top_logprobs_num`` most probable ``(log-prob, id)``."""
 
 
 def sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: frozenset[int]) -> Sampled:
     """Sample the next token of each request.
 
     Args:
-        logits: ``[rows, vocab]``, any float type.
+        logits: ``[n, vocab]``, any float type.
         eos_ids: Ids that ``min_new_tokens`` excludes, besides the request's own stop ids.
     """
     temperatures = [request.params.temperature for request in requests]
@@ -44,53 +44,53 @@ def sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: froze
     logprobs = torch.log_softmax(logits, dim=-1)
     allowed = _forbid_early_stop(logprobs, requests, eos_ids)
     tokens = torch.empty(len(requests), dtype=torch.long, device=logits.device)
-    greedy = [row for row, temperature in enumerate(temperatures) if temperature == 0.0]
+    greedy = [i for i, temperature in enumerate(temperatures) if temperature == 0.0]
     plain: list[int] = []
     filtered: list[int] = []
-    for row, request in enumerate(requests):
+    for i, request in enumerate(requests):
         params = request.params
         if params.temperature > 0.0:
-            (filtered if params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0 else plain).append(row)
+            (filtered if params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0 else plain).append(i)
     if greedy:
-        tokens[greedy] = _rows(allowed, greedy).argmax(dim=-1)
+        tokens[greedy] = _take(allowed, greedy).argmax(dim=-1)
     uniforms = torch.from_numpy(_uniforms(requests)).to(logits.device)
     if plain:
-        tokens[plain] = _pick(_rows(allowed, plain).exp(), uniforms[plain])
+        tokens[plain] = _pick(_take(allowed, plain).exp(), uniforms[plain])
     if filtered:
-        chosen_requests = [requests[row] for row in filtered]
-        tokens[filtered] = _pick_filtered(_rows(allowed, filtered).exp(), uniforms[filtered], chosen_requests)
+        chosen_requests = [requests[i] for i in filtered]
+        tokens[filtered] = _pick_filtered(_take(allowed, filtered).exp(), uniforms[filtered], chosen_requests)
     chosen = logprobs.gather(1, tokens[:, None])[:, 0]
     top = top_logprobs(logprobs, [request.top_logprobs_num for request in requests])
     return Sampled(tokens.tolist(), chosen.tolist(), top)
 
 
 def top_logprobs(logprobs: Tensor, counts: Sequence[int]) -> list[list[tuple[float, int]]]:
-    """Return each row's ``counts[row]`` most probable ``(log-prob, id)``, best first."""
+    """Return the ``counts[i]`` most probable ``(log-prob, id)`` of each ``logprobs[i]``, best first."""
     tops: list[list[tuple[float, int]]] = [[] for _ in counts]
-    for row, count in enumerate(counts):
+    for i, count in enumerate(counts):
         if count:
-            values, ids = logprobs[row].topk(min(count, logprobs.shape[1]))
-            tops[row] = list(zip(values.tolist(), ids.tolist(), strict=True))
+            values, ids = logprobs[i].topk(min(count, logprobs.shape[1]))
+            tops[i] = list(zip(values.tolist(), ids.tolist(), strict=True))
     return tops
 
 
-def _rows(values: Tensor, rows: list[int]) -> Tensor:
-    return values if len(rows) == values.shape[0] else values[rows]
+def _take(values: Tensor, numbers: list[int]) -> Tensor:
+    return values if len(numbers) == values.shape[0] else values[numbers]
 
 
 def _forbid_early_stop(
     logprobs: Tensor, requests: Sequence[GenerationRequest], eos_ids: frozenset[int]
 ) -> Tensor:
-    rows, columns = [], []
-    for row, request in enumerate(requests):
+    numbers, columns = [], []
+    for i, request in enumerate(requests):
         if len(request.output_ids) < request.params.min_new_tokens:
             for token in eos_ids | request.params.stop_token_ids:
-                rows.append(row)
+                numbers.append(i)
                 columns.append(token)
-    if not rows:
+    if not numbers:
         return logprobs
     allowed = logprobs.clone()
-    allowed[rows, columns] = -torch.inf
+    allowed[numbers, columns] = -torch.inf
     return allowed
 
 
@@ -110,7 +110,7 @@ def _uniforms(requests: Sequence[GenerationRequest]) -> np.ndarray[tuple[int], n
 
 
 def _pick(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Invert the cumulative sum of ``weights [rows, choices]`` (not normalised) at ``uniforms [rows]``.
+    """Invert the cumulative sum of ``weights [n, choices]`` (not normalised) at ``uniforms [n]``.
 
     First choose a block, then the place in it: a float64 sum over the vocabulary costs a fifth of a decode step, and a
     float32 sum loses the tail of the distribution.
@@ -123,8 +123,8 @@ def _pick(weights: Tensor, uniforms: Tensor) -> Tensor:
     ends = sums.cumsum(dim=-1)
     size = sums.gather(1, block)
     within = (uniforms[:, None] * ends[:, -1:] - (ends.gather(1, block) - size)) / size
-    rows = torch.arange(len(uniforms), device=weights.device)
-    return block[:, 0] * _BLOCK + _invert(blocks[rows, block[:, 0]].double(), within[:, 0].clamp(0.0, 1.0))
+    numbers = torch.arange(len(uniforms), device=weights.device)
+    return block[:, 0] * _BLOCK + _invert(blocks[numbers, block[:, 0]].double(), within[:, 0].clamp(0.0, 1.0))
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ _MIN_SHARED_PREFIX = 16  # tokens; for less, a plain prefill is cheaper than cop
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """One row of a prefill, shared by requests with equal tokens."""
+    """One slot of a prefill, shared by requests with equal tokens."""
 
     requests: list[GenerationRequest]
     tokens: list[int]
@@ -67,7 +67,7 @@ class Scheduler:
             runner: The model; its ``slots`` beyond ``max_running_requests`` keep finished prefixes.
             eos_ids: Ids that end an output.
             decode: ``(ids, skip_special_tokens)`` to text, for stop strings.
-            max_running_requests: Rows of the batch.
+            max_running_requests: Requests in one batch.
             max_total_tokens: Limit on prompt plus ``max_new_tokens``, summed over running requests. A request
                 above the limit runs alone.
             max_prefill_tokens: Padded tokens of one prefill step; a longer prompt runs alone.
@@ -300,41 +300,41 @@ class Scheduler:
         return _Prefill([request], tokens, donor, past)
 
     def _fits(self, prefill: _Prefill, chosen: list[_Prefill]) -> str:
-        """Decide whether a row joins this step: ``yes``, ``later`` (others in the queue may still join) or ``full``."""
+        """Decide whether a prefill joins this step: ``yes``, ``later`` (others in the queue may still) or ``full``."""
         if not chosen:
             return "yes"
         if prefill.requests[0].needs_scores or chosen[0].requests[0].needs_scores:
             return "full"
         if (prefill.donor is None) != (chosen[0].donor is None):
             return "later"
-        lengths = [len(row.tokens) - row.past for row in [*chosen, prefill]]
+        lengths = [len(one.tokens) - one.past for one in [*chosen, prefill]]
         padded = len(lengths) * max(lengths)
         if padded > self._max_prefill_tokens:
             return "full"
         if padded - sum(lengths) > max(64, sum(lengths) // 4):
             return "later"
         ids = np.asarray(prefill.tokens, dtype=np.int64)
-        for row in chosen:  # a long shared prefix is computed once, in this step, and copied in the next
-            shared = _shared_prefix(ids, row.requests[0].prompt_array)
+        for other in chosen:  # a long shared prefix is computed once, in this step, and copied in the next
+            shared = _shared_prefix(ids, other.requests[0].prompt_array)
             if shared - prefill.past >= max(2 * _MIN_SHARED_PREFIX, lengths[-1] // 2):
                 return "later"
         return "yes"
 
     def _prefill(self, prefills: list[_Prefill]) -> None:
-        """Compute the rows, copy them to equal requests, and sample the first tokens."""
+        """Compute the slots, copy them to equal requests, and sample the first tokens."""
         cache = self.runner.cache
         leaders: list[int] = []
         twins: list[tuple[int, int]] = []  # (source slot, target slot)
-        rows: list[int] = []  # row of the logits, one per request
+        computed: list[int] = []  # index into the logits, one per request
         joined = [request for prefill in prefills for request in prefill.requests]
-        for row, prefill in enumerate(prefills):
+        for i, prefill in enumerate(prefills):
             leaders.append(len(self.running))
-            for i, request in enumerate(prefill.requests):
-                if i:
-                    twins.append((leaders[row], len(self.running)))
+            for copy, request in enumerate(prefill.requests):
+                if copy:
+                    twins.append((leaders[i], len(self.running)))
                 if request.num_retractions == 0:
-                    request.cached_tokens = len(request.prompt) if i else prefill.past
-                rows.append(row)
+                    request.cached_tokens = len(request.prompt) if copy else prefill.past
+                computed.append(i)
                 self.running.append(request)
         past = [prefill.past for prefill in prefills]
         if any(past):
@@ -348,7 +348,7 @@ class Scheduler:
         if twins:
             sources, targets = zip(*twins, strict=True)
             cache.copy_columns(list(sources), list(targets), max(len(prefill.tokens) for prefill in prefills))
-            logits = logits[torch.tensor(rows, device=logits.device)]
+            logits = logits[torch.tensor(computed, device=logits.device)]
         self._extend(joined, logits)
 
     def _score_prompt(self, request: GenerationRequest, logits: torch.Tensor) -> None:
@@ -368,13 +368,13 @@ class Scheduler:
     def _extend(self, requests: list[GenerationRequest], logits: torch.Tensor) -> None:
         """Sample one token for each of these running requests and remove those that are done."""
         sampled = sample(logits, requests, self._eos_ids)
-        for row, request in enumerate(requests):
+        for i, request in enumerate(requests):
             if request.params.max_new_tokens == 0:
                 self._finish(request, {"type": "length", "length": 0})
                 continue
             if request.top_logprobs_num:
-                request.output_top_logprobs.append(sampled.top[row])
-            request.append(sampled.tokens[row], sampled.logprobs[row], self.weight_version)
+                request.output_top_logprobs.append(sampled.top[i])
+            request.append(sampled.tokens[i], sampled.logprobs[i], self.weight_version)
             self.generated_tokens += 1
             reason = self._finish_reason(request)
             if reason is not None:
@@ -404,7 +404,7 @@ class Scheduler:
         self._changed.append(request)
 
     def _leave(self, request: GenerationRequest) -> None:
-        """Remove a request from the batch: retain its KV, and move the last row into its slot."""
+        """Remove a request from the batch: retain its KV, and move the last request into its slot."""
         slot, last = self.running.index(request), len(self.running) - 1
         columns = len(request.prompt) + max(len(request.output_ids) - 1, 0)
         if self._keep_prefixes and request not in self._stale_kv and columns >= _MIN_SHARED_PREFIX:

@@ -106,12 +106,12 @@ def build(
     if context_length > longest:
         raise ConfigError(f"context_length is {context_length}: {directory} attends to {longest} at most.")
     # If a request is alone in the batch, its shapes and its slot are always the same.
-    rows = 1 if deterministic else config.max_running_requests
+    batch_size = 1 if deterministic else config.max_running_requests
     # Slots beyond the batch keep the KV of finished turns for an agent's next turn.
-    slots = rows + max(4, rows // 2)
+    slots = batch_size + max(4, batch_size // 2)
     runner = ModelRunner(model, slots=slots, context_length=context_length)
     runner.check_against_plain_forward()
-    max_total_tokens = config.max_total_tokens or rows * context_length
+    max_total_tokens = config.max_total_tokens or batch_size * context_length
 
     def decode(ids: list[int], skip_special_tokens: bool) -> str:
         return str(
@@ -122,7 +122,7 @@ def build(
         runner,
         eos_ids=eos_token_ids(model, tokenizer),
         decode=decode,
-        max_running_requests=rows,
+        max_running_requests=batch_size,
         max_total_tokens=max_total_tokens,
         max_prefill_tokens=config.max_prefill_tokens or (512 if device == "cpu" else 8192),
         weight_version=weight_version,

@@ -1,7 +1,7 @@
 """A KV cache with one slot per request, so requests of any length share a batch.
 
 Each layer has two tensors ``[slots, kv_heads, capacity + 1, head_dim]``; position ``p`` of a request is column ``p`` of
-its slot. Padding writes to the last column. Knows nothing about requests: the scheduler passes the rows and how many
+its slot. Padding writes to the last column. Knows nothing about requests: the scheduler passes the slots and how many
 columns of each are filled.
 """
 
@@ -22,25 +22,25 @@ class ForwardPlan:
         self.slots = slots
         self.capacity = capacity
         self.device = device
-        self.rows = torch.empty(0, dtype=torch.long)
+        self.used = torch.empty(0, dtype=torch.long)
         self.columns = torch.empty(0, 0, dtype=torch.long)
         self.kv_length = 0
         self.fresh = True
         self.leading = False
 
-    def set(self, rows: list[int], past: list[int], query_length: int) -> None:
-        """Plan a pass of ``query_length`` tokens per row, right-padded.
+    def set(self, used: list[int], past: list[int], query_length: int) -> None:
+        """Plan a pass of ``query_length`` tokens per slot, right-padded.
 
         Args:
-            rows: ``[n]`` slots.
+            used: ``[n]`` slots.
             past: ``[n]`` columns of each slot that are already filled.
         """
-        self.rows = torch.tensor(rows, device=self.device)
+        self.used = torch.tensor(used, device=self.device)
         starts = torch.tensor(past, device=self.device)
         columns = starts[:, None] + torch.arange(query_length, device=self.device)
         self.columns = columns.clamp(max=self.capacity)
         self.fresh = not any(past)
-        self.leading = rows == list(range(len(rows)))
+        self.leading = used == list(range(len(used)))
         self.kv_length = min(max(past) + query_length, self.capacity + 1)
 
 
@@ -67,11 +67,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
         plan = self.plan
-        self.keys[plan.rows[:, None], :, plan.columns] = key_states.transpose(1, 2)
-        self.values[plan.rows[:, None], :, plan.columns] = value_states.transpose(1, 2)
+        self.keys[plan.used[:, None], :, plan.columns] = key_states.transpose(1, 2)
+        self.values[plan.used[:, None], :, plan.columns] = value_states.transpose(1, 2)
         if plan.fresh:
             return key_states, value_states
-        where = slice(len(plan.rows)) if plan.leading else plan.rows
+        where = slice(len(plan.used)) if plan.leading else plan.used
         return self.keys[where, :, : plan.kv_length], self.values[where, :, : plan.kv_length]
 
     def copy_columns(self, sources: Tensor, targets: Tensor, length: int) -> None:
@@ -114,8 +114,8 @@ class SlotCache(Cache):
 
     def copy_columns(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copy the first ``length`` columns of ``sources[i]`` to ``targets[i]``, for each ``i``."""
-        source_rows = torch.tensor(sources, device=self.plan.device)
-        target_rows = torch.tensor(targets, device=self.plan.device)
+        source_slots = torch.tensor(sources, device=self.plan.device)
+        target_slots = torch.tensor(targets, device=self.plan.device)
         for layer in self.layers:
             assert isinstance(layer, SlotLayer)
-            layer.copy_columns(source_rows, target_rows, length)
+            layer.copy_columns(source_slots, target_slots, length)

@@ -19,6 +19,7 @@ from areal_lite.api import episode_context
 from areal_lite.api.engine_api import FilterDecision, InferenceEngine, Row
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.failure import Failure, FailureKind, attributed_to
+from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.tensor_dict import tensor_dict_of
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId, Trajectory
 from areal_lite.data.source.sample import with_own_containers
@@ -26,7 +27,6 @@ from areal_lite.errors import ConfigError
 from areal_lite.infra.deadlines import Deadlines
 from areal_lite.infra.grouped_rollout import run_group
 from areal_lite.infra.submission import EpisodeRecipe, Submission
-from areal_lite.infra.workflow_context import SharedHttp
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class GroupRunner:
         self._engine = engine
         self._timeout_s = timeout_s
         self._on_end = on_end
-        self._http = SharedHttp()
+        self._shared = SharedResources()
         self._next_task_id = 0
         self._ids_lock = threading.Lock()
         self._start_orders = itertools.count()
@@ -142,7 +142,7 @@ class GroupRunner:
         for submission in list(self.live.values()):
             self._abandon(submission)
         self._deadlines.close()
-        await self._http.close()
+        await self._shared.aclose()
 
     async def _run(self, submission: Submission) -> Group:
         recipe, episodes = submission.recipe, submission.episodes
@@ -154,7 +154,7 @@ class GroupRunner:
                 version=submission.start_version,
                 episodes=episodes,
                 episode=episodes[0],
-                http=self._http,
+                shared=self._shared,
             )
         )
         try:

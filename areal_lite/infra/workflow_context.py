@@ -5,18 +5,18 @@ Each episode has its own context, also each member of a group; tasks that it sta
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from areal_lite.api.episode_context import EpisodeContext as WorkflowContext
 from areal_lite.api.episode_context import current as get
 from areal_lite.api.episode_context import enter as set
+from areal_lite.api.shared_resources import SharedResources
 
 if TYPE_CHECKING:
     import aiohttp
     import httpx2
 
 __all__ = [
-    "SharedHttp",
     "WorkflowContext",
     "get",
     "get_aiohttp_session",
@@ -36,54 +36,19 @@ def scope_name(is_eval: bool) -> str:
     return "eval-rollout" if is_eval else "rollout"
 
 
-class SharedHttp:
-    """One aiohttp session and one httpx client for all episodes of an engine, made on first use."""
-
-    def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
-        self._client: httpx2.AsyncClient | None = None
-
-    def aiohttp_session(self) -> aiohttp.ClientSession:
-        """Return the shared session; the engine closes it."""
-        if self._session is None:
-            import aiohttp
-
-            self._session = aiohttp.ClientSession()
-        return self._session
-
-    def httpx_client(self) -> httpx2.AsyncClient:
-        """Return the shared client; the engine closes it."""
-        if self._client is None:
-            import httpx2
-
-            self._client = httpx2.AsyncClient(limits=httpx2.Limits(max_connections=4096), timeout=600)
-        return self._client
-
-    async def close(self) -> None:
-        """Close the clients that were opened."""
-        if self._session is not None:
-            await self._session.close()
-        if self._client is not None:
-            await self._client.aclose()
-
-
-def _shared() -> SharedHttp:
-    http: Any = get().http
-    if http is None:
-        raise RuntimeError(
-            "the shared HTTP clients exist inside an episode only; outside, open a session of your own"
-        )
-    assert isinstance(http, SharedHttp)
-    return http
-
-
 async def get_aiohttp_session() -> aiohttp.ClientSession:
     """Return the engine's shared aiohttp session; never close it.
 
     Raises:
         RuntimeError: Outside an episode.
     """
-    return _shared().aiohttp_session()
+
+    async def make() -> aiohttp.ClientSession:
+        import aiohttp
+
+        return aiohttp.ClientSession()
+
+    return await _shared().get("aiohttp", make)
 
 
 async def get_httpx_client() -> httpx2.AsyncClient:
@@ -92,4 +57,19 @@ async def get_httpx_client() -> httpx2.AsyncClient:
     Raises:
         RuntimeError: Outside an episode.
     """
-    return _shared().httpx_client()
+
+    async def make() -> httpx2.AsyncClient:
+        import httpx2
+
+        return httpx2.AsyncClient(limits=httpx2.Limits(max_connections=4096), timeout=600)
+
+    return await _shared().get("httpx", make)
+
+
+def _shared() -> SharedResources:
+    shared = get().shared
+    if shared is None:
+        raise RuntimeError(
+            "the shared HTTP clients exist inside an episode only; outside, open a session of your own"
+        )
+    return shared

@@ -110,7 +110,7 @@ class TrainingRun(ABC, Generic[E]):
     dtype: torch.dtype
     """Dtype in which models are written for use; checkpoints keep the dtype they are trained in."""
     started: float
-    """Where :attr:`Summary.seconds` begins, on the monotonic clock."""
+    """Start of :attr:`Summary.seconds`, on the monotonic clock."""
     step: int = field(init=False)
     """Steps done. In RL, this is also the policy version."""
     evaluations: dict[int, E] = field(init=False, default_factory=dict)
@@ -183,7 +183,7 @@ class TrainingRun(ABC, Generic[E]):
         self.files.record(self.step, metrics)
 
     def save_if_due(self) -> None:
-        """Save a checkpoint if this step is due for one, or the machine will soon be taken away."""
+        """Save a checkpoint if this step is due for one, or the machine expires soon."""
         every_steps = self.config.checkpoint.every_steps
         if every_steps is not None and (self.is_due(every_steps) or self.preemption_soon()):
             self.save()
@@ -198,7 +198,7 @@ class TrainingRun(ABC, Generic[E]):
         return self.step == self.total_steps or self.step % every_steps == 0
 
     def preemption_soon(self) -> bool:
-        """Return whether the platform takes the machine back before another step would end."""
+        """Return whether the machine may expire before another step ends."""
         soon = expires_soon(
             os.environ,
             time.time(),

@@ -64,7 +64,7 @@ def resume_hint(run_dir: Path) -> str:
 
 
 def _is_complete(config: _Config, run_dir: Path, step: int) -> bool:
-    """Return whether the last step has its evaluation and its saved model, as far as the run makes them."""
+    """Return whether the last step has its evaluation and its saved model, if the run makes them."""
     if config.eval_dataset is not None and not _is_evaluated(run_dir, step):
         return False
     if not config.save_model:

@@ -1,4 +1,4 @@
-"""What episodes of a run are made from: the workflow with its arguments, the packer, training and held-out rows."""
+"""Inputs of a run's episodes: the workflow with its arguments, the packer, training and held-out rows."""
 
 from __future__ import annotations
 

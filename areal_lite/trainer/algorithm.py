@@ -64,7 +64,7 @@ class Algorithm:
             KLController(kl.coef, target=kl.target, horizon=kl.horizon) if kl else KLController(0.0)
         )
         self.needs: frozenset[str] = frozenset()
-        """Inputs that the estimator asks for."""
+        """Inputs that the estimator requests."""
         self.chooses = self._dry_run().chosen is not None
         """Whether the loss chooses among the tokens of a whole minibatch."""
 
@@ -94,10 +94,10 @@ class Algorithm:
         """Whether a token's loss depends on other tokens of its episode, which must then be computed together."""
         config, correction = self.config, self.config.correction
         by_episode = correction.level == "sequence" or "seq_" in (correction.reject or "")
-        return by_episode or correction.max_row_kl is not None or config.loss not in ONE_TOKEN_AT_A_TIME
+        return by_episode or correction.max_episode_kl is not None or config.loss not in ONE_TOKEN_AT_A_TIME
 
-    def shape(self, scores: Tensor, tokens: StepTokens) -> None:
-        """Subtract the penalty on overlong answers from ``scores [N]``, and reward each episode's last token."""
+    def shape_rewards(self, scores: Tensor, tokens: StepTokens) -> None:
+        """Subtract the penalty on overlong answers from ``scores [E]``, and reward each episode's last token."""
         if self.config.overlong_buffer:
             lengths = torch.bincount(tokens.episodes, minlength=len(scores))
             scores += overlong_penalty(
@@ -126,9 +126,9 @@ class Algorithm:
         """Fill in the advantages of ``tokens``, and the returns if the estimator computes them.
 
         Args:
-            scores: ``[N]`` reward of each episode; the mean of its turns' rewards where these differ.
-            baselines: ``[N]`` reward of the greedy answer.
-            group_ids: ``[N]`` group of each episode.
+            scores: ``[E]`` reward of each episode; the mean of its turns' rewards where these differ.
+            baselines: ``[E]`` reward of the greedy answer.
+            group_ids: ``[E]`` group of each episode.
             turns: Rewards per turn, for the estimators that compare turns.
         """
         config, early = self.config, self.needs_proximal_early
@@ -164,7 +164,7 @@ class Algorithm:
         """Return the losses of the tokens of whole episodes."""
         terms: LossTerms = self._loss(inputs)
         self._check("loss", terms, inputs.episodes)
-        limit = self.config.correction.max_row_kl
+        limit = self.config.correction.max_episode_kl
         if limit is None:
             return terms
         drifted = drifted_episodes(
@@ -229,7 +229,7 @@ class Algorithm:
             raise ConfigError(
                 "trainer.overlong_buffer needs the length limit: give the trainer a max_new_tokens"
             )
-        self.shape(scores, tokens)
+        self.shape_rewards(scores, tokens)
         try:
             self.correction(logprobs, logprobs, episodes)
         except ConfigError as error:

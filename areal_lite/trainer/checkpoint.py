@@ -62,10 +62,10 @@ def find_checkpoint(root: Path, resume: str) -> Path | None:
     if resume != "auto":
         folder = Path(resume)
         if not folder.is_dir():
-            there = ", ".join(str(one) for one in folders) or "none"
+            existing = ", ".join(str(one) for one in folders) or "none"
             raise ConfigError(
                 f"checkpoint.resume {resume!r} is not a folder: it must be auto, never, or a checkpoint; this run has "
-                f"{there}"
+                f"{existing}"
             )
         _check(folder, "the checkpoint", "Name another one in checkpoint.resume")
         refuse_later(root, checkpoint_step(folder))
@@ -202,9 +202,9 @@ class CheckpointWriter:
         self._error: Exception | None = None
         if self._writes:
             sweep(self._root)
-            found = checkpoints(self._root)
-            if len(found) > keep:  # the last run was killed before it could delete
-                check_folder(found[-1])
+            existing = checkpoints(self._root)
+            if len(existing) > keep:  # the last run was killed before it could delete
+                check_folder(existing[-1])
                 self._remove_older()
 
     def save(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:

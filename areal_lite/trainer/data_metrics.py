@@ -42,10 +42,10 @@ def batch_metrics(
     Args:
         episodes: ``[B]`` the episode of each, numbered from 0.
         advantages: ``[T]``, one per trained token, sequence by sequence.
-        penalised_rewards: ``[E]`` rewards of episodes less their KL penalty, where there is one.
-        returns: ``[T]``, where there is a critic.
+        penalised_rewards: ``[E]`` rewards of episodes minus the KL penalty, if any.
+        returns: ``[T]``, if there is a critic.
         values: ``[T]``, likewise.
-        max_new_tokens: Most tokens of one model call; None leaves the clip ratio out.
+        max_new_tokens: Most tokens of one model call; None omits the clip ratio.
 
     Raises:
         ValueError: If there are no sequences, or an array has another length.
@@ -116,7 +116,7 @@ def timing_metrics(phases: Mapping[str, float], total: float, *, num_tokens: int
 
 
 def _spread(name: str, array: Floats | NDArray[np.int64] | None) -> dict[str, float]:
-    """Return mean, max and min; nothing where there are no numbers."""
+    """Return mean, max and min; nothing if there are no numbers."""
     if array is None or not len(array):
         return {}
     exact = np.asarray(array, np.float64)
@@ -135,7 +135,7 @@ def _longest_run(mask: NDArray[np.bool_]) -> int:
 
 def _check_length(name: str, array: Floats | None, length: int, fix: str) -> None:
     if array is not None and np.shape(array) != (length,):
-        raise ValueError(f"{name} is of shape {np.shape(array)}, it must be [{length}]: give {fix}")
+        raise ValueError(f"{name} has shape {np.shape(array)}, it must be [{length}]: give {fix}")
 
 
 class PhaseClock:
@@ -174,7 +174,7 @@ def mismatch_statistics(
     Each has ``kl_k1`` and ``kl_k3`` of behaviour against proximal (nats), ``log_prob_diff_mean`` and ``_max`` of
     the absolute difference, ``prob_diff_mean``, ``_max`` and ``_std`` of probabilities, ``prob_pearson``,
     ``proximal_perplexity`` and ``behaviour_perplexity`` (mean over episodes) and ``perplexity_ratio``, the mean over
-    episodes of the first over the second. A set without tokens is left out, and so is the correlation of constant
+    episodes of the first over the second. A set without tokens is omitted, and so is the correlation of constant
     probabilities.
 
     Args:
@@ -188,8 +188,10 @@ def mismatch_statistics(
     metrics: dict[str, float] = {}
     for name, chosen in (("engine_mismatch", current), ("staleness_drift", ~current)):
         if chosen.any():
-            found = _disagreement(proximal[chosen].double(), behaviour[chosen].double(), episodes[chosen])
-            metrics |= {f"{name}/{key}": value.item() for key, value in found.items()}
+            statistics = _disagreement(
+                proximal[chosen].double(), behaviour[chosen].double(), episodes[chosen]
+            )
+            metrics |= {f"{name}/{key}": value.item() for key, value in statistics.items()}
     return metrics
 
 

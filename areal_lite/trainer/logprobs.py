@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.packed_model import PackedModel, PackedRows
+from areal_lite.trainer.packed_model import PackedModel, PackedSequences
 
 LOGIT_BYTES = 64 << 20
 """Size of the float32 logits that exist at once, with up to two copies: 341 positions for a vocabulary of 49,152,
@@ -32,7 +32,7 @@ class TokenScores(NamedTuple):
 
 
 class TokenScorer(PackedModel):
-    """A causal LM as a function from packed rows to log-probs.
+    """A causal LM as a function from packed sequences to log-probs.
 
     Models that transform logits after the output embedding (soft caps, scales) compute full logits.
     """
@@ -47,7 +47,7 @@ class TokenScorer(PackedModel):
         with torch.no_grad():
             self._head = (self._plain_head(),)
 
-    def forward(self, packed: PackedRows, *, entropy_grad: bool = False) -> TokenScores:
+    def forward(self, packed: PackedSequences, *, entropy_grad: bool = False) -> TokenScores:
         """Return the scores of the trained tokens; log-probs carry gradient, entropies only with ``entropy_grad``."""
         (head,) = self._head
         if head is None:

@@ -76,7 +76,7 @@ def plan_blocks(
         balance_length: Block length at which attention costs as much as the layers' matrices, about
             six times the hidden size.
         share: False gives every sequence its own block, for models whose layers are not all plain attention.
-        units: ``[N]`` unit of each sequence. A unit is part of one group and stays in one bundle. None: each
+        units: One per sequence. A unit is part of one group and stays in one bundle. None: each
             sequence is a unit.
     """
     groups: dict[Hashable, list[int]] = {}
@@ -168,7 +168,7 @@ _PASS_COST = 1 / 16
 
 
 def plan_microbatches(
-    lengths: Sequence[int], *, max_tokens: int, num_rows: Sequence[int] | None = None
+    lengths: Sequence[int], *, max_tokens: int, num_blocks: Sequence[int] | None = None
 ) -> list[list[int]]:
     """Return index lists of like lengths, longest first, each at most ``max_tokens`` with its padding.
 
@@ -177,12 +177,12 @@ def plan_microbatches(
     ``[[1, 3], [2, 0]]``.
 
     Args:
-        lengths: Tokens of each item's longest row.
-        num_rows: Rows of each item; None: one.
+        lengths: Tokens of each item's longest block.
+        num_blocks: Blocks of each item; None: one.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     longest = np.array([lengths[i] for i in order])
-    above = np.cumsum([0, *(1 if num_rows is None else num_rows[i] for i in order)])
+    above = np.cumsum([0, *(1 if num_blocks is None else num_blocks[i] for i in order)])
     cost = np.zeros(len(order) + 1)  # [i]: cost of the best cut of the first i items
     begin = [0] * (len(order) + 1)  # [i]: the start of that cut's last micro-batch
     least = 0

@@ -27,31 +27,31 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class PackedRows:
-    """A micro-batch as tensors: ``R`` rows of ``L`` tokens, ``N`` trained tokens."""
+class PackedSequences:
+    """A micro-batch as tensors: ``B`` bins of ``L`` tokens, ``N`` trained tokens. A bin holds one block, or all."""
 
     input_ids: Tensor
-    """``[R, L]`` int64."""
+    """``[B, L]`` int64."""
     position_ids: Tensor
-    """``[R, L]`` place of each token in its own sequence."""
+    """``[B, L]`` place of each token in its own sequence."""
     attention_mask: Tensor | None
-    """``[R, 1, L, L]`` bool, True where the query sees the key; None if causal, or given by ``segments``."""
+    """``[B, 1, L, L]`` bool, True where the query sees the key; None if causal, or given by ``segments``."""
     segments: Segments | None
-    """Which tokens see one another, if one row holds all sequences side by side."""
+    """Which tokens see one another, if one bin holds all sequences side by side."""
     predicted_at: Tensor
     """``[N]`` flat position of the token before each trained one."""
     targets: Tensor
-    """``[N]`` the trained tokens, row by row, sequence by sequence."""
+    """``[N]`` the trained tokens, bin by bin, sequence by sequence."""
 
 
 def pack(
     sequences: Sequence[TokenSequence], blocks: Sequence[Block], *, device: torch.device, ragged: bool = False
-) -> PackedRows:
+) -> PackedSequences:
     """Lay out the blocks: a shared prefix is stored once, and each sequence attends to it and to itself.
 
     Args:
         blocks: Which sequences to lay out, and the prefixes they share.
-        ragged: Put all blocks into one row, without padding, instead of one row per block.
+        ragged: Put all blocks into one bin, without padding, instead of one bin per block.
     """
     lengths = [block.length for block in blocks]
     width = max(lengths)
@@ -63,7 +63,7 @@ def pack(
     own: list[tuple[NDArray[np.int64], int, int]] = []
     predicted_at: list[NDArray[np.int64]] = []
     targets: list[NDArray[Any]] = []
-    for row, (block, start) in enumerate(zip(blocks, starts.tolist(), strict=False)):
+    for bin_idx, (block, start) in enumerate(zip(blocks, starts.tolist(), strict=False)):
         end = start
         places = np.empty(0, np.int64)  # flat position of every token the model reads of a sequence
         for index, shared in zip(block.sequences, block.shared, strict=True):
@@ -76,14 +76,14 @@ def pack(
             positions[begin:end] = np.arange(shared, inputs)
             own.append((prefix, begin, end))
             if seen is not None:
-                here = seen[row, begin - start : end - start]
-                here[:, torch.from_numpy(prefix - start)] = True
-                here[:, begin - start : end - start] = torch.ones(end - begin, end - begin).tril().bool()
+                visible = seen[bin_idx, begin - start : end - start]
+                visible[:, torch.from_numpy(prefix - start)] = True
+                visible[:, begin - start : end - start] = torch.ones(end - begin, end - begin).tril().bool()
             trained = np.flatnonzero(sequence.loss_mask)
             predicted_at.append(places[trained - 1])
             targets.append(sequence.input_ids[trained])
     shape = (1 if ragged else len(blocks), -1)
-    return PackedRows(
+    return PackedSequences(
         input_ids=torch.from_numpy(ids.reshape(shape)).to(device),
         position_ids=torch.from_numpy(positions.reshape(shape)).to(device),
         attention_mask=None if seen is None else _visible(seen)[:, None].to(device),
@@ -99,7 +99,7 @@ def _visible(seen: Tensor) -> Tensor:
 
 
 def _segments(own: Sequence[tuple[NDArray[np.int64], int, int]], device: torch.device) -> Segments:
-    """Return the queries of each sequence in a row and the keys they see."""
+    """Return the queries of each sequence in a bin and the keys they see."""
     queries, keys = [0], [np.arange(0)]
     for prefix, begin, end in own:
         if begin < end:
@@ -116,7 +116,7 @@ def _segments(own: Sequence[tuple[NDArray[np.int64], int, int]], device: torch.d
 
 
 class PackedModel(nn.Module):
-    """A Hugging Face model that reads packed rows."""
+    """A Hugging Face model that reads packed sequences."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -125,18 +125,18 @@ class PackedModel(nn.Module):
         self._decoder = (decoder,)  # a tuple, or the decoder would be registered twice
         self._config = model.config.get_text_config()
         self.balance_length = 6 * int(getattr(self._config, "hidden_size", 1024))
-        """Row length at which attention costs as much as the layers' matrices."""
+        """Bin length at which attention costs as much as the layers' matrices."""
         with torch.no_grad():
             self.shares_prefixes = self._packing_is_exact()
-            """Whether a row may hold several sequences: all layers use full attention and ``position_ids``; checked
+            """Whether a bin may hold several sequences: all layers use full attention and ``position_ids``; checked
             on four tokens."""
         self.ragged = False
-        """Whether one row holds all sequences, without padding and mask."""
+        """Whether one bin holds all sequences, without padding and mask."""
         if model.device.type == "cuda":
             self.read_ragged()
 
     def read_ragged(self) -> bool:
-        """Switch to one row of all sequences if results agree; return whether they do."""
+        """Switch to one bin of all sequences if results agree; return whether they do."""
         before, model = self._config._attn_implementation, self.model
         if self.shares_prefixes:
             model.set_attn_implementation(RAGGED)
@@ -147,16 +147,16 @@ class PackedModel(nn.Module):
                 ):
                     side_by_side, below = (self.states(_probe(model.device, ragged=r)) for r in (True, False))
             except (RuntimeError, TypeError, ValueError) as error:
-                logger.warning("%s reads padded rows: %s", type(model).__name__, error)
+                logger.warning("%s reads padded bins: %s", type(model).__name__, error)
             else:
                 self.ragged = bool((side_by_side - below).norm() < 0.05 * below.norm())
         if self.ragged:
-            self.balance_length = sys.maxsize  # siblings in one row add no attention to each other
+            self.balance_length = sys.maxsize  # siblings in one bin add no attention to each other
         else:
             model.set_attn_implementation(before)
         return self.ragged
 
-    def inputs(self, packed: PackedRows) -> dict[str, Any]:
+    def inputs(self, packed: PackedSequences) -> dict[str, Any]:
         """Return the arguments of model or decoder."""
         inputs: dict[str, Any] = {"input_ids": packed.input_ids, "use_cache": False}
         if packed.segments is not None:
@@ -165,7 +165,7 @@ class PackedModel(nn.Module):
             inputs |= {"attention_mask": packed.attention_mask, "position_ids": packed.position_ids}
         return inputs
 
-    def states(self, packed: PackedRows) -> Tensor:
+    def states(self, packed: PackedSequences) -> Tensor:
         """Return the decoder's states ``[N, hidden]`` before each trained token."""
         states: Tensor = self._decoder[0](**self.inputs(packed))[0]
         return states.flatten(0, 1)[packed.predicted_at]
@@ -184,7 +184,7 @@ class PackedModel(nn.Module):
         return torch.allclose(together, apart, atol=1e-3, rtol=1e-3)
 
 
-def _probe(device: torch.device, *, shared: bool = True, ragged: bool = False) -> PackedRows:
+def _probe(device: torch.device, *, shared: bool = True, ragged: bool = False) -> PackedSequences:
     """Return two sequences of four tokens with a common prefix."""
     sequences = [
         TokenSequence(input_ids=np.array([1, 2, *tail]), loss_mask=np.array([False, False, True, True]))

@@ -77,7 +77,7 @@ def load_pretrained(auto_class: Any, model_path: str, *, what: str, **options: A
 
 
 def prepare(model: Any, *, device: torch.device, gradient_checkpointing: bool) -> Any:
-    """Switch off dropout, enable activation checkpointing if asked for, and return the model on ``device``."""
+    """Switch off dropout, optionally enable activation checkpointing, and return the model on ``device``."""
     _switch_off_dropout(model)
     model.train(gradient_checkpointing)  # transformers recomputes activations in training mode only
     if gradient_checkpointing:

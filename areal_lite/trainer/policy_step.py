@@ -137,11 +137,11 @@ class Step:
             broken = ~getattr(self.tokens, name).isfinite()
             _refuse(name, self.tokens.sequences[broken], _task_ids(self.sequences), self.version, fix)
 
-    def record_statistics(self, here: Tensor, statistics: Mapping[str, Tensor]) -> None:
-        """Record per-token statistics of a loss at the tokens ``here``."""
+    def record_statistics(self, at: Tensor, statistics: Mapping[str, Tensor]) -> None:
+        """Record per-token statistics of a loss at the tokens ``at``."""
         for name, values in statistics.items():
-            whole = self.statistics.setdefault(name, torch.full_like(self.tokens.proximal, math.nan))
-            whole[here] = values.detach().float()
+            column = self.statistics.setdefault(name, torch.full_like(self.tokens.proximal, math.nan))
+            column[at] = values.detach().float()
 
     def all_metrics(
         self,
@@ -211,9 +211,9 @@ class Step:
 def _baselines(batch: Batch) -> dict[str, float] | None:
     """Return the reward of a greedy episode by group; None unless every group has one."""
     if not isinstance(batch, DataProto):
-        found = {g.group_id: g.baseline for g in batch if g.status is EpisodeStatus.ACCEPTED}
-        known = {name: baseline for name, baseline in found.items() if baseline is not None}
-        return known if len(known) == len(found) else None
+        baselines = {g.group_id: g.baseline for g in batch if g.status is EpisodeStatus.ACCEPTED}
+        known = {name: baseline for name, baseline in baselines.items() if baseline is not None}
+        return known if len(known) == len(baselines) else None
     if "baselines" not in batch.batch:
         return None
     return dict(zip(batch.non_tensor_batch["group_ids"], batch.batch["baselines"].tolist(), strict=True))
@@ -223,7 +223,7 @@ _FIX_EPISODES = "fail the episode if its reward or a log-prob of the engine is N
 
 
 def _check_proto(batch: DataProto, version: int) -> None:
-    """Raise for non-finite numbers, naming tasks; :func:`check_training_batch` would name rows."""
+    """Raise for non-finite numbers, naming tasks; :func:`check_training_batch` would name sequences."""
     task_ids = list(batch.non_tensor_batch.get("task_ids", range(len(batch))))
     for key in ("rewards", "baselines", "logprobs"):
         if key in batch.batch:

@@ -27,7 +27,7 @@ from areal_lite.trainer.lora import adapters_off
 from areal_lite.trainer.objectives.aggregation import AggregationMode, aggregate, token_weights
 from areal_lite.trainer.objectives.kl import kl_penalty
 from areal_lite.trainer.objectives.policy_loss import PolicyInputs, value_loss
-from areal_lite.trainer.packed_model import PackedRows
+from areal_lite.trainer.packed_model import PackedSequences
 from areal_lite.trainer.policy_model import load_policy, resolve_device
 from areal_lite.trainer.policy_step import Batch, Step
 from areal_lite.trainer.scalar_model import ValueScorer, load_critic
@@ -42,14 +42,14 @@ OnSkip = Callable[[dict[str, Any]], None]
 
 
 class PolicyTrainer:
-    """Owns the policy being trained, and the frozen reference and the critic where the config has them.
+    """Owns the policy being trained, and the frozen reference and the critic if the config has them.
 
     A step is :meth:`begin`, the stages in source order, then :meth:`finish`; :meth:`train_step` runs all of them.
 
     Args:
         model_path: Folder of a Hugging Face causal LM, or a hub name.
         seed: Seeds python, numpy and torch, and the order of minibatches.
-        temperature: Sampling temperature of the inference engine; log-probs here use the same.
+        temperature: Sampling temperature of the inference engine; log-probs at use the same.
         max_new_tokens: Length limit of an answer, for the share of truncated answers and the overlong penalty.
         on_skip: Called with updates that were skipped.
 
@@ -148,7 +148,7 @@ class PolicyTrainer:
                 f"step {self.steps_done}: none of the {len(step.sequences)} sequences has a trained token: "
                 "loss_mask must be True where the policy sampled"
             )
-        self.algorithm.shape(step.scores, step.tokens)
+        self.algorithm.shape_rewards(step.scores, step.tokens)
         return step
 
     def score_proximal(self, step: Step) -> None:
@@ -178,7 +178,7 @@ class PolicyTrainer:
                 step.all_indices,
                 self.learner,
                 reference,
-                lambda rows: {"reference": reference(rows).logprobs},
+                lambda packed: {"reference": reference(packed).logprobs},
             )
         step.tokens.fill(step.all_indices, scored)
 
@@ -188,7 +188,11 @@ class PolicyTrainer:
             return
         with step.clock("values"):
             scored = self._scored(
-                step, step.all_indices, critic, critic.module, lambda rows: {"values": critic.module(rows)}
+                step,
+                step.all_indices,
+                critic,
+                critic.module,
+                lambda packed: {"values": critic.module(packed)},
             )
         step.tokens.fill(step.all_indices, scored)
 
@@ -236,14 +240,14 @@ class PolicyTrainer:
             return
 
         def loss(microbatch: Microbatch, weights: Tensor) -> Tensor:
-            here = microbatch.tokens
+            at = microbatch.tokens
             with step.clock("forward"), critic.autocast():
                 values = critic.module(microbatch.packed)
             if not microbatch.counts:
                 return zero_loss(values)
-            terms = value_loss(values, tokens.values[here], tokens.returns[here], clip=config.clip_eps)
-            step.record_statistics(here, terms.statistics)
-            return aggregate(terms.losses, weights[here])
+            terms = value_loss(values, tokens.values[at], tokens.returns[at], clip=config.clip_eps)
+            step.record_statistics(at, terms.statistics)
+            return aggregate(terms.losses, weights[at])
 
         rate = critic.learning_rate
         updates = [
@@ -305,8 +309,8 @@ class PolicyTrainer:
     # -- forward passes and losses -----------------------------------------------------------------
 
     def _score_proximal(self, step: Step, chosen: Sequence[int]) -> None:
-        def score(rows: PackedRows) -> dict[str, Tensor]:
-            scores = self._policy(rows)
+        def score(packed: PackedSequences) -> dict[str, Tensor]:
+            scores = self._policy(packed)
             return {"proximal": scores.logprobs, "sum_squared_probs": scores.sum_squared_probs}
 
         with step.clock("proximal"):
@@ -317,26 +321,30 @@ class PolicyTrainer:
     @torch.no_grad()
     def _choose(self, step: Step, chosen: Sequence[int], *, first: bool) -> None:
         """Let the loss choose among all tokens of a minibatch, so that the cut does not change its choice."""
-        here, policy = step.tokens.chosen(chosen), step.tokens.proximal
+        at, policy = step.tokens.chosen(chosen), step.tokens.proximal
         if not first or self.config.proximal == "behaviour":
             with step.clock("choice"):
                 policy = self._scored(
-                    step, chosen, self.learner, self._policy, lambda rows: {"": self._policy(rows).logprobs}
+                    step,
+                    chosen,
+                    self.learner,
+                    self._policy,
+                    lambda packed: {"": self._policy(packed).logprobs},
                 )[""]
         step.choice = None
-        choice = self.algorithm.policy_loss(self._inputs(step, policy[here], here)).chosen
+        choice = self.algorithm.policy_loss(self._inputs(step, policy[at], at)).chosen
         assert choice is not None
-        step.choice = torch.zeros_like(here).masked_scatter(here, choice)
+        step.choice = torch.zeros_like(at).masked_scatter(at, choice)
 
-    def _inputs(self, step: Step, policy: Tensor, here: Tensor) -> PolicyInputs:
+    def _inputs(self, step: Step, policy: Tensor, at: Tensor) -> PolicyInputs:
         tokens = step.tokens
         return PolicyInputs(
             policy=policy,
-            proximal=tokens.proximal[here],
-            behaviour=tokens.behaviour_or_proximal()[here],
-            advantages=tokens.advantages[here],
-            episodes=tokens.episodes[here],
-            chosen=None if step.choice is None else step.choice[here],
+            proximal=tokens.proximal[at],
+            behaviour=tokens.behaviour_or_proximal()[at],
+            advantages=tokens.advantages[at],
+            episodes=tokens.episodes[at],
+            chosen=None if step.choice is None else step.choice[at],
         )
 
     @torch.no_grad()
@@ -346,7 +354,7 @@ class PolicyTrainer:
         chosen: Sequence[int],
         learner: Learner,
         model: Any,
-        score: Callable[[PackedRows], dict[str, Tensor]],
+        score: Callable[[PackedSequences], dict[str, Tensor]],
     ) -> dict[str, Tensor]:
         """Return the values ``[T]`` of ``score`` at the chosen sequences' tokens, over all ranks; 0 elsewhere."""
 
@@ -356,9 +364,9 @@ class PolicyTrainer:
                 with learner.autocast():
                     scores = score(microbatch.packed)
                 for name, values in scores.items():
-                    whole = scored.setdefault(name, torch.zeros_like(step.tokens.proximal))
+                    column = scored.setdefault(name, torch.zeros_like(step.tokens.proximal))
                     if microbatch.counts:
-                        whole[microbatch.tokens] = values.float()
+                        column[microbatch.tokens] = values.float()
             return scored
 
         return {name: learner.ranks.sum_(values) for name, values in learner.within_memory(run).items()}
@@ -373,9 +381,9 @@ class PolicyTrainer:
         loss: Callable[[Microbatch, Tensor], Tensor],
     ) -> Update:
         """Make one update: ``computed`` sequences go through the model, ``counted`` ones are averaged over."""
-        here = step.tokens.chosen(counted)
+        at = step.tokens.chosen(counted)
         weights = torch.zeros_like(step.tokens.proximal)
-        weights[here] = token_weights(mode, step.tokens.episodes[here], scale=self.config.loss_scale).float()
+        weights[at] = token_weights(mode, step.tokens.episodes[at], scale=self.config.loss_scale).float()
         cut = self._cut(step, learner.module, computed)
         update = learner.update(cut, lambda microbatch: loss(microbatch, weights), clock=step.clock)
         if not update.applied:
@@ -402,33 +410,33 @@ class PolicyTrainer:
         return [bool(value) for value in trains.tolist()]
 
     def _policy_update_loss(self, step: Step, microbatch: Microbatch, weights: Tensor) -> Tensor:
-        tokens, config, here = step.tokens, self.config, microbatch.tokens
+        tokens, config, at = step.tokens, self.config, microbatch.tokens
         with step.clock("forward"), self.learner.autocast():
             scores = self._policy(microbatch.packed, entropy_grad=config.entropy_coef != 0)
         if not microbatch.counts:
             return zero_loss(scores.logprobs)
-        tokens.computed[here] = True
-        if not bool(tokens.known[here].all()):
-            tokens.proximal[here] = scores.logprobs.detach()
-        terms = self.algorithm.policy_loss(self._inputs(step, scores.logprobs, here))
+        tokens.computed[at] = True
+        if not bool(tokens.known[at].all()):
+            tokens.proximal[at] = scores.logprobs.detach()
+        terms = self.algorithm.policy_loss(self._inputs(step, scores.logprobs, at))
         if not self.algorithm.needs_proximal_early:
-            tokens.correction[here] = self.algorithm.correction(
-                tokens.proximal[here], tokens.behaviour_or_proximal()[here], tokens.episodes[here]
+            tokens.correction[at] = self.algorithm.correction(
+                tokens.proximal[at], tokens.behaviour_or_proximal()[at], tokens.episodes[at]
             )
-        own = {"entropy": scores.entropy, "correction_weight": tokens.correction[here]}
-        step.record_statistics(here, terms.statistics | own)
-        losses = tokens.correction[here] * terms.losses
+        own = {"entropy": scores.entropy, "correction_weight": tokens.correction[at]}
+        step.record_statistics(at, terms.statistics | own)
+        losses = tokens.correction[at] * terms.losses
         if config.kl is not None:
-            behaviour = tokens.behaviour_or_proximal()[here] if config.kl.unbiased else None
+            behaviour = tokens.behaviour_or_proximal()[at] if config.kl.unbiased else None
             penalty = kl_penalty(
-                scores.logprobs, tokens.reference[here], config.kl.estimator, behaviour=behaviour
+                scores.logprobs, tokens.reference[at], config.kl.estimator, behaviour=behaviour
             )
-            step.record_statistics(here, {"kl": penalty})
+            step.record_statistics(at, {"kl": penalty})
             if not self.algorithm.penalizes_reward:
                 losses = losses + config.kl.coef * penalty
         if config.entropy_coef != 0:
             losses = losses - config.entropy_coef * scores.entropy
-        return aggregate(losses, weights[here])
+        return aggregate(losses, weights[at])
 
 
 def zero_loss(outputs: Tensor) -> Tensor:
@@ -437,7 +445,7 @@ def zero_loss(outputs: Tensor) -> Tensor:
 
 
 def _mean_update(updates: Sequence[Update], rate: float) -> dict[str, float]:
-    """Return loss and gradient norm averaged over a step's updates; 0 where none was due."""
+    """Return loss and gradient norm averaged over a step's updates; 0 if there was none."""
     return {
         "loss": float(np.mean([update.loss for update in updates])) if updates else 0.0,
         "grad_norm": float(np.mean([update.grad_norm for update in updates])) if updates else 0.0,

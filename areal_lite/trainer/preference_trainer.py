@@ -16,7 +16,7 @@ from areal_lite.api.trajectory import TokenSequence
 from areal_lite.trainer.lora import adapters_off
 from areal_lite.trainer.objectives.aggregation import LossTerms
 from areal_lite.trainer.objectives.preference import dpo_loss, reward_model_loss
-from areal_lite.trainer.packed_model import PackedModel, PackedRows
+from areal_lite.trainer.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.policy_model import resolve_device
 from areal_lite.trainer.scalar_model import RewardScorer, ending, load_reward_model
 from areal_lite.trainer.sharding import shard
@@ -51,11 +51,11 @@ class DPOTrainer(PreferenceTrainer[DPOTrainerConfig]):
 
     def _load(self, model_path: str) -> PackedModel:
         scorer = super()._load(model_path)
-        whole = self.config.lora is None
-        self._reference = shard(copy.deepcopy(scorer).requires_grad_(False)) if whole else None
+        copies = self.config.lora is None
+        self._reference = shard(copy.deepcopy(scorer).requires_grad_(False)) if copies else None
         return scorer
 
-    def _scores(self, packed: PackedRows) -> Tensor:
+    def _scores(self, packed: PackedSequences) -> Tensor:
         # Every rank runs both models, also on micro-batches that do not count; the loss needs only the difference.
         reference = self._reference_logprobs(packed)
         logprobs: Tensor = self.scorer(packed).logprobs
@@ -76,7 +76,7 @@ class DPOTrainer(PreferenceTrainer[DPOTrainerConfig]):
         return terms, step.weights[: len(terms.losses)]
 
     @torch.no_grad()
-    def _reference_logprobs(self, packed: PackedRows) -> Tensor:
+    def _reference_logprobs(self, packed: PackedSequences) -> Tensor:
         if self._reference is not None:
             logprobs: Tensor = self._reference(packed).logprobs
         else:
@@ -103,7 +103,7 @@ class RewardModelTrainer(PreferenceTrainer[RewardModelTrainerConfig]):
     def _sequences(self, items: Sequence[Item]) -> list[TokenSequence]:
         return [ending(sequence) for sequence in super()._sequences(items)]
 
-    def _scores(self, packed: PackedRows) -> Tensor:
+    def _scores(self, packed: PackedSequences) -> Tensor:
         rewards: Tensor = self.scorer(packed)
         return rewards
 

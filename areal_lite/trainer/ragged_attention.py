@@ -1,4 +1,4 @@
-"""Attention over sequences side by side in one row: no padding, and no quadratic mask over all tokens.
+"""Attention over sequences side by side in one bin: no padding, and no quadratic mask over all tokens.
 
 Guarantees that a query sees only the keys of its own segment, up to itself. On a GPU in half precision torch's
 variable-length kernel computes it; elsewhere the segments are computed one after another.

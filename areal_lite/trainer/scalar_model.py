@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.packed_model import PackedModel, PackedRows
+from areal_lite.trainer.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.policy_model import load_scalar_model, prepare
 from areal_lite.trainer.ranks import Ranks
 from areal_lite.trainer.step_tokens import StepCut
@@ -33,7 +33,7 @@ def load_critic(model_path: str, *, device: torch.device, gradient_checkpointing
 
 
 class ValueScorer(PackedModel):
-    """A model with a scalar head as a function from packed rows to values.
+    """A model with a scalar head as a function from packed sequences to values.
 
     Raises:
         ConfigError: If the head is not a single linear layer with one output.
@@ -49,7 +49,7 @@ class ValueScorer(PackedModel):
             )
         self._head = (heads[0],)  # a tuple, or the head would be registered twice
 
-    def forward(self, packed: PackedRows) -> Tensor:
+    def forward(self, packed: PackedSequences) -> Tensor:
         """Return ``[N]`` float32, the value at the position before each trained token."""
         states = self.states(packed)
         with torch.autocast(states.device.type, enabled=False):  # bfloat16 has only three digits
@@ -91,7 +91,7 @@ def ending(sequence: TokenSequence) -> TokenSequence:
 
 
 class RewardScorer(ValueScorer):
-    """Maps packed :func:`ending` sequences to ``[N]`` float32 rewards, with gradient.
+    """Maps packed :func:`ending` sequences to float32 rewards, one each, with gradient.
 
     Transformers' own forward pass reads the last token that is not the padding token instead; the two differ where a
     sequence ends with that token.
@@ -106,7 +106,7 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> Tensor:
-        """Return ``[N]`` float32, the reward of each sequence, on the model's device.
+        """Return one float32 reward per sequence, on the model's device.
 
         Args:
             sequences: In any order; those of one group compute shared prefixes once.

@@ -45,13 +45,13 @@ def full_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, T
     """
     first = Ranks.current().rank == 0
     for name, tensor in tensors:
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        yield name, whole if first else None
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        yield name, full if first else None
 
 
-def shard_like(part: Tensor, whole: Tensor) -> Tensor:
-    """Shard the replicated tensor ``whole`` like ``part``, on its device."""
-    whole = whole.to(part.device)
+def shard_like(part: Tensor, full: Tensor) -> Tensor:
+    """Shard the replicated tensor ``full`` like ``part``, on its device."""
+    full = full.to(part.device)
     if isinstance(part, DTensor):
-        return distribute_tensor(whole, part.device_mesh, part.placements)
-    return whole
+        return distribute_tensor(full, part.device_mesh, part.placements)
+    return full

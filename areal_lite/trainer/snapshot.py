@@ -155,10 +155,10 @@ def _learner_snapshot(learner: Learner) -> LearnerSnapshot:
 
 def _copy(tensor: Tensor) -> Tensor | None:
     """Return a full copy on the CPU; None on all ranks but rank 0."""
-    whole = tensor.detach()
-    if isinstance(whole, DTensor):
-        whole = whole.full_tensor()
-    return None if Ranks.current().rank else whole.to("cpu", copy=True).contiguous()
+    full = tensor.detach()
+    if isinstance(full, DTensor):
+        full = full.full_tensor()
+    return None if Ranks.current().rank else full.to("cpu", copy=True).contiguous()
 
 
 def _trained(learner: Learner) -> dict[str, torch.nn.Parameter]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.batch.partition import get_seqlen_balanced_partitions
 from areal_lite.trainer.microbatches import Block, num_inputs, plan_blocks, plan_microbatches, tree_length
-from areal_lite.trainer.packed_model import PackedModel, PackedRows, pack
+from areal_lite.trainer.packed_model import PackedModel, PackedSequences, pack
 from areal_lite.trainer.ranks import Ranks
 
 
@@ -85,9 +85,9 @@ class StepTokens:
 
     def fill(self, sequences: Sequence[int], scores: Mapping[str, Tensor]) -> None:
         """Copy values ``[T]`` by name at the tokens of the sequences."""
-        here = self.chosen(sequences)
+        at = self.chosen(sequences)
         for name, values in scores.items():
-            getattr(self, name)[here] = values[here]
+            getattr(self, name)[at] = values[at]
 
     def chosen(self, sequences: Sequence[int]) -> Tensor:
         """Return ``[T]`` bool, True at the tokens of the sequences."""
@@ -129,7 +129,7 @@ def _trained(sequences: Sequence[TokenSequence], name: str, missing: float, dtyp
 class Microbatch:
     """One forward pass."""
 
-    packed: PackedRows
+    packed: PackedSequences
     tokens: Tensor
     """``[N]`` index into ``[T]`` of each token that ``packed`` predicts."""
     counts: bool = True
@@ -160,7 +160,7 @@ class StepCut:
     Args:
         model: Its attributes say which layouts it supports.
         ranks: Episodes are divided among them, with nearly equal numbers of tokens.
-        together: ``[N]`` unit of each sequence. A unit stays on one rank and in one micro-batch,
+        together: The unit of each sequence. A unit stays on one rank and in one micro-batch,
             which losses over pairs or whole episodes need. None: micro-batches may divide an episode.
     """
 
@@ -196,7 +196,7 @@ class StepCut:
         plan = plan_microbatches(
             [1] * len(bundles) if ragged else widths,
             max_tokens=max_tokens,
-            num_rows=sums if ragged else [len(bundle) for bundle in bundles],
+            num_blocks=sums if ragged else [len(bundle) for bundle in bundles],
         )
         num_fillers = self._ranks.most(len(plan), self._device) - len(plan)
         for numbers in plan:

@@ -26,7 +26,7 @@ from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.microbatches import num_inputs, shared_prefix
 from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms, aggregate, token_weights
-from areal_lite.trainer.packed_model import PackedModel, PackedRows
+from areal_lite.trainer.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.policy_model import load_policy, resolve_device
 from areal_lite.trainer.seeding import seed_process
 from areal_lite.trainer.step_tokens import Microbatch, StepCut
@@ -155,7 +155,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         """Return the weight of each token's or pair's loss, given each token's sequence ``[T]``."""
 
     @abstractmethod
-    def _scores(self, packed: PackedRows) -> Tensor:
+    def _scores(self, packed: PackedSequences) -> Tensor:
         """Return a number ``[N]`` for each trained token, with gradient."""
 
     @abstractmethod
@@ -226,7 +226,7 @@ class SFTTrainer(SupervisedTrainer[SFTTrainerConfig]):
         mode = AggregationMode.TOKEN_MEAN if by_token else AggregationMode.SEQ_MEAN_TOKEN_MEAN
         return token_weights(mode, of_token)
 
-    def _scores(self, packed: PackedRows) -> Tensor:
+    def _scores(self, packed: PackedSequences) -> Tensor:
         logprobs: Tensor = self.scorer(packed).logprobs
         return logprobs
 

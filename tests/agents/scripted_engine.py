@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from areal_lite.agents.apis.chat_completions import ChatCompletions
+from areal_lite.agents.chat_session import ChatSession
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 
 CHATML = """
@@ -153,6 +156,13 @@ class ScriptedEngine:
             tokenizer=req.tokenizer,
         )
         self.responses.append(response)
+        if req.on_tokens is not None:  # in pieces of 0 to 4 tokens
+            at, draw = 0, random.Random(0)
+            while at < len(ids):
+                end = at + draw.randrange(5)
+                req.on_tokens(response.output_tokens[at:end], response.output_logprobs[at:end])
+                at = end
+                await asyncio.sleep(0)
         return response
 
 
@@ -160,3 +170,10 @@ def random_ids(draw: random.Random, family: str, length: int) -> list[int]:
     """Return ids as a model may sample them: no special token, and seldom what their text would be tokenized to."""
     special = {i for i, token in tokenizer(family).added_tokens_decoder.items() if token.special}
     return draw.choices([i for i in range(len(tokenizer(family))) if i not in special], k=length)
+
+
+async def create(session: ChatSession, body: Any) -> dict[str, Any]:
+    """Answer a chat completion without HTTP."""
+    api = ChatCompletions()
+    request = api.parse(body, session)
+    return api.reply(request, await session.answer(request, f"chatcmpl-{uuid.uuid4().hex}"), session)

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lite.agents.chat_renderer import ChatRenderer
-from areal_lite.agents.chat_request import RequestError
 from areal_lite.agents.chat_sampling import warn_once
 from areal_lite.agents.chat_session import ChatSession
+from areal_lite.agents.request_fields import RequestError
 from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.errors import ConfigError, ContextOverflowError
-from tests.agents.scripted_engine import ScriptedEngine, random_ids, tokenizer
+from tests.agents.scripted_engine import ScriptedEngine, create, random_ids, tokenizer
 
 TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 2"}}\n</tool_call>'
@@ -78,7 +78,7 @@ def test_every_sampled_token_is_kept_extended_and_trained_once(family: str, seed
             edited = bool(history) and draw.random() < 0.2
             if edited:
                 messages[0] = user(f"edited {turn}")
-            completion = await session.create({"model": "m", "messages": messages})
+            completion = await create(session, {"model": "m", "messages": messages})
             if parent is not None and not edited:
                 recorded = engine.responses[parent]
                 prefix = recorded.input_tokens + recorded.output_tokens
@@ -119,7 +119,7 @@ def test_where_the_answer_is_the_templates_text_the_ids_are_its_full_render(
         messages: list[Any] = [{"role": "system", "content": "Be brief."}] if has_system else []
         for question, _ in pairs:
             messages.append(user(question))
-            messages.append(answer_of(await session.create({"messages": messages})))
+            messages.append(answer_of(await create(session, {"messages": messages})))
             whole = tokenizer(family).apply_chat_template(
                 messages[:-1], tokenize=False, add_generation_prompt=True
             )
@@ -135,7 +135,7 @@ def test_tool_rounds_are_one_sequence_equal_to_the_full_render() -> None:
         session, engine = make_session([CALL, "two calls\n" + CALL + "\n" + CALL, "It is 3."])
         messages: list[Any] = [user("1 + 2?")]
         for results in (1, 2, 0):
-            completion = await session.create({"messages": messages, "tools": [TOOL]})
+            completion = await create(session, {"messages": messages, "tools": [TOOL]})
             message = answer_of(completion)
             assert len(message.get("tool_calls", [])) == results
             assert completion["choices"][0]["finish_reason"] == ("tool_calls" if results else "stop")
@@ -166,7 +166,7 @@ def test_tool_rounds_are_one_sequence_equal_to_the_full_render() -> None:
 def test_a_tool_call_that_cannot_be_read_stays_text_and_is_counted(text: str) -> None:
     session, _ = make_session([text, text])
     for count, tools in ((1, [TOOL]), (1, None)):
-        choice = asyncio.run(session.create({"messages": [user("?")], "tools": tools}))["choices"][0]
+        choice = asyncio.run(create(session, {"messages": [user("?")], "tools": tools}))["choices"][0]
         assert choice["finish_reason"] == "stop"
         assert choice["message"] == {"role": "assistant", "content": text}
         assert session.tool_parse_errors == count
@@ -185,7 +185,7 @@ def test_a_tool_call_that_cannot_be_read_stays_text_and_is_counted(text: str) ->
 )
 def test_bare_json_that_names_a_declared_tool_is_a_call(text: str, calls: int) -> None:
     session, _ = make_session([text])
-    message = answer_of(asyncio.run(session.create({"messages": [user("?")], "tools": [TOOL]})))
+    message = answer_of(asyncio.run(create(session, {"messages": [user("?")], "tools": [TOOL]})))
     assert len(message.get("tool_calls", [])) == calls
     assert session.tool_parse_errors == 0
     if "123456" in text:
@@ -195,15 +195,15 @@ def test_bare_json_that_names_a_declared_tool_is_a_call(text: str, calls: int) -
 def test_an_edited_history_is_forked_and_counted_and_a_new_conversation_is_not() -> None:
     async def play() -> None:
         session, _ = make_session(["a", "b", "c", "d", "e"])
-        first = answer_of(await session.create({"messages": [user("1")]}))
-        await session.create({"messages": [user("1"), first, user("2")]})
+        first = answer_of(await create(session, {"messages": [user("1")]}))
+        await create(session, {"messages": [user("1"), first, user("2")]})
         assert (session.clean_turns, session.forks) == (2, 0)
-        await session.create({"messages": [user("1 edited"), first, user("2")]})
+        await create(session, {"messages": [user("1 edited"), first, user("2")]})
         assert (session.clean_turns, session.forks) == (2, 1)
-        await session.create({"messages": [user("another conversation")]})
+        await create(session, {"messages": [user("another conversation")]})
         assert (session.clean_turns, session.forks) == (3, 1)
-        await session.create(
-            {"messages": [user("1"), first, user("2")], "tools": [TOOL]}
+        await create(
+            session, {"messages": [user("1"), first, user("2")], "tools": [TOOL]}
         )  # rendered differently
         assert (session.clean_turns, session.forks) == (3, 2)
         assert len(session.export("concat")) == 4
@@ -216,17 +216,17 @@ def test_white_space_null_and_argument_order_do_not_fork() -> None:
         call = '<tool_call>{"name": "calculator", "arguments": {"a": 1, "b": [2]}}</tool_call>'
         session, _ = make_session([" hi \n", call, "done"])
         messages: list[Any] = [user("1")]
-        await session.create({"messages": messages, "tools": [TOOL]})
+        await create(session, {"messages": messages, "tools": [TOOL]})
         messages += [
             {"role": "assistant", "content": [{"type": "text", "text": "hi"}], "tool_calls": []},
             user("2"),
         ]
-        message = answer_of(await session.create({"messages": messages, "tools": [TOOL]}))
+        message = answer_of(await create(session, {"messages": messages, "tools": [TOOL]}))
         function = {"name": "calculator", "arguments": '{ "b": [2],  "a": 1 }'}
         again = {"role": "assistant", "content": "", "tool_calls": [{"id": "other", "function": function}]}
         assert message["content"] is None
         messages += [again, {"role": "tool", "content": "3", "tool_call_id": "other"}]
-        await session.create({"messages": messages, "tools": [TOOL]})
+        await create(session, {"messages": messages, "tools": [TOOL]})
         assert (session.clean_turns, session.forks, len(session.export("concat"))) == (3, 0, 1)
 
     asyncio.run(play())
@@ -235,9 +235,9 @@ def test_white_space_null_and_argument_order_do_not_fork() -> None:
 def test_concurrent_answers_to_one_history_are_branches_that_train_what_they_share_once() -> None:
     async def play() -> None:
         session, engine = make_session(lambda req: f"answer {len(engine.requests)}")
-        first = answer_of(await session.create({"messages": [user("1")]}))
+        first = answer_of(await create(session, {"messages": [user("1")]}))
         history = [user("1"), first]
-        await asyncio.gather(*(session.create({"messages": [*history, user(f"{i}")]}) for i in range(20)))
+        await asyncio.gather(*(create(session, {"messages": [*history, user(f"{i}")]}) for i in range(20)))
         assert (session.forks, len(session.export("concat"))) == (0, 20)
         assert trained(session) == sampled(engine)
 
@@ -255,7 +255,7 @@ def test_the_work_of_a_turn_does_not_grow_with_the_turns(monkeypatch: pytest.Mon
         messages: list[Any] = []
         for turn in range(200):
             messages.append(user(f"turn {turn:03}"))
-            messages.append(answer_of(await session.create({"messages": messages})))
+            messages.append(answer_of(await create(session, {"messages": messages})))
 
     asyncio.run(play())
     assert len(set(rendered[1:])) == 1
@@ -267,7 +267,7 @@ def test_thoughts_stay_in_the_history_and_template_arguments_reach_the_template(
         messages = [user("1")]
         for _ in range(2):
             body = {"messages": messages, "chat_template_kwargs": {"enable_thinking": False}}
-            message = answer_of(await session.create(body))
+            message = answer_of(await create(session, body))
             messages = [*messages, message, user("2")]
         text = tokenizer("qwen3").decode(engine.requests[-1].input_ids)
         assert text.count("<think>hm</think>") == 1
@@ -285,8 +285,8 @@ def test_a_template_that_leaves_out_answers_is_rendered_whole_and_counted(
 
     async def play() -> None:
         session, engine = make_session(["a", "b"])
-        first = answer_of(await session.create({"messages": [user("1")]}))
-        await session.create({"messages": [user("1"), first, user("2")]})
+        first = answer_of(await create(session, {"messages": [user("1")]}))
+        await create(session, {"messages": [user("1"), first, user("2")]})
         assert tokenizer().decode(engine.requests[-1].input_ids) == "12"
         assert (session.forks, len(session.export("concat"))) == (1, 2)
         assert trained(session) == sampled(engine)
@@ -301,9 +301,9 @@ def test_an_answer_is_ended_once_by_itself_or_by_the_template(stops: bool, end: 
     async def play() -> None:
         gconfig = GenerationHyperparameters(stop_token_ids=[eom] if stops else None)
         session, engine = make_session([[200, 201, eom], "x"], "llama3", gconfig=gconfig)
-        first = answer_of(await session.create({"messages": [user("1")]}))
+        first = answer_of(await create(session, {"messages": [user("1")]}))
         assert "eom_id" not in first["content"]
-        await session.create({"messages": [user("1"), first, user("2")]})
+        await create(session, {"messages": [user("1"), first, user("2")]})
         follow = engine.requests[-1].input_ids[len(engine.requests[0].input_ids) + 3 :]
         assert tokenizer("llama3").decode(follow).startswith(end + "<|start_header_id|>user")
 
@@ -317,13 +317,13 @@ def test_the_run_decides_the_distribution_and_says_so_once(caplog: pytest.LogCap
         gconfig = GenerationHyperparameters(temperature=0.8, max_new_tokens=50, stop=["END"])
         session, engine = make_session(["a b END c", "a b END c", "xyz"], gconfig=gconfig)
         wishes = {"temperature": 0.1, "top_p": 0.5, "max_tokens": 99, "stop": "b", "seed": 3}
-        text = answer_of(await session.create({"messages": [user("1")], **wishes}))["content"]
-        await session.create({"messages": [user("2")], **wishes})
+        text = answer_of(await create(session, {"messages": [user("1")], **wishes}))["content"]
+        await create(session, {"messages": [user("2")], **wishes})
         used = engine.requests[0].gconfig
         assert (used.temperature, used.top_p, used.max_new_tokens, used.seed) == (0.8, 1.0, 50, 3)
         assert (used.stop, text) == (["END", "b"], "a ")
         assert used.stop_token_ids == [tokenizer().eos_token_id]
-        await session.create({"messages": [user("3")], "max_completion_tokens": 1, "temperature": 0.8})
+        await create(session, {"messages": [user("3")], "max_completion_tokens": 1, "temperature": 0.8})
         assert engine.requests[-1].gconfig.max_new_tokens == 1
         assert [r.message for r in caplog.records] == [
             "the agent sets temperature=0.1, top_p=0.5: ignored, because the trainer assumes the distribution of the "
@@ -331,7 +331,7 @@ def test_the_run_decides_the_distribution_and_says_so_once(caplog: pytest.LogCap
         ]
 
         session, engine = make_session(["a"], gconfig=gconfig.new(greedy=True), agent_samples=True)
-        await session.create({"messages": [user("1")], **wishes, "top_k": -1})
+        await create(session, {"messages": [user("1")], **wishes, "top_k": -1})
         used = engine.requests[0].gconfig
         assert (used.effective_temperature, used.top_p, used.top_k) == (0.1, 0.5, None)
 
@@ -344,14 +344,14 @@ def test_a_prompt_that_is_too_long_says_context_length_exceeded(by: str) -> None
     error = ContextOverflowError("The input (9 tokens) is longer than the model's context length (4 tokens).")
     session, _ = make_session([error], gconfig=gconfig)
     with pytest.raises(RequestError) as refused:
-        asyncio.run(session.create({"messages": [user("much too long")]}))
+        asyncio.run(create(session, {"messages": [user("much too long")]}))
     assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
     assert session.error is None
 
 
 def test_logprobs_are_given_when_asked() -> None:
     session, _ = make_session(["hello", "hello"])
-    content = asyncio.run(session.create({"messages": [user("1")], "logprobs": True}))["choices"][0][
+    content = asyncio.run(create(session, {"messages": [user("1")], "logprobs": True}))["choices"][0][
         "logprobs"
     ]["content"]
     assert "".join(token["token"] for token in content) == "hello<|im_end|>"

@@ -48,7 +48,7 @@ def test_a_minimal_file_gives_the_defaults(write):
     assert config.seed == 1
 
 
-def test_names_and_tokenizer_flow_into_rollout(write):
+def test_names_and_tokenizer_are_copied_into_rollout(write):
     config = load_config(write(), ["trial_name=t", "fileroot=out", "seed=7"])
     rollout = config.rollout
     assert (rollout.experiment_name, rollout.trial_name, rollout.fileroot, rollout.seed) == (
@@ -61,7 +61,7 @@ def test_names_and_tokenizer_flow_into_rollout(write):
     assert load_config(write(), ["rollout.tokenizer_path=other"]).rollout.tokenizer_path == "other"
 
 
-def test_a_rollout_value_that_contradicts_the_top_is_refused(write):
+def test_a_rollout_value_that_contradicts_a_top_level_value_is_refused(write):
     text = refused(write(), "rollout.trial_name=b", "rollout.fileroot=else", "rollout.seed=2")
     assert "rollout.trial_name: 'b' contradicts trial_name 'trial' at the top: remove it from rollout" in text
     assert "rollout.fileroot: 'else' contradicts" in text
@@ -98,7 +98,7 @@ trainer: [1]
     [
         ("", "run.yaml: the file is empty: write a mapping with at least experiment_name, model_path"),
         ("# nothing\n", "the file is empty"),
-        ("- 1\n", "run.yaml: the file holds a list: it must be a mapping"),
+        ("- 1\n", "run.yaml: the file holds a list: write a mapping"),
         ("seed: 1\nseed: 2\n", "run.yaml: line 2, column 1: duplicate key 'seed'"),
         (
             "rollout:\n  gconfig: {greedy: true, greedy: false}\n",
@@ -149,7 +149,11 @@ def test_the_kind_of_a_file_selects_its_class_and_reinforcement_learning_is_the_
             "run.yaml: kind: 'sft': use the command areal-lite sft",
         ),
         ("kind: reward_model\n", RunConfig, "use the command areal-lite reward-model"),
-        ("workflow: mine.Agent\n", SFTConfig, "a reinforcement learning run: use areal-lite train"),
+        (
+            "workflow: mine.Agent\n",
+            SFTConfig,
+            "a file with a workflow is reinforcement learning: use areal-lite train",
+        ),
         (
             "kind: rl\n",
             ExperimentConfig,
@@ -164,7 +168,7 @@ def test_the_kind_of_a_file_selects_its_class_and_reinforcement_learning_is_the_
         ("kind: dpo\nsed: 1\n", ExperimentConfig, "run.yaml: unknown key 'sed'; did you mean 'seed'?"),
     ],
 )
-def test_a_file_of_another_kind_is_refused(write, text, root, message):
+def test_a_config_of_the_wrong_kind_is_refused(write, text, root, message):
     with pytest.raises(ConfigError) as caught:
         load_config(write(SUPERVISED + text), root=root)
     assert message in str(caught.value)
@@ -320,7 +324,7 @@ ascii_text = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_siz
         max_leaves=6,
     )
 )
-def test_an_override_takes_any_json(tmp_path_factory, value):
+def test_an_override_accepts_any_json(tmp_path_factory, value):
     path = tmp_path_factory.getbasetemp() / "override.yaml"
     path.write_text(MINIMAL)
     config = load_config(path, [f"workflow_kwargs.x={json.dumps(value)}"])
@@ -368,12 +372,12 @@ def test_contradictory_and_unused_settings_are_refused(write, override, says):
 
 
 def test_corrections_without_importance_weights_work_with_proximal_behaviour(write):
-    correction = "{level: none, max_row_kl: 0.5}"
+    correction = "{level: none, max_episode_kl: 0.5}"
     changes = [f"trainer.correction={correction}", "trainer.proximal=behaviour"]
-    assert load_config(write(), changes).trainer.correction.max_row_kl == 0.5
+    assert load_config(write(), changes).trainer.correction.max_episode_kl == 0.5
 
 
-def test_a_dump_masks_keys_and_tokens(write):
+def test_a_dumped_config_masks_keys_and_tokens(write):
     config = load_config(
         write(), ["workflow_kwargs={api_key: abc, url: u, list: [sk-0123456789abcdef], max_tokens: 5}"]
     )
@@ -412,7 +416,7 @@ def test_help_shows_type_default_and_meaning_of_every_key():
     assert all(field.meaning for field in fields.values())
 
 
-def test_help_lists_the_identity_of_a_run_once_and_an_engine_alone_has_defaults():
+def test_help_lists_experiment_and_trial_once_and_a_lone_engine_has_defaults():
     keys = [field.key for field in describe_fields(RunConfig)]
     for shared in ("experiment_name", "trial_name", "fileroot", "seed"):
         assert shared in keys and f"rollout.{shared}" not in keys
@@ -423,6 +427,6 @@ def test_help_lists_the_identity_of_a_run_once_and_an_engine_alone_has_defaults(
 
 
 @pytest.mark.parametrize("root", [RunConfig, ExperimentConfig, *KINDS.values()])
-def test_help_of_every_kind_of_file_has_meanings_and_fits_eighty_columns(root):
+def test_help_of_every_config_kind_is_complete_and_fits_eighty_columns(root):
     assert all(field.meaning for field in describe_fields(root))
     assert max(map(len, help_text(root).splitlines())) <= 80

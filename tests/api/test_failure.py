@@ -41,13 +41,13 @@ def raised(error: BaseException, *kinds: FailureKind) -> BaseException:
 
 
 class TestKind:
-    def test_what_nobody_claims_is_the_agents(self) -> None:
+    def test_an_unclaimed_error_is_the_agents(self) -> None:
         failure = Failure.of(raised(KeyError("question")))
         assert (failure.kind, failure.type, failure.message) == (FailureKind.AGENT, "KeyError", "'question'")
         assert failure.text == failure.traceback and "in raised" in failure.text
         assert failure.summary == "KeyError: 'question'"
 
-    def test_the_innermost_boundary_counts(self) -> None:
+    def test_the_innermost_boundary_decides_the_kind(self) -> None:
         error = raised(ValueError("x"), FailureKind.REWARD, FailureKind.OUTPUT)
         assert Failure.of(error).kind is FailureKind.REWARD
 
@@ -57,7 +57,7 @@ class TestKind:
     def test_a_class_that_names_its_kind_keeps_it(self, error: Exception, kind: str) -> None:
         assert Failure.of(raised(error, FailureKind.REWARD)).kind == kind
 
-    def test_a_group_of_exceptions_is_its_first_leaf(self) -> None:
+    def test_an_exception_group_counts_as_its_first_leaf(self) -> None:
         inner = ExceptionGroup("inner", [raised(ValueError("first"), FailureKind.REWARD), KeyError("second")])
         failure = Failure.of(
             raised(ExceptionGroup("outer", [inner, ServerError("third")]), FailureKind.OUTPUT)
@@ -65,18 +65,18 @@ class TestKind:
         assert (failure.kind, failure.type, failure.message) == ("reward", "ValueError", "first")
         assert "second" in failure.traceback and "third" in failure.traceback
 
-    def test_a_group_that_a_boundary_raised_has_the_boundarys_kind(self) -> None:
+    def test_an_exception_group_from_a_boundary_has_the_boundarys_kind(self) -> None:
         error = raised(
             ExceptionGroup("outer", [ExceptionGroup("inner", [ValueError("x")])]), FailureKind.DATA
         )
         assert Failure.of(error).kind is FailureKind.DATA
 
-    def test_a_cancellation_passes_a_boundary_unclaimed(self) -> None:
+    def test_a_boundary_does_not_claim_a_cancellation(self) -> None:
         error = raised(asyncio.CancelledError(), FailureKind.REWARD)
         assert not hasattr(error, "failure_kind")
 
     @pytest.mark.parametrize("kind", ["mine", 3, None, ["reward"]])
-    def test_a_kind_of_the_users_own_is_the_agents(self, kind: Any) -> None:
+    def test_an_unknown_kind_is_the_agents(self, kind: Any) -> None:
         class OwnError(Exception):
             failure_kind = kind
 
@@ -84,7 +84,7 @@ class TestKind:
 
 
 class TestText:
-    def test_a_class_with_a_broken_text_is_still_a_failure(self) -> None:
+    def test_an_error_with_a_broken_str_is_still_a_failure(self) -> None:
         class BrokenError(Exception):
             def __str__(self) -> str:
                 raise RuntimeError("no text")
@@ -92,19 +92,19 @@ class TestText:
         failure = Failure.of(raised(BrokenError()))
         assert (failure.type, failure.message) == ("BrokenError", "(its text cannot be read)")
 
-    def test_a_class_that_takes_no_attributes_keeps_the_default(self) -> None:
+    def test_an_error_without_attributes_gets_the_default_kind(self) -> None:
         class SealedError(Exception):
             def __setattr__(self, name: str, value: object) -> None:
                 raise AttributeError(name)
 
         assert Failure.of(raised(SealedError("x"), FailureKind.REWARD)).kind is FailureKind.AGENT
 
-    def test_the_end_of_a_long_traceback_is_kept(self) -> None:
+    def test_a_long_traceback_keeps_its_end(self) -> None:
         failure = Failure.of(raised(ValueError("x" * 2 * MAX_TRACEBACK + "end")))
         assert len(failure.text) == MAX_TRACEBACK
         assert failure.text.endswith("end\n")
 
-    def test_what_the_run_stopped_has_a_reason_and_no_type(self) -> None:
+    def test_a_stopped_episode_has_a_reason_and_no_type(self) -> None:
         failure = Failure.cancelled("the run ended\nin order")
         assert (failure.kind, failure.type, failure.traceback) == ("cancelled", "", "")
         assert (failure.text, failure.summary) == ("the run ended\nin order", "the run ended")
@@ -196,7 +196,7 @@ def test_each_boundary_names_its_kind(
         assert (trajectory.failure.kind, trajectory.failure.type) == (kind, type_)
 
 
-def test_a_server_that_fails_is_the_engines_fault() -> None:
+def test_a_failing_server_is_an_engine_failure() -> None:
     with StubThread(StubServer(fault=lambda number: "garbage")) as stub:
         config = InferenceEngineConfig(backend="sglang", addresses=[stub.address], request_retries=1)
         with RemoteInfEngine(config) as engine:
@@ -204,7 +204,7 @@ def test_a_server_that_fails_is_the_engines_fault() -> None:
     assert group.failure is not None and group.failure.kind == "engine"
 
 
-def test_a_filter_that_raises_fails_the_group_and_nothing_of_it_trains(engine: RemoteInfEngine) -> None:
+def test_a_filter_that_raises_fails_the_whole_group(engine: RemoteInfEngine) -> None:
     def broken(trajectory: dict[str, Any]) -> bool:
         raise LookupError("no threshold")
 
@@ -227,7 +227,7 @@ def test_tensor_dicts_with_different_keys_break_the_output(engine: RemoteInfEngi
     assert group.failure is not None and (group.failure.kind, group.status) == ("output", "failed")
 
 
-def test_a_packer_that_cannot_read_a_row_is_a_failure_of_the_data(engine: RemoteInfEngine) -> None:
+def test_a_packer_that_cannot_read_a_row_is_a_data_failure(engine: RemoteInfEngine) -> None:
     class Picky(DecoderOnlyLLMDataPacker):
         def get_rollout_input(self, item: Any) -> Any:
             raise KeyError("question")
@@ -239,7 +239,7 @@ def test_a_packer_that_cannot_read_a_row_is_a_failure_of_the_data(engine: Remote
     assert {group.failure.kind for group in ended if group.failure is not None} == {"data"}
 
 
-def test_what_the_run_stops_is_cancelled(engine: RemoteInfEngine) -> None:
+def test_episodes_that_the_run_stops_are_cancelled(engine: RemoteInfEngine) -> None:
     ended: list[Group] = []
     engine._executor._on_end = ended.append
     engine.submit({"do": "hang"}, OneTurn)
@@ -262,9 +262,7 @@ class Wrapper(RolloutWorkflow):
 
 
 @pytest.mark.parametrize(("keep", "status"), [(2, "accepted"), (1, "accepted"), (0, "rejected")])
-def test_a_workflow_around_a_group_may_drop_what_an_episode_returned(
-    engine: RemoteInfEngine, keep: int, status: str
-) -> None:
+def test_a_group_workflow_may_drop_an_episode(engine: RemoteInfEngine, keep: int, status: str) -> None:
     group = one(engine, Wrapper(keep))
     assert (group.status, len(group.sequences), len(group.rewards)) == (status, keep, keep)
     assert [t.status for t in group.trajectories] == ["accepted"] * keep + ["rejected"] * (2 - keep)
@@ -303,21 +301,23 @@ async def ask(**client: Any) -> None:
 
 class TestAgents:
     @pytest.mark.parametrize("reward", ["much", float("nan"), {"no such id": 1.0}, {}])
-    def test_a_value_that_is_no_reward(self, tmp_path: Any, reward: Any) -> None:
+    def test_an_invalid_reward_is_a_reward_failure(self, tmp_path: Any, reward: Any) -> None:
         async def run(data: Any, **client: Any) -> Any:
             await ask(**client)
             return reward
 
         assert agent_failure(tmp_path, run, ["answer"]).kind == "reward"
 
-    def test_an_agent_that_calls_no_model(self, tmp_path: Any) -> None:
+    def test_an_agent_without_a_model_call_is_an_agent_failure(self, tmp_path: Any) -> None:
         async def run(data: Any, **client: Any) -> float:
             return 1.0
 
         assert agent_failure(tmp_path, run, []).kind == "agent"
 
     @pytest.mark.parametrize("swallow", [False, True])
-    def test_an_engine_that_raises_whatever_the_agent_makes_of_it(self, tmp_path: Any, swallow: bool) -> None:
+    def test_an_engine_error_stays_an_engine_failure_if_the_agent_wraps_it(
+        self, tmp_path: Any, swallow: bool
+    ) -> None:
         def broken(request: ModelRequest) -> str:
             raise RuntimeError("cuda")
 

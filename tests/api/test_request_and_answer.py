@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import random
 from types import SimpleNamespace
 
 import pytest
 
-from areal_lite.api import GenerationHyperparameters, ModelResponse
+from areal_lite.api import GenerationHyperparameters, ModelRequest, ModelResponse
 
 
 def answer(stop_reason: str, tokens: list[int], tokenizer: object = None) -> ModelResponse:
@@ -43,10 +45,24 @@ def test_a_changed_copy_is_checked_and_leaves_the_original() -> None:
     assert gconfig.new_with_stop_and_pad_token_ids(tokenizer).stop_token_ids == [2, 0]
 
 
-def test_only_a_sampled_stop_token_is_left_out() -> None:
+def test_only_a_sampled_stop_token_is_removed() -> None:
     tokenizer = SimpleNamespace(eos_token_id=2, pad_token_id=0)
     assert answer("stop", [5, 2], tokenizer).output_tokens_without_stop == [5]
     assert answer("length", [5, 2], tokenizer).output_tokens_without_stop == [5, 2]
     assert answer("stop", [5, 6], tokenizer).output_tokens_without_stop == [5, 6]
     with pytest.raises(ValueError, match="needs a tokenizer"):
         _ = answer("stop", [5, 2]).output_tokens_without_stop
+
+
+def test_request_ids_ignore_the_seed_of_the_program_and_differ_after_a_fork() -> None:
+    random.seed(0)
+    first = ModelRequest(input_ids=[1]).rid
+    random.seed(0)
+    assert ModelRequest(input_ids=[1]).rid != first
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(write, ModelRequest(input_ids=[1]).rid.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    rids = {os.read(read, 32).decode(), ModelRequest(input_ids=[1]).rid, first}
+    assert len(rids) == 3 and {len(rid) for rid in rids} == {32}

@@ -57,12 +57,12 @@ def test_a_function_can_be_named_by_its_dotted_path():
     assert score("tests.api.reward_samples.echo", 2) == 2.0
 
 
-def test_a_callable_object_travels_with_its_state():
+def test_a_callable_object_keeps_its_state():
     assert score(samples.Threshold(3), 4) == 1.0
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-inf", "'1'", "None", "[1]"])
-def test_a_value_that_is_no_number_raises_and_the_worker_lives_on(text):
+def test_a_value_that_is_not_a_number_raises_and_the_worker_survives(text):
     before = score(samples.process_id, max_workers=1)
     with pytest.raises(ValueError, match="must be a finite number"):
         score(samples.evaluate, text, max_workers=1)
@@ -70,14 +70,14 @@ def test_a_value_that_is_no_number_raises_and_the_worker_lives_on(text):
 
 
 @pytest.mark.parametrize("function", [samples.endless, samples.endless_in_c])
-def test_a_time_out_raises_and_the_next_call_gets_a_new_worker(function):
+def test_a_timeout_raises_and_the_next_call_gets_a_new_worker(function):
     before = score(samples.process_id, max_workers=1)
     with pytest.raises(TimeoutError, match=rf"{function.__name__} gave no answer in 0.2 s"):
         score(function, timeout_seconds=0.2, max_workers=1)
     assert score(samples.process_id, max_workers=1) != before
 
 
-def test_a_time_out_kills_what_the_function_started(tmp_path):
+def test_a_timeout_kills_processes_that_the_function_started(tmp_path):
     note = tmp_path / "pid"
     with pytest.raises(TimeoutError):
         score(samples.starts_a_child, str(note), timeout_seconds=1)
@@ -106,7 +106,7 @@ def test_sys_exit_in_a_reward_function_does_not_end_the_worker():
         score(samples.leaves)
 
 
-def test_more_memory_than_a_worker_may_have_is_a_memory_error():
+def test_exceeding_the_memory_limit_is_a_memory_error():
     limit = max(4 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
     with pytest.raises(MemoryError):
         score(samples.allocates, limit + 1)
@@ -124,7 +124,7 @@ def test_wrappers_with_the_same_number_share_their_workers_over_event_loops():
     assert len({score(samples.process_id, max_workers=1) for _ in range(3)}) == 1
 
 
-def test_among_loops_exits_and_memory_bombs_every_good_call_is_right_and_every_bad_one_says_why():
+def test_good_calls_succeed_and_bad_ones_say_why_under_mixed_failures():
     limit = max(4 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
     good = AsyncRewardWrapper(samples.echo, 15, 2)
     endless = AsyncRewardWrapper(samples.endless, 0.1, 2)
@@ -145,7 +145,7 @@ def test_among_loops_exits_and_memory_bombs_every_good_call_is_right_and_every_b
     assert len(children) <= 3  # the two of this pool and the one of pools of one
 
 
-def test_cancelled_calls_stop_at_once_and_leave_the_pool_whole():
+def test_cancelled_calls_stop_at_once_and_keep_the_pool_intact():
     async def run():
         endless, good = AsyncRewardWrapper(samples.endless, 60, 2), AsyncRewardWrapper(samples.echo, 15, 2)
         await asyncio.gather(good(0), good(1))
@@ -157,7 +157,7 @@ def test_cancelled_calls_stop_at_once_and_leave_the_pool_whole():
     asyncio.run(run())
 
 
-def test_an_async_function_is_awaited_on_the_loop_under_the_same_limit():
+def test_an_async_function_runs_on_the_loop_with_the_same_timeout():
     assert score(samples.judged, 0.25) == 0.25
     assert score(samples.AsyncJudge(), 2) == 2.0
     with pytest.raises(TimeoutError, match=r"judged_late gave no answer in 0.05 s"):
@@ -173,7 +173,7 @@ def test_retries_end_with_the_first_success(tmp_path):
         asyncio.run(wrapper(str(tmp_path / "three"), 4))
 
 
-def test_a_lambda_is_refused_with_the_mend_and_runs_in_process():
+def test_a_lambda_is_refused_with_a_hint_and_runs_in_process():
     with pytest.raises(ConfigError, match=r"no importable name.*top of a module.*in_process=True"):
         AsyncRewardWrapper(lambda value: value)
     wrapper = AsyncRewardWrapper(lambda value: value, in_process=True)
@@ -227,14 +227,14 @@ def has_ended(process_id, within_s=10):
     return False
 
 
-def test_a_function_of_the_main_script_works_and_its_worker_ends_with_the_script(script):
+def test_a_function_of_the_main_script_works_and_its_worker_exits_with_it(script):
     done = subprocess.run(script, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert has_ended(int(done.stdout))
 
 
-def test_a_busy_worker_dies_with_a_killed_parent(script):
+def test_a_busy_worker_exits_if_its_parent_is_killed(script):
     with subprocess.Popen([*script, "hang"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         worker = psutil.Process(int(process.stdout.readline()))
@@ -244,7 +244,7 @@ def test_a_busy_worker_dies_with_a_killed_parent(script):
     assert has_ended(worker.pid)
 
 
-def test_no_descriptor_is_left_behind():
+def test_no_file_descriptor_leaks():
     score(samples.echo, 1)
     gc.collect()
     before = psutil.Process().num_fds()

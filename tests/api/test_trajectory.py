@@ -86,7 +86,7 @@ SECOND = call([1, 2, 11, 12, 3], [21], "second", started=6.0)
 
 
 class TestCallsOfInteractions:
-    def test_a_conversation_is_one_line_of_turns_that_share_memory_with_its_sequence(self) -> None:
+    def test_a_conversation_is_a_chain_of_turns_that_share_memory_with_its_sequence(self) -> None:
         leaf = interaction(SECOND, interaction(FIRST))
         trajectory = trajectory_of({"a": leaf}, [FIRST, SECOND], member_idx=3)
         (sequence,) = trajectory.sequences
@@ -110,7 +110,7 @@ class TestCallsOfInteractions:
         assert (first.stop_reason, first.started, first.latency_s) == ("length", 5.0, 0.5)
         assert trajectory.turns[0].stop_reason is None
 
-    def test_a_fork_shares_what_came_before_it_and_trains_that_once(self) -> None:
+    def test_a_fork_trains_its_shared_prefix_once(self) -> None:
         other = call([1, 2, 11, 12, 4], [31, 32], "other")
         trained = interaction(SECOND, interaction(FIRST))
         forked = interaction(other, interaction(FIRST, trained=False))
@@ -127,7 +127,7 @@ class TestCallsOfInteractions:
             check_views(trajectory, 1, by_last[21])
             assert trajectory.num_sampled_tokens == 5
 
-    def test_individual_answers_know_how_many_came_before_and_keep_their_own_rewards(self) -> None:
+    def test_individual_answers_keep_their_turn_index_and_reward(self) -> None:
         root = interaction(FIRST, concat=False, reward=0.5)
         trajectory = trajectory_of({"a": root, "b": interaction(SECOND, root, concat=False)}, [FIRST, SECOND])
         check_paths(trajectory)
@@ -158,7 +158,7 @@ class TestCallsOfInteractions:
 
 
 class TestCallsOfTensorDicts:
-    def test_a_row_is_matched_with_its_calls_by_tokens(self) -> None:
+    def test_a_sequence_is_matched_with_its_calls_by_tokens(self) -> None:
         tensors = rows(
             [1, 2, 11, 12, 3, 21],
             masks=[[0, 0, 1, 1, 0, 1]],
@@ -196,7 +196,7 @@ class TestCallsOfTensorDicts:
         ]
         check_paths(trajectory)
 
-    def test_a_call_without_an_answer_is_not_in_a_rows_path(self) -> None:
+    def test_a_call_without_an_answer_is_not_on_a_sequences_path(self) -> None:
         trajectory = trajectory_of(
             rows([1, 2, 11, 12], masks=[[0, 0, 1, 1]]), [call([1, 2], [], "none"), FIRST]
         )
@@ -223,7 +223,7 @@ class TestCallsOfTensorDicts:
             ]
             assert trajectory.turns[2].ids.tolist() == [13]
 
-    def test_equal_rows_take_a_call_each(self) -> None:
+    def test_equal_sequences_take_a_call_each(self) -> None:
         calls = [call([1, 2], [11, 12], f"call {n}", started=float(n)) for n in range(2)]
         same = [1, 2, 11, 12]
         trajectory = trajectory_of(rows(same, same, same, masks=[[0, 0, 1, 1]] * 3), calls)
@@ -231,20 +231,20 @@ class TestCallsOfTensorDicts:
         assert (first, second) == ((0, 1), (0, 2)) and third in (first, second)
         assert [t.started for t in trajectory.turns] == [None, 0.0, 1.0]
 
-    def test_log_probs_that_the_workflow_left_out_are_the_calls(self) -> None:
+    def test_missing_log_probs_are_filled_in_from_the_calls(self) -> None:
         trajectory = trajectory_of(rows([1, 2, 11, 12], masks=[[0, 0, 1, 1]]), [FIRST])
         prompt, answer = trajectory.turns
         assert prompt.logprobs is None and answer.logprobs is not None and answer.versions is not None
         assert (answer.logprobs.tolist(), answer.versions.tolist()) == ([-11 / 8, -12 / 8], [3, 0])
         assert trajectory.sequences[0].logprobs is None
 
-    def test_an_answer_that_trains_in_part_is_one_turn(self) -> None:
+    def test_a_partly_trained_answer_is_one_turn(self) -> None:
         trajectory = trajectory_of(rows([1, 2, 11, 12], masks=[[0, 0, 0, 1]]), [FIRST])
         assert shape(trajectory)[1] == ("assistant", 0, 2, [11, 12], [False, True])
         (sequence,) = trajectory.sequences
         assert (sequence.num_trained_tokens, trajectory.prompt_len(sequence.path)) == (1, 2)
 
-    def test_rows_that_no_call_explains_are_cut_by_their_mask(self) -> None:
+    def test_sequences_without_matching_calls_are_split_by_their_mask(self) -> None:
         first, second = [1, 2, 11, 12, 3, 21], [1, 2, 11, 12, 4, 5]
         trajectory = trajectory_of(rows(first, second, masks=[[0, 0, 1, 1, 0, 1], [0, 0, 1, 1, 0, 0]]), [])
         assert shape(trajectory) == [
@@ -258,12 +258,12 @@ class TestCallsOfTensorDicts:
         assert trajectory.reward is None
         check_paths(trajectory)
 
-    def test_equal_tokens_that_were_given_and_sampled_are_different_turns(self) -> None:
+    def test_equal_tokens_in_prompt_and_answer_are_different_turns(self) -> None:
         trajectory = trajectory_of(rows([1, 11], [1, 11], masks=[[0, 1], [0, 0]]), [])
         assert [(s.path, s.turn_idx) for s in trajectory.sequences] == [((0, 1), 0), ((2,), 0)]
         assert trajectory.prompt_len(trajectory.sequences[1].path) == 2
 
-    def test_padding_on_either_side_is_left_out(self) -> None:
+    def test_padding_on_either_side_is_removed(self) -> None:
         tensors = {
             "input_ids": torch.tensor([[0, 0, 1, 11], [1, 2, 12, 0]]),
             "attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]]),
@@ -349,7 +349,7 @@ def tensor_dicts(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(tensor_dicts(), st.integers(0, 4))
-def test_a_tensor_dict_is_the_same_after_it_became_a_trajectory(
+def test_a_tensor_dict_survives_the_round_trip_through_a_trajectory(
     tensors: dict[str, Any], num_calls: int
 ) -> None:
     calls = []
@@ -369,7 +369,7 @@ def test_a_tensor_dict_is_the_same_after_it_became_a_trajectory(
 
 
 @given(st.lists(tensor_dicts(), min_size=1, max_size=3))
-def test_the_view_of_a_group_is_its_episodes_side_by_side_and_splits_again(
+def test_the_view_of_a_group_concatenates_its_episodes_and_splits_again(
     episodes: list[dict[str, Any]],
 ) -> None:
     view = tensor_dict_of([trajectory_of(tensors, []) for tensors in episodes])
@@ -387,7 +387,7 @@ def test_the_view_of_a_group_is_its_episodes_side_by_side_and_splits_again(
             assert (part[key][:, width:] == padding).all()
 
 
-def test_other_keys_stay_if_every_episode_has_them() -> None:
+def test_other_keys_are_kept_if_every_episode_has_them() -> None:
     first = rows([1, 11], masks=[[0, 1]], note=["a"], image=torch.ones(1, 2))
     second = rows([1, 12, 13], masks=[[0, 1, 1]], note=["b"], image=torch.ones(1, 3))
     view = tensor_dict_of([trajectory_of(first, []), trajectory_of(None, []), trajectory_of(second, [])])
@@ -399,7 +399,7 @@ def test_other_keys_stay_if_every_episode_has_them() -> None:
     assert view is not None and not {"note", "image"} & view.keys()
 
 
-def test_dtypes_of_the_view_are_areals() -> None:
+def test_the_view_has_areals_dtypes() -> None:
     tensors = rows([1, 11], masks=[[0, 1]], logprobs=torch.zeros(1, 2, dtype=torch.float64))
     view = tensor_dict_of([trajectory_of({**tensors, "loss_mask": tensors["loss_mask"].bool()}, [])])
     assert view is not None
@@ -411,7 +411,7 @@ def test_dtypes_of_the_view_are_areals() -> None:
     }
 
 
-def test_rows_left_over_belong_to_the_last_episode_and_a_dropped_one_has_none() -> None:
+def test_surplus_sequences_belong_to_the_last_episode_and_dropped_episodes_have_none() -> None:
     tensors = rows([1], [2], [3], masks=[[0]] * 3, names=["a", "b", "c"], kind="x")
     parts = split_rows(tensors, [1, 0, 1])
     assert [None if p is None else (p["names"], p["kind"]) for p in parts] == [
@@ -459,7 +459,7 @@ def group_of(*trajectories: Trajectory, **fields: Any) -> Group:
 
 
 class TestGroup:
-    def test_versions_and_rewards_are_those_of_its_episodes(self) -> None:
+    def test_a_groups_versions_and_rewards_come_from_its_episodes(self) -> None:
         group = group_of(
             episode(0, EpisodeStatus.ACCEPTED, sequence_of([0, 1], versions=np.array([-1, 6])), reward=1.0),
             episode(1, EpisodeStatus.FAILED, reward=9.0),
@@ -473,7 +473,7 @@ class TestGroup:
         assert (group.head_version, group.tail_version) == (6, 6)
         assert (group_of().head_version, group_of().tail_version) == (None, None)
 
-    def test_ids_and_status_reach_the_episodes_and_an_own_end_stays(self) -> None:
+    def test_ids_and_status_are_set_on_episodes_unless_they_ended_differently(self) -> None:
         broken = Failure(FailureKind.AGENT, "KeyError", "no key")
         kept = episode(1, EpisodeStatus.ACCEPTED, sequence_of([0, 1]))
         group = group_of(kept, episode(0, EpisodeStatus.FAILED, failure=broken))
@@ -490,19 +490,19 @@ class TestGroup:
         assert (group.error, group.trajectories[0].status) == ("the run ended", "cancelled")
         assert group.trajectories[0].failure is group.failure
 
-    def test_the_error_of_a_failure_is_its_traceback_and_of_an_accepted_group_none(self) -> None:
+    def test_error_is_the_traceback_of_a_failure_and_none_for_accepted_groups(self) -> None:
         failure = Failure(FailureKind.ENGINE, "ServerError", "down", "Traceback: down")
         assert group_of(failure=failure).error == "Traceback: down"
         assert group_of().error is None
 
-    def test_the_tensor_dict_is_made_when_asked_for(self) -> None:
+    def test_the_tensor_dict_is_made_on_first_access(self) -> None:
         group = group_of(trajectory_of(rows([1, 11], masks=[[0, 1]]), []), trajectory_of(None, []))
         assert group.trajectory is not None
         assert group.trajectory["input_ids"].tolist() == [[1, 11]]
         assert group_of().trajectory is None
 
 
-def test_the_reward_of_an_episode_is_the_mean_of_those_its_sequences_have() -> None:
+def test_an_episodes_reward_is_the_mean_of_its_sequences_rewards() -> None:
     trajectory = episode(
         0, EpisodeStatus.ACCEPTED, *(sequence_of([0, 1], reward=r) for r in (1.0, None, 0.0))
     )
@@ -513,12 +513,12 @@ def test_the_reward_of_an_episode_is_the_mean_of_those_its_sequences_have() -> N
     assert trajectory.reward is None
 
 
-def test_a_turn_ends_after_all_before_it_and_itself() -> None:
+def test_a_turn_ends_after_its_own_tokens_and_all_before_it() -> None:
     turn = Turn(role=TurnRole.PROMPT, start=3, ids=np.arange(4), loss_mask=np.zeros(4, np.bool_))
     assert turn.end == 7
 
 
-def test_a_group_made_by_hand_trains_as_one_the_engine_made() -> None:
+def test_a_handmade_group_trains_like_one_from_the_engine() -> None:
     turns = [Turn(role=TurnRole.PROMPT, ids=np.arange(2), loss_mask=np.zeros(2, np.bool_))]
     trajectory = Trajectory(
         member_idx=3, status=EpisodeStatus.ACCEPTED, turns=turns, sequences=[sequence_of([0, 1])], reward=0.5

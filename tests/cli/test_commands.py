@@ -99,7 +99,7 @@ def run_training_that(body, **settings):
     return subprocess.run(stand_in(body), capture_output=True, text=True, timeout=60, **settings)
 
 
-def test_only_the_first_rank_prints_where_the_run_is():
+def test_only_the_first_rank_prints_the_run_directory():
     for rank, said in [("0", "namespace(run_dir='runs/exp/trial')\nwritten to runs/exp/trial\n"), ("1", "")]:
         done = run_training_that("pass", env={**os.environ, "RANK": rank})
         assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
@@ -112,7 +112,7 @@ def test_config_prints_the_resolved_config():
     assert "  group_size: 4\n" in done.stdout
 
 
-def test_config_prints_any_kind_of_file():
+def test_config_prints_every_kind_of_config_file():
     Path("other.yaml").write_text(
         "{kind: dpo, experiment_name: exp, model_path: m, train_dataset: {path: rows.jsonl, max_length: 9}, "
         "trainer: {batch_size: 2, learning_rate: 1.0e-5}}"
@@ -205,7 +205,7 @@ def test_light_commands_load_no_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
-def test_success_is_0():
+def test_success_exits_with_0():
     done = run_training_that("pass")
     assert (done.returncode, done.stderr) == (0, "")
     assert "written to runs/exp/trial" in done.stdout
@@ -225,7 +225,7 @@ def test_success_is_0():
         ("CheckpointError", 78),
     ],
 )
-def test_our_errors_end_with_their_code_and_one_line(error, code):
+def test_known_errors_end_with_their_code_and_one_line(error, code):
     done = run_training_that(f"raise errors.{error}('value, rule and fix')")
     assert (done.returncode, done.stderr) == (code, "error: value, rule and fix\n")
 
@@ -241,7 +241,7 @@ def test_notes_of_an_error_are_printed_below_it():
     assert done.stderr == "error: value, rule and fix\nerror: the last good checkpoint is x\n"
 
 
-def test_debug_shows_the_traceback_of_our_errors():
+def test_debug_shows_the_traceback_of_known_errors():
     environment = {**os.environ, "AREAL_LITE_DEBUG": "1"}
     done = run_training_that("raise errors.ServerError('gone')", env=environment)
     assert done.returncode == 75
@@ -278,20 +278,20 @@ def signalled(body, *numbers):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_first_signal_cleans_up_and_ends_with_its_code(number, code):
+def test_a_first_signal_cleans_up_and_exits_with_its_code(number, code):
     *ended, error = signalled(WAITS, number)
     assert ended == [code, "cleaned up\n"]
     assert error in ("stopping; signal again to stop at once\n", "")  # it may end before it can say so
 
 
-def test_a_second_signal_ends_at_once():
+def test_a_second_signal_exits_at_once():
     code, _, error = signalled(REFUSES, signal.SIGINT, signal.SIGTERM)
     assert code == 143
     assert "not stopped" not in error
 
 
 @pytest.mark.parametrize("body", [REFUSES, STUCK])
-def test_a_process_that_does_not_stop_is_ended_after_the_grace_period(body):
+def test_a_process_that_does_not_stop_is_killed_after_the_grace_period(body):
     code, _, error = signalled(body, signal.SIGTERM)
     assert code == 143
     assert error.endswith("not stopped after 1 s: ending here\n")

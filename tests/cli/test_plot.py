@@ -1,4 +1,4 @@
-"""The picture shows what metrics.jsonl says, and only panels that have something to show."""
+"""The plot shows metrics.jsonl, and only panels with data."""
 
 import json
 import struct
@@ -53,7 +53,7 @@ def curves(axes):
     return {line.get_label(): [tuple(point) for point in line.get_xydata()] for line in axes.lines}
 
 
-def test_each_kind_of_metric_has_a_panel_with_its_unit(tmp_path):
+def test_each_kind_of_metric_gets_a_panel_with_its_unit(tmp_path):
     found = panels(metrics_figure(rl_run(tmp_path / "exp" / "one")))
     assert {title: axes.get_ylabel() for title, axes in found.items()} == {
         "Reward": "reward",
@@ -68,13 +68,13 @@ def test_each_kind_of_metric_has_a_panel_with_its_unit(tmp_path):
     assert curves(found["Response length"]) == {"mean": [(1, 12), (2, 12)], "max": [(1, 16), (2, 16)]}
 
 
-def test_the_seconds_of_phases_are_stacked_without_totals_and_without_idle_phases(tmp_path):
+def test_phase_times_are_stacked_without_totals_and_idle_phases(tmp_path):
     stack = panels(metrics_figure(rl_run(tmp_path)))["Step time"]
     assert [area.get_label() for area in stack.collections] == ["forward", "rollout wait"]
     assert stack.collections[-1].get_datalim(stack.transData).ymax == 3.5  # 1.5 + 2.0 at step 1
 
 
-def test_the_time_of_a_single_step_has_a_width_and_its_legend_hides_nothing(tmp_path):
+def test_a_single_step_is_visible_and_not_hidden_by_the_legend(tmp_path):
     figure = metrics_figure(write_run(tmp_path, (1, RL_STEP)))
     figure.draw_without_rendering()
     stack = panels(figure)["Step time"]
@@ -83,7 +83,7 @@ def test_the_time_of_a_single_step_has_a_width_and_its_legend_hides_nothing(tmp_
     assert stack.get_legend().get_window_extent().ymin >= drawn.ymax
 
 
-def test_an_sft_run_has_the_panels_it_has_data_for(tmp_path):
+def test_an_sft_run_gets_only_panels_with_data(tmp_path):
     first = {"train/loss": 2.0, "train/tokens_per_second": 100.0}
     run = write_run(tmp_path, (1, first), (2, {"train/loss": 1.0}), (2, {"eval/loss": 1.5}))
     found = panels(metrics_figure(run))
@@ -91,7 +91,7 @@ def test_an_sft_run_has_the_panels_it_has_data_for(tmp_path):
     assert curves(found["Loss"]) == {"train": [(1, 2.0), (2, 1.0)], "eval": [(2, 1.5)]}
 
 
-def test_several_runs_share_panels_and_have_their_own_times(tmp_path):
+def test_several_runs_share_panels_except_for_times(tmp_path):
     found = panels(metrics_figure(rl_run(tmp_path / "exp" / "a"), rl_run(tmp_path / "exp" / "b")))
     assert set(curves(found["Staleness"])) == {
         f"exp/{run}: {label}" for run in "ab" for label in ("mean", "max")
@@ -99,7 +99,7 @@ def test_several_runs_share_panels_and_have_their_own_times(tmp_path):
     assert {"Step time, exp/a", "Step time, exp/b"} < set(found)
 
 
-def test_a_run_that_is_still_writing_is_drawn_up_to_its_last_whole_line(tmp_path):
+def test_a_running_run_is_plotted_up_to_its_last_whole_line(tmp_path):
     run = rl_run(tmp_path)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "train/rew')
@@ -116,7 +116,7 @@ def test_the_command_writes_a_png_of_two_columns(tmp_path):
     assert struct.unpack(">II", content[16:24]) == (2 * 6 * 150, 3 * 3.2 * 150 // 1)  # six panels
 
 
-def test_the_picture_of_one_run_is_in_its_folder_and_several_need_a_place(tmp_path):
+def test_one_run_is_plotted_into_its_folder_and_several_need_an_output_path(tmp_path):
     run = write_run(tmp_path / "run", (1, {"train/loss": 2.0}))
     assert plot_metrics(run) == run / "metrics.png"
     assert (run / "metrics.png").exists()
@@ -124,7 +124,7 @@ def test_the_picture_of_one_run_is_in_its_folder_and_several_need_a_place(tmp_pa
         plot_metrics(run, run)
 
 
-def test_a_run_without_data_or_folder_is_told(tmp_path):
+def test_a_run_without_data_or_folder_is_an_error(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         json.dumps({"step": 1, "time": 2.0, "train/reward_mean": None}) + "\n"
     )
@@ -135,12 +135,12 @@ def test_a_run_without_data_or_folder_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["none/here.png", "picture.metrics"])
-def test_a_picture_that_cannot_be_written_is_told(tmp_path, name):
+def test_a_plot_that_cannot_be_written_is_an_error(tmp_path, name):
     with pytest.raises(ConfigError, match=r"cannot be written: .* Use a \.png in an existing folder"):
         plot_metrics(rl_run(tmp_path), out=tmp_path / name)
 
 
-def test_without_matplotlib_it_is_named(tmp_path, monkeypatch):
+def test_a_missing_matplotlib_is_named_in_the_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):
         plot_metrics(tmp_path)

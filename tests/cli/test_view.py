@@ -1,4 +1,4 @@
-"""Dumps are shown readably, and nothing a model wrote reaches the terminal but text."""
+"""Dumps are readable, and model output reaches the terminal only as text."""
 
 import io
 import json
@@ -52,7 +52,7 @@ def write(path, *lines, tail=""):
     return path
 
 
-def test_a_sample_is_shown_turn_by_turn(tmp_path):
+def test_an_episode_is_shown_turn_by_turn(tmp_path):
     assert shown(write(tmp_path / "7.jsonl", LINE)) == (
         1,
         f"{tmp_path / '7.jsonl'}\n── task 7 episode 1  accepted  reward 0.5  4 tokens  versions 3..4\n"
@@ -61,12 +61,12 @@ def test_a_sample_is_shown_turn_by_turn(tmp_path):
     )
 
 
-def test_what_was_sampled_is_coloured(tmp_path):
+def test_sampled_text_is_coloured(tmp_path):
     _, text = shown(write(tmp_path / "7.jsonl", LINE), color=True)
     assert "\x1b[36m4\x1b[0m" in text
 
 
-def test_a_failed_sample_shows_its_error_and_a_missing_text_is_said(tmp_path):
+def test_a_failed_episode_shows_its_error_and_missing_text_is_marked(tmp_path):
     turn = {"role": "prompt", "ids": [1], "text": None, "loss_mask": [0]}
     line = {**LINE, "status": "failed", "error": "TimeoutError: reward", "turns": [turn]}
     _, text = shown(write(tmp_path / "7.jsonl", line))
@@ -75,7 +75,7 @@ def test_a_failed_sample_shows_its_error_and_a_missing_text_is_said(tmp_path):
     assert "no text: the run had no tokenizer" in text
 
 
-def test_a_run_folder_is_read_in_the_order_of_versions_and_other_files_are_left_out(tmp_path):
+def test_a_run_folder_is_read_in_version_order_without_other_files(tmp_path):
     for version, task in ((10, 1), (9, 12), (9, 3)):
         write(tmp_path / "rollout" / str(version) / f"{task}.jsonl", {**LINE, "task_id": task})
     write(tmp_path / "metrics.jsonl", {"step": 1})
@@ -85,20 +85,20 @@ def test_a_run_folder_is_read_in_the_order_of_versions_and_other_files_are_left_
     assert shown(tmp_path, limit=2)[0] == 2
 
 
-def test_a_torn_last_line_is_left_out(tmp_path):
+def test_a_torn_last_line_is_skipped(tmp_path):
     path = write(tmp_path / "7.jsonl", LINE, tail=json.dumps(LINE)[:50])
     assert shown(path)[0] == 1
 
 
 @pytest.mark.parametrize("line", ["{\n", "[]\n"])
-def test_a_damaged_line_before_the_last_is_told_with_its_number(tmp_path, line):
+def test_a_damaged_line_before_the_last_is_refused_with_its_number(tmp_path, line):
     path = write(tmp_path / "7.jsonl", LINE)
     path.write_text(path.read_text() + line + json.dumps(LINE))
     with pytest.raises(ConfigError, match="7.jsonl, line 2: "):
         shown(path)
 
 
-def test_nothing_to_show_says_how_to_get_dumps(tmp_path):
+def test_a_run_without_dumps_says_how_to_get_them(tmp_path):
     with pytest.raises(ConfigError, match="with rollout.dump_to_file a run writes them"):
         shown(tmp_path)
     with pytest.raises(ConfigError, match="No such file"):
@@ -112,7 +112,7 @@ def test_only_text_and_newlines_reach_the_terminal(text):
     assert not kept & set("\u2028\u2029\u202e\u2066\u200f")
 
 
-def test_escape_sequences_and_markup_of_a_model_are_shown_not_obeyed(tmp_path):
+def test_escape_sequences_and_markup_are_shown_literally(tmp_path):
     evil = "[red]x[/red] \x1b]0;owned\x07 \x1b[2J"
     line = {**LINE, "turns": [{**LINE["turns"][1], "text": evil, "stop_reason": "\x1b[2J"}], "error": evil}
     _, text = shown(write(tmp_path / "7.jsonl", line))
@@ -134,7 +134,7 @@ SCHEMA_2 = {
 }
 
 
-def test_a_line_of_schema_2_shows_the_kind_and_type_of_its_failure(tmp_path):
+def test_schema_2_shows_the_kind_and_type_of_a_failure(tmp_path):
     _, text = shown(write(tmp_path / "7.jsonl", LINE, SCHEMA_2))
     first, second = text.split("── ")[1:]
     assert "reward: ZeroDivisionError\nTraceback ...\n" in second
@@ -145,7 +145,7 @@ def test_a_line_of_schema_2_shows_the_kind_and_type_of_its_failure(tmp_path):
     "turns",
     [3, [3], None, [{"loss_mask": ["a"]}], [{"loss_mask": 3}], [{"ids": 3}], [{"latency_s": "soon"}]],
 )
-def test_a_line_of_another_shape_is_refused_with_file_and_number(tmp_path, turns):
+def test_a_line_of_the_wrong_shape_is_refused_with_file_and_number(tmp_path, turns):
     path = write(tmp_path / "7.jsonl", LINE, {**LINE, "turns": turns})
     with pytest.raises(ConfigError, match=r"7\.jsonl, line 2: not a line of a dump"):
         shown(path)

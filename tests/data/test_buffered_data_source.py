@@ -1,4 +1,4 @@
-"""What is given back is handed out first, by the rule of a filter, and nothing is lost to a bad one."""
+"""Returned groups come first, in the order a filter chooses; a bad filter loses nothing."""
 
 import math
 
@@ -22,7 +22,7 @@ def make(size=9, members=1, **settings):
     )
 
 
-def rewarded(source, *rewards):
+def groups_with_rewards(source, *rewards):
     groups = source.get_samples(len(rewards))
     for group, reward in zip(groups, rewards, strict=True):
         group[0].reward = reward
@@ -62,7 +62,7 @@ def test_s20_the_default_filter_is_first_in_first_out():
     assert drawn(source, 2) == [2, 0]
 
 
-def test_s20_sb20_a_filter_is_named_by_path_or_given_and_a_bad_one_is_refused():
+def test_s20_sb20_a_filter_is_a_function_or_its_path():
     path = "areal_lite.data.source.buffered_data_source.highest_reward_first"
     assert make(buffer_filter=path).buffer_filter is highest_reward_first
     assert make(buffer_filter=deleting).buffer_filter is deleting
@@ -82,7 +82,7 @@ def test_s21_s26_the_buffer_comes_first_and_the_dataset_fills_up():
     assert source.sample_offset == 4
 
 
-def test_s22_nothing_asked_for_or_nothing_there_never_calls_the_filter():
+def test_s22_the_filter_is_not_called_for_zero_groups_or_an_empty_buffer():
     asked = []
     source = make(buffer_filter=lambda *arguments: asked.append(arguments) or [])
     source.get_samples(1)
@@ -94,7 +94,7 @@ def test_s22_nothing_asked_for_or_nothing_there_never_calls_the_filter():
     assert (given, rollout_id, count) == (source, None, 1)
 
 
-def test_s23_pop_first_takes_what_there_is():
+def test_s23_pop_first_takes_at_most_what_the_buffer_has():
     buffer = [[Sample(0)], [Sample(1)]]
     taken = pop_first(None, None, buffer, 5)
     assert ([g[0].index for g in taken], buffer) == ([0, 1], [])
@@ -110,7 +110,7 @@ def test_s23_pop_first_takes_what_there_is():
         ([[]], "group 1 has 0 members"),
     ],
 )
-def test_s24_sb6_a_bad_group_is_refused_and_none_is_added(bad, message):
+def test_s24_sb6_one_bad_group_refuses_the_whole_call(bad, message):
     source = make(members=2)
     good = source.get_samples(1)
     with pytest.raises(ValueError, match=message):
@@ -123,7 +123,7 @@ def test_s24_sb6_a_bad_group_is_refused_and_none_is_added(bad, message):
 
 def test_a_reward_that_is_not_finite_is_refused_with_group_and_sample():
     source = make()
-    groups = rewarded(source, 1.0, math.nan)
+    groups = groups_with_rewards(source, 1.0, math.nan)
     with pytest.raises(ValueError, match="group 1, sample 1: the reward is nan.*nothing was added"):
         source.add_samples(groups)
     for reward in ({"acc": math.inf}, np.float32("nan")):
@@ -149,7 +149,7 @@ def test_samples_that_share_an_index_are_one_member():
     assert len(source.get_samples(1)[0]) == 3
 
 
-def test_s25_metadata_and_length_can_be_asked_for():
+def test_s25_metadata_and_buffer_length():
     source = make()
     source.update_metadata({"a": 1})
     source.update_metadata({"b": 2})
@@ -171,28 +171,28 @@ def test_s27_surplus_groups_go_back_and_come_first():
 
 def test_s28_sb3_a_pure_filter_hands_each_group_out_once():
     source = make(buffer_filter=highest_reward_first)
-    source.add_samples(rewarded(source, 0.1, np.float32(0.9), 0.5))
+    source.add_samples(groups_with_rewards(source, 0.1, np.float32(0.9), 0.5))
     assert drawn(source, 2) == [1, 2]
     assert source.get_buffer_length() == 1
     assert drawn(source, 1) == [0]
     assert source.get_buffer_length() == 0
 
 
-def test_sb3_a_deleting_filter_is_right_too():
+def test_sb3_a_filter_that_deletes_hands_each_group_out_once():
     source = make(buffer_filter=deleting)
     source.add_samples(source.get_samples(3))
     assert drawn(source, 2) == [2, 1]
     assert source.get_buffer_length() == 1
 
 
-def test_sb4_groups_without_a_reward_yet_come_last():
+def test_sb4_groups_without_a_reward_come_last():
     source = make(buffer_filter=highest_reward_first)
-    source.add_samples(rewarded(source, None, -5.0, 0.2))
+    source.add_samples(groups_with_rewards(source, None, -5.0, 0.2))
     assert drawn(source, 3) == [2, 1, 0]
 
 
 @pytest.mark.parametrize("bad", [too_many, foreign, twice])
-def test_sb5_a_filter_that_breaks_the_rule_is_an_error_and_nothing_is_lost(bad):
+def test_sb5_a_filter_that_returns_wrong_groups_is_an_error_and_loses_nothing(bad):
     source = make(buffer_filter=bad)
     source.get_samples(3)
     source.add_samples([[Sample(i, group_index=i)] for i in range(3)])
@@ -216,7 +216,7 @@ def test_a_filter_that_raises_loses_nothing():
     assert drawn(resumed, 1) == [1]
 
 
-def test_a_filter_that_takes_members_out_of_a_group_is_refused():
+def test_a_filter_that_shrinks_a_group_is_refused():
     def thinning(source, rollout_id, buffer, num_samples):
         del buffer[0][1:]
         return buffer[:1]
@@ -227,7 +227,7 @@ def test_a_filter_that_takes_members_out_of_a_group_is_refused():
         source.get_samples(1)
 
 
-def test_what_a_filter_deletes_without_taking_it_is_dropped_and_counted():
+def test_groups_that_a_filter_only_deletes_are_dropped_and_counted():
     source = make(buffer_filter=expiring)
     source.add_samples(source.get_samples(3))
     assert drawn(source, 1) == [1]
@@ -251,7 +251,7 @@ def test_sb8_the_buffer_survives_a_restart_with_tokens_log_probs_and_versions(tm
     assert drawn(resumed, 1) == [2]
 
 
-def test_samples_from_elsewhere_get_an_index_each_so_that_they_stay_members_of_their_own():
+def test_samples_without_an_index_each_get_one():
     source = make(members=3)
     source.get_samples(1)
     source.add_samples([[Sample(), Sample(), Sample()], [Sample(1), Sample(), Sample(), Sample(1)]])
@@ -260,7 +260,7 @@ def test_samples_from_elsewhere_get_an_index_each_so_that_they_stay_members_of_t
     assert [sample.index for sample in mixed] == [1, 6, 7, 1]
 
 
-def test_a_group_number_of_elsewhere_is_not_given_to_another_group():
+def test_the_number_of_an_added_group_is_not_reused():
     source = make()
     with pytest.raises(ValueError, match="is not numbered"):
         source.add_samples([[Sample(0)], [Sample(1, group_index="mine")]])
@@ -269,7 +269,7 @@ def test_a_group_number_of_elsewhere_is_not_given_to_another_group():
     assert [group[0].group_index for group in source.get_samples(2)] == [7, 8]
 
 
-def test_sb16_samples_from_elsewhere_get_a_group_number():
+def test_sb16_groups_without_a_number_get_one():
     source = make()
     source.add_samples([[Sample()], [Sample()]])
     groups = source.get_samples(3)

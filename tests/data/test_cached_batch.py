@@ -1,4 +1,4 @@
-"""V31: a step is rolled out once and then read from its file, unless its settings have changed."""
+"""V31: each step is generated once and later read from its file, unless settings changed."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from areal_lite.errors import ConfigError
 
 
 class Rollout:
-    """Makes other batches every time, and counts them."""
+    """Makes a different batch each time, and counts them."""
 
     made = 0
 

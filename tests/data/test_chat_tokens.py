@@ -110,7 +110,7 @@ def test_any_conversation_has_the_templates_tokens_and_each_answer_is_trained_on
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=30, deadline=None)
 @given(messages=conversations)
-def test_text_of_others_never_changes_what_is_trained(name, messages):
+def test_text_of_other_roles_never_changes_what_is_trained(name, messages):
     tokenizer = family_tokenizer(name)
     others = [
         message if message["role"] == "assistant" else message | {"content": "x"} for message in messages
@@ -148,7 +148,7 @@ def test_the_four_tensors_are_the_templates_tokens_shifted_by_one():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_end_of_turn_is_trained_and_what_follows_it_is_not(name):
+def test_the_end_of_turn_is_trained_and_later_text_is_not(name):
     # R-B1
     tokenizer, family = family_tokenizer(name), FAMILIES[name]
     for sequence in conversation_sequences(tokenizer, SEED_EXAMPLE):
@@ -158,7 +158,7 @@ def test_the_end_of_turn_is_trained_and_what_follows_it_is_not(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tools_are_rendered_and_a_call_without_content_is_trained_to_its_own_end(name):
+def test_tools_are_rendered_and_a_tool_call_without_content_is_trained(name):
     # R-B2, R-B6
     tokenizer = family_tokenizer(name)
     messages = [user("hello"), assistant(None, tool_calls=[CALL]), {"role": "tool", "content": "3"}]
@@ -196,7 +196,7 @@ def test_blanks_around_an_answer_are_accepted(name, content):
     assert "".join(trained_texts(tokenizer, sequence)).lstrip() == expected.lstrip()
 
 
-def test_a_token_across_the_border_of_an_answer_is_not_trained():
+def test_a_token_that_crosses_the_start_of_an_answer_is_not_trained():
     # R-B4: merges of this tokenizer join the template's line end with the answer's first word.
     tokenizer = train_tokenizer(
         CHATML, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>", use_regex=False
@@ -218,7 +218,7 @@ def test_a_token_across_the_border_of_an_answer_is_not_trained():
     assert trained_texts(tokenizer, sequence) == ["why"]
 
 
-def test_a_border_inside_a_token_with_a_hidden_leading_space_is_detected():
+def test_an_answer_that_starts_inside_a_token_with_a_leading_space_is_detected():
     # R-B4: as with Llama 3, the offsets of " hello" begin at the h.
     template = (
         "{% for m in messages %}{{ m.role + ': ' + m.content }}<end>{% endfor %}"
@@ -259,7 +259,7 @@ def test_without_an_end_mark_the_whole_rendered_answer_is_trained():
     assert trained_texts(tokenizer, sequence) == ["hello\n\n", "<eos>\n\n"]
 
 
-def test_an_unknown_word_is_not_an_end_mark():
+def test_an_unknown_token_is_not_an_end_mark():
     words = ["<unk>", "<eos>", "so", "add"]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -277,7 +277,7 @@ def test_an_unknown_word_is_not_an_end_mark():
     assert sequence.loss_mask == [False] * 2 + [True] * 5
 
 
-def test_a_sequence_has_the_templates_one_bos_and_never_trains_its_first_token():
+def test_a_sequence_has_one_bos_and_never_trains_its_first_token():
     for name in ("llama", "mistral"):
         tokenizer = family_tokenizer(name)
         assert tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
@@ -319,7 +319,7 @@ def test_a_default_system_text_before_a_first_answer_is_not_trained():
     assert trained(tokenizer, [assistant(content), user("so")]) == [f"{content}<|im_end|>"]
 
 
-def test_a_template_that_strips_thoughts_splits_a_conversation_at_each_answer():
+def test_a_template_that_strips_thoughts_gives_one_sequence_per_answer():
     tokenizer = family_tokenizer("qwen_thinking")
     thought = {"reasoning_content": "why"}
     messages = [user("so"), assistant("hello", **thought), user("so"), assistant("world", **thought)]
@@ -336,7 +336,7 @@ def test_a_template_that_strips_thoughts_splits_a_conversation_at_each_answer():
         tokenize_messages(tokenizer, messages)
 
 
-def test_answers_between_two_tool_calls_stay_in_one_sequence_though_thoughts_are_stripped():
+def test_answers_between_tool_calls_share_a_sequence_though_thoughts_are_stripped():
     tokenizer = family_tokenizer("qwen_thinking")
     messages = [
         user("so"),

@@ -26,18 +26,18 @@ def test_tensors_are_stacked_and_everything_else_becomes_an_object_array() -> No
 
 
 @pytest.mark.parametrize("value", [[1, 2], (1, 2), np.array([1, 2]), np.zeros((2, 2)), [[1], [2]]])
-def test_values_of_equal_length_stay_the_elements(value: Any) -> None:
+def test_lists_of_equal_length_stay_lists(value: Any) -> None:
     """V17"""
     column = collate_fn([{"x": value}, {"x": value}])["x"]
     assert (column.dtype, column.shape) == (object, (2,))
     assert column[0] is value
 
 
-def test_a_scalar_tensor_of_each_row_makes_a_vector() -> None:
+def test_scalar_tensors_make_a_vector() -> None:
     assert collate_fn([{"x": torch.tensor(1.5)}, {"x": torch.tensor(2.5)}])["x"].tolist() == [1.5, 2.5]
 
 
-def test_a_key_that_rows_lack_is_named_with_the_rows() -> None:
+def test_a_missing_key_is_named_with_its_rows() -> None:
     """V-B6"""
     with pytest.raises(ConfigError, match=r"rows \[0, 2\] of 3 have no 'tools'.*None for missing"):
         collate_fn([{"a": 1}, {"a": 1, "tools": []}, {"a": 1}])
@@ -54,7 +54,7 @@ def test_a_key_that_rows_lack_is_named_with_the_rows() -> None:
         ([0.0, 0.0], "but a list in row 2"),
     ],
 )
-def test_tensors_that_cannot_be_stacked_are_named_with_their_rows(other: Any, message: str) -> None:
+def test_tensors_of_different_shapes_are_named_with_their_rows(other: Any, message: str) -> None:
     """V-B6"""
     with pytest.raises(ConfigError, match=message):
         collate_fn([{"x": torch.zeros(2)}, {"x": torch.zeros(2)}, {"x": other}])
@@ -65,7 +65,7 @@ def test_no_rows_are_an_error() -> None:
         collate_fn([])
 
 
-def test_an_object_array_keeps_its_values_as_they_are() -> None:
+def test_an_object_array_keeps_its_values_unchanged() -> None:
     values = [[1, 2], [3, 4], None, torch.zeros(2)]
     array = object_array(values)
     assert array.shape == (4,)

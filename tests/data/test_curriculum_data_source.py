@@ -1,4 +1,4 @@
-"""Rows in the order of a curriculum, which hears of what was trained."""
+"""Rows come in the order of a curriculum, which learns from each trained batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = [{"prompt": str(number)} for number in range(6)]
 
 
 class Up(AbstractSampler):
-    """Counts up from where training pushed it, to the end."""
+    """Counts up to the end, from a start that trained batches move."""
 
     def __init__(self, data_source: Any, config: DatasetConfig) -> None:
         self.size, self.place = len(data_source), 0
@@ -52,7 +52,7 @@ def prompts(drawn: list[Any]) -> list[Any]:
     return [group[0].prompt for group in drawn]
 
 
-def test_v61_what_was_trained_decides_what_is_drawn_next() -> None:
+def test_v61_a_trained_batch_changes_the_next_draw() -> None:
     rows = source()
     assert prompts(rows.get_samples(2)) == ["0", "1"]
     rows.update(2)
@@ -69,8 +69,8 @@ def test_groups_given_back_come_first() -> None:
 
 
 @pytest.mark.parametrize(("kind", "next_prompt"), [(UpWithState, "4"), (Up, "2")])
-def test_a_restart_goes_on_in_the_curriculum(kind: type[Up], next_prompt: str) -> None:
-    """Without a state of its own the curriculum passes over as many rows as were drawn, and forgets the push."""
+def test_a_restart_resumes_the_curriculum(kind: type[Up], next_prompt: str) -> None:
+    """A curriculum without a state skips as many rows as were drawn, and forgets what it learned."""
     before = source(kind)
     before.mark_trained(before.get_samples(2))
     before.update(2)
@@ -79,7 +79,7 @@ def test_a_restart_goes_on_in_the_curriculum(kind: type[Up], next_prompt: str) -
     assert prompts(after.get_samples(1)) == [next_prompt]
 
 
-def test_a_curriculum_without_rows_is_told() -> None:
+def test_a_curriculum_without_rows_is_an_error() -> None:
     class Nothing(Up):
         def __iter__(self) -> Iterator[int]:
             return iter(())

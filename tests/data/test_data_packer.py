@@ -18,7 +18,7 @@ HOOKS = ["get_rollout_input", "get_policy_input", "policy_compute_max_len", "pol
 
 
 class Whole(DataPacker):
-    """All hooks, each of them the abstract one."""
+    """All hooks, each calling the abstract one."""
 
     def get_rollout_input(self, item: Any) -> Any:
         return super().get_rollout_input(item)  # type: ignore[safe-super]
@@ -40,7 +40,7 @@ def _own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("missing", HOOKS)
-def test_a_packer_that_lacks_a_hook_cannot_be_made(missing: str) -> None:
+def test_a_packer_without_all_hooks_cannot_be_created(missing: str) -> None:
     """D2, D8."""
     hooks = {name: getattr(Whole, name) for name in HOOKS if name != missing}
     with pytest.raises(TypeError, match=missing):
@@ -50,7 +50,7 @@ def test_a_packer_that_lacks_a_hook_cannot_be_made(missing: str) -> None:
 @pytest.mark.parametrize(
     ("hook", "arguments"), list(zip(HOOKS, [("x",), ("x", "y"), ([],), ([], 1)], strict=True))
 )
-def test_the_body_of_an_abstract_hook_says_who_writes_it(hook: str, arguments: tuple[Any, ...]) -> None:
+def test_an_abstract_hook_says_where_to_implement_it(hook: str, arguments: tuple[Any, ...]) -> None:
     """D8."""
     with pytest.raises(NotImplementedError, match=f"implement {hook} in the subclass"):
         getattr(Whole(), hook)(*arguments)
@@ -62,7 +62,7 @@ def test_rollout_inputs_are_collated_to_the_same_list() -> None:
     assert Whole().rollout_collate_fn(items) is items
 
 
-def test_setup_hands_over_what_the_run_loaded() -> None:
+def test_setup_stores_tokenizer_processor_and_config() -> None:
     packer, config = Whole(), DatasetConfig(path="rows.jsonl", prompt_key="question")
     assert packer.config.prompt_key == "prompt"  # before: the defaults
     packer.setup(tokenizer="tokenizer", processor="processor", config=config)
@@ -82,7 +82,7 @@ def test_qwen2_5_vl_gets_the_packer_of_images() -> None:
     assert type(make_data_packer("qwen2_5_vl")).__name__ == "Qwen2_5_VLM_DataPacker"
 
 
-def test_built_in_packers_are_imported_when_they_are_asked_for() -> None:
+def test_built_in_packers_are_imported_on_first_use() -> None:
     code = (
         "import sys\n"
         "from areal_lite.data.packer.data_packer import make_data_packer\n"
@@ -95,7 +95,7 @@ def test_built_in_packers_are_imported_when_they_are_asked_for() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_registered_packer_is_the_one_of_its_model_types() -> None:
+def test_a_registered_packer_serves_its_model_types() -> None:
     assert register_data_packer("mine", "mine_moe")(Whole) is Whole
     assert type(make_data_packer("mine")) is type(make_data_packer("mine_moe")) is Whole
     register_data_packer("mine")(Whole)  # twice is no conflict
@@ -109,7 +109,7 @@ def test_a_model_type_has_one_packer(taken: str) -> None:
     assert type(make_data_packer("free")) is not Whole  # all or none
 
 
-def test_a_dotted_path_goes_before_the_model_type() -> None:
+def test_a_dotted_path_overrides_the_model_type() -> None:
     packer = make_data_packer("llama", "areal_lite.data.vision.qwen2_5_vlm_packer.Qwen2_5_VLM_DataPacker")
     assert type(packer).__name__ == "Qwen2_5_VLM_DataPacker"
 
@@ -117,11 +117,11 @@ def test_a_dotted_path_goes_before_the_model_type() -> None:
 @pytest.mark.parametrize(
     "path", ["areal_lite.data.source.sample.Sample", "areal_lite.data.source.sample.Prompt"]
 )
-def test_a_path_that_names_no_packer_is_refused(path: str) -> None:
+def test_a_path_to_something_else_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match=f"data_packer is '{path}': it must be a subclass"):
         make_data_packer("llama", path)
 
 
-def test_a_path_to_nothing_is_refused() -> None:
+def test_a_path_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no 'Decoder'"):
         make_data_packer("llama", "areal_lite.data.packer.decoder_only_llm_packer.Decoder")

@@ -15,23 +15,23 @@ from areal_lite.data.rows.collate import collate_fn, object_array
 
 
 def numbered(size: int, **meta_info: Any) -> DataProto:
-    """Rows whose every column says which row it is."""
+    """Items whose every column says which item it is."""
     return DataProto.from_dict(
         {"x": torch.arange(size), "wide": torch.arange(size)[:, None, None].expand(size, 2, 3).float()},
-        {"row": list(range(size)), "nested": [[i, [i]] for i in range(size)]},
+        {"item": list(range(size)), "nested": [[i, [i]] for i in range(size)]},
         meta_info,
     )
 
 
-def rows_of(batch: DataProto) -> list[int]:
-    """Which rows of :func:`numbered` these are; fails unless all columns say the same."""
-    rows: list[int] = batch.batch["x"].tolist()
-    assert batch.batch["wide"].shape == (len(rows), 2, 3)
-    assert batch.batch["wide"][:, 1, 2].tolist() == rows
-    assert batch.non_tensor_batch["row"].tolist() == rows
-    assert batch.non_tensor_batch["nested"].tolist() == [[i, [i]] for i in rows]
-    assert len(batch) == len(rows)
-    return rows
+def items_of(batch: DataProto) -> list[int]:
+    """Which items of :func:`numbered` these are; fails unless all columns say the same."""
+    items: list[int] = batch.batch["x"].tolist()
+    assert batch.batch["wide"].shape == (len(items), 2, 3)
+    assert batch.batch["wide"][:, 1, 2].tolist() == items
+    assert batch.non_tensor_batch["item"].tolist() == items
+    assert batch.non_tensor_batch["nested"].tolist() == [[i, [i]] for i in items]
+    assert len(batch) == len(items)
+    return items
 
 
 sizes = st.integers(0, 12)
@@ -57,7 +57,7 @@ def test_a_value_that_is_neither_tensor_nor_array_is_refused(value: Any) -> None
         DataProto.from_single_dict({"x": value})
 
 
-def test_lists_and_arrays_of_any_shape_have_one_entry_per_row() -> None:
+def test_lists_and_arrays_of_any_shape_have_one_entry_per_item() -> None:
     batch = DataProto.from_dict(non_tensors={"pairs": np.array([[1, 2], [3, 4]]), "lists": [[1, 2], [3, 4]]})
     assert {array.shape for array in batch.non_tensor_batch.values()} == {(2,)}
     assert batch.non_tensor_batch["pairs"][1].tolist() == [3, 4]
@@ -67,7 +67,7 @@ def test_lists_and_arrays_of_any_shape_have_one_entry_per_row() -> None:
 @pytest.mark.parametrize(
     ("tensors", "arrays", "message"),
     [
-        ({"a": torch.zeros(2), "b": torch.zeros(3)}, {}, "{'a': 2, 'b': 3}: give each one entry per row"),
+        ({"a": torch.zeros(2), "b": torch.zeros(3)}, {}, "{'a': 2, 'b': 3}: give each one entry per item"),
         ({"a": torch.zeros(2)}, {"b": object_array([1])}, "{'a': 2, 'b': 1}"),
         ({"a": torch.tensor(1.0)}, {}, r"batch\['a'\] is a tensor of dtype float32 and shape \[\]"),
         ({"a": [1]}, {}, r"batch\['a'\] is a list: it must be a tensor"),
@@ -91,50 +91,52 @@ def test_a_column_added_directly_is_checked_on_indexing() -> None:
 
 
 @given(size=sizes, data=st.data())
-def test_every_kind_of_index_takes_the_same_rows_on_both_sides(size: int, data: st.DataObject) -> None:
+def test_every_kind_of_index_takes_the_same_items_on_both_sides(size: int, data: st.DataObject) -> None:
     """V27"""
     batch = numbered(size)
     numbers = data.draw(st.lists(st.integers(-size, size - 1), max_size=8) if size else st.just([]))
     mask = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
     cut = data.draw(st.slices(size))
-    rows = list(range(size))
+    items = list(range(size))
     for make in _INDEX_TYPES:
-        assert rows_of(batch[make(numbers)]) == [rows[number] for number in numbers]
+        assert items_of(batch[make(numbers)]) == [items[number] for number in numbers]
         if size:
-            assert rows_of(batch[make(mask)]) == [row for row, kept in zip(rows, mask, strict=True) if kept]
-    assert rows_of(batch[cut]) == rows[cut]
+            assert items_of(batch[make(mask)]) == [
+                item for item, kept in zip(items, mask, strict=True) if kept
+            ]
+    assert items_of(batch[cut]) == items[cut]
 
 
 _INDEX_TYPES: list[Callable[[list[Any]], Any]] = [list, tuple, np.array, torch.tensor]
 
 
 @pytest.mark.parametrize("number", [1, -3, np.int64(1)])
-def test_an_int_takes_one_row_without_the_batch_dimension(number: Any) -> None:
+def test_an_int_takes_one_item_without_the_batch_dimension(number: Any) -> None:
     """V27"""
     item = numbered(4, step=1)[number]
     assert (item.batch["x"].item(), item.batch["wide"].shape) == (1, (2, 3))
-    assert item.non_tensor_batch == {"row": 1, "nested": [1, [1]]}
+    assert item.non_tensor_batch == {"item": 1, "nested": [1, [1]]}
     assert item.meta_info == {"step": 1}
 
 
 @pytest.mark.parametrize(
     ("index", "error", "message"),
     [
-        (4, IndexError, "row 4 does not exist: the batch has 4 rows"),
-        ([0, -5], IndexError, "row -5 does not exist"),
-        ([True, False], IndexError, "the mask has 2 entries for 4 rows"),
+        (4, IndexError, "item 4 does not exist: the batch has 4 items"),
+        ([0, -5], IndexError, "item -5 does not exist"),
+        ([True, False], IndexError, "the mask has 2 entries for 4 items"),
         ([0.5], TypeError, "cannot be indexed by a list"),
         ([[0]], TypeError, "cannot be indexed by a list"),
         ("x", TypeError, "cannot be indexed by a str"),
     ],
 )
-def test_rows_that_do_not_exist_are_named(index: Any, error: type[Exception], message: str) -> None:
+def test_items_that_do_not_exist_are_named(index: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         numbered(4)[index]
 
 
-def test_a_batch_is_iterated_row_by_row() -> None:
-    assert [item.non_tensor_batch["row"] for item in numbered(3)] == [0, 1, 2]  # type: ignore[attr-defined]
+def test_a_batch_is_iterated_item_by_item() -> None:
+    assert [item.non_tensor_batch["item"] for item in numbered(3)] == [0, 1, 2]  # type: ignore[attr-defined]
 
 
 def test_slices_share_storage_and_no_result_shares_its_dicts() -> None:
@@ -149,48 +151,48 @@ def test_slices_share_storage_and_no_result_shares_its_dicts() -> None:
     assert "more" not in batch.batch
 
 
-@given(size=sizes, keys=st.sets(st.sampled_from(["x", "wide", "row", "nested", "step"])))
+@given(size=sizes, keys=st.sets(st.sampled_from(["x", "wide", "item", "nested", "step"])))
 def test_popped_entries_can_be_added_back(size: int, keys: set[str]) -> None:
     """V24"""
     batch = numbered(size, step=1, lr=0.5)
     popped = batch.pop(
         [key for key in ("x", "wide") if key in keys],
-        [key for key in ("row", "nested") if key in keys],
+        [key for key in ("item", "nested") if key in keys],
         [key for key in ("step",) if key in keys],
     )
     assert {*popped.batch, *popped.non_tensor_batch, *popped.meta_info} == keys
     assert not keys & {*batch.batch, *batch.non_tensor_batch, *batch.meta_info}
     assert batch.union(popped) is batch
-    assert rows_of(batch) == list(range(size))
+    assert items_of(batch) == list(range(size))
     assert batch.meta_info == {"step": 1, "lr": 0.5}
 
 
 def test_popping_a_missing_entry_names_it_and_pops_nothing() -> None:
     """V24"""
     batch = numbered(2)
-    with pytest.raises(KeyError, match=r"non_tensor_batch has no 'uid': it has \['row', 'nested'\]"):
+    with pytest.raises(KeyError, match=r"non_tensor_batch has no 'uid': it has \['item', 'nested'\]"):
         batch.pop(["x"], ["uid"])
-    assert rows_of(batch) == [0, 1]
+    assert items_of(batch) == [0, 1]
 
 
-def test_rows_are_repeated_side_by_side_or_as_a_whole() -> None:
+def test_items_are_repeated_side_by_side_or_as_a_whole() -> None:
     """V25"""
-    assert rows_of(numbered(2).repeat(repeat_times=2)) == [0, 0, 1, 1]
-    assert rows_of(numbered(2).repeat(2, interleave=False)) == [0, 1, 0, 1]
+    assert items_of(numbered(2).repeat(repeat_times=2)) == [0, 0, 1, 1]
+    assert items_of(numbered(2).repeat(2, interleave=False)) == [0, 1, 0, 1]
 
 
 @given(size=sizes, times=counts)
-def test_repeated_rows_fold_into_groups_and_unfold_again(size: int, times: int) -> None:
+def test_repeated_items_fold_into_groups_and_unfold_again(size: int, times: int) -> None:
     """V25, V-B18: a group's members are reached by a stride; no array is reshaped."""
     batch = numbered(size)
     every = list(range(size))
     apart, whole = batch.repeat(times), batch.repeat(times, interleave=False)
     for member in range(times):
-        assert rows_of(apart[member::times]) == every
-        assert rows_of(whole[member * size : (member + 1) * size]) == every
+        assert items_of(apart[member::times]) == every
+        assert items_of(whole[member * size : (member + 1) * size]) == every
     if size:
         by_member = np.arange(size * times).reshape(size, times).T.ravel()
-        assert rows_of(apart[by_member]) == rows_of(whole)
+        assert items_of(apart[by_member]) == items_of(whole)
 
 
 def one(value: Any) -> DataProto:
@@ -266,20 +268,20 @@ def test_entries_are_selected_by_name() -> None:
     batch = numbered(2, step=1)
     chosen = batch.select(["x"], [])
     assert (list(chosen.batch), list(chosen.non_tensor_batch), chosen.meta_info) == (["x"], [], {"step": 1})
-    assert rows_of(batch.select()) == [0, 1]
-    with pytest.raises(KeyError, match="batch has no 'row'"):
-        batch.select(["row"])
+    assert items_of(batch.select()) == [0, 1]
+    with pytest.raises(KeyError, match="batch has no 'item'"):
+        batch.select(["item"])
 
 
 def test_columns_are_renamed_on_either_side() -> None:
     """V27"""
     batch = numbered(2, step=1)
-    renamed = batch.rename({"x": "y", "row": "line"})
+    renamed = batch.rename({"x": "y", "item": "line"})
     assert (list(renamed.batch), list(renamed.non_tensor_batch)) == (["y", "wide"], ["line", "nested"])
-    assert rows_of(renamed.rename({"y": "x", "line": "row"})) == rows_of(batch) == [0, 1]
+    assert items_of(renamed.rename({"y": "x", "line": "item"})) == items_of(batch) == [0, 1]
     assert list(batch.rename({"x": "wide", "wide": "x"}).batch) == ["wide", "x"]
     with pytest.raises(ValueError, match="makes a name twice"):
-        batch.rename({"x": "row"})
+        batch.rename({"x": "item"})
     with pytest.raises(KeyError, match="the batch has no 'z'"):
         batch.rename({"z": "x"})
 
@@ -291,21 +293,21 @@ def test_reordering_works_in_place_and_the_inverse_undoes_it(order: list[int]) -
     tensors = batch.batch
     batch.reorder(order)
     assert tensors is batch.batch
-    assert rows_of(batch) == order
+    assert items_of(batch) == order
     batch.reorder(torch.from_numpy(np.argsort(order)) if order else [])
-    assert rows_of(batch) == list(range(len(order)))
+    assert items_of(batch) == list(range(len(order)))
     batch.reorder([-1 - number for number in range(len(order))])
-    assert rows_of(batch) == list(range(len(order)))[::-1]
+    assert items_of(batch) == list(range(len(order)))[::-1]
     batch.reorder(slice(None, None, -1))
-    assert rows_of(batch) == list(range(len(order)))
+    assert items_of(batch) == list(range(len(order)))
 
 
 @pytest.mark.parametrize("indices", [[0, 1], [0, 1, 1], [0, 1, 2, 0]])
-def test_an_order_that_loses_or_doubles_rows_is_refused(indices: list[int]) -> None:
+def test_an_order_that_is_not_a_permutation_is_refused(indices: list[int]) -> None:
     batch = numbered(3)
-    with pytest.raises(ValueError, match="do not name each of 3 rows once"):
+    with pytest.raises(ValueError, match="do not name each of 3 items once"):
         batch.reorder(indices)
-    assert rows_of(batch) == [0, 1, 2]
+    assert items_of(batch) == [0, 1, 2]
 
 
 @given(size=st.integers(0, 4), chunks=counts)
@@ -315,14 +317,14 @@ def test_equal_chunks_concatenate_to_the_batch(size: int, chunks: int) -> None:
     parts = batch.chunk(chunks)
     assert [len(part) for part in parts] == [size] * chunks
     again = DataProto.concat(parts)
-    assert rows_of(again) == rows_of(batch)
+    assert items_of(again) == items_of(batch)
     assert again.meta_info == {"step": 1}
 
 
 def test_unequal_chunks_are_refused() -> None:
     """V27"""
     with pytest.raises(
-        ValueError, match=r"5 rows cannot be cut into 2 equal chunks: use pad_to_divisor\(2\)"
+        ValueError, match=r"5 items cannot be cut into 2 equal chunks: use pad_to_divisor\(2\)"
     ):
         numbered(5).chunk(2)
 
@@ -333,7 +335,7 @@ def test_parts_of_a_size_concatenate_to_the_batch(size: int, part: int) -> None:
     parts = numbered(size).split(part)
     assert all(len(one) == part for one in parts[:-1])
     assert len(parts) == max(1, math.ceil(size / part))
-    assert rows_of(DataProto.concat(parts)) == list(range(size))
+    assert items_of(DataProto.concat(parts)) == list(range(size))
 
 
 def test_metrics_are_collected_and_other_metadata_must_agree() -> None:
@@ -354,9 +356,9 @@ def test_metrics_are_collected_and_other_metadata_must_agree() -> None:
     [
         (
             DataProto.from_dict({"x": torch.zeros(1, 3)}),
-            r"part 1 has torch.float32 rows of shape \[3\] as 'x'",
+            r"part 1 has torch.float32 items of shape \[3\] as 'x'",
         ),
-        (DataProto.from_dict({"x": torch.zeros(1, 2).long()}), "part 1 has torch.int64 rows"),
+        (DataProto.from_dict({"x": torch.zeros(1, 2).long()}), "part 1 has torch.int64 items"),
         (DataProto.from_dict({"y": torch.zeros(1, 2)}), "part 1 has nothing as 'x'"),
         (
             DataProto.from_dict({"x": torch.zeros(1, 2)}, {"u": [1]}),
@@ -377,24 +379,24 @@ def test_padding_wraps_around_and_is_removed_again(size: int, divisor: int) -> N
     padded, pad_size = numbered(size).pad_to_divisor(divisor)
     assert len(padded) % divisor == 0
     assert pad_size < divisor
-    assert rows_of(padded) == [number % size for number in range(size + pad_size)]
-    assert rows_of(padded.unpad(pad_size)) == list(range(size))
+    assert items_of(padded) == [number % size for number in range(size + pad_size)]
+    assert items_of(padded.unpad(pad_size)) == list(range(size))
 
 
-def test_more_padding_than_rows_wraps_around_again() -> None:
+def test_more_padding_than_items_wraps_around_again() -> None:
     """V27"""
     padded, pad_size = numbered(3).pad_to_divisor(8)
-    assert (rows_of(padded), pad_size) == ([0, 1, 2, 0, 1, 2, 0, 1], 5)
-    with pytest.raises(ValueError, match="pad_size is 9 of 8 rows"):
+    assert (items_of(padded), pad_size) == ([0, 1, 2, 0, 1, 2, 0, 1], 5)
+    with pytest.raises(ValueError, match="pad_size is 9 of 8 items"):
         padded.unpad(9)
 
 
-def test_mini_batches_give_every_row_once_per_epoch_in_a_seeded_order() -> None:
+def test_mini_batches_give_every_item_once_per_epoch_in_a_seeded_order() -> None:
     """V27"""
     batch = numbered(6)
 
     def epochs(seed: int | None) -> list[list[int]]:
-        parts = [rows_of(part) for part in batch.make_iterator(2, epochs=2, seed=seed)]
+        parts = [items_of(part) for part in batch.make_iterator(2, epochs=2, seed=seed)]
         assert [len(part) for part in parts] == [2] * 6
         return [sum(parts[:3], []), sum(parts[3:], [])]
 
@@ -409,7 +411,7 @@ def test_mini_batches_give_every_row_once_per_epoch_in_a_seeded_order() -> None:
 
 
 def test_mini_batches_of_unequal_size_are_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="mini_batch_size 4 does not divide 6 rows"):
+    with pytest.raises(ValueError, match="mini_batch_size 4 does not divide 6 items"):
         numbered(6).make_iterator(4)
 
 
@@ -424,16 +426,16 @@ def test_mini_batches_of_unequal_size_are_refused_at_once() -> None:
         lambda batch: batch.make_iterator(1, epochs=0),
     ],
 )
-def test_counts_start_at_one(call: Callable[[DataProto], Any]) -> None:
+def test_counts_below_one_are_refused(call: Callable[[DataProto], Any]) -> None:
     with pytest.raises(ValueError, match="is 0: give 1 or more"):
         call(numbered(2))
 
 
-def test_a_batch_without_columns_has_no_rows() -> None:
+def test_a_batch_without_columns_has_no_items() -> None:
     empty = DataProto(meta_info={"step": 1})
     assert len(empty) == 0
     assert len(empty.union(numbered(2))) == 2
-    with pytest.raises(IndexError, match="row 0 does not exist"):
+    with pytest.raises(IndexError, match="item 0 does not exist"):
         DataProto()[0]
 
 
@@ -441,4 +443,4 @@ def test_tensors_move_to_a_device_and_the_rest_stays() -> None:
     """V27"""
     moved = numbered(2, step=1).to("meta")
     assert moved.batch["wide"].device.type == "meta"
-    assert (moved.non_tensor_batch["row"].tolist(), moved.meta_info) == ([0, 1], {"step": 1})
+    assert (moved.non_tensor_batch["item"].tolist(), moved.meta_info) == ([0, 1], {"step": 1})

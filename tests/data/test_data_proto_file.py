@@ -153,7 +153,7 @@ def test_a_read_batch_can_be_changed_and_its_file_stays(tmp_path: Path) -> None:
 
 
 class Reduced:
-    """What would run code if it were ever unpickled."""
+    """Runs code if it is unpickled."""
 
     def __reduce__(self) -> Any:
         return (pytest.fail, ("unpickled",))

@@ -36,10 +36,10 @@ def packer(tokenizer: Any) -> DecoderOnlyLLMDataPacker:
     return packer
 
 
-def recorded(
+def recorded_sample(
     turns: int = 1, *, prompt: int = 3, answer: int = 4, observation: int = 2, reward: float = 1.0
 ) -> Sample:
-    """A sample of ``turns`` answers with something the world said between."""
+    """A sample of ``turns`` answers with environment text between."""
     sample = Sample(7, group_index=2, metadata={"task_id": "t7"})
     sample.append(range(10, 10 + prompt))
     for turn in range(turns):
@@ -56,7 +56,7 @@ def ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def test_a_text_row_is_the_prompt_as_it_is(packer: DataPacker) -> None:
+def test_a_text_row_is_the_prompt(packer: DataPacker) -> None:
     """D3, D10."""
     assert packer.get_rollout_input("Tell a joke") == "Tell a joke"
 
@@ -66,12 +66,12 @@ def test_a_conversation_becomes_text_through_the_template(packer: DataPacker) ->
     assert packer.get_rollout_input(MESSAGES) == RENDERED
 
 
-def test_a_dict_row_is_for_the_workflow_to_read(packer: DataPacker) -> None:
+def test_a_dict_row_reaches_the_workflow_unchanged(packer: DataPacker) -> None:
     row = {"prompt": MESSAGES, "answer": "Paris"}
     assert packer.get_rollout_input(row) is row
 
 
-def test_variables_and_another_template_come_from_the_config(tokenizer: Any) -> None:
+def test_template_and_its_variables_come_from_the_config(tokenizer: Any) -> None:
     packer = DecoderOnlyLLMDataPacker()
     template = "{{ messages[0]['content'] }}|{{ mood }}|{{ add_generation_prompt }}"
     config = DatasetConfig(path="x", apply_chat_template_kwargs={"chat_template": template, "mood": "calm"})
@@ -102,9 +102,9 @@ def test_messages_the_template_refuses_are_named(tokenizer: Any) -> None:
         packer.get_rollout_input(MESSAGES)
 
 
-def test_recorded_tokens_are_taken_as_they_are(packer: DecoderOnlyLLMDataPacker) -> None:
+def test_recorded_tokens_are_kept_unchanged(packer: DecoderOnlyLLMDataPacker) -> None:
     """D5, D13: no second tokenization."""
-    sample = recorded(turns=2)
+    sample = recorded_sample(turns=2)
     trained = packer.get_policy_input({"prompt": "not read"}, sample)
     assert trained.input_ids.tolist() == list(sample.tokens)
     assert trained.loss_mask.tolist() == [bool(x) for x in sample.loss_mask]
@@ -125,7 +125,7 @@ def test_recorded_tokens_are_taken_as_they_are(packer: DecoderOnlyLLMDataPacker)
         (Sample(prompt=MESSAGES), RENDERED),
     ],
 )
-def test_a_single_turn_is_the_prompt_and_what_was_sampled(
+def test_ids_or_text_make_a_single_turn(
     packer: DecoderOnlyLLMDataPacker, tokenizer: Any, row: Any, prompt: str, output: Any
 ) -> None:
     """D13, D14: the mask is aligned to the token itself, and as long as the ids."""
@@ -137,7 +137,7 @@ def test_a_single_turn_is_the_prompt_and_what_was_sampled(
     assert (trained.logprobs, trained.versions) == (None, None)
 
 
-def test_text_is_tokenized_without_special_tokens_of_its_own(tokenizer: Any) -> None:
+def test_text_is_tokenized_without_added_special_tokens(tokenizer: Any) -> None:
     """D13."""
     from tokenizers.processors import TemplateProcessing
 
@@ -164,14 +164,12 @@ def test_the_tools_of_a_row_are_rendered(tokenizer: Any) -> None:
     ("row", "reward"),
     [("a", 0.0), ({"prompt": "a"}, 0.0), ({"prompt": "a", "reward": 0.5}, 0.5)],
 )
-def test_the_reward_of_ids_and_text_is_the_rows(
-    packer: DecoderOnlyLLMDataPacker, row: Any, reward: float
-) -> None:
+def test_ids_and_text_get_the_rows_reward(packer: DecoderOnlyLLMDataPacker, row: Any, reward: float) -> None:
     assert packer.get_policy_input(row, [5]).reward == reward
 
 
 def test_a_recorded_sample_without_a_reward_is_refused(packer: DataPacker) -> None:
-    sample = recorded()
+    sample = recorded_sample()
     sample.reward = None
     with pytest.raises(ValueError, match="sample 7: the reward is None"):
         packer.get_policy_input("a", sample)
@@ -189,36 +187,36 @@ def test_a_row_without_its_prompt_column_is_refused(packer: DataPacker) -> None:
         packer.get_policy_input({"question": "a"}, "b")
 
 
-def test_nothing_predicts_the_first_token_so_an_empty_prompt_is_refused(packer: DataPacker) -> None:
+def test_an_empty_prompt_is_refused(packer: DataPacker) -> None:
     with pytest.raises(ValueError, match="True at the first token"):
         packer.get_policy_input("", [5, 6])
 
 
 @pytest.mark.parametrize("k", [0, 1, 4])
-def test_the_first_tokens_of_an_answer_may_be_left_out(packer: DecoderOnlyLLMDataPacker, k: int) -> None:
+def test_the_first_tokens_of_an_answer_can_be_masked(packer: DecoderOnlyLLMDataPacker, k: int) -> None:
     """D13."""
-    for output in (list(b"Rome"), recorded()):
+    for output in (list(b"Rome"), recorded_sample()):
         trained = packer.get_policy_input("abc", output, n_ignore_prefix_tokens=k)
         assert trained.loss_mask.tolist() == [False] * (3 + k) + [True] * (4 - k)
 
 
 @pytest.mark.parametrize("k", [-1, 5])
-def test_no_more_tokens_can_be_left_out_than_there_are(packer: DecoderOnlyLLMDataPacker, k: int) -> None:
+def test_masking_more_tokens_than_the_answer_has_is_refused(packer: DecoderOnlyLLMDataPacker, k: int) -> None:
     with pytest.raises(
         ValueError, match=f"is {k}: the answer has 4 tokens to train, so it must be from 0 to 4"
     ):
         packer.get_policy_input("abc", list(b"Rome"), n_ignore_prefix_tokens=k)
 
 
-def test_log_probs_nobody_recorded_are_nan_beside_recorded_ones_and_absent_alone(
+def test_missing_log_probs_are_nan_beside_recorded_ones_and_absent_alone(
     packer: DecoderOnlyLLMDataPacker,
 ) -> None:
-    sample = recorded()
+    sample = recorded_sample()
     sample.append([30, 31], sampled=True)
     logprobs = packer.get_policy_input("a", sample).logprobs
     assert logprobs is not None
     assert [math.isnan(x) for x in logprobs] == [False] * 7 + [True] * 2
-    sample = recorded()
+    sample = recorded_sample()
     sample.append([30, 31], sampled=True, trained=False)
     logprobs = packer.get_policy_input("a", sample).logprobs
     assert logprobs is not None
@@ -234,11 +232,11 @@ def test_log_probs_nobody_recorded_are_nan_beside_recorded_ones_and_absent_alone
     st.integers(0, 3),
 )
 def test_as_many_tokens_train_as_were_sampled(shapes: list[tuple[int, int, int, int]], extra: int) -> None:
-    """Single- and multi-turn, through the batch; the token at a mask's place is the sampled one."""
+    """Single- and multi-turn, through the batch: the masked tokens are the sampled ones."""
     packer = DecoderOnlyLLMDataPacker()
     packer.setup(tokenizer=Padding(pad_token_id=0))
     samples = [
-        recorded(turns, prompt=prompt, answer=answer, observation=observation)
+        recorded_sample(turns, prompt=prompt, answer=answer, observation=observation)
         for turns, prompt, answer, observation in shapes
     ]
     processed = [packer.get_policy_input({}, sample) for sample in samples]
@@ -253,7 +251,7 @@ def test_as_many_tokens_train_as_were_sampled(shapes: list[tuple[int, int, int, 
 
 
 class Padding:
-    """What collating reads of a tokenizer."""
+    """The attributes of a tokenizer that collation reads."""
 
     name_or_path = "tiny"
     eos_token = "<eos>"
@@ -262,9 +260,9 @@ class Padding:
         self.pad_token_id, self.eos_token_id = pad_token_id, eos_token_id
 
 
-def test_a_batch_is_padded_on_the_right_to_the_asked_length(packer: DecoderOnlyLLMDataPacker) -> None:
+def test_a_batch_is_padded_on_the_right_to_the_given_length(packer: DecoderOnlyLLMDataPacker) -> None:
     """D6, D7, D15."""
-    processed = [packer.get_policy_input({}, recorded(answer=n)) for n in (2, 4)]
+    processed = [packer.get_policy_input({}, recorded_sample(answer=n)) for n in (2, 4)]
     assert packer.policy_compute_max_len(processed) == 7
     batch = packer.policy_collate_fn(processed, 8)
     assert batch["input_ids"].tolist() == [
@@ -278,14 +276,14 @@ def test_a_batch_is_padded_on_the_right_to_the_asked_length(packer: DecoderOnlyL
     assert batch["input_ids"].device.type == "cpu"
 
 
-def test_a_length_below_the_longest_sample_is_refused(packer: DecoderOnlyLLMDataPacker) -> None:
-    """D15: upstream cuts without a word."""
-    processed = [packer.get_policy_input({}, recorded())]
+def test_a_length_below_the_longest_sequence_is_refused(packer: DecoderOnlyLLMDataPacker) -> None:
+    """D15: upstream truncates silently."""
+    processed = [packer.get_policy_input({}, recorded_sample())]
     with pytest.raises(ValueError, match="computed_max_len is 6, but the longest sequence has 7 tokens"):
         packer.policy_collate_fn(processed, 6)
 
 
-def test_no_samples_have_no_longest(packer: DataPacker) -> None:
+def test_the_longest_of_no_sequences_is_an_error(packer: DataPacker) -> None:
     with pytest.raises(ValueError, match="there are no sequences"):
         packer.policy_compute_max_len([])
     with pytest.raises(ValueError, match="there are no sequences"):
@@ -297,7 +295,7 @@ def test_without_a_padding_token_the_end_token_pads_and_one_warning_says_so(
 ) -> None:
     packer = DecoderOnlyLLMDataPacker()
     packer.setup(tokenizer=Padding(eos_token_id=9))
-    processed = [packer.get_policy_input({}, recorded())]
+    processed = [packer.get_policy_input({}, recorded_sample())]
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert packer.policy_collate_fn(processed, 8)["input_ids"][0, -1] == 9
@@ -306,8 +304,8 @@ def test_without_a_padding_token_the_end_token_pads_and_one_warning_says_so(
     ]
 
 
-def test_without_padding_and_end_token_nothing_is_padded() -> None:
+def test_a_tokenizer_without_padding_and_end_token_is_refused() -> None:
     packer = DecoderOnlyLLMDataPacker()
     packer.setup(tokenizer=Padding())
     with pytest.raises(ConfigError, match="neither a pad_token nor an eos_token"):
-        packer.policy_collate_fn([packer.get_policy_input({}, recorded())], 8)
+        packer.policy_collate_fn([packer.get_policy_input({}, recorded_sample())], 8)

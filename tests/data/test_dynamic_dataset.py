@@ -1,4 +1,4 @@
-"""A generator's rows are added at the start and after each step, and a resumed run has them again."""
+"""A generator's rows are added at the start and after each step; a resumed run restores them."""
 
 import json
 
@@ -12,14 +12,14 @@ from tests.fixtures.tiny_model import build_tiny_model
 
 
 class Counting(AbstractDataGenerator):
-    """Makes one row at a time, which says how many there were."""
+    """Makes one row at a time, holding the number of rows so far."""
 
     def generate(self, dataset):
         return [{"prompt": f"new {len(dataset)}"}]
 
 
 class Scripted(AbstractDataGenerator):
-    """Gives what a test has put there."""
+    """Returns what a test has set."""
 
     rows: list = []
 

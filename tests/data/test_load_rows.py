@@ -1,4 +1,4 @@
-"""Tasks and functions give rows, or an error says why they cannot."""
+"""Rows of tasks and functions, and the errors if they cannot be made."""
 
 import sys
 
@@ -37,7 +37,7 @@ def test_a_task_that_cannot_be_created_says_why(path, kwargs, message):
         load(path, kwargs=kwargs)
 
 
-def test_without_reasoning_gym_it_is_named(monkeypatch):
+def test_a_missing_reasoning_gym_is_named_in_the_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ConfigError, match="pip install reasoning_gym"):
         load(SUM, kwargs={"seed": 1})
@@ -86,7 +86,7 @@ def test_max_samples_takes_the_first_rows_or_a_seeded_choice_in_order():
     ],
 )
 def test_a_function_that_does_not_return_rows_says_why(name, kwargs, message):
-    # S-B2: no data set without rows
+    # S-B2: no dataset without rows
     with pytest.raises(ConfigError, match=message):
         load(f"{__name__}.{name}", kwargs=kwargs)
 
@@ -105,7 +105,7 @@ def test_a_function_that_does_not_return_rows_says_why(name, kwargs, message):
         ({"kwargs": {"seed": 1, "size": 10}, "max_samples": 2}, {"kwargs": {"seed": 3}}, True),
     ],
 )
-def test_held_out_rows_of_a_task_must_not_be_training_sequences(train, held_out, overlap):
+def test_held_out_rows_of_a_task_must_not_be_training_rows(train, held_out, overlap):
     configs = DatasetConfig(path=SUM, **train), DatasetConfig(path=SUM, **held_out)
     if not overlap:
         check_held_out(*configs)

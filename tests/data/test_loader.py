@@ -34,7 +34,7 @@ def resumed(state, **settings):
 
 
 class Curriculum(AbstractSampler):
-    """Draws rows in turn, ``stride`` apart; a batch that was trained on sets the stride."""
+    """Draws rows ``stride`` apart; a trained batch sets the stride."""
 
     def __init__(self, data_source, config=None):
         self.size, self.place, self.stride = len(data_source), 0, 1
@@ -61,7 +61,7 @@ class RememberedCurriculum(Curriculum):
 
 
 class Growing:
-    """A data set that gains rows while it is trained on."""
+    """A dataset that gains rows while it is trained on."""
 
     def __init__(self, size):
         self.size = size
@@ -151,7 +151,7 @@ def test_workers_load_ahead_but_only_batches_handed_out_count():  # V20
         assert epochs(copy, 2) == [reference[0][3:], reference[1]]
 
 
-def test_after_the_last_batch_the_epoch_has_nothing_left():  # V20
+def test_a_loader_restored_after_the_last_batch_ends_at_once():  # V20
     loader = make(rows=6, batch_size=3)
     iteration = iter(loader)
     for _ in range(2):
@@ -196,7 +196,7 @@ def test_an_iteration_ends_when_another_begins():
         ),
     ],
 )
-def test_the_position_of_another_data_set_or_setting_is_refused(settings, had):  # V20
+def test_the_position_of_another_dataset_or_setting_is_refused(settings, had):  # V20
     with pytest.raises(
         ConfigError, match=f"(?s)loader does not fit: .*{had}.*Use the same.*or another trial"
     ):
@@ -204,7 +204,7 @@ def test_the_position_of_another_data_set_or_setting_is_refused(settings, had): 
 
 
 def items(changed=None):
-    """Return 200 items as of fine-tuning; ``changed`` has another token at its end."""
+    """Return 200 fine-tuning items; item ``changed`` ends with another token."""
     return [
         {"input_ids": torch.arange(n, n + 4 + n % 3) + (n == changed), "loss_mask": torch.ones(4 + n % 3)}
         for n in range(200)
@@ -218,7 +218,7 @@ def test_the_position_of_equally_many_other_rows_is_refused(changed):  # V20, V5
 
     state = json.loads(json.dumps(loader(items()).state_dict()))
     loader(items()).load_state_dict(state)
-    with pytest.raises(ConfigError, match="content was .*Use the same data set"):
+    with pytest.raises(ConfigError, match="content was .*Use the same dataset"):
         loader(items(changed)).load_state_dict(state)
 
 
@@ -239,7 +239,7 @@ def test_the_hash_of_arrays_covers_values_dtype_and_shape(other):
     assert content_hash([other]) == content_hash([copy.deepcopy(other)]) != content_hash([row])
 
 
-def test_a_data_set_smaller_than_a_batch_is_refused_at_the_start():  # R-B15, V18
+def test_a_dataset_smaller_than_a_batch_is_refused_at_the_start():  # R-B15, V18
     with pytest.raises(ConfigError, match="5 rows has no full batch of 8.*at most 5"):
         make(rows=5, batch_size=8)
     assert len(make(rows=5, batch_size=8, drop_last=False)) == 1
@@ -310,7 +310,7 @@ def test_a_curriculum_without_a_state_restarts_and_warns(caplog):  # V20, V21
     assert list(copy) == [[2, 3], [4, 5], [6, 7], [8, 9]]
 
 
-def test_rows_added_to_a_data_set_are_drawn_from_the_next_epoch_on():
+def test_rows_added_to_a_dataset_are_drawn_in_the_next_epoch():
     dataset = Growing(8)
     loader = ResumableLoader(dataset, batch_size=2, shuffle=True, collate_fn=list)
     iteration = iter(loader)

@@ -103,7 +103,7 @@ def test_placeholders_are_text_if_the_row_has_no_such_column(extra: dict[str, An
     assert messages_of(row) == [{"role": "user", "content": row["prompt"]}]
 
 
-def test_a_row_of_images_may_speak_of_video() -> None:
+def test_text_placeholders_need_a_column_of_their_kind() -> None:
     (message,) = messages_of({"prompt": "<image> is no <video>", "images": ["a.png"]})
     assert message["content"] == [{"type": "image"}, {"type": "text", "text": " is no <video>"}]
 
@@ -120,7 +120,7 @@ def test_parts_are_kept_without_keys_that_are_none() -> None:
 
 
 @given(st.integers(0, 3), st.integers(0, 3))
-def test_as_many_placeholders_as_images_are_needed(placeholders: int, images: int) -> None:
+def test_placeholders_must_match_the_images(placeholders: int, images: int) -> None:
     """V6."""
     row = {"prompt": "x" + "<image>" * placeholders, "images": ["a.png"] * images}
     if placeholders == images:
@@ -130,7 +130,7 @@ def test_as_many_placeholders_as_images_are_needed(placeholders: int, images: in
             messages_of(row)
 
 
-def test_videos_are_counted_too() -> None:
+def test_placeholders_must_match_the_videos() -> None:
     with pytest.raises(ConfigError, match="the prompt has 1 video placeholders, but 'videos' has 2:"):
         messages_of({"prompt": "<video>", "videos": [["a"], ["b"]]})
 
@@ -153,7 +153,7 @@ def test_images_come_in_the_order_of_their_parts_from_message_or_column() -> Non
     assert values == ["inline", "first", "second"]
 
 
-def test_a_column_may_hold_one_image_alone() -> None:
+def test_a_column_may_hold_a_single_image() -> None:
     assert column_values({"images": "a.png"}, "images") == ["a.png"]
     assert column_values({}, "images") == column_values({"images": None}, "images") == []
 
@@ -235,12 +235,12 @@ def test_a_value_that_is_not_an_image_is_named(value: Any, what: str) -> None:
         load_images([picture(), value])
 
 
-def test_an_image_that_a_server_does_not_have_is_named(server: str) -> None:
+def test_an_image_that_cannot_be_downloaded_is_named(server: str) -> None:
     with pytest.raises(ConfigError, match="image 0 of 1 .*gone.png' .HTTP Error 404"):
         load_images([f"{server}/gone.png"])
 
 
-def test_a_video_is_its_frames() -> None:
+def test_a_video_is_a_list_of_frames() -> None:
     array = np.stack([np.full((4, 6, 3), n, np.uint8) for n in range(3)])
     first, second = load_videos([[picture(), png()], array])
     assert [frame.getpixel((0, 0)) for frame in first] == [RED, RED]
@@ -248,7 +248,7 @@ def test_a_video_is_its_frames() -> None:
 
 
 @pytest.mark.parametrize("value", ["film.mp4", b"bytes", {"path": "film.mp4"}, [], np.zeros((4, 6, 3))])
-def test_a_video_file_is_refused_with_what_to_give_instead(value: Any) -> None:
+def test_a_video_file_is_refused_with_a_hint(value: Any) -> None:
     with pytest.raises(
         ConfigError, match="video 0 of 1 is .*: video files are not decoded here, .*at least one frame"
     ):
@@ -281,8 +281,8 @@ def test_the_inputs_of_a_batch_are_joined_in_order(processor: Any) -> None:
     assert concatenate_inputs([None]) == {}
 
 
-def test_an_item_of_a_row_with_an_image_has_positions_in_it(tmp_path: Path, processor: Any) -> None:
-    """V11, V13: the model places padded tokens as the data set does."""
+def test_an_image_row_has_positions_on_three_axes(tmp_path: Path, processor: Any) -> None:
+    """V11, V13: the model places padded tokens as the dataset does."""
     from areal_lite.api.config import DatasetConfig
     from areal_lite.data.rows.rl_dataset import RLHFDataset
 

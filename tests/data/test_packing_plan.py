@@ -116,7 +116,7 @@ def test_the_cap_holds_where_balance_alone_would_break_it():  # V-B14
     assert len(plan.ranks[0]) == 5  # the total would fit four
 
 
-def test_the_search_for_enough_mini_batches_starts_near_its_end():
+def test_the_search_for_the_number_of_mini_batches_is_short():
     start = time.process_time()
     plan = plan_packing([4500] * 2000, max_tokens=8192)
     assert (
@@ -125,7 +125,7 @@ def test_the_search_for_enough_mini_batches_starts_near_its_end():
     assert len(plan.ranks[0]) == 2000
 
 
-def test_an_ordinary_plan_by_hand():
+def test_a_plan_by_hand():
     plan = plan_packing([6, 3, 2, 4, 1], max_tokens=8, num_ranks=2)
     assert plan.ranks == (((0, 2),), ((1, 3, 4),))
     assert plan.inverse_index == (0, 2, 1, 3, 4)
@@ -166,7 +166,7 @@ def test_lengths_that_cannot_be_planned_are_refused(lengths, arguments, message)
         plan_packing(lengths, **{"max_tokens": 8, **arguments})
 
 
-def test_outputs_of_another_shape_are_refused():
+def test_outputs_of_the_wrong_shape_are_refused():
     plan = plan_packing([5, 3, 9], max_tokens=9)
     with pytest.raises(ValueError, match=r"are \[\[1, 1\]\], the plan has \[\[1, 2\]\]"):
         plan.restore([[["a"], ["b"]]])

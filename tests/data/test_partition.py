@@ -31,7 +31,7 @@ def heaviest_by_mean(lengths, parts):
 
 @methods
 @given(lengths=some_lengths, equal_size=st.booleans(), data=st.data())
-def test_every_index_once_no_part_empty_sorted_inside(method, lengths, equal_size, data):  # R18
+def test_every_index_is_in_one_sorted_part_and_no_part_is_empty(method, lengths, equal_size, data):  # R18
     k = data.draw(st.integers(1, len(lengths)))
     given_lengths = list(lengths)
     parts = method(lengths, k, equal_size)

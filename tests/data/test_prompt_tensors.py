@@ -46,7 +46,9 @@ def test_a_longer_prompt_is_truncated_on_the_chosen_side(truncation, kept):
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.sampled_from(["left", "right", "middle"]), st.booleans())
-def test_the_result_has_the_given_length_and_keeps_what_fits(length, max_length, truncation, left_pad):
+def test_a_prompt_gets_the_given_length_and_keeps_the_tokens_that_fit(
+    length, max_length, truncation, left_pad
+):
     # V14, V-B3: also for the shortest of lengths
     ids, mask = processed(length, max_length, truncation=truncation, left_pad=left_pad)
     assert len(ids) == len(mask) == max_length

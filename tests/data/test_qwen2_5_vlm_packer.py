@@ -52,8 +52,10 @@ def model() -> Any:
     return build_tiny_vlm()
 
 
-def recorded(packer: Qwen2_5_VLM_DataPacker, row: Any, answer: str, *, expanded: bool = False) -> Sample:
-    """What an engine records: the prompt's ids, with one placeholder per image or all, and the answer."""
+def recorded_sample(
+    packer: Qwen2_5_VLM_DataPacker, row: Any, answer: str, *, expanded: bool = False
+) -> Sample:
+    """Return an engine's record: prompt ids, with one placeholder per image or all, and the answer."""
     item = packer.get_rollout_input(row)
     text = item["prompt"]
     if expanded:
@@ -97,7 +99,7 @@ def test_a_row_without_images_is_text(packer: Qwen2_5_VLM_DataPacker) -> None:
     assert sample.multi_modal_inputs is None
 
 
-def test_what_the_engine_got_is_a_row_of_the_policy_too(packer: Qwen2_5_VLM_DataPacker) -> None:
+def test_the_engines_input_is_accepted_as_a_row(packer: Qwen2_5_VLM_DataPacker) -> None:
     """D12: both sides transform the same row."""
     row = conversation(picture())
     item = packer.get_rollout_input(row)
@@ -110,11 +112,11 @@ def test_what_the_engine_got_is_a_row_of_the_policy_too(packer: Qwen2_5_VLM_Data
 
 
 @pytest.mark.parametrize("expanded", [False, True])
-def test_recorded_placeholders_are_as_long_as_their_images(
+def test_recorded_placeholders_are_expanded_to_their_images(
     packer: Qwen2_5_VLM_DataPacker, expanded: bool
 ) -> None:
     row = conversation(picture((24, 16)), picture((16, 8)))
-    sample = recorded(packer, row, "noise", expanded=expanded)
+    sample = recorded_sample(packer, row, "noise", expanded=expanded)
     trained = packer.get_policy_input(row, sample)
     ids = trained.input_ids
     assert trained.multi_modal_inputs is not None
@@ -143,11 +145,11 @@ def test_ids_and_text_follow_the_expanded_prompt(packer: Qwen2_5_VLM_DataPacker,
 def test_a_placeholder_the_policy_sampled_is_refused(packer: Qwen2_5_VLM_DataPacker) -> None:
     row = conversation(picture())
     with pytest.raises(ValueError, match="the tokens hold 2 image placeholders, but the row has 1 images"):
-        packer.get_policy_input(row, recorded(packer, row, "no<|image_pad|>se"))
+        packer.get_policy_input(row, recorded_sample(packer, row, "no<|image_pad|>se"))
 
 
-def test_an_image_of_another_size_than_the_engine_saw_is_refused(packer: Qwen2_5_VLM_DataPacker) -> None:
-    sample = recorded(packer, conversation(picture((24, 16))), "noise", expanded=True)
+def test_an_image_that_differs_from_the_engines_is_refused(packer: Qwen2_5_VLM_DataPacker) -> None:
+    sample = recorded_sample(packer, conversation(picture((24, 16))), "noise", expanded=True)
     with pytest.raises(ValueError, match="image 0 has 6 tokens, but its grid says 2"):
         packer.get_policy_input(conversation(picture((16, 8))), sample)
 
@@ -167,7 +169,7 @@ FRAMES = [picture((16, 8), seed) for seed in range(4)]
 VIDEO = [{"role": "user", "content": [{"type": "video", "video": FRAMES}, {"type": "text", "text": "?"}]}]
 
 
-def test_a_batch_gives_each_token_the_log_prob_of_its_row_alone(
+def test_log_probs_in_a_batch_equal_those_of_each_row_alone(
     packer: Qwen2_5_VLM_DataPacker, model: Any
 ) -> None:
     """D7, V13: text, images and a video side by side, through the real model."""
@@ -224,7 +226,9 @@ def test_the_answers_log_probs_depend_on_the_image(packer: Qwen2_5_VLM_DataPacke
     assert (scores[0] - scores[1]).abs().max() > 1e-3
 
 
-def test_a_length_below_the_longest_sample_and_no_samples_are_refused(packer: Qwen2_5_VLM_DataPacker) -> None:
+def test_a_length_below_the_longest_sequence_and_an_empty_batch_are_refused(
+    packer: Qwen2_5_VLM_DataPacker,
+) -> None:
     sample = packer.get_policy_input(conversation(), "a")
     with pytest.raises(ValueError, match="computed_max_len is 1"):
         packer.policy_collate_fn([sample], 1)

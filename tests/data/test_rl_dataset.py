@@ -111,7 +111,7 @@ def test_a_text_prompt_is_one_user_message(write, config, tokenizer):
     assert item["full_prompts"] == rendered("hi")
 
 
-def test_keys_a_table_added_to_a_message_are_not_rendered(write, config, tokenizer):
+def test_null_keys_added_by_a_table_are_not_rendered(write, config, tokenizer):
     # V6
     message = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": None}
     item = RLHFDataset(write({"prompt": [message]}), tokenizer, config(return_raw_chat=True))[0]
@@ -208,7 +208,7 @@ def test_items_survive_worker_processes(write, config, tokenizer):
 # --- rows
 
 
-def test_raw_rows_need_no_tokenizer_and_items_say_so(write, config):
+def test_raw_rows_need_no_tokenizer_but_items_do(write, config):
     dataset = RLHFDataset(write(*prompts("hi")), None, config(max_prompt_length=3))
     assert list(dataset.rows) == prompts("hi")
     with pytest.raises(ConfigError, match="encoding prompts needs a tokenizer: pass one"):
@@ -372,7 +372,7 @@ def test_a_users_class_takes_precedence_over_a_generator(config):
         assert dataset.given == ("p", "t", "q", settings, 2)
 
 
-def test_a_generator_is_for_training_sequences_only(write, config):
+def test_a_generator_is_for_training_rows_only(write, config):
     # V1, V-B5
     settings = config(datagen=named("Generator"))
     path = write(*prompts("a", "b"))
@@ -382,7 +382,7 @@ def test_a_generator_is_for_training_sequences_only(write, config):
     assert type(create_rl_dataset(path, settings, None, None, is_train=False)) is RLHFDataset
 
 
-def test_a_class_comes_from_a_file_or_a_module_and_is_one_class(tmp_path, config):
+def test_a_class_is_loaded_once_from_a_file_or_module(tmp_path, config):
     # V1
     file = tmp_path / "mine.py"
     file.write_text(

@@ -44,7 +44,7 @@ def result(status: EpisodeStatus = EpisodeStatus.ACCEPTED, **changes: Any) -> Gr
     )
 
 
-def test_rows_lose_their_padding_on_either_side() -> None:
+def test_padding_on_either_side_is_removed() -> None:
     first, second = samples_of(result())
     assert first.input_ids.tolist() == [5, 6, 7]
     assert first.loss_mask.tolist() == [False, True, True]
@@ -55,7 +55,7 @@ def test_rows_lose_their_padding_on_either_side() -> None:
     assert second.num_trained_tokens == 1
 
 
-def test_only_accepted_results_train() -> None:
+def test_only_accepted_groups_train() -> None:
     assert samples_of(result(EpisodeStatus.REJECTED)) == samples_of(result(EpisodeStatus.FAILED)) == []
 
 
@@ -71,7 +71,7 @@ def test_staleness_counts_from_the_oldest_trained_token() -> None:
 
 
 @pytest.mark.parametrize("key", ["loss_mask", "rewards"])
-def test_what_training_cannot_do_without_is_named(key: str) -> None:
+def test_a_missing_reward_or_loss_mask_is_named(key: str) -> None:
     with pytest.raises(ConfigError, match=f"task 7: the trajectory has no '{key}'"):
         samples_of(result(**{key: None}))
 
@@ -90,12 +90,12 @@ def test_nothing_accepted_is_an_error(packer: DecoderOnlyLLMDataPacker) -> None:
         training_batch(packer, [result(EpisodeStatus.REJECTED)])
 
 
-def test_dict_rows_reach_the_workflow_as_they_are(packer: DecoderOnlyLLMDataPacker) -> None:
+def test_dict_rows_reach_the_workflow_unchanged(packer: DecoderOnlyLLMDataPacker) -> None:
     rows = [{"question": "1+1", "answer": 2}]
     assert rollout_inputs(packer, rows) == rows
 
 
-def test_what_the_packer_makes_of_a_row_is_its_prompt(packer: DecoderOnlyLLMDataPacker) -> None:
+def test_the_packers_text_becomes_the_prompt(packer: DecoderOnlyLLMDataPacker) -> None:
     class Shouting(DecoderOnlyLLMDataPacker):
         def get_rollout_input(self, item: Any) -> str:
             return str(item["prompt"]).upper()

@@ -1,4 +1,4 @@
-"""Every row once per epoch, nothing lost, nothing twice, over any sequence of draws, ends and restarts."""
+"""Each row comes once per epoch, over any sequence of draws, ends and restarts."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ def drawn(source, count):
     return [group[0].row["n"] for group in source.get_samples(count)]
 
 
-def test_s1_a_new_source_stands_at_the_start():
+def test_s1_a_new_source_starts_at_epoch_0():
     source = make()
     assert (source.epoch_id, source.sample_index, source.sample_offset, source.metadata) == (0, 0, 0, {})
 
@@ -46,7 +46,7 @@ def test_s3_epoch_0_is_shuffled_too():
     assert drawn(make(50, shuffle=False), 50) == list(range(50))
 
 
-def test_s4_s10_without_a_dataset_samples_are_empty_and_counted_all_the_same():
+def test_s4_s10_without_a_dataset_samples_are_empty_but_counted():
     source = RolloutDataSource(None, n_samples_per_prompt=2)
     groups = source.get_samples(3)
     assert [[s.index for s in group] for group in groups] == [[0, 1], [2, 3], [4, 5]]
@@ -105,7 +105,7 @@ def test_s15_the_base_source_refuses_samples():
         source.add_samples(source.get_samples(1))
 
 
-def test_sb7_what_takes_samples_says_so():
+def test_sb7_a_source_says_whether_it_takes_samples():
     assert not RolloutDataSource.supports_buffer
     assert RolloutDataSourceWithBuffer.supports_buffer
 
@@ -147,7 +147,7 @@ def test_s18_the_order_after_a_load_is_that_of_the_saved_epoch(size, before, shu
 
 
 @given(size=st.integers(1, 4), requests=st.lists(st.integers(0, 12), max_size=5), shuffle=st.booleans())
-def test_sb1_every_epoch_gives_each_row_once_whatever_is_asked_for(size, requests, shuffle):
+def test_sb1_every_epoch_gives_each_row_once_for_any_requests(size, requests, shuffle):
     source = make(size, shuffle=shuffle)
     seen = []
     for count in requests:
@@ -166,7 +166,7 @@ def test_sb2_a_dataset_without_rows_is_refused():
         RolloutDataSource([], name="empty.jsonl")
 
 
-def test_sb10_the_order_is_a_function_of_seed_and_epoch_and_leaves_the_global_generator_alone():
+def test_sb10_the_order_depends_on_seed_and_epoch_only():
     state = random.getstate()
     first = drawn(make(50), 100)
     assert random.getstate() == state
@@ -178,7 +178,7 @@ def test_sb10_the_order_is_a_function_of_seed_and_epoch_and_leaves_the_global_ge
     assert second_epoch_of_1 != first_epoch_of_2
 
 
-def test_sb12_a_missing_state_is_an_error_unless_it_may_be_missing(tmp_path):
+def test_sb12_a_missing_state_is_an_error_if_strict(tmp_path):
     with pytest.raises(CheckpointError, match="there is no data state .*_9.json"):
         make().load(9, tmp_path)
     assert make().load(9, tmp_path, strict=False) is False
@@ -200,7 +200,7 @@ def test_sb13_a_state_of_other_data_is_refused_with_the_difference(other, said):
         other.load_state_dict(make().state_dict())
 
 
-def test_sb8_what_was_handed_out_and_not_trained_is_handed_out_again_first(tmp_path):
+def test_sb8_owed_groups_are_handed_out_first_after_a_restart(tmp_path):
     source = make(9, n_samples_per_prompt=2)
     trained, lost = source.get_samples(3), source.get_samples(2)
     source.mark_trained(trained)
@@ -266,7 +266,7 @@ def test_a_dropped_group_is_counted_and_owed_no_longer():
     assert (source.num_owed, source.dropped) == (0, {"all rewards are 0": 1})
 
 
-def test_the_end_of_a_hand_out_does_not_end_a_later_one_of_the_same_group():
+def test_marking_an_old_hand_out_does_not_end_a_newer_one_of_the_same_group():
     for cls in (RolloutDataSource, RolloutDataSourceWithBuffer):
         source = make(cls=cls)
         (first,) = source.get_samples(1)
@@ -281,7 +281,7 @@ def test_the_end_of_a_hand_out_does_not_end_a_later_one_of_the_same_group():
 
 
 class Fragile(list):
-    """Rows of which one cannot be read until it is mended."""
+    """Rows, one of which cannot be read until it is repaired."""
 
     broken = None
 
@@ -292,7 +292,7 @@ class Fragile(list):
 
 
 @pytest.mark.parametrize("cls", [RolloutDataSource, RolloutDataSourceWithBuffer])
-def test_an_error_while_rows_are_drawn_loses_none_of_those_drawn_before(cls):
+def test_an_error_while_drawing_loses_no_row(cls):
     data = Fragile(rows(200))
     source = cls(data)
     source.give_back(source.get_samples(2))
@@ -304,7 +304,7 @@ def test_an_error_while_rows_are_drawn_loses_none_of_those_drawn_before(cls):
     assert drawn(source, 80) == list(range(120, 200))
 
 
-def test_a_row_that_is_no_dict_is_refused_each_time_and_those_before_it_come_first():
+def test_a_row_that_is_not_a_dict_is_refused_and_loses_no_row_before_it():
     message = "a row of the dataset is 'text': each row must be a dict"
     with pytest.raises(ConfigError, match=message):
         RolloutDataSource(["text"])
@@ -316,7 +316,7 @@ def test_a_row_that_is_no_dict_is_refused_each_time_and_those_before_it_come_fir
         source.get_samples(1)
 
 
-def test_metadata_are_json_values_and_shared_with_no_loaded_state():
+def test_metadata_are_json_values_and_copied_on_load():
     source = make()
     for bad in ({"x": math.nan}, {"x": [np.float32("inf")]}, {"x": {1}}):
         with pytest.raises(ValueError, match="give JSON values"):
@@ -328,7 +328,7 @@ def test_metadata_are_json_values_and_shared_with_no_loaded_state():
     assert state["metadata"] == {"seen": [1]}
 
 
-def test_given_back_rows_are_drawn_before_others_and_pending_again():
+def test_returned_rows_are_drawn_first_and_pending_again():
     source = make(4, n_samples_per_prompt=2)
     first, second = source.get_samples(2)
     first[0].append([1], sampled=True)
@@ -339,7 +339,7 @@ def test_given_back_rows_are_drawn_before_others_and_pending_again():
     assert third[0].index == 4
 
 
-def test_a_dataset_that_grows_is_drawn_whole_from_the_next_epoch_on():
+def test_new_rows_of_a_growing_dataset_are_drawn_in_the_next_epoch():
     class Growing:
         def __init__(self):
             self.rows = rows(3)
@@ -352,7 +352,7 @@ def test_a_dataset_that_grows_is_drawn_whole_from_the_next_epoch_on():
     assert sorted(drawn(source, 4)) == [0, 1, 2, 3]
 
 
-def test_rows_that_json_cannot_hold_have_a_place_too(tmp_path):
+def test_rows_that_are_not_json_are_saved_by_position(tmp_path):
     source = RolloutDataSource([{"image": object(), (1, 2): 3}], seed=1)
     source.get_samples(1)
     source.save(1, tmp_path)
@@ -372,7 +372,7 @@ def test_the_source_is_an_endless_iterable_of_groups():
     assert [group[0].row["n"] for group in itertools.islice(make(2, shuffle=False), 5)] == [0, 1, 0, 1, 0]
 
 
-def test_an_iterable_is_begun_anew_and_an_iterator_ends():
+def test_an_iterable_starts_over_and_an_iterator_ends():
     again = IterableDataSource(rows(2))
     assert drawn(again, 5) == [0, 1, 0, 1, 0]
     once = IterableDataSource(iter(rows(2)))
@@ -383,7 +383,7 @@ def test_an_iterable_is_begun_anew_and_an_iterator_ends():
 
 
 @given(sizes=st.lists(st.integers(0, 3), max_size=5), count=st.integers(0, 12))
-def test_a_loader_of_lists_gives_the_rows_of_its_batches_in_turn(sizes, count):
+def test_a_loader_of_lists_gives_its_rows_one_by_one(sizes, count):
     numbers = iter(range(100))
     batches = [[{"n": next(numbers)} for _ in range(size)] for size in sizes]
     flat = [row["n"] for batch in batches for row in batch]
@@ -392,7 +392,7 @@ def test_a_loader_of_lists_gives_the_rows_of_its_batches_in_turn(sizes, count):
     assert drawn(IterableDataSource(iter(batches)), count) == flat[:count]
 
 
-def test_an_error_of_an_iterable_ends_it_and_loses_none_of_the_rows_before():
+def test_an_error_of_an_iterable_loses_no_row_before_it():
     def broken():
         yield from rows(2)
         raise OSError("net")
@@ -404,7 +404,7 @@ def test_an_error_of_an_iterable_ends_it_and_loses_none_of_the_rows_before():
 
 
 class Restarts(RuleBasedStateMachine):
-    """Any sequence of draws, ends, returns, saves and restarts, against a ledger kept by hand."""
+    """Any sequence of draws, ends, returns, saves and restarts, against a simple model."""
 
     @initialize(size=st.integers(1, 5), members=st.integers(1, 3), shuffle=st.booleans())
     def start(self, size, members, shuffle):

@@ -1,4 +1,4 @@
-"""V56, V-B10: one line per row with its score, numpy values included, and no file is ever replaced."""
+"""V56, V-B10: one line per answer with its score, including numpy values; no file is ever replaced."""
 
 import json
 
@@ -64,7 +64,7 @@ def test_vb10_a_step_trained_again_gets_a_new_file(tmp_path):
 
 @settings(max_examples=30)
 @given(texts=st.lists(st.text(st.characters(codec="utf-8")), max_size=4))
-def test_every_row_is_one_line_for_any_text(tmp_path_factory, texts):
+def test_every_answer_is_one_line_for_any_text(tmp_path_factory, texts):
     count = len(texts)
     path = dump_rollouts(
         tmp_path_factory.mktemp("dump"), 0, inputs=texts, outputs=texts, gts=texts, scores=[0.0] * count
@@ -75,8 +75,8 @@ def test_every_row_is_one_line_for_any_text(tmp_path_factory, texts):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"extra": {"acc": [1.0]}}, "step 3: acc has 1 entries for 2 rows"),
-        ({"scores": [1.0]}, "step 3: score has 1 entries for 2 rows"),
+        ({"extra": {"acc": [1.0]}}, "step 3: acc has 1 entries for 2 inputs"),
+        ({"scores": [1.0]}, "step 3: score has 1 entries for 2 inputs"),
         ({"extra": {"score": [1.0, 1.0]}}, r"extra has \['score'\], which every line already has"),
         (
             {"gts": [object(), 1]},
@@ -84,7 +84,7 @@ def test_every_row_is_one_line_for_any_text(tmp_path_factory, texts):
         ),
     ],
 )
-def test_a_column_that_cannot_be_written_is_refused_before_a_file_is_there(tmp_path, changes, message):
+def test_a_column_that_cannot_be_written_leaves_no_file(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         dump(tmp_path, **changes)
     assert not list(tmp_path.iterdir())
@@ -96,7 +96,7 @@ def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path):
         dump(tmp_path / "file" / "below")
 
 
-def test_t6_a_full_disk_leaves_no_part_of_a_dump(tmp_path):
+def test_t6_a_full_disk_leaves_no_partial_dump(tmp_path):
     with files_end_at(10), pytest.raises(StorageError, match="step 3 cannot be written.*File too large"):
         dump(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -26,7 +26,7 @@ TOKENS_PER_SECOND = 3
 
 
 def own_model(name: str) -> Any:
-    """The transformers model that owns the rule; nothing but its config counts."""
+    """The transformers model that defines the rule; only its config matters."""
     import transformers
 
     text = {
@@ -57,7 +57,7 @@ def own_model(name: str) -> Any:
 
 
 def processor_of(name: str) -> Any:
-    """What the rule reads of a processor: its class's name, ids and merge size."""
+    """The parts of a processor that the rule reads: class name, ids, merge size."""
     kind = type("Glm4vProcessor" if name == "Glm4v" else f"{name}Processor", (SimpleNamespace,), {})
     ids = {"image_token_id": IMAGE_ID, "video_token_id": VIDEO_ID}
     if name == "Glm4v":
@@ -112,7 +112,7 @@ CASES: dict[str, list[Media]] = {
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("model", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Glm4v"])
-def test_positions_are_those_of_the_model(model: str, case: str, padding: str) -> None:
+def test_positions_equal_those_of_the_model(model: str, case: str, padding: str) -> None:
     """V13."""
     ids, kinds, inputs = sequence(CASES[case], model=model)
     mask = torch.ones_like(ids)
@@ -145,7 +145,7 @@ def test_the_worked_example_of_the_docstring() -> None:
     ]
 
 
-def test_the_time_of_a_video_is_measured_in_seconds_if_known() -> None:
+def test_video_positions_follow_seconds_if_known() -> None:
     kinds = torch.tensor([VIDEO] * 3)
     positions = mrope_positions(
         kinds, image_grids=None, video_grids=torch.tensor([[3, 2, 2]]), merge_size=2, video_intervals=[2.5]
@@ -182,7 +182,7 @@ def test_each_token_gets_one_position_and_text_starts_after_all_rows_and_columns
     assert positions[:, -1].tolist() == [expected_end] * 3
 
 
-def test_a_video_that_uses_the_image_token_is_recognized_by_its_marks() -> None:
+def test_a_video_that_uses_the_image_token_is_recognized_by_its_start_mark() -> None:
     ids = torch.tensor([IMAGE_ID, START_ID, IMAGE_ID, 5, IMAGE_ID, END_ID, IMAGE_ID])
     kinds = token_kinds(ids, image_token_id=IMAGE_ID, video_token_id=VIDEO_ID, video_marks=(START_ID, END_ID))
     assert kinds.tolist() == [IMAGE, TEXT, VIDEO, TEXT, VIDEO, TEXT, IMAGE]
@@ -196,7 +196,7 @@ def test_a_video_that_uses_the_image_token_is_recognized_by_its_marks() -> None:
         (6, [[1, 4, 6], [1, 2, 2]], "there are 2 image grids, but the sequence has tokens for 1"),
     ],
 )
-def test_placeholders_that_disagree_with_the_grids_are_refused(
+def test_placeholders_that_do_not_match_the_grids_are_refused(
     count: int, grids: list[list[int]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -208,7 +208,7 @@ def test_placeholders_that_disagree_with_the_grids_are_refused(
         )
 
 
-def test_a_model_with_plain_positions_gets_none_and_grids_without_a_rule_are_refused() -> None:
+def test_plain_models_get_no_positions_and_unknown_grids_are_refused() -> None:
     ids = torch.tensor([1, 2])
     assert multimodal_position_ids(SimpleNamespace(), ids, torch.ones_like(ids), {}) is None
     with pytest.raises(ConfigError, match="SimpleNamespace gives grids"):

@@ -1,4 +1,4 @@
-"""Files, folders and addresses become rows whole and unchanged, or an error says which file and line is wrong."""
+"""Files, folders and URLs become unchanged rows, or an error names the bad file and line."""
 
 import bz2
 import gzip
@@ -110,7 +110,7 @@ def test_lists_patterns_and_folders_are_joined_in_order(tmp_path, write, load):
     assert load(tmp_path / "d")["a"][:] == [1, 2]
 
 
-def test_a_folder_has_the_splits_its_file_names_say(tmp_path, write, load):
+def test_file_names_in_a_folder_determine_splits(tmp_path, write, load):
     # R7
     write("d/train.jsonl", lines({"a": 1}, {"a": 2}))
     write("d/test.jsonl", lines({"a": 3}))
@@ -155,7 +155,7 @@ def test_a_split_before_the_path_slices_the_rows(write, load, split, expected):
     assert load(f"{split}@{path}")["a"][:] == list(expected)
 
 
-def test_only_what_looks_like_a_split_is_one(tmp_path, write, load, monkeypatch):
+def test_only_split_syntax_before_the_at_sign_is_a_split(tmp_path, write, load, monkeypatch):
     # R-B8
     monkeypatch.chdir(tmp_path)
     for name in ("me@host/x.jsonl", "train@y.jsonl", "a@b@c.jsonl"):
@@ -235,7 +235,7 @@ def test_a_missing_key_becomes_none(write, load):
     ]
 
 
-def test_a_cell_is_a_number_only_if_the_number_prints_the_same(write, load):
+def test_a_cell_is_a_number_only_if_it_prints_back_the_same(write, load):
     rows = list(load(write("x.csv", 'id,n,f,t,e\n007,1,1.5,NA,\n8,-2,3,"a,\nb",\n')))
     assert rows == [
         {"id": "007", "n": 1, "f": 1.5, "t": "NA", "e": None},
@@ -320,7 +320,7 @@ def test_a_refused_file_leaves_nothing_in_the_cache(write, load, cache):
     assert [path for path in cache.rglob("*") if path.is_file()] == []
 
 
-def test_a_table_without_rows_is_refused_alone_and_adds_nothing_to_others(tmp_path, write, load):
+def test_an_empty_table_is_refused_alone_and_ignored_beside_others(tmp_path, write, load):
     pa.parquet.write_table(pa.Table.from_pylist([], pa.schema([("a", pa.int64())])), tmp_path / "e.parquet")
     with pytest.raises(ConfigError, match="there are no rows"):
         load(tmp_path / "e.parquet")
@@ -329,7 +329,7 @@ def test_a_table_without_rows_is_refused_alone_and_adds_nothing_to_others(tmp_pa
     ] == [1]
 
 
-def test_values_of_several_kinds_name_column_kinds_and_both_rows(write, load):
+def test_a_column_of_mixed_kinds_is_refused_with_both_rows(write, load):
     path = write("x.jsonl", '{"p": null}\n{"p": "text"}\n{"p": 1, "q": [1]}\n')
     with pytest.raises(
         ConfigError, match=r"x.jsonl, line 3: column 'p' is a number, but a text in .*, line 2"
@@ -342,7 +342,7 @@ def test_values_of_several_kinds_name_column_kinds_and_both_rows(write, load):
         load([first, second])
 
 
-def test_files_with_other_columns_name_both(tmp_path, write, load):
+def test_files_with_different_columns_are_both_named(tmp_path, write, load):
     first, second = write("a.jsonl", lines({"p": 1})), write("b.jsonl", lines({"q": 1}))
     with pytest.raises(ConfigError, match=r"b.jsonl: its columns are \['q'\], but .*a.jsonl has \['p'\]"):
         load([first, second])
@@ -352,7 +352,7 @@ def test_files_with_other_columns_name_both(tmp_path, write, load):
         load([first, parquet(tmp_path / "c.parquet")])
 
 
-def test_files_with_other_types_are_widened_or_name_both(tmp_path, write, load):
+def test_files_with_different_types_are_widened_or_both_named(tmp_path, write, load):
     whole = parquet(tmp_path / "a.parquet", [{"p": 1}])
     broken = parquet(tmp_path / "b.parquet", [{"p": 1.5}])
     assert load([whole, broken])["p"][:] == [1.0, 1.5]
@@ -375,7 +375,7 @@ def test_a_file_of_unknown_type_names_the_known_ones(write, load):
         load(write("x.foo", "a"))
 
 
-def test_an_unreachable_hub_name_says_what_to_name(load, monkeypatch):
+def test_an_unreachable_hub_name_is_refused_with_a_hint(load, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(
         ConfigError, match=r"(?s)openai/gsm8k: .*a dataset on the hub that this machine can reach.*hf://"
@@ -406,7 +406,7 @@ def test_remote_patterns_splits_and_lists_work(tmp_path, write, load):
 @pytest.mark.parametrize(
     "address", ["memory://nothing/x.jsonl", "nosuchprotocol://x.jsonl", "file:///no/*.jsonl"]
 )
-def test_a_remote_file_that_cannot_be_copied_says_so(load, cache, address):
+def test_a_remote_file_that_cannot_be_copied_is_an_error(load, cache, address):
     with pytest.raises(ConfigError, match=r"cannot be copied|no file matches"):
         load(address)
     assert [path for path in cache.rglob("*") if path.is_file()] == []
@@ -419,7 +419,7 @@ def test_the_default_cache_is_below_the_home_folder(write, tmp_path, monkeypatch
     assert list((tmp_path / "home/.cache/areal_lite/tables").iterdir())
 
 
-def test_nothing_is_printed_and_bars_are_as_they_were(tmp_path, load, capfd):
+def test_loading_prints_nothing_and_restores_progress_bars(tmp_path, load, capfd):
     load(parquet(tmp_path / "x.parquet"))
     with pytest.raises(ConfigError):
         load(arrow(tmp_path / "y.parquet"))

@@ -28,7 +28,7 @@ def filled(appends):
 
 
 @given(APPENDS)
-def test_all_four_columns_have_one_length_after_every_append(appends):
+def test_columns_have_equal_length_after_every_append(appends):
     sample = filled(appends)
     tokens = [token for ids, *_ in appends for token in ids]
     assert list(sample.tokens) == tokens
@@ -82,7 +82,7 @@ def test_s12_the_statuses_have_their_string_values():
     assert {"pending", "completed", "truncated", "aborted"} <= values
 
 
-def test_sb14_from_dict_leaves_the_callers_dict_alone_and_keeps_unknown_keys():
+def test_sb14_from_dict_keeps_unknown_keys_and_leaves_its_argument():
     record = {"index": 1, "status": "completed", "metadata": {"a": [1]}, "odd": 5}
     sample = Sample.from_dict(record)
     sample.metadata["a"].append(2)
@@ -104,7 +104,7 @@ def test_sb14_to_dict_shares_nothing_with_the_sample():
         {"tokens": [1], "loss_mask": [1], "logprobs": [0.0], "versions": [1], "spans": [[0, 2, "stop"]]},
     ],
 )
-def test_a_record_whose_lengths_differ_is_refused(record):
+def test_a_record_with_different_lengths_is_refused(record):
     with pytest.raises(ValueError, match="sample None: "):
         Sample.from_dict(record)
 
@@ -127,13 +127,13 @@ def test_sb15_a_missing_reward_is_named_with_index_and_key(reward, key):
         sample.get_reward_value(key)
 
 
-def test_a_reward_of_numpy_is_a_number():
+def test_a_numpy_reward_is_a_number():
     sample = Sample()
     sample.reward = np.float32(0.5)
     assert sample.get_reward_value() == 0.5
 
 
-def test_own_containers_share_only_what_they_hold():
+def test_with_own_containers_copies_containers_and_shares_values():
     image = object()
     row = {"messages": [{"content": [image, 1]}], "n": 1}
     copy = with_own_containers(row)
@@ -143,7 +143,7 @@ def test_own_containers_share_only_what_they_hold():
     assert copy["messages"][0]["content"][0] is image
 
 
-def test_reset_makes_it_pending_again():
+def test_reset_makes_a_sample_pending_again():
     sample = filled([([1, 2], True, True, True, True)])
     sample.reward = 1.0
     sample.reset()
@@ -165,7 +165,7 @@ def test_the_response_begins_at_the_first_sampled_token():
     assert list(sample.spans) == [Span(2, 3, "length")]
 
 
-def test_a_sibling_has_the_row_and_nothing_that_was_sampled():
+def test_a_sibling_shares_the_row_and_no_sampled_tokens():
     sample = filled([([1, 2], True, True, True, True)])
     sample.reward, sample.attempts = 1.0, 2
     sample.row["q"].append("b")

@@ -78,7 +78,7 @@ def test_an_epoch_can_cover_only_the_first_rows():
     assert len(sampler) == 7
 
 
-def test_a_curriculum_is_made_with_data_set_and_config():  # V21
+def test_a_curriculum_gets_dataset_and_config():  # V21
     settings = config("EasyFirst")
     sampler = create_rl_sampler(settings, [3, 1, 2], seed=1)
     assert type(sampler).__name__ == "EasyFirst"

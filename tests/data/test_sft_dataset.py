@@ -30,7 +30,7 @@ def chatml():
 
 
 def texts(dataset):
-    """Return the whole and the trained text of each item."""
+    """Return the full text and the trained text of each item."""
     decode = dataset.tokenizer.decode
     return [
         (decode(item["input_ids"]), decode(item["input_ids"][item["loss_mask"].bool()])) for item in dataset
@@ -92,7 +92,7 @@ def test_sequences_without_a_trained_token_are_skipped_and_counted_by_reason(cha
     assert "some of 4 rows were skipped: 2 with no assistant text, 1 with no trained" in caplog.text
 
 
-def test_nothing_left_is_an_error(chatml):
+def test_an_empty_result_is_an_error(chatml):
     # R-B7
     rows = [{"messages": conversation("so")}, {"messages": conversation("so", "hello")}]
     with pytest.raises(ConfigError, match="all 2 rows were skipped: 1 with no assistant text.*max_length=3"):
@@ -137,7 +137,7 @@ def test_messages_and_tools_may_be_json_text(chatml):
     )
 
 
-def test_variables_of_the_template_are_passed_on(chatml):
+def test_template_variables_are_passed_on(chatml):
     settings = {
         "chat_template": "{% for m in messages %}{{ word + m.content }}{% endfor %}",
         "word": "hello ",
@@ -147,7 +147,7 @@ def test_variables_of_the_template_are_passed_on(chatml):
     assert texts(dataset)[0][0] == "hello ahello b"
 
 
-def test_keys_that_arrow_added_to_calls_and_tools_are_not_rendered(chatml):
+def test_null_keys_added_by_arrow_are_not_rendered(chatml):
     # R-B2, R-B6: a column of records gives each of them the keys of all.
     import datasets
 
@@ -218,7 +218,7 @@ def test_a_damaged_row_is_refused_with_its_number(chatml, row, message):
         SFTDataset([{"messages": conversation("so", "hello")}, row], chatml, 1000)
 
 
-def test_no_rows_no_length_and_no_eos_are_refused(chatml):
+def test_missing_rows_length_or_eos_are_refused(chatml):
     with pytest.raises(ConfigError, match="there are no rows"):
         SFTDataset([], chatml, 1000)
     with pytest.raises(ConfigError, match="max_length is 1"):

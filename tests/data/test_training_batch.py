@@ -15,8 +15,8 @@ from areal_lite.data.batch.training_batch import check_training_batch, collate_s
 from areal_lite.data.rows.collate import object_array
 
 
-def sample(tokens: int = 3, *, trained: int = 1, **changes: Any) -> TokenSequence:
-    """A sample whose last ``trained`` tokens train."""
+def sequence(tokens: int = 3, *, trained: int = 1, **changes: Any) -> TokenSequence:
+    """A sequence whose last ``trained`` tokens train."""
     given = {
         "input_ids": np.arange(5, 5 + tokens),
         "loss_mask": np.arange(tokens) >= tokens - trained,
@@ -27,19 +27,19 @@ def sample(tokens: int = 3, *, trained: int = 1, **changes: Any) -> TokenSequenc
     return TokenSequence(**given | changes)
 
 
-def batch_of(samples: list[TokenSequence], *, spare: int = 0) -> DataProto:
-    length = max(len(one.input_ids) for one in samples) + spare
-    return DataProto.from_single_dict(collate_sequences(samples, length, pad_token_id=2))
+def batch_of(sequences: list[TokenSequence], *, spare: int = 0) -> DataProto:
+    length = max(len(one.input_ids) for one in sequences) + spare
+    return DataProto.from_single_dict(collate_sequences(sequences, length, pad_token_id=2))
 
 
-def test_samples_are_padded_on_the_right_with_what_each_key_means_there() -> None:
-    first = sample(
+def test_sequences_are_padded_on_the_right() -> None:
+    first = sequence(
         3,
         logprobs=np.array([0, 0, -1.5], np.float32),
         versions=np.array([-1, -1, 4]),
         multi_modal_inputs={"pixel_values": torch.zeros(1)},
     )
-    second = sample(2, reward=1.0, group_id="h", task_id="u")
+    second = sequence(2, reward=1.0, group_id="h", task_id="u")
     columns = collate_sequences([first, second], 4, pad_token_id=2)
     expected = {
         "input_ids": torch.tensor([[5, 6, 7, 2], [5, 6, 2, 2]]),
@@ -60,27 +60,27 @@ def test_samples_are_padded_on_the_right_with_what_each_key_means_there() -> Non
     check_training_batch(DataProto.from_single_dict(columns))
 
 
-def test_what_no_sample_has_is_no_column() -> None:
-    assert {"logprobs", "multi_modal_inputs"}.isdisjoint(collate_sequences([sample()], 3, pad_token_id=0))
+def test_values_that_no_sequence_has_make_no_column() -> None:
+    assert {"logprobs", "multi_modal_inputs"}.isdisjoint(collate_sequences([sequence()], 3, pad_token_id=0))
 
 
-def test_nothing_is_cut_off() -> None:
+def test_a_sequence_longer_than_the_length_is_refused() -> None:
     with pytest.raises(
         ValueError, match="task long: the sequence has 5 tokens, length is 4: nothing is cut here"
     ):
-        collate_sequences([sample(3), sample(5, task_id="long")], 4, pad_token_id=0)
+        collate_sequences([sequence(3), sequence(5, task_id="long")], 4, pad_token_id=0)
     with pytest.raises(ValueError, match="no sequences to collate"):
         collate_sequences([], 4, pad_token_id=0)
 
 
 @st.composite
-def drawn_samples(draw: st.DrawFn) -> list[TokenSequence]:
-    samples = []
+def drawn_sequences(draw: st.DrawFn) -> list[TokenSequence]:
+    sequences = []
     for number in range(draw(st.integers(1, 5))):
         tokens = draw(st.integers(1, 6))
         trained = [False, *draw(st.lists(st.booleans(), min_size=tokens - 1, max_size=tokens - 1))]
         recorded, versioned = draw(st.booleans()), draw(st.booleans())
-        samples.append(
+        sequences.append(
             TokenSequence(
                 input_ids=np.array(draw(st.lists(st.integers(0, 9), min_size=tokens, max_size=tokens))),
                 loss_mask=np.array(trained),
@@ -91,16 +91,14 @@ def drawn_samples(draw: st.DrawFn) -> list[TokenSequence]:
                 task_id=f"task-{number}",
             )
         )
-    return samples
+    return sequences
 
 
 @settings(deadline=None)
-@given(samples=drawn_samples(), spare=st.integers(0, 3), left=st.booleans())
-def test_the_rows_of_a_batch_are_the_samples_it_was_made_of(
-    samples: list[TokenSequence], spare: int, left: bool
-) -> None:
-    """V64: and padding may stand on either side."""
-    batch = batch_of(samples, spare=spare)
+@given(sequences=drawn_sequences(), spare=st.integers(0, 3), left=st.booleans())
+def test_a_batch_reads_back_as_its_sequences(sequences: list[TokenSequence], spare: int, left: bool) -> None:
+    """V64: with padding on either side."""
+    batch = batch_of(sequences, spare=spare)
     if left:
         shift = batch.batch["attention_mask"].shape[1] - batch.batch["attention_mask"].sum(1)
         places = torch.arange(batch.batch["attention_mask"].shape[1])
@@ -108,35 +106,35 @@ def test_the_rows_of_a_batch_are_the_samples_it_was_made_of(
             if tensor.ndim == 2:
                 batch.batch[key] = tensor.gather(1, (places - shift[:, None]) % len(places))
     check_training_batch(batch)
-    for row, one in zip(training_sequences(batch), samples, strict=True):
-        assert row.input_ids.tolist() == one.input_ids.tolist()
-        assert row.loss_mask.tolist() == one.loss_mask.tolist()
-        assert (row.reward, row.group_id, row.task_id) == (one.reward, one.group_id, one.task_id)
-        assert row.staleness(9) == one.staleness(9)
+    for read, one in zip(training_sequences(batch), sequences, strict=True):
+        assert read.input_ids.tolist() == one.input_ids.tolist()
+        assert read.loss_mask.tolist() == one.loss_mask.tolist()
+        assert (read.reward, read.group_id, read.task_id) == (one.reward, one.group_id, one.task_id)
+        assert read.staleness(9) == one.staleness(9)
         if one.logprobs is not None:
-            assert row.logprobs is not None
-            assert row.logprobs.tolist() == one.logprobs.tolist()
-        elif row.logprobs is not None:
-            assert np.isnan(row.logprobs[row.loss_mask]).all()
-        assert row.multi_modal_inputs is None
+            assert read.logprobs is not None
+            assert read.logprobs.tolist() == one.logprobs.tolist()
+        elif read.logprobs is not None:
+            assert np.isnan(read.logprobs[read.loss_mask]).all()
+        assert read.multi_modal_inputs is None
 
 
-def test_rows_are_views_of_the_batch() -> None:
-    batch = batch_of([sample(3), sample(2)])
+def test_sequences_are_views_of_the_batch() -> None:
+    batch = batch_of([sequence(3), sequence(2)])
     batch.batch["logprobs"] = torch.zeros(2, 3)
-    row = training_sequences(batch)[1]
+    read = training_sequences(batch)[1]
     for key, array in (
-        ("input_ids", row.input_ids),
-        ("loss_mask", row.loss_mask),
-        ("logprobs", row.logprobs),
-        ("versions", row.versions),
+        ("input_ids", read.input_ids),
+        ("loss_mask", read.loss_mask),
+        ("logprobs", read.logprobs),
+        ("versions", read.versions),
     ):
         assert array is not None
         assert np.shares_memory(array, batch.batch[key].numpy()), key
 
 
-def test_other_dtypes_of_the_same_kind_are_read_too() -> None:
-    batch = batch_of([sample(3, logprobs=np.array([0, 0, -1.5], np.float32)), sample(2)])
+def test_other_dtypes_of_the_same_kind_are_converted() -> None:
+    batch = batch_of([sequence(3, logprobs=np.array([0, 0, -1.5], np.float32)), sequence(2)])
     plain = training_sequences(batch)
     for key, dtype in (
         ("input_ids", torch.int32),
@@ -148,22 +146,22 @@ def test_other_dtypes_of_the_same_kind_are_read_too() -> None:
     ):
         batch.batch[key] = batch.batch[key].to(dtype)
     check_training_batch(batch)
-    for row, expected in zip(training_sequences(batch), plain, strict=True):
+    for read, expected in zip(training_sequences(batch), plain, strict=True):
         for name in ("input_ids", "loss_mask", "logprobs", "versions"):
-            np.testing.assert_array_equal(getattr(row, name), getattr(expected, name), strict=True)
+            np.testing.assert_array_equal(getattr(read, name), getattr(expected, name), strict=True)
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "no loss_mask": ({"loss_mask": None}, "has no 'loss_mask', so training cannot know which tokens"),
     "no rewards": ({"rewards": None}, "has no 'rewards', so training cannot know how good each sequence is"),
     "no ids": ({"input_ids": None}, "has no 'input_ids'"),
-    "no group": ({"group_ids": None}, "has no 'group_ids' in non_tensor_batch: give a str per row"),
+    "no group": ({"group_ids": None}, "has no 'group_ids' in non_tensor_batch: give a str per sequence"),
     "no task": ({"task_ids": None}, "has no 'task_ids'"),
-    "group of a number": ({"group_ids": object_array(["g", 3])}, "'group_ids' of row 1 is an int: it must be a str"),
+    "group is int": ({"group_ids": object_array(["g", 3])}, "'group_ids' of sequence 1 is an int: it must be a str"),
     "group as tensor": ({"group_ids": torch.tensor([1, 2])}, "has no 'group_ids' in non_tensor_batch"),
     "inputs of a list": (
         {"multi_modal_inputs": object_array([None, [1]])},
-        "'multi_modal_inputs' of row 1 is a list: it must be a dict or None",
+        "'multi_modal_inputs' of sequence 1 is a list: it must be a dict or None",
     ),
     "float ids": ({"input_ids": torch.zeros(2, 4)}, "input_ids has dtype torch.float32: it must be an integer"),
     "flat ids": ({"input_ids": torch.zeros(2).long()}, r"input_ids has shape \[2\]: it must be \[batch, seq_len\]"),
@@ -178,27 +176,27 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "trained padding": ({"loss_mask": torch.tensor([[0, 0, 1, 0], [0, 0, 1, 0]])}, "padding cannot be trained"),
     "trained first token": (
         {"loss_mask": torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0]])},
-        r"rows \[1\] of the training batch: loss_mask is True at the first token, which no token predicts",
+        r"sequences \[1\] of the training batch: loss_mask is True at the first token, which no token predicts",
     ),
     "trained first token after padding": (
         {
             "attention_mask": torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]]),
             "loss_mask": torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1]]),
         },
-        r"rows \[1\] of the training batch: loss_mask is True at the first token",
+        r"sequences \[1\] of the training batch: loss_mask is True at the first token",
     ),
     "gap": (
         {"attention_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]])},
-        r"rows \[0\] of the training batch: attention_mask has a gap between tokens",
+        r"sequences \[0\] of the training batch: attention_mask has a gap between tokens",
     ),
     "lengths": ({"rewards": torch.zeros(3)}, "columns differ in length"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_each_broken_rule_is_told_where_a_batch_enters(name: str) -> None:
+def test_a_batch_that_breaks_a_rule_is_rejected(name: str) -> None:
     changes, message = BROKEN[name]
-    columns = collate_sequences([sample(3), sample(2)], 4, pad_token_id=0)
+    columns = collate_sequences([sequence(3), sequence(2)], 4, pad_token_id=0)
     check_training_batch(DataProto.from_single_dict(columns))
     kept = {key: value for key, value in (columns | changes).items() if value is not None}
     batch = DataProto()
@@ -208,11 +206,11 @@ def test_each_broken_rule_is_told_where_a_batch_enters(name: str) -> None:
         check_training_batch(batch)
 
 
-def test_a_log_prob_that_nobody_recorded_may_be_nan() -> None:
-    batch = batch_of([sample(3, logprobs=np.array([0, 0, math.nan], np.float32)), sample(2)])
+def test_a_missing_log_prob_may_be_nan() -> None:
+    batch = batch_of([sequence(3, logprobs=np.array([0, 0, math.nan], np.float32)), sequence(2)])
     check_training_batch(batch)
 
 
-def test_a_batch_without_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="the training batch has no rows"):
-        check_training_batch(batch_of([sample()])[:0])
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="the training batch has no sequences"):
+        check_training_batch(batch_of([sequence()])[:0])

@@ -59,9 +59,9 @@ class MoreQuestions(AbstractDataGenerator):
 
 
 class InOrder(AbstractSampler):
-    """Gives rows in order, and keeps what it heard of."""
+    """Gives rows in order, and keeps the trained batches."""
 
-    heard: list[Any] = []
+    batches: list[Any] = []
 
     def __init__(self, data_source: Any, config: DatasetConfig) -> None:
         self.size = len(data_source)
@@ -74,7 +74,7 @@ class InOrder(AbstractSampler):
 
     def update(self, batch: Any) -> None:
         """Keep the batch."""
-        self.heard.append(batch)
+        self.batches.append(batch)
 
 
 class CountsItsCalls(AbstractDataGenerator):

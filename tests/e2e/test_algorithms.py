@@ -1,6 +1,6 @@
-"""Each config of the repository that trains by rewards runs ten steps on a tiny model, as it stands but for sizes.
+"""Each RL config of the repository runs ten steps on a tiny model, changed only in sizes.
 
-And what a run may have besides: greedy baselines, batches made once, reward models, curricula, growing rows, metrics.
+Also: greedy baselines, cached batches, reward models, curricula, growing rows, metrics.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_a_config_runs_ten_steps(name: str, run_yaml: Path) -> None:
     assert saved == ["step_00000005", "step_00000010"]
 
 
-def test_runs_with_everything_write_the_metrics_of_the_document_and_no_other(run_yaml: Path) -> None:
+def test_documented_metrics_are_exactly_those_that_runs_write(run_yaml: Path) -> None:
     document = Path("docs/metrics.md").read_text()
     of_supervised = re.search(r"^## Conversations.*?(?=^## )", document, re.MULTILINE | re.DOTALL)
     assert of_supervised is not None
@@ -87,7 +87,7 @@ def test_runs_with_everything_write_the_metrics_of_the_document_and_no_other(run
         "trainer.critic": "{learning_rate: 1.0e-3}",
         "trainer.kl": "{coef: 0.1, place: reward}",
         "trainer.loss_kwargs": "{dual_clip: 3.0}",
-        "trainer.correction": "{max_row_kl: 100.0}",
+        "trainer.correction": "{max_episode_kl: 100.0}",
         "trainer.minibatches_per_step": "2",
         "trainer.total_steps": "6",
         "rollout.max_head_offpolicyness": "2",
@@ -104,11 +104,11 @@ def test_runs_with_everything_write_the_metrics_of_the_document_and_no_other(run
     assert documented - if_any == written - if_any
 
 
-def test_a_curriculum_hears_of_each_batch_with_its_rows_and_growing_rows_of_all_but_the_last(
+def test_curriculum_and_growing_dataset_get_each_trained_batch(
     run_yaml: Path,
 ) -> None:
     """V61, V62, V63"""
-    InOrder.heard.clear()
+    InOrder.batches.clear()
     CountsItsCalls.calls = 0
     given = [
         f"train_dataset.{key}={{path: tests.e2e.agents, name: {name}}}"
@@ -116,14 +116,14 @@ def test_a_curriculum_hears_of_each_batch_with_its_rows_and_growing_rows_of_all_
     ]
     given += ["train_dataset.prompt_key=question", "trainer.total_steps=2", "eval_dataset=null"]
     run_dir = run_training(load_config(run_yaml, [*given, "save_model=false"])).run_dir
-    rewards = [float(batch.batch["rewards"].mean()) for batch in InOrder.heard]
+    rewards = [float(batch.batch["rewards"].mean()) for batch in InOrder.batches]
     assert rewards == pytest.approx([line["train/reward_mean"] for line in records(run_dir)])
-    questions = [{row["question"] for row in batch.non_tensor_batch["rows"]} for batch in InOrder.heard]
+    questions = [{row["question"] for row in batch.non_tensor_batch["rows"]} for batch in InOrder.batches]
     assert questions == [{f"say {number}" for number in numbers} for numbers in (range(4), range(4, 8))]
     assert CountsItsCalls.calls == 1 + 1  # when it was made, and after the first of two steps
 
 
-def test_a_greedy_answer_that_fails_is_no_baseline_of_0(run_yaml: Path) -> None:
+def test_a_failed_greedy_episode_gives_no_baseline(run_yaml: Path) -> None:
     """V40"""
     given = ["trainer.advantage=remax", "workflow=tests.e2e.agents.WithoutGreedyAnswers"]
     given += ["trainer.total_steps=1", "eval_dataset=null", "save_model=false"]
@@ -132,14 +132,14 @@ def test_a_greedy_answer_that_fails_is_no_baseline_of_0(run_yaml: Path) -> None:
     assert abs(line["train/advantage_mean"]) < 0.5  # less the mean of its group
 
 
-def test_remax_compares_with_one_greedy_answer(run_yaml: Path) -> None:
+def test_remax_uses_one_greedy_episode_as_baseline(run_yaml: Path) -> None:
     config = load_config(run_yaml, ["trainer.advantage=remax", "trainer.total_steps=2", "eval_dataset=null"])
     lines = records(run_training(config).run_dir)
     assert [line["step"] for line in lines] == [1, 2]
     assert lines[0]["train/advantage_std"] > 0
 
 
-def test_a_batch_is_dumped_once_and_trained_again_and_again(run_yaml: Path, tmp_path: Path) -> None:
+def test_cached_batches_are_trained_again_without_rollouts(run_yaml: Path, tmp_path: Path) -> None:
     """V31"""
     given = [
         f"rollout_cache={tmp_path / 'cache'}",
@@ -157,7 +157,7 @@ def test_a_batch_is_dumped_once_and_trained_again_and_again(run_yaml: Path, tmp_
     assert runs[0] == runs[1]
 
 
-def test_a_reward_model_judges_answers_greedy_ones_and_what_is_dumped(run_yaml: Path, tmp_path: Path) -> None:
+def test_a_reward_model_rewards_sampled_and_greedy_answers_and_dumps(run_yaml: Path, tmp_path: Path) -> None:
     """V40, V45"""
     model = yaml.safe_load(run_yaml.read_text())["model_path"]
     judge = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
@@ -170,7 +170,7 @@ def test_a_reward_model_judges_answers_greedy_ones_and_what_is_dumped(run_yaml: 
         json.loads(row)["score"] for row in (summary.run_dir / "scores" / "1.jsonl").read_text().splitlines()
     ]
     assert sum(scores) / len(scores) == pytest.approx(line["train/reward_mean"], abs=1e-6)
-    # Rewards of the workflow are eighths; the judge's are no such numbers, and advantages are of its size.
+    # Rewards of the workflow are eighths; the reward model's are not, and advantages follow them.
     assert any(score * 8 % 1 > 1e-3 for score in scores)
     spread = max(scores) - min(scores)
     assert max(abs(line["train/advantage_max"]), abs(line["train/advantage_min"])) < 3 * spread

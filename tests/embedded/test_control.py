@@ -101,7 +101,7 @@ def test_a_disconnected_client_aborts_its_request(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-def test_an_update_while_paused(tiny: Path, other: Path, mode: str) -> None:
+def test_an_update_while_paused_keeps_earlier_tokens_and_versions(tiny: Path, other: Path, mode: str) -> None:
     """Tokens before the pause come from the first checkpoint, later ones from the second; versions say so."""
 
     async def run() -> None:
@@ -274,7 +274,7 @@ def test_the_version_can_change_without_new_weights(tiny: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_failed_step_ends_its_requests_with_500_but_not_the_server(tiny: Path) -> None:
+def test_a_failed_step_answers_500_and_the_server_continues(tiny: Path) -> None:
     async def run() -> None:
         async with serving(tiny) as client:
             forward = client.scheduler.runner.forward

@@ -16,7 +16,7 @@ WIRE = Path(__file__).parent.parent / "fixtures" / "wire_sglang"
 PROMPT = list(b"The capital of France is")
 
 
-def recorded(name: str) -> dict[str, Any]:
+def sglang_reply(name: str) -> dict[str, Any]:
     """Return what a real SGLang server answered."""
     response: dict[str, Any] = json.loads((WIRE / f"{name}.json").read_text())["response"]
     return response
@@ -51,7 +51,7 @@ def test_a_reply_has_the_keys_of_sglang(tiny: Path, name: str, body: dict[str, A
             params = {"max_new_tokens": 3, "ignore_eos": True} | body.get("sampling_params", {})
             status, reply = await client.call("/generate", body | {"sampling_params": params})
             assert status == 200
-            ours, theirs = reply, recorded(name)["body"]
+            ours, theirs = reply, sglang_reply(name)["body"]
             if isinstance(ours, list):
                 assert len(ours) == len(theirs)
                 ours, theirs = ours[0], theirs[0]
@@ -122,11 +122,11 @@ def test_bad_input_gets_the_400_of_sglang_and_the_server_keeps_running(tiny: Pat
                 status, reply = await client.call("/generate", {"input_ids": PROMPT} | broken)
                 assert status == 400, (broken, reply)
                 if name is not None:
-                    theirs = recorded(name)
+                    theirs = sglang_reply(name)
                     assert (status, shape(reply)) == (theirs["status"], shape(theirs["body"])), broken
             for raw in (b"{not json", b"", b"[]", b"3", b"\xff", b'"text"'):
                 status, reply = await client.call("/generate", raw=raw)
-                assert (status, shape(reply)) == (400, shape(recorded("bad_json")["body"])), raw
+                assert (status, shape(reply)) == (400, shape(sglang_reply("bad_json")["body"])), raw
             for path, raw in (
                 ("/pause_generation", b'{"mode":"keep"}'),
                 ("/pause_generation", b""),
@@ -139,7 +139,7 @@ def test_bad_input_gets_the_400_of_sglang_and_the_server_keeps_running(tiny: Pat
             ):
                 assert (await client.call(path, raw=raw))[0] == 400, path
             assert (await client.call("/nosuch"))[0] == 404
-            assert (await client.call("/get_load")) == (404, recorded("get_load")["body"])
+            assert (await client.call("/get_load")) == (404, sglang_reply("get_load")["body"])
             assert (await client.call("/generate"))[0] == 405
             assert (await client.call("/generate", raw=io.BytesIO(b" " * (64 * 2**20 + 1))))[0] == 413
             await client.generate(PROMPT, max_new_tokens=1)
@@ -147,7 +147,7 @@ def test_bad_input_gets_the_400_of_sglang_and_the_server_keeps_running(tiny: Pat
     asyncio.run(run())
 
 
-def test_values_equal_to_the_default_are_accepted(tiny: Path) -> None:
+def test_unsupported_options_are_accepted_at_their_default(tiny: Path) -> None:
     async def run() -> None:
         async with serving(tiny) as client:
             params = {
@@ -226,7 +226,9 @@ def test_a_stream_is_cumulative_and_ends_like_the_plain_reply(tiny: Path) -> Non
             plain = await client.generate(PROMPT, max_new_tokens=12, ignore_eos=True)
             async with client.stream(PROMPT, temperature=0, max_new_tokens=12, ignore_eos=True) as stream:
                 events = [event async for event in stream]
-            theirs = [json.loads(line[6:]) for _, line in recorded("stream_basic")["lines"] if "{" in line]
+            theirs = [
+                json.loads(line[6:]) for _, line in sglang_reply("stream_basic")["lines"] if "{" in line
+            ]
             assert shape(events[0]) == shape(theirs[0])
             theirs[-1]["meta_info"]["response_sent_to_client_ts"] = (
                 0.0  # SGLang has it in the first event only
@@ -257,10 +259,10 @@ def test_the_information_routes(tiny: Path) -> None:
                     259,
                     3,
                 )
-            assert shape((await client.call("/v1/models"))[1]) == shape(recorded("v1_models")["body"])
+            assert shape((await client.call("/v1/models"))[1]) == shape(sglang_reply("v1_models")["body"])
             assert (await client.call("/v1/loads"))[1]["loads"][0]["num_running_reqs"] == 0
             status, body = await client.call("/tokenize", {"model": "x", "prompt": "hi"})
-            assert (status, shape(body)) == (200, shape(recorded("tokenize")["body"]))
+            assert (status, shape(body)) == (200, shape(sglang_reply("tokenize")["body"]))
             assert (await client.call("/flush_cache"))[1].startswith("Cache flushed.")
 
     asyncio.run(run())

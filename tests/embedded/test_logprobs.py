@@ -17,7 +17,7 @@ PROMPT = list(b"What is the capital of France?")
 @pytest.mark.parametrize(
     "params", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8, "top_k": 20}, {}]
 )
-def test_logprobs_are_those_of_a_plain_forward_before_filters(tiny: Path, params: dict[str, float]) -> None:
+def test_logprobs_equal_a_plain_forward_before_filters(tiny: Path, params: dict[str, float]) -> None:
     async def run() -> None:
         async with serving(tiny) as client:
             reply = await client.generate(PROMPT, max_new_tokens=40, ignore_eos=True, **params)
@@ -55,7 +55,7 @@ def test_prompt_scores_and_top_logprobs(tiny: Path) -> None:
 
 
 def test_requests_that_arrive_at_random_equal_the_same_requests_one_by_one(tiny: Path) -> None:
-    """Prompts share prefixes, repeat, end at different times and outnumber the rows of the batch."""
+    """Prompts share prefixes, repeat, end at different times and outnumber the slots of the batch."""
     draw = random.Random(0)
     stems = [[draw.randrange(3, 259) for _ in range(length)] for length in (5, 40, 90)]
     prompts = [draw.choice(stems) + [draw.randrange(3, 259)] * draw.randrange(4) for _ in range(40)]
@@ -99,7 +99,7 @@ def test_a_group_is_prefilled_once_and_the_next_turn_starts_from_the_last(tiny: 
     asyncio.run(run())
 
 
-def test_a_seed_decides_the_tokens_whatever_else_is_in_the_batch(tiny: Path) -> None:
+def test_a_seed_decides_the_tokens_in_any_batch(tiny: Path) -> None:
     async def run() -> None:
         params = {"temperature": 1.0, "max_new_tokens": 30, "ignore_eos": True, "sampling_seed": 7}
         async with serving(tiny, seed=1) as client:

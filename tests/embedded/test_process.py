@@ -37,7 +37,7 @@ def wait_for_end(pid: int) -> None:
         os.close(descriptor)
 
 
-def test_it_serves_logs_and_stops(tiny: Path, tmp_path: Path) -> None:
+def test_the_server_serves_logs_and_stops(tiny: Path, tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     server = EmbeddedServer(
         model_path=str(tiny), log_path=log, weight_version="3", max_running_requests=2, **FAST
@@ -59,7 +59,7 @@ def test_it_serves_logs_and_stops(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_every_setting_reaches_the_child(tiny: Path, deterministic: bool) -> None:
+def test_every_setting_reaches_the_child_process(tiny: Path, deterministic: bool) -> None:
     server = EmbeddedServer(
         model_path=str(tiny),
         deterministic=deterministic,
@@ -99,7 +99,7 @@ def test_serve_reports_a_bad_setting(tiny: Path, capsys: pytest.CaptureFixture[s
     assert "num_threads is '-1'" in errors
 
 
-def test_a_server_that_dies_is_noticed(tiny: Path) -> None:
+def test_the_exit_of_a_killed_server_is_detected(tiny: Path) -> None:
     with EmbeddedServer(model_path=str(tiny), **FAST) as server:
         assert server.pid is not None
         os.kill(server.pid, signal.SIGKILL)
@@ -107,7 +107,7 @@ def test_a_server_that_dies_is_noticed(tiny: Path) -> None:
         assert server.poll() == -signal.SIGKILL
 
 
-def test_it_ends_with_a_parent_that_is_killed(tiny: Path) -> None:
+def test_the_server_exits_if_its_parent_is_killed(tiny: Path) -> None:
     script = (
         "import sys, threading, time; from areal_lite.embedded import EmbeddedServer\n"
         f"server = EmbeddedServer(model_path={str(tiny)!r}, num_threads=1)\n"
@@ -162,7 +162,7 @@ def test_bad_settings_fail_before_the_start(tiny: Path, tmp_path: Path) -> None:
             EmbeddedServer(model_path=str(tiny), port=held.getsockname()[1])
 
 
-def test_errors_of_the_child_are_raised_in_the_parent(tiny: Path, tmp_path: Path) -> None:
+def test_errors_of_the_child_process_are_raised_in_the_parent(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="context_length is 999.*256 at most"):
         EmbeddedServer(model_path=str(tiny), context_length=999, **FAST).start()
     broken = tmp_path / "broken"

@@ -46,7 +46,7 @@ def test_samples_follow_the_renormalised_distribution_of_the_kept_ids(
     torch.testing.assert_close(frequencies, expected / expected.sum(), atol=0.015, rtol=0)
 
 
-def test_the_tail_of_a_large_vocabulary_keeps_its_mass() -> None:
+def test_the_tail_of_a_large_vocabulary_keeps_its_probability() -> None:
     """Half of the mass is in the first id, half in 50,001 equal ones; the size is not a multiple of the block."""
     probabilities = torch.full((50_002,), 0.5 / 50_001)
     probabilities[0] = 0.5

@@ -21,7 +21,7 @@ def section(title):
     return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
-def test_the_example_runs_and_prints_what_the_page_shows(tiny_model, tmp_path, monkeypatch, capsys):
+def test_the_example_prints_the_output_on_the_page(tiny_model, tmp_path, monkeypatch, capsys):
     (tmp_path / "model").symlink_to(tiny_model)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))  # which holds the cache of rows

@@ -76,7 +76,7 @@ def test_the_three_lines_for_sglang_load(tmp_path):
     assert load_config(path).rollout.backend == "sglang"
 
 
-def test_the_config_for_sglang_differs_in_three_values_from_on_policy():
+def test_the_sglang_config_differs_from_on_policy_in_three_values():
     on_policy, sglang = (
         yaml.safe_load((REPOSITORY / f"configs/{n}.yaml").read_text()) for n in ("on_policy", "sglang")
     )
@@ -104,11 +104,11 @@ def test_held_out_and_training_rows_of_reasoning_gym_differ():
 
 
 @pytest.mark.parametrize("text", blocks("\n".join(p.read_text() for p in DOCUMENTS), "python"))
-def test_python_in_documents_compiles(text):
+def test_python_in_documentation_compiles(text):
     assert compile(text, "document", "exec").co_code
 
 
-def test_every_file_is_in_the_tree_and_no_other():
+def test_the_tree_lists_exactly_the_existing_files():
     text = (REPOSITORY / "docs/architecture.md").read_text()
     (tree,) = re.findall(r"## Every file\n.*?^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     named = [line.split()[0] for line in tree.splitlines() if line.startswith(SHOWN_FOLDERS)]
@@ -124,7 +124,7 @@ def test_every_file_is_in_the_tree_and_no_other():
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_links_tests_and_functions_in_a_document_exist(path):
+def test_links_tests_and_functions_in_documentation_exist(path):
     text = path.read_text()
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (path.parent / link).exists(), link

@@ -33,7 +33,7 @@ def run_example(name, *arguments, cwd):
 
 
 @pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.name)
-def test_an_example_is_short_and_says_how_to_run_it(path):
+def test_an_example_is_short_and_shows_its_command(path):
     lines = path.read_text().splitlines()
     assert len(lines) <= 60
     assert any(f"python examples/{path.name}" in line for line in lines[:6])
@@ -98,7 +98,7 @@ class OneAnswer(RolloutWorkflow):
         }
 
 
-def test_05_shows_what_a_run_dumped(tmp_path):
+def test_05_shows_dumped_episodes(tmp_path):
     with StubThread(StubServer(answer_len=8)) as stub:
         config = InferenceEngineConfig(
             backend="sglang", addresses=[stub.address], fileroot=str(tmp_path / "runs"), dump_to_file=True

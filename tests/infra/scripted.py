@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any, ParamSpec
 
 import torch
 
 from areal_lite.api import InferenceEngine, ModelRequest, ModelResponse, RolloutWorkflow
 from areal_lite.infra import workflow_context
+
+P = ParamSpec("P")
+
+
+def on_a_loop(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
+    """Run an async test."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        async def main() -> None:
+            await test(*args, **kwargs)
+
+        asyncio.run(main())
+
+    return run
 
 
 def tensors_of(*responses: ModelResponse, reward: float = 1.0) -> dict[str, torch.Tensor]:

@@ -60,6 +60,16 @@ def test_a_jump_of_the_version_does_not_open_the_gate_for_the_steps_in_between()
     assert fill(g) == 2
 
 
+def test_the_gate_says_why_nothing_starts() -> None:
+    g = gate()
+    g.start(training=True)
+    assert g.describe() == "1 groups are running"
+    fill(g)
+    assert "2 groups were started for version 0" in g.describe() and "call set_version()" in g.describe()
+    g.paused = True
+    assert "call resume()" in g.describe()
+
+
 @given(
     concurrency=st.one_of(st.none(), st.integers(1, 5)),
     staleness=st.integers(0, 3),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.infra.lead import PATIENCE, WINDOW, Lead
+from areal_lite.infra.lead import IDLE, PATIENCE, WINDOW, Lead
 
 
 def window(
@@ -71,6 +71,23 @@ def test_after_each_failed_trial_the_pause_doubles_up_to_a_limit() -> None:
     assert pauses[1:7] == [4, 8, 16, 32, 64, 64]
 
 
+def quiet(lead: Lead) -> int:
+    """Return how many windows of a starving trainer pass until the lead changes."""
+    before, windows = lead.groups, 0
+    while window(lead, starved=0.5) == before:
+        windows += 1
+    return windows
+
+
+def test_a_trial_that_succeeds_makes_the_next_pause_short_again() -> None:
+    lead = Lead(batch_size=4, max_staleness=4)
+    assert [window(lead, step_s=step_s, starved=0.5) for step_s in (1.0, 0.96)] == [13, 8]
+    assert quiet(lead) == PATIENCE[0]
+    assert window(lead, starved=0.5) == 4  # the smaller one stays, and a still smaller one is tried
+    assert window(lead, step_s=1.06, starved=0.5) == 5
+    assert quiet(lead) == PATIENCE[0]
+
+
 def test_a_smaller_lead_stays_unless_steps_get_longer() -> None:
     shorter, longer = (Lead(batch_size=4, max_staleness=3) for _ in range(2))
     for lead in (shorter, longer):
@@ -90,10 +107,18 @@ def test_it_does_not_grow_for_a_trainer_that_is_busy_or_waits_for_the_oldest_gro
     assert window(lead, starved=0.06) == 13
 
 
+def test_a_wait_of_exactly_the_idle_share_is_not_one() -> None:
+    for waited, groups in ((IDLE, 6), (2 * IDLE, 8)):
+        lead = Lead(batch_size=4, max_staleness=4)
+        for share in (*[0.0] * (WINDOW - 1), WINDOW):  # all of it before the last batch
+            lead.batch_cut(step_s=1.0, waited_s=share * waited, starved_s=share * IDLE, spare=2)
+        assert lead.groups == groups
+
+
 def test_it_shrinks_by_the_fewest_spare_groups_unless_batches_wait_for_the_oldest() -> None:
     lead = Lead(batch_size=4, max_staleness=4)
     assert window(lead, spare=9, oldest=0.06) == 8
-    for spare in [5] * (WINDOW - 1) + [1]:
+    for spare in [5] * (WINDOW - 2) + [1, 5]:
         lead.batch_cut(step_s=1.0, waited_s=0.05, starved_s=0.0, spare=spare)
     assert lead.groups == 7
     assert window(lead, spare=2) == 5

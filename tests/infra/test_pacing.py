@@ -29,7 +29,7 @@ StartStub = Callable[..., StubThread]
 StartEngine = Callable[..., RemoteInfEngine]
 
 
-def group_of(task_id: int, versions: list[int], *, start_order: int = 0, run_s: float = 1.0) -> Group:
+def group_of(task_id: int, versions: list[int], **given: Any) -> Group:
     """Return an accepted group with a prompt of one token and a sampled one per version."""
     mask = np.array([False] + [True] * len(versions))
     sequence = TokenSequence(
@@ -42,8 +42,7 @@ def group_of(task_id: int, versions: list[int], *, start_order: int = 0, run_s: 
         status=EpisodeStatus.ACCEPTED,
         data={},
         trajectories=[trajectory],
-        start_order=start_order,
-        run_s=run_s,
+        **{"run_s": 1.0} | given,
     )
 
 
@@ -69,6 +68,12 @@ def test_groups_beyond_the_bound_leave_and_too_few_fresh_ones_stay() -> None:
     groups = [group_of(1, [2, 9]), group_of(2, [3])]
     cut = cut_batch(groups, 2, version=5, max_staleness=2)
     assert (ids(cut.fresh), ids(cut.stale), ids(groups), cut.masked_tokens) == ([], [1], [2], 0)
+
+
+def test_groups_of_unknown_versions_are_as_old_as_their_start() -> None:
+    groups = [group_of(1, [-1], start_version=3), group_of(2, [-1], start_version=2), group_of(3, [4])]
+    cut = cut_batch(groups, 2, version=5, max_staleness=2)
+    assert (ids(cut.fresh), ids(cut.stale)) == ([1, 3], [2])
 
 
 def test_masked_tokens_are_counted_and_a_group_without_any_other_is_stale() -> None:
@@ -122,6 +127,13 @@ def test_a_batch_of_two_waits_for_groups_that_later_batches_have_no_place_for(
     running: dict[int, int], finished: dict[int, int], waits: bool
 ) -> None:
     assert must_wait(running, finished, 2) is waits
+
+
+@given(st.dictionaries(st.integers(0, 6), st.integers(0, 9)), st.sets(st.integers(0, 6)), st.integers(1, 4))
+def test_a_batch_waits_for_running_groups_alone(
+    finished: dict[int, int], slacks: set[int], count: int
+) -> None:
+    assert not must_wait(dict.fromkeys(slacks, 0), finished, count)
 
 
 @given(
@@ -240,6 +252,26 @@ def until(condition: Callable[[], bool]) -> None:
         os.sched_yield()
 
 
+def test_a_full_batch_waits_for_a_resumed_group_with_tokens_that_the_next_one_could_not_train(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    stub = start_stub(tell_version=False)
+    engine = start_engine(stub, consumer_batch_size=1, max_head_offpolicyness=1)
+    source = source_of(9)
+    (group,) = source.get_samples(1)
+    group[0].append([1, 1, 1])
+    group[0].append([7, 8], sampled=True, logprobs=[-1.0, -2.0], versions=[0, 0], stop_reason="abort")
+    source.give_back([group])
+    hold(stub, lambda ids: len(ids) > 3)
+    engine.set_version(1)
+    with ThreadPoolExecutor() as thread:
+        batch = thread.submit(engine.prepare_batch, source, OneTurn)
+        until(lambda: len(engine._executor.statistics._drawn) >= 1)  # the other group
+        let_go(stub)
+        (result,) = batch.result(10)
+    assert (result.data["n"], result.head_version, result.tail_version) == (1, 0, 1)
+
+
 def test_a_redrawn_group_is_discarded_and_its_row_comes_again(
     start_stub: StartStub, start_engine: StartEngine
 ) -> None:
@@ -353,8 +385,10 @@ def test_trained_shares_are_a_quarter_each_where_duration_does_not_decide() -> N
 def test_statistics_count_trained_and_discarded_tokens() -> None:
     statistics = RolloutStatistics()
     statistics.train([group_of(1, [0, 0]), group_of(2, [1])])
+    statistics.train([group_of(3, [1])])
     statistics.discard([], masked_tokens=2)
-    assert (statistics.trained_tokens, statistics.metrics()["discarded_tokens"]) == (3, 2.0)
+    statistics.discard([], masked_tokens=3)
+    assert (statistics.trained_tokens, statistics.metrics()["discarded_tokens"]) == (4, 5.0)
     for n in range(4):
         statistics.group_ended(group_of(n, [0], run_s=1.0))
     assert [statistics.metrics()[f"trained_share_q{n}"] for n in (1, 2, 3, 4)] == [1.0, 0.0, 0.0, 0.0]

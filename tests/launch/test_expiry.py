@@ -1,4 +1,4 @@
-"""V59, V-B13: a run on a machine that is lent saves once in time before it goes."""
+"""V59, V-B13: a run saves once in time before its machine expires."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_window_is_one_step_and_a_margin_long_and_ends_with_the_machine(name: str) -> None:
+def test_the_save_window_is_one_step_plus_a_margin_before_the_machine_ends(name: str) -> None:
     def soon(now: float) -> bool:
         return expires_soon({name: "1000"}, now, margin_s=60, longest_step_s=40)
 
@@ -34,7 +34,7 @@ def test_it_saves_once_per_window() -> None:
     )  # lent anew
 
 
-def test_machines_that_stay_never_expire() -> None:
+def test_machines_without_an_end_time_never_expire() -> None:
     assert not expires_soon({}, 0, margin_s=60, longest_step_s=1e9)
     assert not expires_soon({NAMES[0]: ""}, 0, margin_s=60, longest_step_s=1e9)
 

@@ -34,7 +34,7 @@ from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.metrics import MetricsWriter
 from areal_lite.trainer.microbatches import Block
-from areal_lite.trainer.packed_model import PackedRows, pack
+from areal_lite.trainer.packed_model import PackedSequences, pack
 from areal_lite.trainer.policy_model import load_policy
 from areal_lite.trainer.seeding import seed_process
 from areal_lite.trainer.snapshot import snapshot
@@ -80,11 +80,11 @@ class LoopTrainer:
         samples = [_sample(ids) for ids in sequences]
         rate = learner.learning_rate
 
-        def cut(max_tokens: int) -> Iterator[PackedRows]:
+        def cut(max_tokens: int) -> Iterator[PackedSequences]:
             for number, sample in enumerate(samples):
                 yield pack(samples, [Block((number,), (0,), length=len(sample.input_ids) - 1)], device=CPU)
 
-        def loss_of(packed: PackedRows) -> Tensor:
+        def loss_of(packed: PackedSequences) -> Tensor:
             logprobs: Tensor = learner.module(packed).logprobs
             return -drawn * logprobs.mean()
 
@@ -106,7 +106,7 @@ def _sample(ids: list[int]) -> TokenSequence:
 
 
 def train(run_dir: Path, model: Path) -> None:
-    """Train ``STEPS`` steps, from where the newest checkpoint stands."""
+    """Train ``STEPS`` steps, resuming from the newest checkpoint."""
     trainer = LoopTrainer(model, deterministic=True)
     rows = [{"prompt": "", "ids": [5 + row, 9, *range(20, 24 + row)]} for row in range(ROWS)]
     source = RolloutDataSource(rows, seed=3, shuffle=True)

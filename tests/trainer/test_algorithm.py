@@ -155,7 +155,7 @@ def test_a_user_function_with_a_wrong_return_value_is_named(key: str, name: str,
         algorithm(**{key: f"{__name__}.{name}"})
 
 
-def test_inputs_that_an_estimator_asks_for_are_computed_before_the_update() -> None:
+def test_inputs_that_an_estimator_needs_are_computed_before_the_update() -> None:
     made = algorithm(advantage=f"{__name__}.weighed")
     assert made.needs == {"importance_weights"}
     assert made.needs_proximal_early
@@ -176,7 +176,7 @@ def test_a_positional_option_must_be_keyword_only() -> None:
         algorithm(advantage=f"{__name__}.less_value", critic=CRITIC, advantage_kwargs=options)
 
 
-def test_only_losses_known_to_vanish_skip_samples() -> None:
+def test_only_losses_known_to_vanish_skip_episodes() -> None:
     own = "tests.trainer.training_data.squared_ratio"
     assert not algorithm().needs_every_episode
     assert algorithm(loss=own).needs_every_episode
@@ -187,7 +187,7 @@ def test_only_losses_known_to_vanish_skip_samples() -> None:
     assert not algorithm(kl=KLConfig(coef=0.1, place="reward")).needs_every_episode
 
 
-def test_the_weight_of_a_ratio_that_is_a_geometric_mean_is_one_too() -> None:
+def test_gmpo_gets_the_geometric_mean_of_the_weights() -> None:
     """L8: ratios 1 and 1/2 to the behaviour policy, of one episode."""
     proximal, behaviour, episodes = (
         torch.tensor([-1.0, -2.0]),

@@ -1,4 +1,4 @@
-"""Checkpoints: what is loaded is bit for bit what was saved, and a run never goes on from the wrong one."""
+"""Checkpoints: they load bit for bit as saved, and a run never resumes from the wrong one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_training_resumes_bit_for_bit(
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
 
 
-def test_training_on_leaves_a_snapshot_as_it_was(tiny: Path) -> None:
+def test_later_training_does_not_change_a_snapshot(tiny: Path) -> None:
     trainer = LoopTrainer(tiny)
     trainer.train_step(BATCHES[0])
     taken = snapshot(trainer)
@@ -85,7 +85,7 @@ def test_a_checkpoint_holds_an_ordinary_model_and_an_optimizer_by_name(tiny: Pat
     assert (folder / "data" / "state.json").read_bytes() == b"{}"
 
 
-def test_under_adapters_only_they_are_saved(tiny: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_adapters_holds_only_adapters(tiny: Path, tmp_path: Path) -> None:
     trainer = LoopTrainer(tiny, lora={"rank": 2})
     assert has_adapters(trainer.model)
     folder = save(trainer, tmp_path, 1) / "policy" / "model"
@@ -112,7 +112,7 @@ def test_every_random_generator_is_restored() -> None:
     assert [draw() for _ in range(3)] == drawn
 
 
-# -- which one a run goes on from -------------------------------------------------------------------
+# -- which one a run resumes from ---------------------------------------------------------------------
 
 
 def test_f56_the_newest_are_kept_and_found(tiny: Path, tmp_path: Path) -> None:
@@ -128,7 +128,9 @@ def test_f56_the_newest_are_kept_and_found(tiny: Path, tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path, str(tmp_path / "step_00000011")) == tmp_path / "step_00000011"
 
 
-def test_going_back_in_a_runs_folder_never_leaves_two_histories(tiny: Path, tmp_path: Path) -> None:
+def test_resuming_from_an_older_checkpoint_is_refused_while_later_ones_exist(
+    tiny: Path, tmp_path: Path
+) -> None:
     trainer = LoopTrainer(tiny)
     for step in (2, 5):
         save(trainer, tmp_path, step)
@@ -195,7 +197,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny: Path, untied: Path, tmp_
         load_checkpoint(apart, folder)
 
 
-def test_a_checkpoint_of_another_part_of_the_model_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_trained_weights_is_refused(tiny: Path, tmp_path: Path) -> None:
     trainer = LoopTrainer(tiny)
     trainer.train_step(BATCHES[0])
     folder = save(trainer, tmp_path, 1)
@@ -257,7 +259,7 @@ def test_settings_that_do_not_affect_weights_may_change(change: dict[str, Any], 
     check_config(tmp_path, with_change(change))
 
 
-def test_every_change_of_what_is_trained_is_refused_by_name(tmp_path: Path) -> None:
+def test_every_setting_that_affects_weights_must_match(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     change = {"model_path": "b", "seed": 2, "trainer.lora": {"rank": 4}, "rollout.group_size": 8}
     change |= {"trainer.correction.max_weight": 2.0, "trainer.loss_kwargs.clip_eps": 0.1}

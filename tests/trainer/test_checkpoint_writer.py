@@ -1,4 +1,4 @@
-"""The writer beside training: one write at a time, errors raised, older checkpoints safe, memory given back."""
+"""The writer beside training: one write at a time, errors are raised, older checkpoints stay, memory is freed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if not path.name.startswith(".areal-lite-tmp-"))
 
 
-def test_saving_returns_at_once_and_the_end_waits(
+def test_saving_returns_at_once_and_closing_waits(
     taken: Snapshot, gate: threading.Event, tmp_path: Path
 ) -> None:
     with CheckpointWriter(tmp_path, keep=1) as writer:
@@ -67,7 +67,7 @@ def test_a_second_save_waits_for_the_first(taken: Snapshot, gate: threading.Even
     assert names(tmp_path) == ["step_00000001", "step_00000002"]
 
 
-def test_a_snapshot_is_freed_once_it_is_written(tiny: Path, tmp_path: Path) -> None:
+def test_a_written_snapshot_is_freed(tiny: Path, tmp_path: Path) -> None:
     taken = snapshot(LoopTrainer(tiny))
     tensors = [weakref.ref(tensor) for tensor in taken.learners["policy"].weights.values()]
     writer = CheckpointWriter(tmp_path, keep=1)
@@ -99,7 +99,7 @@ def test_a_failure_in_the_thread_is_raised_by_the_next_call_and_only_once(
     assert list(tmp_path.glob(".areal-lite-tmp-*")) == []
 
 
-def test_a_failed_write_does_not_hide_why_the_run_ended(
+def test_a_failed_write_does_not_hide_the_error_that_ended_the_run(
     taken: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*args: Any) -> None:
@@ -115,7 +115,7 @@ def test_a_failed_write_does_not_hide_why_the_run_ended(
     assert "the last checkpoint was not written" in ended.value.__notes__[0]
 
 
-def test_f51_a_checkpoint_that_may_not_fit_is_not_started(
+def test_f51_no_write_starts_without_enough_disk_space(
     taken: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
@@ -133,7 +133,7 @@ def test_f51_a_checkpoint_that_may_not_fit_is_not_started(
     assert names(tmp_path) == ["step_00000002"]
 
 
-def test_f56_nothing_is_deleted_before_the_new_one_was_read_back(
+def test_f56_old_checkpoints_stay_until_the_new_one_is_verified(
     taken: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = CheckpointWriter(tmp_path, keep=1)

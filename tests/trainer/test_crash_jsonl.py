@@ -1,4 +1,4 @@
-"""F48, T5, T6: of JSONL files that a crash tore or a disk damaged, whole lines are kept and nothing is invented."""
+"""F48, T5, T6: torn or damaged JSONL files keep their whole lines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL = 10**9
 
 @pytest.fixture
 def metrics(tmp_path: Path) -> bytes:
-    """What a run of some steps has written."""
+    """Files that a run of some steps has written."""
     with MetricsWriter(tmp_path) as writer:
         for step in range(1, STEPS + 1):
             writer.write(step, {"train/loss": 1 / step, "train/entropy": float("nan"), "timing/step_s": 0.25})
@@ -38,7 +38,7 @@ def whole_lines(content: bytes) -> list[bytes]:
     return content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
 
 
-def test_t5_metrics_cut_at_any_byte_keep_their_whole_lines_and_take_new_ones(
+def test_t5_metrics_cut_at_any_byte_keep_whole_lines_and_can_be_appended(
     metrics: bytes, tmp_path: Path
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -51,7 +51,7 @@ def test_t5_metrics_cut_at_any_byte_keep_their_whole_lines_and_take_new_ones(
         assert json.loads(new)["step"] == 99
 
 
-def test_t5_a_byte_flipped_in_metrics_is_reported_with_its_place(metrics: bytes, tmp_path: Path) -> None:
+def test_t5_a_flipped_byte_in_metrics_is_reported_with_its_line(metrics: bytes, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for place in range(len(metrics) - 1):  # without the last newline the last line is a torn one
         path.write_bytes(metrics[:place] + bytes([metrics[place] ^ 0x80]) + metrics[place + 1 :])
@@ -72,7 +72,7 @@ DUMP = [
 ]
 
 
-def test_t5_a_dump_cut_at_any_byte_reads_as_its_whole_records(tmp_path: Path) -> None:
+def test_t5_a_dump_cut_at_any_byte_keeps_its_whole_records(tmp_path: Path) -> None:
     content = b"".join(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE) for record in DUMP)
     ends = [place + 1 for place, byte in enumerate(content) if byte == ord("\n")]
     path = tmp_path / "dump.jsonl"
@@ -82,7 +82,7 @@ def test_t5_a_dump_cut_at_any_byte_reads_as_its_whole_records(tmp_path: Path) ->
         assert list(read_records(path)) == DUMP[:whole]
 
 
-def test_t5_a_byte_flipped_in_a_dump_is_reported_with_its_place(tmp_path: Path) -> None:
+def test_t5_a_flipped_byte_in_a_dump_is_reported_with_its_line(tmp_path: Path) -> None:
     content = b"".join(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE) for record in DUMP)
     path = tmp_path / "dump.jsonl"
     for place in range(len(content) - 1):
@@ -97,7 +97,7 @@ def test_t5_a_byte_flipped_in_a_dump_is_reported_with_its_place(tmp_path: Path) 
 # -- disks that fail --------------------------------------------------------------------------------
 
 
-def test_t6_metrics_on_a_disk_that_fills_up_at_any_byte_keep_their_whole_lines(tmp_path: Path) -> None:
+def test_t6_metrics_on_a_full_disk_keep_their_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(tmp_path) as writer:
         writer.write(1, {"train/loss": 0.5})
@@ -118,7 +118,7 @@ def test_t6_metrics_on_a_disk_that_fills_up_at_any_byte_keep_their_whole_lines(t
 
 @pytest.mark.parametrize("number", [1, 2], ids=["to cut it off", "to append"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EINTR, errno.EMFILE])
-def test_t6_metrics_that_cannot_be_opened_are_a_storage_error_and_stay(
+def test_t6_metrics_that_cannot_be_opened_are_a_storage_error(
     code: int, number: int, metrics: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, opened = io.open, itertools.count(1)
@@ -135,7 +135,7 @@ def test_t6_metrics_that_cannot_be_opened_are_a_storage_error_and_stay(
     assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
 
 
-def test_t6_a_dump_on_a_disk_that_fills_up_at_any_byte_takes_whole_records_afterwards(tmp_path: Path) -> None:
+def test_t6_a_dump_can_be_appended_after_the_disk_was_full(tmp_path: Path) -> None:
     config = InferenceEngineConfig(
         fileroot=str(tmp_path), experiment_name="e", trial_name="t", consumer_batch_size=1
     )

@@ -1,4 +1,4 @@
-"""T3, T14: a run that is killed, wherever and however often, ends bit for bit as one that is not."""
+"""T3, T14: a run killed at any points ends bit for bit like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def whole(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a run that nobody kills leaves behind, twice the same, and the seconds of the faster one."""
+    """Results of an uninterrupted run (checked to be deterministic), and its seconds."""
     run_dirs = [tmp_path_factory.mktemp("whole") for _ in range(2)]
     seconds = []
     for run_dir in run_dirs:
@@ -95,10 +95,10 @@ def test_t14_the_uninterrupted_run_trains_each_row_once_per_epoch(whole: dict[st
     assert len({record["drawn"] for record in whole["records"]}) == STEPS
 
 
-def test_t3_a_run_killed_at_any_time_ends_as_the_uninterrupted_one(
+def test_t3_a_run_killed_at_any_time_ends_like_an_uninterrupted_one(
     run: Run, whole: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Kill -9 at 20 random times; a run goes on until it is done, then the next one begins."""
+    """Kill -9 at 20 random times; each run is resumed until it ends, then the next one starts."""
     times = random.Random(20)
     kills = runs = midway = 0
     while kills < KILLS:
@@ -114,7 +114,7 @@ def test_t3_a_run_killed_at_any_time_ends_as_the_uninterrupted_one(
 
 
 @pytest.mark.parametrize("point", CRASH_POINTS)
-def test_t3_a_run_killed_at_each_crash_point_ends_as_the_uninterrupted_one(
+def test_t3_a_run_killed_at_each_crash_point_ends_like_an_uninterrupted_one(
     point: str, run: Run, whole: dict[str, Any], tmp_path: Path
 ) -> None:
     time_reached = 1 if point.startswith("model:") else 2

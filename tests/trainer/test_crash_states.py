@@ -45,7 +45,7 @@ def save(root: Path, step: int, taken: Snapshot) -> None:
         writer.save(step, taken, FILES)
 
 
-def test_t4_every_state_a_crash_can_leave_is_the_previous_checkpoint_or_the_new_one(
+def test_t4_a_crash_leaves_the_previous_checkpoint_or_the_new_one(
     taken: list[Snapshot], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "checkpoints"
@@ -92,7 +92,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, root: Path, number: int, code: int)
         yield seen
 
 
-def test_t6_a_fault_at_any_operation_is_a_storage_error_and_costs_no_checkpoint(
+def test_t6_a_failed_file_operation_is_a_storage_error_and_loses_no_checkpoint(
     taken: list[Snapshot], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1, taken[0])
@@ -123,9 +123,7 @@ def test_t6_a_fault_at_any_operation_is_a_storage_error_and_costs_no_checkpoint(
     assert number > 30
 
 
-def test_t6_a_disk_that_fills_up_while_a_file_is_written_costs_no_checkpoint(
-    taken: list[Snapshot], tmp_path: Path
-) -> None:
+def test_t6_a_full_disk_loses_no_checkpoint(taken: list[Snapshot], tmp_path: Path) -> None:
     """No file may grow beyond a limit, which the longest one always reaches and shorter ones may not."""
     save(tmp_path, 1, taken[0])
     first = contents(tmp_path / "step_00000001")

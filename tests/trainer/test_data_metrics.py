@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from areal_lite.trainer.data_metrics import batch_metrics, timing_metrics
-from tests.trainer.training_data import sample
+from tests.trainer.training_data import sequence
 
 SAMPLES = [
-    sample(
+    sequence(
         [1, 2, 3, 4, 5], [2, 3, 4], reward=1.0, group="a", versions=[-1, -1, 3, 4, 4]
     ),  # prompt 2, response 3
-    sample([1, 2, 3, 4, 5, 6], [1, 4, 5], reward=0.0, group="a"),  # prompt 1; 2, 3 are a tool's
-    sample([1, 2, 3], [], reward=0.5, group="b"),  # nothing trained
+    sequence([1, 2, 3, 4, 5, 6], [1, 4, 5], reward=0.0, group="a"),  # prompt 1; 2, 3 are a tool's
+    sequence([1, 2, 3], [], reward=0.5, group="b"),  # nothing trained
 ]
 EPISODES = [0, 1, 2]
 ADVANTAGES = np.array([1.0, 1.0, 4.0, 0.0, 0.0, 0.0])
@@ -46,7 +46,7 @@ def test_v60_rewards_advantages_and_lengths() -> None:
     )
 
 
-def test_v60_penalised_rewards_returns_and_values_where_there_are_any() -> None:
+def test_v60_penalised_rewards_returns_and_values_if_present() -> None:
     metrics = batch_metrics(
         SAMPLES,
         EPISODES,
@@ -78,21 +78,21 @@ def test_v60_penalised_rewards_returns_and_values_where_there_are_any() -> None:
 
 
 @pytest.mark.parametrize(("max_new_tokens", "ratio"), [(2, 2 / 3), (3, 1 / 3), (4, 0.0)])
-def test_v60_a_row_is_clipped_where_one_answer_is_as_long_as_a_model_call_may_be(
+def test_v60_a_sequence_is_clipped_if_an_answer_reaches_the_length_limit(
     max_new_tokens: int, ratio: float
 ) -> None:
     metrics = batch_metrics(SAMPLES, EPISODES, ADVANTAGES, version=5, max_new_tokens=max_new_tokens)
     assert metrics["response_length_clip_ratio"] == pytest.approx(ratio)
 
 
-def test_a_batch_without_a_trained_token_has_neither_lengths_nor_advantages() -> None:
+def test_a_batch_without_trained_tokens_has_no_lengths_or_advantages() -> None:
     metrics = batch_metrics(SAMPLES[2:], [0], np.zeros(0), version=5, max_new_tokens=4)
     assert metrics["advantage_zero_fraction"] == 1
     assert not [name for name in metrics if name.endswith("_length_mean") or name == "advantage_mean"]
 
 
-def test_values_of_another_length_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"advantages is of shape \(3,\), it must be \[6\].*np.repeat"):
+def test_values_of_the_wrong_length_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"advantages has shape \(3,\), it must be \[6\].*np.repeat"):
         batch_metrics(SAMPLES, EPISODES, np.zeros(3), version=5)
     with pytest.raises(ValueError, match="penalised_rewards"):
         batch_metrics(SAMPLES, EPISODES, ADVANTAGES, version=5, penalised_rewards=np.zeros(2))
@@ -100,7 +100,7 @@ def test_values_of_another_length_are_refused() -> None:
         batch_metrics([], [], np.zeros(0), version=5)
 
 
-def test_v60_seconds_and_milliseconds_per_token_by_phase_and_tokens_per_second() -> None:
+def test_v60_timing_by_phase_and_tokens_per_second() -> None:
     assert timing_metrics({"forward": 1.5, "backward": 2.0}, 4.0, num_tokens=1000) == pytest.approx(
         {
             "seconds_forward": 1.5,

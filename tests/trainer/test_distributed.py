@@ -1,4 +1,4 @@
-"""Several ranks train as one process does, hand batches to one another, and end together."""
+"""Several ranks train like one process, share batches, and end together."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def by_ranks(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What 2 and 4 ranks made of all cases, in folders ``2`` and ``4``."""
+    """Results of 2 and 4 ranks for all cases, in folders ``2`` and ``4``."""
     out = tmp_path_factory.mktemp("by_ranks")
     ended = run([str(PROGRAMS / "training_cases.py"), str(out), str(tiny)])
     assert ended.returncode == 0, ended.stderr
@@ -55,7 +55,7 @@ def by_ranks(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """What one process makes of a case; its published weights are among it."""
+    """Results of one process for a case, with its published weights."""
     folder = tmp_path_factory.mktemp("alone")
 
     @functools.cache
@@ -74,10 +74,10 @@ def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
 
 @pytest.mark.parametrize(("size", "case"), [(size, case) for size, cases in SIZES.items() for case in cases])
-def test_any_number_of_ranks_computes_what_one_process_does(
+def test_any_number_of_ranks_gives_the_results_of_one_process(
     size: int, case: str, by_ranks: Path, alone: Alone
 ) -> None:
-    """L10, R21: scores, metrics, gradients and weights after two steps, also where ranks have no samples at all."""
+    """L10, R21: scores, metrics, gradients and weights after two steps, also if a rank has no sequences."""
     expected = {name: tensor for name, tensor in alone(case).items() if not name.startswith("published/")}
     found = load_file(by_ranks / str(size) / f"{case}.safetensors")
 
@@ -91,7 +91,7 @@ def test_any_number_of_ranks_computes_what_one_process_does(
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_rank_holds_its_part_of_weights_and_optimizer_state_alone(size: int, by_ranks: Path) -> None:
+def test_weights_and_optimizer_state_are_sharded_over_ranks(size: int, by_ranks: Path) -> None:
     held = [json.loads((by_ranks / str(size) / f"held_{rank}.json").read_bytes()) for rank in range(size)]
     (num_weights,) = {total for _, _, total in held}
 
@@ -123,7 +123,7 @@ def test_ranks_write_one_folder_in_files_of_bounded_size(
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_written_weights_are_those_in_training_bit_for_bit(size: int, by_ranks: Path) -> None:
+def test_written_weights_equal_those_in_training_bit_for_bit(size: int, by_ranks: Path) -> None:
     trained = load_file(by_ranks / str(size) / "one_microbatch.safetensors")
     loaded = AutoModelForCausalLM.from_pretrained(
         by_ranks / str(size) / "one_microbatch_weights", dtype="auto"
@@ -134,7 +134,7 @@ def test_written_weights_are_those_in_training_bit_for_bit(size: int, by_ranks: 
 
 
 @pytest.mark.parametrize("case", RESUMED)
-def test_what_ranks_saved_is_resumed_bit_for_bit_by_as_many_or_fewer(
+def test_a_sharded_checkpoint_resumes_bit_for_bit_on_as_many_or_fewer_ranks(
     case: str, tiny: Path, by_ranks: Path
 ) -> None:
     out = by_ranks / "2"
@@ -159,7 +159,7 @@ def assert_same(found: DataProto, expected: DataProto) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_batch_of_rank_0_reaches_every_rank_as_it_is(size: int, by_ranks: Path) -> None:
+def test_every_rank_receives_rank_0s_batch_unchanged(size: int, by_ranks: Path) -> None:
     for rank in range(size):
         assert_same(load_data_proto(by_ranks / str(size) / f"broadcast_{rank}"), generated_rows())
 
@@ -175,8 +175,8 @@ def test_every_rank_receives_the_same_decision(size: int, by_ranks: Path) -> Non
 @pytest.mark.parametrize(
     ("how", "shown"), [("raises", "RuntimeError: the engine is gone"), ("killed", "SIGKILL")]
 )
-def test_a_dead_rank_ends_the_run_and_is_shown(how: str, shown: str) -> None:
-    """F69; the first to fail is the one that is told of."""
+def test_a_dead_rank_ends_the_run_and_is_named(how: str, shown: str) -> None:
+    """F69; the error names the first rank that failed."""
     ended = run([*LAUNCHER, str(PROGRAMS / "failing.py"), how])
 
     assert ended.returncode != 0
@@ -188,7 +188,7 @@ def test_a_dead_rank_ends_the_run_and_is_shown(how: str, shown: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_ends_the_run_and_shows_where_it_stands() -> None:
+def test_a_hanging_rank_ends_the_run_with_its_stack() -> None:
     """F70: the other gives up waiting, and the launcher ends both, after its own 30 s."""
     ended = run([*LAUNCHER, str(PROGRAMS / "failing.py"), "hangs"])
 
@@ -208,6 +208,6 @@ def test_a_single_process_broadcasts_to_itself(monkeypatch: pytest.MonkeyPatch) 
         assert_same(broadcast_batch(batch), batch)
 
 
-def test_a_batch_that_nobody_has_is_refused() -> None:
+def test_broadcasting_without_a_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="rank 0 passed None"):
         broadcast_batch(None)

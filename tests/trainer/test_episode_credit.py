@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,109 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from areal_lite.api.io_struct import ModelResponse
-from areal_lite.api.trainer_config import CorrectionConfig, KLConfig, TrainerConfig
-from areal_lite.api.trajectory import EpisodeStatus, Group
-from areal_lite.api.turn_tree import trajectory_of
+from areal_lite.api.trainer_config import CorrectionConfig, CriticConfig, KLConfig, TrainerConfig
+from areal_lite.api.trajectory import Group
 from areal_lite.data.batch.data_proto_file import load_data_proto, save_data_proto
 from areal_lite.data.batch.training_batch import data_proto_of
 from areal_lite.trainer.estimators import ESTIMATORS
 from areal_lite.trainer.objectives.aggregation import AggregationMode
 from areal_lite.trainer.policy_step import Batch, Step
 from areal_lite.trainer.policy_trainer import PolicyTrainer
+from tests.trainer.episode_data import Call, Episode, group_of, line
 from tests.trainer.training_data import VOCABULARY
 
 VERSION = 3
-
-
-@dataclass(frozen=True)
-class Call:
-    """One model call of an episode."""
-
-    parent: int
-    """Place of the call it continues; -1: the prompt."""
-    asked: list[int]
-    """Tokens of the environment before it."""
-    answer: list[int]
-    joins: bool = False
-    """Whether it lies in one sequence with the call before it, where it continues that one."""
-    reward: float | None = None
-    """None: the episode's."""
-
-
-@dataclass(frozen=True)
-class Episode:
-    """Calls in depth-first order, and the reward."""
-
-    calls: list[Call]
-    reward: float
-
-    def cut(self, joins: Sequence[bool]) -> Episode:
-        """Return the episode cut into other sequences."""
-        return Episode([replace(c, joins=j) for c, j in zip(self.calls, joins, strict=False)], self.reward)
-
-
-def group_of(
-    name: str, prompt: list[int], episodes: Sequence[Episode], *, baseline: float | None = None
-) -> Group:
-    """Return the group of these episodes; each call is trained in one sequence."""
-    return Group(
-        task_id=name,
-        group_id=name,
-        status=EpisodeStatus.ACCEPTED,
-        data={},
-        trajectories=[
-            trajectory_of(tensor_dict(prompt, episode), model_calls(prompt, episode), member_idx=place)
-            for place, episode in enumerate(episodes)
-        ],
-        baseline=baseline,
-    )
-
-
-def model_calls(prompt: list[int], episode: Episode) -> list[ModelResponse]:
-    """Return the calls as the engine recorded them."""
-    made: list[ModelResponse] = []
-    for place, call in enumerate(episode.calls):
-        before = (
-            made[call.parent].input_tokens + made[call.parent].output_tokens if call.parent >= 0 else prompt
-        )
-        made.append(
-            ModelResponse(
-                input_tokens=before + call.asked,
-                output_tokens=call.answer,
-                output_logprobs=[behaviour(token) for token in call.answer],
-                output_versions=[1] * len(call.answer),
-                rid=str(place),
-            )
-        )
-    return made
-
-
-def tensor_dict(prompt: list[int], episode: Episode) -> dict[str, Tensor]:
-    """Return what a workflow would: one row per sequence, right-padded."""
-    rows: list[tuple[list[int], list[int], float]] = []
-    for place, (call, made) in enumerate(zip(episode.calls, model_calls(prompt, episode), strict=True)):
-        mask = [0] * made.input_len + [1] * made.output_len
-        if call.joins and place and call.parent == place - 1:
-            earlier = rows.pop()[1]
-            mask[: len(earlier)] = earlier
-        reward = episode.reward if call.reward is None else call.reward
-        rows.append((made.input_tokens + made.output_tokens, mask, reward))
-    length = max(len(ids) for ids, _, _ in rows)
-    ids, masks = (torch.tensor([row[at] + [0] * (length - len(row[at])) for row in rows]) for at in (0, 1))
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.tensor([[at < len(row[0]) for at in range(length)] for row in rows]),
-        "loss_mask": masks,
-        "logprobs": torch.where(masks > 0, ids % 7 / 3 - 6.5, 0.0),
-        "versions": torch.where(masks > 0, 1, -1),
-        "rewards": torch.tensor([row[2] for row in rows], dtype=torch.float32),
-    }
-
-
-def behaviour(token: int) -> float:
-    """Return a log-prob near those of the tiny model, so that ratios lie on both sides of every bound."""
-    return token % 7 / 3 - 6.5
 
 
 def make_trainer(model_path: Path, **changes: Any) -> PolicyTrainer:
@@ -128,13 +36,17 @@ def make_trainer(model_path: Path, **changes: Any) -> PolicyTrainer:
         "num_threads": 1,
         "device": "cpu",
     }
-    return PolicyTrainer(TrainerConfig(**given | changes), model_path=str(model_path), seed=1)
+    trainer = PolicyTrainer(TrainerConfig(**given | changes), model_path=str(model_path), seed=1)
+    if trainer.critic is not None:  # whose head begins at 0, and so do all values
+        torch.nn.init.normal_(trainer.critic.module.model.score.weight, std=0.1)
+    return trainer
 
 
 def with_advantages(trainer: PolicyTrainer, batch: Batch) -> Step:
     step = trainer.begin(batch, version=VERSION)
     trainer.score_proximal(step)
     trainer.score_reference(step)
+    trainer.score_values(step)
     trainer.penalize_kl(step)
     trainer.correct(step)
     trainer.estimate_advantages(step)
@@ -142,7 +54,9 @@ def with_advantages(trainer: PolicyTrainer, batch: Batch) -> Step:
 
 
 def gradient(trainer: PolicyTrainer) -> Tensor:
-    return torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()]).clone()
+    """Return the gradients of all models in one row."""
+    modules = [learner.module for learner in trainer.learners.values()]
+    return torch.cat([parameter.grad.flatten() for module in modules for parameter in module.parameters()])
 
 
 def advantages_of(trainer: PolicyTrainer, batch: Batch) -> list[float]:
@@ -153,11 +67,7 @@ def advantages_of(trainer: PolicyTrainer, batch: Batch) -> list[float]:
     return [float(values[0]) for values in found]
 
 
-def line(count: int, *, joins: bool = False) -> list[Call]:
-    return [Call(place - 1, [20 + place], [40 + place, 60 + place], joins) for place in range(count)]
-
-
-def test_advantages_of_a_group_stay_where_its_first_episode_is_cut_into_five(tiny: Path) -> None:
+def test_advantages_do_not_change_if_an_episode_is_cut_into_five_sequences(tiny: Path) -> None:
     """Counted by sequences they would be .375 and -.625."""
     others = [Episode(line(1), 0.0) for _ in range(3)]
     for calls in (line(5), line(5, joins=True)):
@@ -188,7 +98,7 @@ def episodes(draw: st.DrawFn) -> Episode:
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[Group], list[Group], int]:
-    """Two groups, the same with one episode cut otherwise, and the number of this episode."""
+    """Two groups, the same groups with one episode cut differently, and its number."""
     drawn = [
         (draw(st.lists(tokens, min_size=1, max_size=6)), draw(st.lists(episodes(), min_size=2, max_size=3)))
         for _ in range(2)
@@ -221,7 +131,10 @@ def contributions(
         trainer = make_trainer(model_path, **changes)
         step = with_advantages(trainer, batch)
         if kept is not None:
-            step.tokens.advantages[(step.tokens.episodes == target) != kept] = 0
+            left_out = (step.tokens.episodes == target) != kept
+            step.tokens.advantages[left_out] = 0
+            step.tokens.returns[left_out] = step.tokens.values[left_out]
+        trainer.update_critic(step)
         trainer.update_policy(step)
         found.append(gradient(trainer))
     return found[0], found[1], found[2]
@@ -244,7 +157,7 @@ SEQUENCE_LEVEL: list[dict[str, Any]] = [
     {"correction": CorrectionConfig(level="sequence", normalize=True)},
     {"correction": CorrectionConfig(level="none", reject="seq_mean_k3", reject_bounds="0.5")},
     {"correction": CorrectionConfig(level="none", reject="seq_max_k2,token_k1", reject_bounds="2.0,0.3_3.0")},
-    {"correction": CorrectionConfig(level="none", max_row_kl=0.3)},
+    {"correction": CorrectionConfig(level="none", max_episode_kl=0.3)},
 ]
 OBJECTIVES: list[dict[str, Any]] = [
     *({"loss": loss, "proximal": "behaviour"} for loss in ("ppo", "gspo", "gmpo", "cispo")),
@@ -253,14 +166,14 @@ OBJECTIVES: list[dict[str, Any]] = [
     *SEQUENCE_LEVEL,
 ]
 NEEDS_MORE = {"gae", "turn_grpo", "turn_returns"}
-"""A critic, or turns: a cut of an episode into other turns has other credit."""
+"""A critic and turn estimators: another cut into turns changes credit."""
 WHOLE_EPISODES = sorted(set(ESTIMATORS.names()) - NEEDS_MORE)
 
 
 @pytest.mark.parametrize("changes", OBJECTIVES, ids=lambda changes: ",".join(map(str, changes.values()))[:60])
 @settings(max_examples=6, deadline=None)
 @given(drawn=batches(), small=st.booleans())
-def test_no_objective_sees_how_an_episode_was_cut(
+def test_no_objective_depends_on_how_an_episode_is_cut(
     tiny: Path, changes: dict[str, Any], drawn: tuple[list[Group], list[Group], int], small: bool
 ) -> None:
     assert_credit_ignores_the_cut(tiny, changes | (SMALL if small else {}), drawn)
@@ -269,15 +182,54 @@ def test_no_objective_sees_how_an_episode_was_cut(
 @pytest.mark.parametrize("name", WHOLE_EPISODES)
 @settings(max_examples=6, deadline=None)
 @given(drawn=batches())
-def test_no_estimator_of_whole_episodes_sees_how_an_episode_was_cut(
+def test_no_episode_estimator_depends_on_how_an_episode_is_cut(
     tiny: Path, name: str, drawn: tuple[list[Group], list[Group], int]
 ) -> None:
     assert_credit_ignores_the_cut(tiny, {"advantage": name}, drawn)
 
 
+@settings(max_examples=4, deadline=None)
+@given(
+    drawn=batches(), small=st.booleans(), gamma=st.floats(0.5, 1), lam=st.floats(0, 1), penalty=st.booleans()
+)
+def test_neither_policy_nor_critic_of_gae_sees_how_an_episode_was_cut(
+    tiny: Path,
+    drawn: tuple[list[Group], list[Group], int],
+    small: bool,
+    gamma: float,
+    lam: float,
+    penalty: bool,
+) -> None:
+    changes: dict[str, Any] = {
+        "advantage": "gae",
+        "advantage_kwargs": {"gamma": gamma, "lam": lam},
+        "critic": CriticConfig(learning_rate=1e-3, max_grad_norm=1e9),
+        "kl": KLConfig(coef=0.1, place="reward") if penalty else None,
+    }
+    assert_credit_ignores_the_cut(tiny, changes | (SMALL if small else {}), drawn)
+
+
+def test_gae_runs_through_the_branches_of_a_fork_in_their_order(tiny: Path) -> None:
+    root, left, right = Call(-1, [], [40]), Call(0, [20], [41]), Call(0, [21], [42])
+    for options, same in (({"gamma": 1.0, "lam": 1.0}, True), ({"gamma": 1.0, "lam": 0.5}, False)):
+        first = []
+        for branches in ((left, right), (right, left)):
+            trainer = make_trainer(
+                tiny,
+                advantage="gae",
+                advantage_kwargs=options,
+                critic=CriticConfig(learning_rate=1e-3),
+            )
+            fork = Episode([root, *branches], 1.0)
+            step = with_advantages(trainer, [group_of("g", [5, 6], [fork, Episode(line(1), 0.0)])])
+            first.append(float(step.tokens.returns[0]))
+        assert (first[0] == pytest.approx(first[1], abs=1e-5)) is same
+        assert not same or first[0] == pytest.approx(1.0, abs=1e-5)  # the reward
+
+
 @settings(max_examples=5, deadline=None)
 @given(drawn=batches(), place=st.sampled_from(["loss", "reward"]))
-def test_entropy_and_kl_terms_do_not_see_how_an_episode_was_cut(
+def test_entropy_and_kl_terms_do_not_depend_on_how_an_episode_is_cut(
     tiny: Path, drawn: tuple[list[Group], list[Group], int], place: str
 ) -> None:
     given_: dict[str, Any] = {
@@ -340,28 +292,32 @@ def test_paths_and_turns_of_a_fork_survive_a_data_proto_and_its_file(tiny: Path,
 # -- rewards per turn -------------------------------------------------------------------------------------
 
 
-def rewarded(*rewards: float) -> Episode:
+def episode_with_turn_rewards(*rewards: float) -> Episode:
     """Return an episode whose calls follow each other and are rewarded one by one."""
     return Episode(
         [replace(call, reward=reward) for call, reward in zip(line(5), rewards, strict=False)], 0.0
     )
 
 
-TURN_BY_TURN = [rewarded(1, 0), rewarded(0, 1), rewarded(0)]
+TURN_BY_TURN = [
+    episode_with_turn_rewards(1, 0),
+    episode_with_turn_rewards(0, 1),
+    episode_with_turn_rewards(0),
+]
 
 
-def test_turn_grpo_compares_the_turns_of_episodes_at_the_same_index(tiny: Path) -> None:
+def test_turn_grpo_compares_turns_of_the_same_index(tiny: Path) -> None:
     trainer = make_trainer(tiny, advantage="turn_grpo")
     tokens = with_advantages(trainer, [group_of("g", [5, 6], TURN_BY_TURN)]).tokens
     expected = [1.155, -0.707, -0.577, 0.707, -0.577]  # two tokens per turn
     assert tokens.advantages.tolist() == pytest.approx([one for one in expected for _ in range(2)], abs=1e-3)
 
 
-def test_estimators_of_whole_episodes_use_the_mean_of_turn_rewards_and_warn_once(
+def test_episode_estimators_use_the_mean_of_turn_rewards_and_warn_once(
     tiny: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = make_trainer(tiny, advantage="dr_grpo")
-    group = group_of("g", [5, 6], [rewarded(1, 0), rewarded(0)])
+    group = group_of("g", [5, 6], [episode_with_turn_rewards(1, 0), episode_with_turn_rewards(0)])
     for _ in range(2):
         assert advantages_of(trainer, [group]) == [0.25, -0.25]
     (record,) = [one for one in caplog.records if one.levelno == logging.WARNING]

@@ -20,7 +20,7 @@ def test_an_adaptive_coefficient_follows_upstreams_trace() -> None:
     assert trace == pytest.approx(case("ctrl.adaptive_kl", "trace"), abs=1e-12)
 
 
-def test_a_fixed_coefficient_stays() -> None:
+def test_a_fixed_coefficient_never_changes() -> None:
     """A12."""
     controller = KLController(0.05)
     controller.update(100.0, 64)
@@ -28,7 +28,7 @@ def test_a_fixed_coefficient_stays() -> None:
     assert controller.coef == 0.05
 
 
-def test_a_step_is_penalised_with_the_coefficient_it_began_with() -> None:
+def test_a_step_uses_the_coefficient_from_before_its_update() -> None:
     """V51: the mean is over episodes of the mean over their tokens."""
     chosen = inputs("mask").bool()
     episodes = chosen.nonzero()[:, 0]
@@ -58,7 +58,7 @@ def test_a_resumed_controller_restores_its_coefficient() -> None:
     assert first.coef == resumed.coef != 0.2
 
 
-def test_a_kl_that_is_not_finite_leaves_the_coefficient() -> None:
+def test_a_non_finite_kl_leaves_the_coefficient_unchanged() -> None:
     controller = KLController(0.2, target=6.0, horizon=1000)
     with pytest.raises(ValueError, match="the step's KL is nan"):
         controller.update(float("nan"), 8)
@@ -66,6 +66,6 @@ def test_a_kl_that_is_not_finite_leaves_the_coefficient() -> None:
 
 
 @pytest.mark.parametrize("setting", [{"target": 0.0, "horizon": 1.0}, {"target": 1.0, "horizon": -1.0}])
-def test_target_and_horizon_are_above_0(setting: dict[str, float]) -> None:
+def test_target_and_horizon_must_be_above_0(setting: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"trainer.kl.\w+ is .*: it must be above 0"):
         KLController(0.2, **setting)

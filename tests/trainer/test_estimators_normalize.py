@@ -24,7 +24,7 @@ def parts(level: Level, groups: list[str], episodes: Tensor) -> list[Tensor]:
 
 @given(steps, st.sampled_from(LEVELS), st.sampled_from(LEVELS), st.integers(0, 2**31))
 @settings(deadline=None, max_examples=50)
-def test_mean_and_deviation_are_over_the_tokens_of_the_group_or_batch(
+def test_mean_and_deviation_are_over_tokens_of_the_group_or_batch(
     drawn: list[tuple[str, int]], mean: Level, std: Level, seed: int
 ) -> None:
     groups = [group for group, _ in drawn]
@@ -43,7 +43,7 @@ def test_mean_and_deviation_are_over_the_tokens_of_the_group_or_batch(
 
 
 @pytest.mark.parametrize("level", ["group", "batch"])
-def test_equal_values_become_exactly_0_or_stay(level: Level) -> None:
+def test_equal_values_become_exactly_0_or_stay_unchanged(level: Level) -> None:
     values, episodes = (
         torch.full((3,), 0.1, dtype=torch.float64),
         torch.tensor([0, 0, 1]),
@@ -53,7 +53,7 @@ def test_equal_values_become_exactly_0_or_stay(level: Level) -> None:
     assert whiten(values).tolist() == [0, 0, 0]
 
 
-def test_groups_are_known_by_id_not_by_place() -> None:
+def test_groups_are_identified_by_id_not_by_position() -> None:
     values = torch.tensor([1.0, 10.0, 3.0, 30.0])
     ours = normalize_advantages(values, torch.tensor([0, 1, 2, 3]), ["a", "b", "a", "b"], mean="group")
     assert ours.tolist() == [-1.0, -10.0, 1.0, 10.0]

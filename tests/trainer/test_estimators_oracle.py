@@ -79,7 +79,7 @@ GROUP_CASES: dict[str, tuple[str, dict[str, bool]]] = {
 @pytest.mark.parametrize("mask", ["mask", "mask_mt"])
 @pytest.mark.parametrize("rewards", ["rewards_outcome", "rewards_binary"])
 @pytest.mark.parametrize("case_name", GROUP_CASES)
-def test_group_estimators_agree_but_for_the_group_of_one_which_is_0(
+def test_group_estimators_equal_verls_except_that_a_group_of_one_gets_0(
     case_name: str, rewards: str, mask: str, dtype: torch.dtype
 ) -> None:
     """A2, A8, A9, A10; Dr. GRPO."""
@@ -91,7 +91,7 @@ def test_group_estimators_agree_but_for_the_group_of_one_which_is_0(
 
 
 @pytest.mark.parametrize("key", keys("adv.grpo_vectorized."))
-def test_grpo_has_one_way_to_take_a_deviation(key: str) -> None:
+def test_grpo_equals_both_of_verls_variants(key: str) -> None:
     """A3: upstream's vectorized form works in float32 and adds its 1e-6 elsewhere."""
     rewards, mask = split(key)
     given = step(mask, rewards, torch.float64)
@@ -103,7 +103,7 @@ def test_grpo_has_one_way_to_take_a_deviation(key: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("key", keys("adv.grpo_passk."))
-def test_only_the_best_episode_of_a_group_has_an_advantage_at_pass_at_k(key: str, dtype: torch.dtype) -> None:
+def test_pass_at_k_gives_an_advantage_to_the_best_episode_only(key: str, dtype: torch.dtype) -> None:
     """A4."""
     rewards, mask = split(key)
     given = step(mask, rewards, dtype, groups="group_pairs")
@@ -124,7 +124,7 @@ def test_remax_subtracts_the_greedy_reward_from_the_return(key: str, dtype: torc
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("key", [key for key in keys("adv.rpp.") if key.endswith(".mask")])
-def test_reinforce_plus_plus_agrees_on_single_turns(key: str, dtype: torch.dtype) -> None:
+def test_reinforce_plus_plus_equals_verl_on_single_turns(key: str, dtype: torch.dtype) -> None:
     """A5."""
     rewards, mask = split(key)
     gamma = float(key.removeprefix("adv.rpp.g").split(".rewards")[0])
@@ -170,7 +170,7 @@ def test_reinforce_plus_plus_baseline_whitens_centred_rewards(rewards: str, mask
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("key", keys("adv.tir_otb."))
-def test_places_of_the_optimal_token_baseline_count_trained_tokens(key: str, dtype: torch.dtype) -> None:
+def test_the_optimal_token_baseline_counts_trained_tokens_only(key: str, dtype: torch.dtype) -> None:
     """A11: equal rewards at a place, the lone tail and the group of one are exactly 0, or the return where asked."""
     (weighted, tail), mask = (part[-1] for part in key.split(".")[2].split("_")), key.split(".")[-1]
     given = step(mask, "rewards_outcome", dtype)
@@ -185,7 +185,7 @@ def test_places_of_the_optimal_token_baseline_count_trained_tokens(key: str, dty
     assert residue.sum() == (given.episodes == SINGLETON_EPISODE).sum() + (0 if tail == "1" else 3)
 
 
-def test_single_turns_need_no_second_optimal_token_baseline() -> None:
+def test_both_optimal_token_baselines_agree_on_single_turns() -> None:
     """Upstream's two names agree on them, so the flat layout leaves one."""
     for key in keys("adv.otb."):
         if key.endswith(".mask"):
@@ -194,7 +194,7 @@ def test_single_turns_need_no_second_optimal_token_baseline() -> None:
 
 
 @pytest.mark.parametrize("key", keys("rl2.gae.") + keys("slime.gae."))
-def test_gae_is_that_of_rl2_and_slime(key: str) -> None:
+def test_gae_equals_rl2_and_slime(key: str) -> None:
     """A1: slime takes all 17 places for tokens and whitens later; RL2 adds 1e-8 to a deviation."""
     trained = inputs("mask").bool()
     chosen = torch.ones_like(trained) if key.startswith("slime") else trained
@@ -216,7 +216,7 @@ def test_gae_is_that_of_rl2_and_slime(key: str) -> None:
 
 @pytest.mark.parametrize("std", [0, 1])
 @pytest.mark.parametrize(("level", "size"), [("global0", 4), ("global1", 12)])
-def test_centred_rewards_are_those_of_rl2_and_slime(level: str, size: int, std: int) -> None:
+def test_centred_rewards_equal_rl2_and_slime(level: str, size: int, std: int) -> None:
     """A2, over groups of four or the whole batch as one; they add other floors to a deviation, slime in float32."""
     groups = [str(episode // size) for episode in range(12)]
     given = replace(step("mask", "rewards_outcome", torch.float64), group_ids=groups)
@@ -228,7 +228,7 @@ def test_centred_rewards_are_those_of_rl2_and_slime(level: str, size: int, std: 
         torch.testing.assert_close(ours, slime, rtol=1e-6, atol=1e-6)
 
 
-def test_discounted_returns_less_a_penalty_are_slimes() -> None:
+def test_discounted_returns_minus_a_penalty_equal_slimes() -> None:
     """A5, V51."""
     given, mask = step("mask", "rewards_outcome", torch.float64), inputs("mask").bool()
     penalty = 0.05 * (inputs("old_log_prob") - inputs("ref_log_prob"))[mask]
@@ -237,7 +237,7 @@ def test_discounted_returns_less_a_penalty_are_slimes() -> None:
 
 
 @pytest.mark.parametrize("name", ESTIMATORS.names())
-def test_an_episode_without_trained_tokens_changes_its_groups_baseline_and_nothing_else(name: str) -> None:
+def test_an_episode_without_trained_tokens_only_changes_the_baseline(name: str) -> None:
     """mask_dead: episode 2 of group 1 has no token, but its answer was judged."""
     given = with_whole_turns(step("mask_dead", "rewards_outcome", torch.float64))
     assert 2 not in given.episodes

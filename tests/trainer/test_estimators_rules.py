@@ -1,4 +1,4 @@
-"""What estimators hold for any step, worked by hand or as a law; numbers of rules are those of the spec."""
+"""Properties of estimators, by hand or for random steps."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_discounted_sums_are_the_recursion_along_each_episode(
 
 
 @pytest.mark.parametrize("discount", [0.95, 1.0])
-def test_long_episodes_sum_as_precisely_in_float32_as_the_recursion_does_in_float64(discount: float) -> None:
+def test_float32_sums_of_long_episodes_are_as_precise_as_float64(discount: float) -> None:
     torch.manual_seed(0)
     episodes, values = torch.zeros(8192, dtype=torch.int64), torch.randn(8192)
     torch.testing.assert_close(
@@ -89,12 +89,12 @@ def test_long_episodes_sum_as_precisely_in_float32_as_the_recursion_does_in_floa
     )
 
 
-def test_a_number_that_is_not_finite_stays_in_its_episode() -> None:
+def test_a_non_finite_number_stays_in_its_episode() -> None:
     sums = discounted_sums(torch.tensor([1.0, 1.0, torch.nan, 1.0]), torch.tensor([0, 0, 1, 1]), 1.0)
     torch.testing.assert_close(sums, torch.tensor([2.0, 1.0, torch.nan, 1.0]), equal_nan=True)
 
 
-def test_gae_trusts_the_critic_at_lambda_0_and_the_rewards_at_lambda_1() -> None:
+def test_gae_uses_the_critic_at_lambda_0_and_the_rewards_at_lambda_1() -> None:
     """A1: returns are taken before whitening."""
     step = replace(
         make_step([1.0, 5.0], "ab", [3, 1]), values=torch.tensor([0.5, 0.25, 0.5, 4.0], dtype=torch.float64)
@@ -195,7 +195,7 @@ def test_advantages_of_a_group_sum_to_0_and_ignore_a_bonus_for_all(
         torch.testing.assert_close(raised, ours, rtol=1e-6, atol=1e-8)
 
 
-def test_a_kl_penalty_within_the_episode_lowers_its_reward() -> None:
+def test_a_kl_penalty_lowers_the_reward_of_its_episode() -> None:
     step = make_step([1.0, 1.0], "aa", [2, 1])
     penalised = replace(step, token_rewards=step.token_rewards - torch.tensor([0.25, 0.25, 0.0]))
     assert run("dr_grpo", penalised).tolist() == [-0.25, -0.25, 0.25]
@@ -233,7 +233,7 @@ def test_an_optimal_baseline_weighs_episodes_by_the_gradient_up_to_a_position() 
     )
 
 
-def test_certain_tokens_do_not_divide_by_a_rounding_error() -> None:
+def test_tokens_of_probability_1_do_not_divide_by_a_rounding_error() -> None:
     """A11: float32 may put ``1 - 2 p + sum p^2`` just below 0."""
     sure = torch.zeros(2)
     step = replace(
@@ -252,12 +252,12 @@ def test_certain_tokens_do_not_divide_by_a_rounding_error() -> None:
         ("optimal_token_baseline", "proximal log-probs: have the trainer compute them"),
     ],
 )
-def test_an_estimator_says_what_to_configure(name: str, hint: str) -> None:
+def test_an_estimator_without_its_input_says_what_to_configure(name: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=hint):
         run(name, make_step([1.0, 0.0], "aa"))
 
 
-def test_options_are_those_of_the_estimator() -> None:
+def test_unknown_estimator_options_are_refused() -> None:
     assert run("grpo", make_step([1.0, 0.0], "aa"), divide_by_std=False).tolist() == [0.5, -0.5]
     with pytest.raises(ConfigError, match="'dr_grpo' has no argument 'gamma'"):
         ESTIMATORS.bound("dr_grpo", {"gamma": 1.0}, where="trainer.advantage")
@@ -274,6 +274,6 @@ def test_options_are_those_of_the_estimator() -> None:
         ({"episodes": torch.tensor([0, 1, 2])}, r"between 0 and 1 \(there are 2 group ids\)"),
     ],
 )
-def test_bad_inputs_are_refused_with_their_episode(change: dict[str, Any], message: str) -> None:
+def test_bad_inputs_are_refused_and_name_the_episode(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(make_step([1.0, 0.0], "aa", [1, 2]), **change)

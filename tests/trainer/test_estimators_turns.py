@@ -1,4 +1,4 @@
-"""Estimators that compare turns: worked by hand, and as laws."""
+"""Estimators that compare turns: by hand and by property."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_turns_are_compared_at_the_same_index() -> None:
     assert per_turn("turn_grpo", step, divide_by_std=False) == pytest.approx(centred)
 
 
-def test_other_groups_do_not_matter() -> None:
+def test_other_groups_do_not_change_advantages() -> None:
     own: list[Episode] = [("a", line(1, 0)), ("a", line(0, 1))]
     alone = per_turn("turn_grpo", make_turn_step(own))
     assert per_turn("turn_grpo", make_turn_step([*own, ("b", line(9, 9)), ("b", line(3))]))[:4] == alone
@@ -68,7 +68,7 @@ def test_a_baseline_counts_an_episode_once_however_often_it_forked() -> None:
     assert per_turn("turn_grpo", step) == pytest.approx(expected, abs=1e-5)
 
 
-def test_continuations_that_differ_within_one_episode_alone_are_divided_by_their_own_spread() -> None:
+def test_continuations_of_one_episode_alone_are_divided_by_their_own_deviation() -> None:
     """The episodes' means are equal at 1/2; dividing by the deviation of the means would give half a million."""
     tree = [RewardedTurn(0, 0), RewardedTurn(0, 1, 0), RewardedTurn(1, 1, 0)]
     step = make_turn_step([("a", tree), ("a", line(0, 0.5))])
@@ -77,9 +77,7 @@ def test_continuations_that_differ_within_one_episode_alone_are_divided_by_their
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_an_index_that_one_episode_reaches_and_equal_values_give_exactly_0(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_a_single_episode_at_an_index_and_equal_values_give_exactly_0(name: str, dtype: torch.dtype) -> None:
     """The mean of equal floats need not equal them."""
     step = make_turn_step([("a", line(0.1)), ("a", line(0.1)), ("a", line(0.1))], dtype)
     assert run(name, step).tolist() == [0, 0, 0]
@@ -138,7 +136,7 @@ def by_loops(episodes: list[Episode], gamma: float) -> list[float]:
 
 @given(turn_episodes, st.sampled_from([0.0, 0.5, 1.0]))
 @settings(deadline=None, max_examples=80)
-def test_any_forest_gives_what_its_definition_says(episodes: list[Episode], gamma: float) -> None:
+def test_any_forest_matches_the_definition(episodes: list[Episode], gamma: float) -> None:
     step = make_turn_step(episodes)
     assert step.turns is not None
     expected = torch.tensor(by_loops(episodes, gamma), dtype=torch.float64)[step.turns.of_token]
@@ -147,7 +145,7 @@ def test_any_forest_gives_what_its_definition_says(episodes: list[Episode], gamm
 
 @given(turn_episodes, st.booleans())
 @settings(deadline=None, max_examples=80)
-def test_without_a_future_returns_are_rewards(episodes: list[Episode], divide: bool) -> None:
+def test_with_a_discount_of_0_turn_returns_equal_turn_grpo(episodes: list[Episode], divide: bool) -> None:
     step = make_turn_step(episodes)
     ours = run("turn_returns", step, gamma=0.0, divide_by_std=divide)
     assert torch.equal(ours, run("turn_grpo", step, divide_by_std=divide))
@@ -199,7 +197,7 @@ def test_with_one_turn_per_episode_both_are_grpo(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rewards_of_turns_are_needed(name: str) -> None:
+def test_missing_turn_rewards_are_an_error(name: str) -> None:
     step = replace(make_turn_step([("a", line(1)), ("a", line(0))]), turns=None)
     with pytest.raises(ConfigError, match="the estimator needs the rewards of turns"):
         run(name, step)
@@ -207,7 +205,7 @@ def test_rewards_of_turns_are_needed(name: str) -> None:
 
 
 @pytest.mark.parametrize("gamma", [-0.1, 1.5])
-def test_a_discount_per_turn_is_0_to_1(gamma: float) -> None:
+def test_a_turn_discount_must_be_between_0_and_1(gamma: float) -> None:
     step = make_turn_step([("a", line(1)), ("a", line(0))])
     with pytest.raises(ConfigError, match=f"the discount per turn is {gamma}: use 0 to 1"):
         run("turn_returns", step, gamma=gamma)
@@ -226,7 +224,7 @@ def test_a_discount_per_turn_is_0_to_1(gamma: float) -> None:
         ({"parents": torch.tensor([1, -1, -1])}, "with a smaller index"),
     ],
 )
-def test_turns_that_do_not_fit_are_refused(change: dict[str, Tensor], message: str) -> None:
+def test_inconsistent_turns_are_refused(change: dict[str, Tensor], message: str) -> None:
     turns = make_turn_step([("a", line(1, 0)), ("a", line(0))]).turns
     assert turns is not None
     with pytest.raises(ValueError, match=message):

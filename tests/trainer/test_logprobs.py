@@ -17,7 +17,7 @@ from areal_lite.trainer import logprobs
 from areal_lite.trainer.logprobs import ChunkedScores, TokenScorer, TokenScores
 from areal_lite.trainer.policy_model import load_policy
 from tests.trainer.oracle_cases import case, inputs
-from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sample
+from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sequence
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def packed_scores(scorer: TokenScorer, batch: list[TokenSequence], **how: Any) -
 
 
 def scores_alone(model: Any, one: TokenSequence, temperature: float) -> list[Tensor]:
-    """The scores of a sample's trained tokens from full logits of that sequence."""
+    """Return the scores of a sequence's trained tokens from its full logits."""
     ids, trained = torch.from_numpy(one.input_ids), torch.from_numpy(one.loss_mask.nonzero()[0])
     logits = model(input_ids=ids[None]).logits[0, trained - 1].double() / temperature
     return full_scores(logits, ids[trained])
@@ -64,7 +64,7 @@ def assert_scores_are_those_alone(model: Any, batch: list[TokenSequence], temper
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 1000), temperature=st.sampled_from([0.7, 1.0, 1.5]))
-def test_packed_scores_are_those_of_each_sequence_alone(model: Any, seed: int, temperature: float) -> None:
+def test_packed_scores_equal_those_of_each_sequence_alone(model: Any, seed: int, temperature: float) -> None:
     assert_scores_are_those_alone(model, drawn_batch(seed), temperature)
 
 
@@ -81,7 +81,7 @@ def built(config: Any) -> Any:
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize(("spread", "cap"), [(0.2, 2.0), (0.02, 30.0)])
-def test_a_model_that_caps_its_logits_gets_full_ones(entropy_grad: bool, spread: float, cap: float) -> None:
+def test_a_model_that_caps_logits_computes_full_logits(entropy_grad: bool, spread: float, cap: float) -> None:
     model = built(
         transformers.Gemma2Config(**SMALL, head_dim=8, initializer_range=spread, final_logit_softcapping=cap)
     )
@@ -104,7 +104,7 @@ def test_a_model_that_caps_its_logits_gets_full_ones(entropy_grad: bool, spread:
     ],
     ids=lambda config: config.model_type,
 )
-def test_other_models_need_no_full_logits(config: Any) -> None:
+def test_other_models_never_build_full_logits(config: Any) -> None:
     model = built(config)
     assert TokenScorer(model, temperature=1.0)._head == (model.lm_head,)
 
@@ -120,7 +120,7 @@ def test_verl_computes_the_same_scores_from_logits() -> None:
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_chunked_gradients_are_those_of_the_full_softmax(entropy_grad: bool, bias: bool) -> None:
+def test_chunked_gradients_equal_those_of_the_full_softmax(entropy_grad: bool, bias: bool) -> None:
     torch.manual_seed(0)
     tokens = 8  # chunks of 3, 3 and 2
     inputs = [torch.randn(tokens, 5), torch.randn(7, 5), *([torch.randn(7)] if bias else [])]
@@ -162,7 +162,7 @@ class Shapes(TorchDispatchMode):
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_frozen_output_embedding_gets_no_gradient_and_no_room_for_one(frozen: bool) -> None:
+def test_a_frozen_output_embedding_allocates_no_gradient(frozen: bool) -> None:
     states, weight = torch.randn(8, 5, requires_grad=True), torch.randn(7, 5, requires_grad=not frozen)
     scores = ChunkedScores.apply(states, weight, None, torch.zeros(8, dtype=torch.long), 1.0, False)
     with Shapes() as shapes:
@@ -173,11 +173,11 @@ def test_a_frozen_output_embedding_gets_no_gradient_and_no_room_for_one(frozen: 
     assert (3, 7) in shapes.seen
 
 
-def test_nothing_after_the_last_trained_token_is_read(model: Any) -> None:
+def test_tokens_after_the_last_trained_one_are_not_read(model: Any) -> None:
     scorer = TokenScorer(model, temperature=1.0)
     with torch.no_grad():
-        short = packed_scores(scorer, [sample([5, 6, 7], [2])])
-        long = packed_scores(scorer, [sample([5, 6, 7, 8, 9], [2])])
+        short = packed_scores(scorer, [sequence([5, 6, 7], [2])])
+        long = packed_scores(scorer, [sequence([5, 6, 7, 8, 9], [2])])
     assert short.logprobs.item() == long.logprobs.item()
 
 

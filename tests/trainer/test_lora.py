@@ -16,7 +16,7 @@ from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.lora import adapters_off, add_adapters, load_adapters, plain_weights, write_adapters
-from areal_lite.trainer.packed_model import PackedRows
+from areal_lite.trainer.packed_model import PackedSequences
 from areal_lite.trainer.policy_model import load_policy
 from areal_lite.trainer.weights import publish_weights, save_model
 from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together
@@ -30,22 +30,22 @@ def load(path: Path, config: LoRAConfig | None = CONFIG, *, recompute: bool = Fa
     return load_policy(str(path), device=CPU, lora=config, gradient_checkpointing=recompute)
 
 
-def packed_rows() -> PackedRows:
+def packed_sequences() -> PackedSequences:
     return packed_together(drawn_batch(0))[0]
 
 
 def logprobs(model: Any) -> Tensor:
-    return TokenScorer(model, temperature=1.0)(packed_rows()).logprobs
+    return TokenScorer(model, temperature=1.0)(packed_sequences()).logprobs
 
 
 def trained(model: Any, *, updates: int = 2) -> Any:
-    """Give the adapters values by updates, so that they are no longer 0."""
+    """Update the adapters, so that they are not 0."""
     scorer = TokenScorer(model, temperature=1.0)
     config = LearnerConfig(learning_rate=0.05, device="cpu", dtype="float32")
     learner = Learner(scorer, config, config, total_steps=updates)
     for _ in range(updates):
         assert learner.update(
-            lambda _: [packed_rows()], lambda packed: -scorer(packed).logprobs.mean()
+            lambda _: [packed_sequences()], lambda packed: -scorer(packed).logprobs.mean()
         ).applied
     return model
 
@@ -55,7 +55,7 @@ def adapted(untied: Path) -> Any:
     return trained(load(untied))
 
 
-def test_only_adapters_train_and_they_begin_as_the_model_without(tiny: Path) -> None:
+def test_only_adapters_train_and_they_start_as_the_base_model(tiny: Path) -> None:
     plain, model = load(tiny, None), load(tiny)
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trains == {name for name, _ in model.named_parameters() if ".lora_" in name}
@@ -66,7 +66,7 @@ def test_only_adapters_train_and_they_begin_as_the_model_without(tiny: Path) -> 
         assert torch.equal(logprobs(model), logprobs(plain))
 
 
-def test_updates_move_adapters_and_nothing_else(untied: Path, adapted: Any) -> None:
+def test_updates_change_only_adapters(untied: Path, adapted: Any) -> None:
     begun, plain = load(untied), load(untied, None)
     moved = [
         name
@@ -88,7 +88,7 @@ def test_without_its_adapters_the_model_is_the_reference_bit_for_bit(untied: Pat
         assert torch.equal(logprobs(adapted), before)
 
 
-def test_adapters_are_back_and_train_after_an_error(adapted: Any) -> None:
+def test_adapters_are_enabled_again_after_an_error(adapted: Any) -> None:
     trains = [parameter.requires_grad for parameter in adapted.parameters()]
     before = logprobs(adapted)
     with pytest.raises(RuntimeError, match="in the middle"), adapters_off(adapted):
@@ -97,11 +97,11 @@ def test_adapters_are_back_and_train_after_an_error(adapted: Any) -> None:
     assert [parameter.requires_grad for parameter in adapted.parameters()] == trains
 
 
-def test_the_output_embedding_is_read_in_chunks_under_adapters(adapted: Any) -> None:
+def test_adapters_keep_the_chunked_output_embedding(adapted: Any) -> None:
     assert TokenScorer(adapted, temperature=1.0)._head == (adapted.lm_head,)
 
 
-def test_recomputing_activations_leaves_gradients_as_they_are(untied: Path) -> None:
+def test_recomputing_activations_gives_the_same_gradients(untied: Path) -> None:
     gradients = []
     for recompute in (False, True):
         model = load(untied, recompute=recompute)
@@ -129,7 +129,7 @@ def test_published_weights_are_a_plain_model_that_computes_the_same(
     torch.testing.assert_close(dict(model.state_dict()), before, atol=0, rtol=0)  # no drift
 
 
-def test_merged_weights_are_the_sum_made_in_float32(adapted: Any) -> None:
+def test_merged_weights_are_summed_in_float32(adapted: Any) -> None:
     layer = adapted.model.layers[1].mlp.up_proj
     a, b = layer.lora_A["default"].weight.detach(), layer.lora_B["default"].weight.detach()
     expected = layer.base_layer.weight.detach() + 1.5 * (b @ a)  # alpha / rank
@@ -190,7 +190,9 @@ def test_a_saved_model_is_merged_and_has_its_adapters_beside_it(
     assert torch.equal(found[1], found[2])
 
 
-def test_adapters_read_back_are_those_written_bit_for_bit(untied: Path, adapted: Any, tmp_path: Path) -> None:
+def test_adapters_read_back_equal_those_written_bit_for_bit(
+    untied: Path, adapted: Any, tmp_path: Path
+) -> None:
     write_adapters(adapted, tmp_path)
     again = load(untied)
     load_adapters(again, tmp_path)
@@ -214,7 +216,7 @@ def test_adapters_of_another_shape_are_refused(
         load_adapters(load(untied, other), tmp_path)
 
 
-def test_named_layers_get_adapters(untied: Path) -> None:
+def test_only_the_named_layers_get_adapters(untied: Path) -> None:
     model = load(untied, LoRAConfig(target_modules=["q_proj", "layers.1.mlp.up_proj"]))
     names = {name for name, module in model.named_modules() if hasattr(module, "base_layer")}
     assert names == {f"model.layers.{i}.self_attn.q_proj" for i in (0, 1)} | {"model.layers.1.mlp.up_proj"}
@@ -226,7 +228,7 @@ def test_names_that_are_not_linear_layers_are_refused(untied: Path, names: str |
         load(untied, LoRAConfig(target_modules=names))
 
 
-def test_without_peft_the_error_names_it(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_peft_is_named_in_the_error(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match="pip install peft"):
         load(tiny)

@@ -1,4 +1,4 @@
-"""metrics.jsonl holds whole records up to the present step, or the run ends saying why."""
+"""metrics.jsonl holds whole records up to the current step, or the run ends with an error."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def files_end_at(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_that_takes_half_a_line_ends_the_run(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_mid_line_ends_the_run(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
         writer.write(1, {"loss": 0.5})
         room = (tmp_path / "metrics.jsonl").stat().st_size + 10

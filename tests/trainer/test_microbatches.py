@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lite.trainer.microbatches import plan_blocks, plan_microbatches, read_ids, shared_prefix
-from tests.trainer.training_data import drawn_batch, sample
+from tests.trainer.training_data import drawn_batch, sequence
 
 
 @given(lengths=st.lists(st.integers(1, 60), max_size=40), cap=st.integers(1, 200))
-def test_a_plan_holds_each_row_once_and_stays_within_the_cap(lengths: list[int], cap: int) -> None:
+def test_a_plan_holds_each_item_once_and_stays_within_the_cap(lengths: list[int], cap: int) -> None:
     plan = plan_microbatches(lengths, max_tokens=cap)
     assert sorted(index for batch in plan for index in batch) == list(range(len(lengths)))
     for batch in plan:
@@ -19,7 +19,7 @@ def test_a_plan_holds_each_row_once_and_stays_within_the_cap(lengths: list[int],
         assert padded <= cap or len(batch) == 1
 
 
-def test_rows_of_like_length_go_together_longest_first() -> None:
+def test_items_of_similar_length_share_a_micro_batch_longest_first() -> None:
     assert plan_microbatches([3, 9, 4, 8], max_tokens=18) == [[1, 3], [2, 0]]
 
 
@@ -54,24 +54,24 @@ def test_blocks_hold_each_sequence_once_and_never_mix_groups(seed: int, cap: int
 
 
 def test_a_group_computes_its_prompt_once() -> None:
-    group = [sample([1, 2, 3, 4, 5, end, 9], [5, 6]) for end in (6, 7, 8)]
+    group = [sequence([1, 2, 3, 4, 5, end, 9], [5, 6]) for end in (6, 7, 8)]
     ((block,),) = plan_blocks(group, range(3), max_tokens=100, balance_length=1000)
     assert (block.shared, block.length) == ((0, 5, 5), 5 + 3)  # the last token of each predicts nothing
 
 
-def test_siblings_part_where_attention_would_cost_more_than_the_prompt_saves() -> None:
-    group = [sample([1, 2, answer, *range(3, 59)], range(2, 59)) for answer in range(3)]
+def test_siblings_are_separated_where_attention_costs_more_than_the_prompt_saves() -> None:
+    group = [sequence([1, 2, answer, *range(3, 59)], range(2, 59)) for answer in range(3)]
     assert len(plan_blocks(group, range(3), max_tokens=1000, balance_length=10)) == 3
 
 
 def test_models_that_cannot_share_get_a_block_per_sequence() -> None:
-    group = [sample([1, 2, 3], [2]) for _ in range(3)]
+    group = [sequence([1, 2, 3], [2]) for _ in range(3)]
     bundles = plan_blocks(group, range(3), max_tokens=100, balance_length=1000, share=False)
     assert [block.sequences for (block,) in bundles] == [(0,), (1,), (2,)]
 
 
 def test_the_shared_prefix_ends_where_members_differ_or_one_has_its_last_trained_token() -> None:
-    assert shared_prefix([sample([1, 2, 3, 4], [3]), sample([1, 2, 9, 4], [3])]) == 2
-    assert shared_prefix([sample([1, 2, 3, 4], [3]), sample([1, 2, 3, 4], [2, 3])]) == 3
-    assert shared_prefix([sample([1, 2, 3, 4], [3]), sample([1, 2, 3, 4], [2])]) == 2
-    assert shared_prefix([sample([1, 2, 3], [2]), sample([9, 2, 3], [2])]) == 0
+    assert shared_prefix([sequence([1, 2, 3, 4], [3]), sequence([1, 2, 9, 4], [3])]) == 2
+    assert shared_prefix([sequence([1, 2, 3, 4], [3]), sequence([1, 2, 3, 4], [2, 3])]) == 3
+    assert shared_prefix([sequence([1, 2, 3, 4], [3]), sequence([1, 2, 3, 4], [2])]) == 2
+    assert shared_prefix([sequence([1, 2, 3], [2]), sequence([9, 2, 3], [2])]) == 0

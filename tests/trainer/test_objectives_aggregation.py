@@ -48,19 +48,19 @@ def check(key: str, ours: tuple[Tensor, Tensor], *, factor: float = 1.0) -> None
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
 @pytest.mark.parametrize("mask_name", ["mask", "mask_mt", "mask_dead"])
 @pytest.mark.parametrize("mode", AggregationMode)
-def test_weights_are_the_oracles(mode: AggregationMode, mask_name: str, dtype: torch.dtype) -> None:
+def test_weights_equal_the_oracles(mode: AggregationMode, mask_name: str, dtype: torch.dtype) -> None:
     """L10; an episode without trained tokens counts in no mean. The oracle's constant is its padded width."""
     counts = {"scale": 17} if mode is NORM else {}
     check(f"agg.{mode}.{mask_name}", oracle_loss(mask_name, mode, dtype, **counts))
 
 
 @pytest.mark.parametrize("mode", AggregationMode)
-def test_a_given_scale_is_used_by_the_norm_alone(mode: AggregationMode) -> None:
+def test_only_the_norm_mode_uses_a_given_scale(mode: AggregationMode) -> None:
     check(f"agg.{mode}.scale100", oracle_loss("mask", mode, torch.float64, scale=100))
 
 
 @pytest.mark.parametrize("mode", sorted(set(AggregationMode) - {NORM}))
-def test_half_of_an_update_is_the_oracles_share_of_one_of_two_ranks(mode: AggregationMode) -> None:
+def test_half_an_update_equals_the_oracles_share_of_one_of_two_ranks(mode: AggregationMode) -> None:
     """The oracle's ranks are averaged afterwards, hence twice our share, which is summed."""
     mask = inputs("mask").bool()
     ours = oracle_loss(
@@ -145,7 +145,7 @@ def test_sequences_of_an_episode_share_its_weight_by_their_trained_tokens(
             torch.testing.assert_close(share.sum().item(), uncut * count / sum(sequences))
 
 
-def test_a_nan_at_a_token_of_weight_zero_leaks_nowhere() -> None:
+def test_a_nan_at_a_token_of_weight_0_has_no_effect() -> None:
     """L10: neither into the loss nor into the gradients of losses, whatever the mode."""
     losses = torch.tensor([1.0, float("nan"), 3.0], requires_grad=True)
     loss = aggregate(losses, torch.tensor([0.5, 0.0, 0.5]))
@@ -163,7 +163,7 @@ def test_an_update_without_tokens_has_a_loss_of_zero_that_backpropagates(mode: A
 
 
 @pytest.mark.parametrize("mode", sorted(set(AggregationMode) - {NORM}))
-def test_entropy_is_averaged_as_any_loss(mode: AggregationMode) -> None:
+def test_entropy_is_averaged_like_a_loss(mode: AggregationMode) -> None:
     mask = inputs("mask").bool()
     entropy = case("entropy.from_logits", "value")[mask]
     loss = aggregate(-entropy, token_weights(mode, mask.nonzero()[:, 0]))
@@ -183,7 +183,7 @@ def test_impossible_counts_are_errors(counts: Any, text: str) -> None:
         token_weights(AggregationMode.TOKEN_MEAN, torch.tensor([0, 1, 1]), **counts)
 
 
-def test_a_weight_per_loss() -> None:
+def test_aggregation_needs_one_weight_per_loss() -> None:
     with pytest.raises(ValueError, match=r"losses are \[2\], weights \[1\]"):
         aggregate(torch.zeros(2), torch.zeros(1))
 
@@ -195,5 +195,5 @@ def test_a_weight_per_loss() -> None:
 def test_sums_means_and_maxima_of_episodes_reach_each_token(
     over_episode: Callable[[Tensor, Tensor], Tensor], expected: list[float]
 ) -> None:
-    """Row numbers are neither dense nor in order."""
+    """Episode numbers are neither dense nor in order."""
     assert over_episode(torch.tensor([1.0, 5.0, 3.0]), torch.tensor([8, 2, 8])).tolist() == expected

@@ -33,7 +33,7 @@ def log(*ratios: float) -> Tensor:
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("max_weight", [1.2, 2.0])
 @pytest.mark.parametrize("level", WeightLevel)
-def test_importance_weights_are_verls(
+def test_importance_weights_equal_verls(
     level: WeightLevel, max_weight: float, normalize: bool, mask_name: str, dtype: torch.dtype
 ) -> None:
     """L13."""
@@ -97,14 +97,14 @@ def inverse(bounds: str) -> str:
         ("combo", "token_k1,seq_max_k3", inverse("0.6_1.6") + ",0.3"),
     ],
 )
-def test_rejections_are_verls_with_k1s_bounds_turned_over(key: str, option: str, bounds: str) -> None:
+def test_rejections_equal_verls_with_inverted_k1_bounds(key: str, option: str, bounds: str) -> None:
     """L14."""
     mask = inputs("mask").bool()
     keep = rejection_mask(*policies(mask), option=option, bounds=bounds)
     assert torch.equal(keep, case(f"corr.rs.{key}", "mask")[mask].bool())
 
 
-def test_k1s_bounds_act_on_the_ratio() -> None:
+def test_k1_bounds_apply_to_the_ratio() -> None:
     """L14: upstream rejects 0.6 and keeps 1.6 under these bounds."""
     ratios = log(0.45, 0.6, 1.0, 1.6)
     keep = rejection_mask(ratios, log(1, 1, 1, 1), torch.arange(4), option="token_k1", bounds="0.5_1.2")
@@ -122,7 +122,7 @@ def test_k1s_bounds_act_on_the_ratio() -> None:
         ("seq_mean_k1,seq_max_k2", "0.5_3.1,0.7", [False, False, True, True]),
     ],
 )
-def test_episodes_are_judged_as_a_whole(option: str, bounds: str, kept: list[bool]) -> None:
+def test_whole_episodes_are_rejected(option: str, bounds: str, kept: list[bool]) -> None:
     """L14; the first episode's ratios are 4 and 1/4, the second's 3 and 3."""
     keep = rejection_mask(
         log(4, 0.25, 3, 3), log(1, 1, 1, 1), torch.tensor([5, 5, 1, 1]), option=option, bounds=bounds
@@ -131,7 +131,7 @@ def test_episodes_are_judged_as_a_whole(option: str, bounds: str, kept: list[boo
 
 
 @pytest.mark.parametrize(("option", "bounds"), [("token_k1", "0.1_9"), ("token_k2", "9"), ("token_k3", "9")])
-def test_a_token_whose_log_prob_is_not_a_number_is_rejected(option: str, bounds: str) -> None:
+def test_a_token_with_a_nan_log_prob_is_rejected(option: str, bounds: str) -> None:
     keep = rejection_mask(
         log(1, 1), log(float("nan"), 1), torch.zeros(2).long(), option=option, bounds=bounds
     )
@@ -154,8 +154,8 @@ def test_invalid_options_and_bounds_are_errors(option: str, bounds: str, text: s
         rejection_mask(log(1.0), log(1.0), torch.zeros(1, dtype=torch.int64), option=option, bounds=bounds)
 
 
-def test_only_bad_episodes_that_the_policy_left_are_masked() -> None:
-    """Rows, in order: bad and left, bad and approached, good and left."""
+def test_only_episodes_with_negative_advantage_and_large_kl_are_masked() -> None:
+    """Episodes: negative and drifted, negative and approached, positive and drifted."""
     drifted = drifted_episodes(
         torch.tensor([-1.0, -1.0, 1.0, -1.0]),
         torch.zeros(4),
@@ -166,7 +166,7 @@ def test_only_bad_episodes_that_the_policy_left_are_masked() -> None:
     assert drifted.tolist() == [True, True, False, False]
 
 
-def test_no_tokens_give_no_weights() -> None:
+def test_an_empty_step_has_no_weights() -> None:
     empty, episodes = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
     weights = importance_weights(
         empty, empty, episodes, level=WeightLevel.SEQUENCE, max_weight=2.0, normalize=True

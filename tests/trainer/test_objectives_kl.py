@@ -12,7 +12,7 @@ from tests.trainer.oracle_cases import DTYPES, assert_matches, case, inputs
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
-def test_values_and_gradients_are_verls(estimator: str, dtype: torch.dtype) -> None:
+def test_values_and_gradients_equal_verls(estimator: str, dtype: torch.dtype) -> None:
     """L12."""
     policy = inputs("log_prob", dtype).requires_grad_()
     kl = kl_penalty(policy, inputs("ref_log_prob", dtype), estimator)
@@ -22,7 +22,7 @@ def test_values_and_gradients_are_verls(estimator: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "low_var_kl"])
 @pytest.mark.parametrize("unbiased", [False, True])
-def test_values_are_slimes(estimator: str, unbiased: bool) -> None:
+def test_values_equal_slimes(estimator: str, unbiased: bool) -> None:
     """slime works in float32."""
     behaviour = inputs("old_log_prob") if unbiased else None
     kl = kl_penalty(inputs("log_prob"), inputs("ref_log_prob"), estimator, behaviour=behaviour)
@@ -31,7 +31,7 @@ def test_values_are_slimes(estimator: str, unbiased: bool) -> None:
     torch.testing.assert_close(kl[mask], expected[mask].double(), rtol=1e-5, atol=1e-6)
 
 
-def test_a_plus_takes_the_gradient_of_k2() -> None:
+def test_estimators_with_a_plus_have_the_gradient_of_k2() -> None:
     """L12: upstream raises NotImplementedError; right is the value of k3 (or k1) with the gradient of k2."""
     policy = inputs("log_prob").requires_grad_()
     reference = inputs("ref_log_prob")
@@ -55,7 +55,7 @@ def test_the_unbiased_form_has_the_gradient_of_the_kl() -> None:
     )
 
 
-def test_a_penalty_in_the_reward_is_verls() -> None:
+def test_a_penalty_in_the_reward_equals_verls() -> None:
     """V51: token rewards less beta times k1 of proximal against reference."""
     mask = inputs("mask")
     kl = kl_penalty(inputs("old_log_prob"), inputs("ref_log_prob"), "k1")

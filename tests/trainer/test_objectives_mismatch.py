@@ -1,4 +1,4 @@
-"""V47: what engine and trainer disagree in, apart from what staleness makes of it."""
+"""V47: differences between engine and trainer, apart from staleness."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from areal_lite.trainer.data_metrics import mismatch_statistics
 from tests.trainer.oracle_cases import case, inputs
 
 
-def test_figures_are_verls() -> None:
+def test_metrics_equal_verls() -> None:
     mask = inputs("mask").bool()
     proximal, behaviour, episodes = (
         inputs("old_log_prob")[mask],
@@ -29,7 +29,7 @@ def test_figures_are_verls() -> None:
     assert not [name for name in ours if name.startswith("staleness_drift")]
 
 
-def test_figures_by_hand() -> None:
+def test_metrics_by_hand() -> None:
     """V47: probabilities 0.5 and 0.2 against 0.4 and 0.2, one episode."""
     proximal, behaviour = torch.tensor([0.5, 0.2]).log(), torch.tensor([0.4, 0.2]).log()
     figures = mismatch_statistics(proximal, behaviour, torch.tensor([1, 1]), torch.tensor([0, 0]), 1)
@@ -43,7 +43,7 @@ def test_figures_by_hand() -> None:
     )
 
 
-def test_older_tokens_count_as_drift_and_not_as_mismatch() -> None:
+def test_older_tokens_count_as_drift_not_mismatch() -> None:
     proximal = torch.tensor([-1.0, -1.0, -2.0])
     behaviour = torch.tensor([-1.0, -1.5, -1.0])
     figures = mismatch_statistics(proximal, behaviour, torch.tensor([4, 3, 2]), torch.tensor([0, 0, 0]), 4)
@@ -52,13 +52,13 @@ def test_older_tokens_count_as_drift_and_not_as_mismatch() -> None:
     assert figures["staleness_drift/log_prob_diff_max"] == 1
 
 
-def test_probabilities_that_do_not_vary_have_no_correlation() -> None:
+def test_constant_probabilities_have_no_correlation() -> None:
     one = torch.tensor([-1.0])
     figures = mismatch_statistics(one, one, torch.tensor([0]), torch.tensor([0]), 0)
     assert "engine_mismatch/prob_pearson" not in figures
     assert figures["engine_mismatch/perplexity_ratio"] == 1
 
 
-def test_no_tokens_have_no_figures() -> None:
+def test_an_empty_step_has_no_metrics() -> None:
     nothing, none = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
     assert mismatch_statistics(nothing, nothing, none, none, 0) == {}

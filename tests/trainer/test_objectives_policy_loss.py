@@ -101,7 +101,7 @@ CASES: list[tuple[str, str, dict[str, Any], str, AggregationMode]] = [
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("mask_name", ["mask", "mask_mt"])
 @pytest.mark.parametrize(("key", "name", "options", "advantages", "mode"), CASES, ids=[c[0] for c in CASES])
-def test_losses_and_gradients_are_the_oracles(
+def test_losses_and_gradients_equal_the_oracles(
     key: str,
     name: str,
     options: Any,
@@ -156,7 +156,7 @@ def test_ratios_are_clamped_at_exp_20(dtype: torch.dtype) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["ppo", "reinforce"])
-def test_bypass_mode_is_the_behaviour_policy_in_the_place_of_the_proximal(
+def test_bypass_mode_uses_the_behaviour_policy_as_the_proximal_one(
     name: str, level: str | None, option: str | None, bounds: str
 ) -> None:
     """L9: PPO needs no further weight, REINFORCE takes policy / behaviour; rejected tokens count nowhere."""
@@ -181,7 +181,7 @@ def test_bypass_mode_is_the_behaviour_policy_in_the_place_of_the_proximal(
 
 
 @pytest.mark.parametrize("dual_clip", [None, 1.5, 3.0])
-def test_ppo_is_slimes(dual_clip: float | None) -> None:
+def test_ppo_equals_slimes(dual_clip: float | None) -> None:
     mask = inputs("mask").bool()
     terms = ppo(oracle_inputs(mask, torch.float64), clip_eps_high=0.28, dual_clip=dual_clip)
     assert_matches(terms.losses, case(f"slime.policy.c{dual_clip}", "loss_mat")[mask])
@@ -190,14 +190,14 @@ def test_ppo_is_slimes(dual_clip: float | None) -> None:
     )
 
 
-def test_cispo_is_slimes() -> None:
+def test_cispo_equals_slimes() -> None:
     mask = inputs("mask").bool()
     terms = cispo(oracle_inputs(mask, torch.float64))
     assert_matches(terms.losses, case("slime.cispo", "loss_mat")[mask])
     assert_matches(terms.statistics["clip_fraction"], case("slime.cispo", "clipfrac")[mask].double())
 
 
-def test_gspos_ratio_is_slimes_mean_over_the_episode() -> None:
+def test_gspo_equals_slimes() -> None:
     """L2, over episodes with tool tokens between."""
     mask = inputs("mask_mt").bool()
     data = replace(
@@ -216,7 +216,7 @@ def test_off_policy_episodes_with_a_bad_score_are_masked_as_in_slime() -> None:
 
 
 @pytest.mark.parametrize("name", ["tis", "icepop"])
-def test_corrected_losses_are_slimes(name: str) -> None:
+def test_corrected_losses_equal_slimes(name: str) -> None:
     mask = inputs("mask").bool()
     data = oracle_inputs(mask, torch.float64)
     weights = (
@@ -230,7 +230,7 @@ def test_corrected_losses_are_slimes(name: str) -> None:
 
 
 @pytest.mark.parametrize("max_weight", [0.0, 2.0])
-def test_ppo_with_penalty_and_entropy_is_rl2s(max_weight: float) -> None:
+def test_ppo_with_penalty_and_entropy_equals_rl2s(max_weight: float) -> None:
     mask = inputs("mask").bool()
     data = oracle_inputs(mask, torch.float64)
     entropy = flat("sum_pi_squared", mask, torch.float64)  # what the oracle was given as such
@@ -264,7 +264,7 @@ def small(policy: list[float], *, episodes: list[int] | None = None, **others: l
     )
 
 
-def test_clip_cov_drops_a_share_of_unclipped_tokens_of_high_covariance_and_nothing_else() -> None:
+def test_clip_cov_drops_only_unclipped_tokens_of_high_covariance() -> None:
     """L6: which of the candidates is drawn is free, what they are is not; the global RNG stays as it was."""
     mask = inputs("mask").bool()
     data = oracle_inputs(mask, torch.float64)
@@ -291,7 +291,7 @@ def test_clip_cov_drops_a_share_of_unclipped_tokens_of_high_covariance_and_nothi
 @dtypes
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("mask_name", ["mask", "mask_mt"])
-def test_clip_cov_with_the_oracles_draw_has_its_loss(
+def test_clip_cov_with_the_oracles_draw_has_the_oracles_loss(
     mask_name: str, weighted: bool, dtype: torch.dtype
 ) -> None:
     """L6: the oracle draws as many tokens, of the same candidates."""
@@ -317,7 +317,7 @@ def test_clip_cov_with_the_oracles_draw_has_its_loss(
     check(key, loss, data.policy, mask, dtype)
 
 
-def test_clip_cov_leaves_tokens_outside_its_bounds_alone() -> None:
+def test_clip_cov_keeps_tokens_outside_its_bounds() -> None:
     """L6: covariances are 1.5, 0, 0 and 1.5."""
     data = small([0.0, 1.0, 1.0, 2.0], proximal=[0.0, 1.0, 1.0, 2.0], advantages=[-1.5, 0.0, 0.0, 1.5])
     for bounds, dropped in (((1.0, 2.0), 1), ((1.0, 1.5), 0), ((1.5, 2.0), 0)):
@@ -337,14 +337,14 @@ def test_statistics_by_hand() -> None:
 
 
 def test_an_episodes_ratio_is_clamped_at_exp_10() -> None:
-    """L2: a bad episode the policy has run to has a bounded loss, and no gradient."""
+    """L2: the loss of a bad episode that the policy now favours is bounded, without gradient."""
     data = small([15.0, 15.0], advantages=[-1.0, -1.0])
     losses = gspo(data).losses
     assert losses.tolist() == pytest.approx([math.exp(10)] * 2)
     assert torch.autograd.grad(losses.sum(), data.policy)[0].tolist() == [0, 0]
 
 
-def test_m2po_keeps_the_most_tokens_whose_mean_square_is_within_the_bound() -> None:
+def test_m2po_keeps_as_many_tokens_as_the_bound_allows() -> None:
     """Squares 0.25, 0.01, 0.04, 0.01, 0.01: their mean is 0.064, without the first 0.0175."""
     data = small(
         [0.5, 0.1, -0.2, 0.1, 0.1],
@@ -363,19 +363,19 @@ def test_m2po_keeps_the_most_tokens_whose_mean_square_is_within_the_bound() -> N
     assert gradient[0] == 0
 
 
-def test_m2po_drops_what_is_not_a_number_and_spares_the_rest() -> None:
+def test_m2po_drops_nan_tokens_and_keeps_the_rest() -> None:
     data = small([0.1, 0.1, 0.1], behaviour=[float("nan"), float("-inf"), 0.0], episodes=[0, 0, 1])
     assert m2po(data).statistics["clip_fraction"].tolist() == [1, 1, 0]
 
 
-def test_gmpo_leaves_episodes_without_tokens_out_of_the_mean() -> None:
-    """L8: they are not there at all, whereas upstream divides by them."""
+def test_gmpo_excludes_episodes_without_tokens() -> None:
+    """L8: upstream counts them in the mean."""
     data = small([0.0, 0.0], episodes=[0, 5])
     assert aggregate(gmpo(data).losses, token_weights(EPISODE_MEAN, data.episodes)).item() == -1.0
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
-def test_a_policy_that_has_not_moved_gets_the_policy_gradient(name: str) -> None:
+def test_fresh_data_gives_the_policy_gradient(name: str) -> None:
     """Fresh data: every loss has the gradient -A, or -A spread over an episode where it has one ratio."""
     data = small(
         [-1.0, -2.0, -0.5], proximal=[-1.0, -2.0, -0.5], advantages=[2.0, 2.0, -3.0], episodes=[0, 0, 1]
@@ -392,7 +392,7 @@ def test_a_policy_that_has_not_moved_gets_the_policy_gradient(name: str) -> None
 
 @dtypes
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
-def test_no_number_overflows(name: str, dtype: torch.dtype) -> None:
+def test_extreme_inputs_do_not_overflow(name: str, dtype: torch.dtype) -> None:
     """Advantages of a million, log-ratios of 80 nats either way; one token, one episode, episodes of one token."""
     for size, far, stale, shape in itertools.product(
         (1e6, -1e6, 0.0), (80.0, -80.0), (80.0, -80.0), ("0", "00", "552")
@@ -413,7 +413,7 @@ def test_no_number_overflows(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
-def test_no_tokens_give_a_zero_that_backpropagates(name: str) -> None:
+def test_an_empty_step_gives_a_zero_that_backpropagates(name: str) -> None:
     data = small([])
     loss = aggregate(loss_called(name)(data).losses, token_weights(TOKEN_MEAN, data.episodes, num_tokens=8))
     assert loss.item() == 0
@@ -425,7 +425,7 @@ CHOOSING: dict[str, dict[str, Any]] = {
     "kl_cov": {"token_share": 0.1},
     "m2po": {},
 }
-"""Losses that choose among the tokens of a minibatch, with options under which they have a choice here."""
+"""Losses that select tokens of a minibatch, with options that make them select here."""
 
 
 def of_tokens(whole: PolicyInputs, here: Tensor, **changes: Tensor | None) -> PolicyInputs:
@@ -435,8 +435,8 @@ def of_tokens(whole: PolicyInputs, here: Tensor, **changes: Tensor | None) -> Po
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
-def test_an_episodes_losses_do_not_depend_on_the_episodes_beside_it(name: str) -> None:
-    """Once what is chosen in the whole minibatch is known."""
+def test_an_episodes_losses_do_not_depend_on_other_episodes(name: str) -> None:
+    """After tokens are selected in the whole minibatch."""
     whole = oracle_inputs(inputs("mask").bool(), torch.float64)
     loss, options = loss_called(name), CHOOSING.get(name, {})
     terms = loss(whole, **options)
@@ -451,7 +451,7 @@ def test_an_episodes_losses_do_not_depend_on_the_episodes_beside_it(name: str) -
 
 
 @pytest.mark.parametrize("name", CHOOSING)
-def test_the_choice_depends_neither_on_the_order_of_episodes_nor_on_rounding(name: str) -> None:
+def test_token_selection_does_not_depend_on_order_or_rounding(name: str) -> None:
     whole = oracle_inputs(inputs("mask").bool(), torch.float64)
     shuffled = torch.randperm(12, generator=torch.Generator().manual_seed(0))
     order = shuffled[whole.episodes].argsort(stable=True)
@@ -464,7 +464,7 @@ def test_the_choice_depends_neither_on_the_order_of_episodes_nor_on_rounding(nam
 
 
 def test_losses_of_episodes_average_over_episodes() -> None:
-    """L2, L8, and SAPO unless told otherwise."""
+    """L2, L8 and SAPO, unless options say otherwise."""
     averages = {name: aggregation_of(name, where="w") for name in POLICY_LOSSES.names()}
     assert {name for name, mode in averages.items() if mode is EPISODE_MEAN} == {"gspo", "gmpo", "sapo"}
     assert set(averages.values()) == {EPISODE_MEAN, TOKEN_MEAN}
@@ -476,7 +476,7 @@ def test_losses_of_episodes_average_over_episodes() -> None:
         aggregation_of("gspo", TOKEN_MEAN, where="actor.aggregation")
 
 
-def test_a_dual_clip_that_bounds_nothing_is_an_error() -> None:
+def test_a_dual_clip_without_effect_is_an_error() -> None:
     with pytest.raises(ConfigError, match="dual_clip is 1.0: .* must exceed 1"):
         ppo(small([0.0]), dual_clip=1.0)
 

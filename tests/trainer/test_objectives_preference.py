@@ -11,8 +11,8 @@ from areal_lite.trainer.objectives.preference import dpo_loss, reward_model_loss
 from tests.trainer.oracle_cases import assert_matches, case, inputs
 
 
-def test_dpo_is_rl2s() -> None:
-    """Rows 2i and 2i+1 are the chosen and the rejected answer."""
+def test_dpo_equals_rl2s() -> None:
+    """Scores 2i and 2i+1 are of the chosen and the rejected answer."""
     mask = inputs("mask")
     policy, reference = (((inputs(name) * mask).sum(1)) for name in ("log_prob", "ref_log_prob"))
     terms = dpo_loss(policy[::2], policy[1::2], reference[::2], reference[1::2], beta=0.1)
@@ -25,7 +25,7 @@ def test_dpo_is_rl2s() -> None:
         assert terms.statistics[ours].tolist() == pytest.approx(metrics[f"{theirs}/train"])
 
 
-def test_label_smoothing_is_the_loss_with_pairs_turned_round_by_chance() -> None:
+def test_label_smoothing_is_the_expected_loss_of_randomly_swapped_pairs() -> None:
     chosen, rejected, zero = torch.tensor([2.0]), torch.tensor([-1.0]), torch.zeros(1)
     right = dpo_loss(chosen, rejected, zero, zero, beta=0.5).losses
     wrong = dpo_loss(rejected, chosen, zero, zero, beta=0.5).losses
@@ -40,7 +40,7 @@ def test_reward_model_loss_by_hand() -> None:
     assert terms.statistics["margin"].tolist() == [0, -2]
 
 
-def test_a_margin_asks_for_more() -> None:
+def test_a_margin_increases_the_loss() -> None:
     chosen = torch.tensor([3.0, 1.0], requires_grad=True)
     terms = reward_model_loss(chosen, torch.zeros(2), margin=torch.tensor([3.0, 1.0]))
     assert terms.losses.tolist() == pytest.approx([math.log(2)] * 2)

@@ -13,7 +13,7 @@ from tests.trainer.oracle_cases import DTYPES, assert_matches, case, inputs
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
 @pytest.mark.parametrize("clip", [0.2, 0.5])
-def test_loss_and_gradient_are_verls(clip: float, mode: str, dtype: torch.dtype) -> None:
+def test_loss_and_gradient_equal_verls(clip: float, mode: str, dtype: torch.dtype) -> None:
     """L11."""
     mask = inputs("mask", dtype).bool()
     values = inputs("vpreds", dtype)[mask].requires_grad_()
@@ -33,7 +33,7 @@ def test_loss_and_gradient_are_verls(clip: float, mode: str, dtype: torch.dtype)
     assert fraction == pytest.approx(case(key, "clipfrac", dtype), rel=1e-6)
 
 
-def test_losses_are_half_of_rl2s() -> None:
+def test_losses_equal_half_of_rl2s() -> None:
     mask = inputs("mask").bool()
     terms = value_loss(inputs("vpreds")[mask], inputs("values")[mask], inputs("returns")[mask], clip=0.5)
     assert_matches(2 * terms.losses, case("rl2.critic", "loss_mat")[mask])
@@ -42,7 +42,7 @@ def test_losses_are_half_of_rl2s() -> None:
     )
 
 
-def test_without_a_band_it_is_half_the_squared_error() -> None:
+def test_without_clipping_it_is_half_the_squared_error() -> None:
     terms = value_loss(torch.tensor([3.0, 0.0]), torch.zeros(2), torch.tensor([1.0, 1.0]))
     assert terms.losses.tolist() == [2.0, 0.5]
     assert terms.statistics["value_clip_fraction"].tolist() == [0.0, 0.0]

@@ -21,7 +21,7 @@ def rates(**changes: Any) -> list[float]:
     return [learning_rate(config(**changes), step, 6) for step in range(6)]
 
 
-def test_the_rate_rises_over_the_warm_up_and_then_has_its_shape() -> None:
+def test_the_learning_rate_warms_up_and_then_follows_its_schedule() -> None:
     assert rates(warmup_steps=2) == pytest.approx([0, 0.5, 1, 1, 1, 1])
     assert rates(warmup_steps=2, lr_schedule="linear") == pytest.approx([0, 0.5, 1, 0.75, 0.5, 0.25])
     assert rates(lr_schedule="cosine") == pytest.approx([1, 0.933, 0.75, 0.5, 0.25, 0.067], abs=1e-3)
@@ -29,7 +29,7 @@ def test_the_rate_rises_over_the_warm_up_and_then_has_its_shape() -> None:
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 @given(total=st.integers(1, 60), warmup=st.integers(0, 70))
-def test_the_rate_is_that_of_transformers(
+def test_the_learning_rate_equals_that_of_transformers(
     schedule: Literal["constant", "linear", "cosine"], total: int, warmup: int
 ) -> None:
     # R20
@@ -43,7 +43,7 @@ def test_the_rate_is_that_of_transformers(
         theirs.step()
 
 
-def test_the_rate_stays_at_zero_after_the_last_step() -> None:
+def test_the_learning_rate_stays_at_0_after_the_last_step() -> None:
     assert learning_rate(config(lr_schedule="linear"), 9, 6) == 0.0
 
 

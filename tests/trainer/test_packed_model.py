@@ -16,17 +16,17 @@ from areal_lite.errors import ConfigError
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.microbatches import num_inputs, plan_blocks
-from areal_lite.trainer.packed_model import PackedModel, PackedRows
+from areal_lite.trainer.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.policy_model import load_policy
 from areal_lite.trainer.ragged_attention import Segments, _by_kernel
-from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sample
+from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sequence
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "head_dim": 8,
 }  # fmt: skip
-ARCHITECTURES = {  # config, settings, whether rows may hold several samples
+ARCHITECTURES = {  # config, settings, whether bins may hold several sequences
     "llama": (transformers.LlamaConfig, SMALL, True),
     "qwen2": (transformers.Qwen2Config, SMALL, True),
     "qwen3": (transformers.Qwen3Config, SMALL, True),
@@ -45,7 +45,7 @@ ARCHITECTURES = {  # config, settings, whether rows may hold several samples
 }
 
 
-def packed_rows(model: PackedModel, batch: Sequence[TokenSequence]) -> PackedRows:
+def packed_sequences(model: PackedModel, batch: Sequence[TokenSequence]) -> PackedSequences:
     packed, _ = packed_together(batch, share=model.shares_prefixes)
     assert (len(packed.input_ids) < len(batch)) == model.shares_prefixes
     return packed
@@ -57,7 +57,7 @@ def states_alone(model: PackedModel, one: TokenSequence) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_token_sees_what_it_sees_in_its_sequence_alone(name: str) -> None:
+def test_a_packed_token_attends_only_to_its_own_sequence(name: str) -> None:
     config_class, settings, shares = ARCHITECTURES[name]
     torch.manual_seed(0)
     model = PackedModel(transformers.AutoModelForCausalLM.from_config(config_class(**settings)).eval())
@@ -72,12 +72,12 @@ def test_a_token_sees_what_it_sees_in_its_sequence_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_side_by_side_without_mask_or_padding_a_token_sees_the_same(name: str) -> None:
+def test_side_by_side_a_token_attends_only_to_its_own_sequence(name: str) -> None:
     config_class, settings, shares = ARCHITECTURES[name]
     torch.manual_seed(0)
     model = PackedModel(transformers.AutoModelForCausalLM.from_config(config_class(**settings)).eval())
     assert model.read_ragged() == model.ragged == shares
-    batch = [*drawn_batch(3), sample([5, 6, 7, 8], [2, 3]), sample([5, 6, 9], [2]), sample([5, 6], [1])]
+    batch = [*drawn_batch(3), sequence([5, 6, 7, 8], [2, 3]), sequence([5, 6, 9], [2]), sequence([5, 6], [1])]
     below, _ = packed_together(batch, share=shares)
     side_by_side, _ = packed_together(batch, share=shares, ragged=shares)
     if shares:
@@ -93,21 +93,21 @@ def test_side_by_side_without_mask_or_padding_a_token_sees_the_same(name: str) -
 
 
 TREE = [  # forks inside trained tokens, a chain, nested forks, equal inputs, and a stranger without a common prefix
-    sample([5, 6, 7, 8, 9], [2, 3]),
-    sample([5, 6, 7, 8, 9, 10, 11], [4, 6]),
-    sample([5, 6, 7, 12, 13, 14], [3, 4, 5]),
-    sample([5, 6, 7, 12, 13, 15, 16, 17], [6, 7]),
-    sample([5, 6, 7, 12, 13, 15, 16, 18], [7]),
-    sample([5, 6, 20], [2]),
-    sample([30, 31, 32, 33], [1, 3]),
-    sample([30, 31, 32, 33, 34, 35], [4, 5], group="chain"),
-    sample([30, 31, 32, 33], [1, 3], group="chain"),
+    sequence([5, 6, 7, 8, 9], [2, 3]),
+    sequence([5, 6, 7, 8, 9, 10, 11], [4, 6]),
+    sequence([5, 6, 7, 12, 13, 14], [3, 4, 5]),
+    sequence([5, 6, 7, 12, 13, 15, 16, 17], [6, 7]),
+    sequence([5, 6, 7, 12, 13, 15, 16, 18], [7]),
+    sequence([5, 6, 20], [2]),
+    sequence([30, 31, 32, 33], [1, 3]),
+    sequence([30, 31, 32, 33, 34, 35], [4, 5], group="chain"),
+    sequence([30, 31, 32, 33], [1, 3], group="chain"),
 ]
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
 @pytest.mark.parametrize("name", [name for name, (_, _, shares) in ARCHITECTURES.items() if shares])
-def test_a_token_of_a_tree_sees_what_it_sees_in_its_sequence_alone(name: str, ragged: bool) -> None:
+def test_in_a_tree_a_token_attends_only_to_its_own_sequence(name: str, ragged: bool) -> None:
     config_class, settings, _ = ARCHITECTURES[name]
     torch.manual_seed(0)
     model = PackedModel(transformers.AutoModelForCausalLM.from_config(config_class(**settings)).eval())
@@ -138,13 +138,15 @@ def test_a_chain_needs_no_mask_and_a_fork_does() -> None:
     assert fork.input_ids.shape == (3, len(prefixes))  # every prefix is computed once
 
 
-def states_and_gradients(model: PackedModel, packed: PackedRows, weights: list[Tensor]) -> tuple[Tensor, Any]:
+def states_and_gradients(
+    model: PackedModel, packed: PackedSequences, weights: list[Tensor]
+) -> tuple[Tensor, Any]:
     states = model.states(packed)
     loss = (states * torch.linspace(-1, 1, states.shape[1])).sum()
     return states.detach(), torch.autograd.grad(loss, weights, allow_unused=True)
 
 
-def test_a_model_that_reads_side_by_side_is_saved_as_any_other(tiny: Path, tmp_path: Path) -> None:
+def test_a_model_that_reads_side_by_side_is_saved_normally(tiny: Path, tmp_path: Path) -> None:
     model = load_policy(str(tiny), device=CPU)
     model.save_pretrained(tmp_path / "before")
     assert PackedModel(model).read_ragged()
@@ -153,7 +155,7 @@ def test_a_model_that_reads_side_by_side_is_saved_as_any_other(tiny: Path, tmp_p
     assert before == after
 
 
-def test_the_kernel_of_different_lengths_takes_what_it_is_given() -> None:
+def test_the_varlen_kernel_accepts_its_arguments() -> None:
     # Its own implementation needs a GPU; shapes and dtypes are checked without one.
     segments = Segments(*torch.zeros(2, 4, dtype=torch.int32), torch.zeros(12, dtype=torch.int64), 5, 7)
     query, key = torch.empty(9, 8, 64, dtype=torch.bfloat16), torch.empty(12, 2, 64, dtype=torch.bfloat16)
@@ -172,7 +174,7 @@ def test_the_decoder_is_registered_once(tiny: Path) -> None:
 def test_a_deep_copy_reads_its_own_weights(untied: Path) -> None:
     scorer = TokenScorer(load_policy(str(untied), device=CPU), temperature=1.0)
     reference = copy.deepcopy(scorer)
-    packed = packed_rows(scorer, drawn_batch(0))
+    packed = packed_sequences(scorer, drawn_batch(0))
     with torch.no_grad():
         before = reference(packed).logprobs
         for weight in scorer.parameters():
@@ -181,17 +183,17 @@ def test_a_deep_copy_reads_its_own_weights(untied: Path) -> None:
         assert not torch.equal(scorer(packed).logprobs, before)
 
 
-def test_targets_and_the_positions_that_predict_them_stand_row_by_row_sequence_by_sequence(
+def test_targets_and_their_predicting_positions_are_in_order(
     tiny: Path,
 ) -> None:
-    batch = [sample([5, 6, 7, 8], [2, 3]), sample([5, 6, 9], [2]), sample([1, 2], [1], group="other")]
-    packed = packed_rows(PackedModel(load_policy(str(tiny), device=CPU)), batch)
+    batch = [sequence([5, 6, 7, 8], [2, 3]), sequence([5, 6, 9], [2]), sequence([1, 2], [1], group="other")]
+    packed = packed_sequences(PackedModel(load_policy(str(tiny), device=CPU)), batch)
     assert packed.input_ids.tolist() == [[5, 6, 7], [1, 0, 0]]  # the last token of a sequence is never read
     assert packed.targets.tolist() == [9, 7, 8, 2]  # the shorter of two that begin alike comes first
     assert packed.predicted_at.tolist() == [1, 1, 2, 3]
 
 
-def test_a_folder_that_lacks_weights_of_a_causal_lm_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_a_folder_without_weights_of_a_causal_lm_is_refused(tiny: Path, tmp_path: Path) -> None:
     model = transformers.AutoModelForTokenClassification.from_pretrained(tiny, num_labels=1)
     model.config.tie_word_embeddings = False
     model.save_pretrained(tmp_path)
@@ -204,9 +206,9 @@ def test_an_update_smaller_than_the_resolution_of_bfloat16_is_kept(tiny: Path) -
     learner = Learner(scorer, *[LearnerConfig(learning_rate=1e-7, device="cpu")] * 2, total_steps=1)
     weight = scorer.model.model.layers[0].mlp.up_proj.weight
     before = weight.detach().clone()
-    packed = packed_rows(scorer, drawn_batch(0))
+    packed = packed_sequences(scorer, drawn_batch(0))
 
-    def loss_of(packed: PackedRows) -> Tensor:
+    def loss_of(packed: PackedSequences) -> Tensor:
         with learner.autocast():
             return -scorer(packed).logprobs.mean()
 

@@ -17,7 +17,7 @@ from areal_lite.trainer.estimators import Estimate, EstimatorInputs
 from areal_lite.trainer.objectives.aggregation import AggregationMode
 from areal_lite.trainer.objectives.policy_loss import POLICY_LOSSES
 from areal_lite.trainer.policy_trainer import PolicyTrainer
-from tests.trainer.training_data import drawn_batch, sample, training_batch
+from tests.trainer.training_data import drawn_batch, sequence, training_batch
 
 
 def make_trainer(
@@ -84,7 +84,7 @@ CUTS: list[dict[str, Any]] = [
     *({"loss": loss, "loss_kwargs": options, "proximal": "behaviour"} for loss, options in CHOICES.items()),
     *({"loss_aggregation": str(mode)} for mode in AggregationMode if not mode.endswith("norm")),
     {"loss_aggregation": "seq-mean-token-sum-norm", "loss_scale": 32},
-    {"correction": CorrectionConfig(level="sequence", normalize=True, max_row_kl=1.0)},
+    {"correction": CorrectionConfig(level="sequence", normalize=True, max_episode_kl=1.0)},
 ]
 
 
@@ -109,7 +109,7 @@ def surprise(inputs: EstimatorInputs) -> Estimate:
     return Estimate(-inputs.needed("proximal_logprobs"))
 
 
-def test_the_trainer_computes_what_an_estimator_of_the_users_asks_for(tiny: Path) -> None:
+def test_the_trainer_computes_the_inputs_a_users_estimator_needs(tiny: Path) -> None:
     trainer = make_trainer(tiny, advantage=f"{__name__}.surprise")
     step = trainer.begin(training_batch(drawn_batch(0)), version=5)
     trainer.score_proximal(step)
@@ -121,7 +121,7 @@ def test_the_trainer_computes_what_an_estimator_of_the_users_asks_for(tiny: Path
 
 def test_an_unbiased_kl_penalty_weighs_each_token_by_policy_over_behaviour(tiny: Path) -> None:
     """Nothing else has a gradient: all rewards are equal. At a ratio of 2 everywhere it is twice as large."""
-    batch = training_batch([sample([5, 6, 7, 8], [2, 3]), sample([5, 9, 7], [1, 2])])
+    batch = training_batch([sequence([5, 6, 7, 8], [2, 3]), sequence([5, 9, 7], [1, 2])])
     found = {}
     for unbiased in (False, True):
         kl = KLConfig(coef=1.0, estimator="k1", unbiased=unbiased)
@@ -148,22 +148,22 @@ def first_gradients(model_path: Path, kl_coef: float) -> dict[str, torch.Tensor]
     return seen[0]
 
 
-def test_the_first_update_of_a_step_begins_where_the_policy_is(tiny: Path) -> None:
+def test_the_first_update_of_a_step_has_a_ratio_of_exactly_1(tiny: Path) -> None:
     """To the last bit: at any distance kl_cov would pull at the tokens."""
     torch.testing.assert_close(first_gradients(tiny, 0.0), first_gradients(tiny, 1e3), atol=1e-6, rtol=1e-5)
 
 
-def test_answers_the_policy_has_left_are_not_pushed_away_further(tiny: Path) -> None:
+def test_max_episode_kl_masks_bad_answers_far_from_the_policy(tiny: Path) -> None:
     """Only the worse of the two is far from what sampled it, so nothing but the better one has a gradient."""
     batch = [
-        sample([5, 6, 7], [2], reward=reward, behaviour=[0, 0, logprob])
+        sequence([5, 6, 7], [2], reward=reward, behaviour=[0, 0, logprob])
         for reward, logprob in ((1.0, -1.0), (0.0, 0.0))
     ]
     bounded, alone = (
         make_trainer(
             tiny, advantage="reinforce", advantage_mean="batch", max_grad_norm=1e9, correction=correction
         )
-        for correction in (CorrectionConfig(level="none", max_row_kl=5.1), CorrectionConfig(level="none"))
+        for correction in (CorrectionConfig(level="none", max_episode_kl=5.1), CorrectionConfig(level="none"))
     )
     metrics = bounded.train_step(training_batch(batch), version=0)
     assert metrics["drifted_fraction"] == 0.5
@@ -180,7 +180,7 @@ def test_which_groups_share_an_update_does_not_depend_on_the_order_of_the_batch(
     torch.testing.assert_close(weights(trainers[0]), weights(trainers[1]), atol=1e-5, rtol=1e-4)
 
 
-def test_a_loss_of_ones_own_reaches_samples_without_an_advantage(tiny: Path) -> None:
+def test_a_users_loss_gets_episodes_without_an_advantage(tiny: Path) -> None:
     silent = [
         dataclasses.replace(one, reward=2.0, group_id=f"s{n}")
         for n in range(2)
@@ -192,7 +192,7 @@ def test_a_loss_of_ones_own_reaches_samples_without_an_advantage(tiny: Path) -> 
     assert metrics["computed_tokens"] == metrics["trained_tokens"]
 
 
-def test_what_a_critic_tells_is_a_mean_over_its_own_tokens(tiny: Path) -> None:
+def test_critic_metrics_are_means_over_the_critics_tokens(tiny: Path) -> None:
     """Also while the policy waits."""
     critic = CriticConfig(learning_rate=1.0, updates_before_policy=1)
     trainer = make_trainer(tiny, advantage="gae", critic=critic, minibatches_per_step=3)
@@ -201,13 +201,13 @@ def test_what_a_critic_tells_is_a_mean_over_its_own_tokens(tiny: Path) -> None:
     assert 0 < metrics["value_clip_fraction"] <= 1
 
 
-def test_padding_in_the_same_micro_batch_changes_nothing(tiny: Path) -> None:
-    """A long stranger in the batch pads the group's rows; with advantage 0 it adds no gradient of its own."""
-    group = [sample([5, 6, 7, 8 + i], [3], reward=float(i), group="a") for i in range(2)]
-    stranger = [sample(list(range(3, 60)), [50], group="b")]
+def test_padding_in_a_micro_batch_changes_nothing(tiny: Path) -> None:
+    """A long sequence of another group causes padding; its advantage is 0, so it adds no gradient."""
+    group = [sequence([5, 6, 7, 8 + i], [3], reward=float(i), group="a") for i in range(2)]
+    stranger = [sequence(list(range(3, 60)), [50], group="b")]
     results = []
     for batch in (group, group + stranger):
-        # Without a KL term the stranger would be left out of the forward pass; this one weighs nothing.
+        # Without a KL term the extra sequence would be skipped in the forward pass; this term has weight 0.
         trainer = make_trainer(tiny, max_grad_norm=1e9, kl=KLConfig(coef=1e-12))
         loss = trainer.train_step(training_batch(batch), version=0)["loss"]
         results.append(
@@ -216,7 +216,7 @@ def test_padding_in_the_same_micro_batch_changes_nothing(tiny: Path) -> None:
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
 
 
-def test_groups_without_advantage_are_left_out_and_nothing_changes(tiny: Path) -> None:
+def test_skipping_groups_without_advantage_changes_nothing(tiny: Path) -> None:
     batch = drawn_batch(1, groups=2)
     silent = [dataclasses.replace(one, reward=2.0, group_id="silent") for one in drawn_batch(2, groups=1)]
     skipping, forced = make_trainer(tiny), make_trainer(tiny)
@@ -230,10 +230,10 @@ def test_groups_without_advantage_are_left_out_and_nothing_changes(tiny: Path) -
     torch.testing.assert_close(gradients(skipping), gradients(forced), atol=1e-6, rtol=1e-4)
 
 
-def test_a_batch_without_any_advantage_still_takes_its_step(tiny: Path) -> None:
+def test_a_batch_without_advantages_still_counts_as_a_step(tiny: Path) -> None:
     trainer = make_trainer(tiny)
     before = weights(trainer)
-    batch = training_batch([sample([5, 6, 7], [2], group=name) for name in "ab"])
+    batch = training_batch([sequence([5, 6, 7], [2], group=name) for name in "ab"])
     metrics = trainer.train_step(batch, version=0)
     assert (metrics["computed_tokens"], metrics["grad_norm"], metrics["loss"]) == (0, 0, 0)
     assert metrics["skipped_updates"] == 0
@@ -260,7 +260,7 @@ def test_a_policy_learns_what_is_rewarded(tiny: Path) -> None:
             logprobs = torch.log_softmax(trainer.model(torch.tensor([[5, 6]])).logits[0, -1, :16], -1)
         drawn = torch.multinomial(logprobs.exp(), 32, replacement=True, generator=generator).tolist()
         batch = [
-            sample([5, 6, token], [2], reward=float(token == 9), behaviour=[0, 0, logprobs[token]])
+            sequence([5, 6, token], [2], reward=float(token == 9), behaviour=[0, 0, logprobs[token]])
             for token in drawn
         ]
         rewards.append(trainer.train_step(training_batch(batch), version=step)["reward_mean"])
@@ -274,7 +274,7 @@ def test_fresh_data_has_no_mismatch_ratio_one_and_no_staleness(tiny: Path) -> No
         logits = trainer.model(torch.tensor([[5, 6]])).logits[0, -1] / 0.7
     logprobs = torch.log_softmax(logits, -1)
     batch = [
-        sample([5, 6, t], [2], reward=float(t), behaviour=[0, 0, logprobs[t]], versions=[-1, -1, 3])
+        sequence([5, 6, t], [2], reward=float(t), behaviour=[0, 0, logprobs[t]], versions=[-1, -1, 3])
         for t in (7, 8)
     ]
     metrics = trainer.train_step(training_batch(batch), version=3)
@@ -283,7 +283,7 @@ def test_fresh_data_has_no_mismatch_ratio_one_and_no_staleness(tiny: Path) -> No
     assert (metrics["staleness_max"], metrics["clip_fraction"], metrics["approx_kl"]) == (0, 0, 0)
 
 
-def test_later_minibatches_are_held_to_the_weights_the_step_began_with(tiny: Path) -> None:
+def test_later_minibatches_are_clipped_around_the_weights_at_the_start_of_the_step(tiny: Path) -> None:
     trainer = make_trainer(tiny, minibatches_per_step=3, learning_rate=1e-2)
     metrics = trainer.train_step(training_batch(drawn_batch(4)), version=0)
     assert metrics["seconds_proximal"] > 0
@@ -291,7 +291,7 @@ def test_later_minibatches_are_held_to_the_weights_the_step_began_with(tiny: Pat
     assert trainer.learner.optimizer.state[next(trainer.model.parameters())]["step"] == 3
 
 
-def test_the_reference_stays_where_the_policy_began(tiny: Path) -> None:
+def test_the_reference_keeps_the_initial_weights(tiny: Path) -> None:
     trainer = make_trainer(tiny, kl=KLConfig(coef=0.1), learning_rate=1e-2)
     first, second = (
         trainer.train_step(training_batch(drawn_batch(step)), version=step)["kl"] for step in range(2)
@@ -305,7 +305,7 @@ def poison(trainer: PolicyTrainer, value: float) -> None:
         trainer.model.model.norm.weight[0] = value
 
 
-def test_three_updates_in_a_row_that_are_not_finite_stop_the_run(tiny: Path) -> None:
+def test_three_consecutive_non_finite_updates_stop_the_run(tiny: Path) -> None:
     trainer, batch = make_trainer(tiny), training_batch(drawn_batch(0))
     poison(trainer, math.nan)
     before = weights(trainer)
@@ -316,7 +316,7 @@ def test_three_updates_in_a_row_that_are_not_finite_stop_the_run(tiny: Path) -> 
         trainer.train_step(batch, version=0)
 
 
-def test_a_finite_update_forgives_the_ones_before(tiny: Path) -> None:
+def test_a_finite_update_resets_the_count_of_skipped_ones(tiny: Path) -> None:
     trainer, batch = make_trainer(tiny), training_batch(drawn_batch(0))
     skipped = []
     for value in (math.nan, math.nan, 1.0, math.nan, math.nan, 1.0):
@@ -339,9 +339,7 @@ def run_out_of_memory(trainer: PolicyTrainer, module: torch.nn.Module, times: in
 
 
 @pytest.mark.parametrize("role", ["policy", "critic"])
-def test_f68_memory_that_runs_out_once_halves_the_micro_batch_and_changes_nothing_else(
-    tiny: Path, role: str
-) -> None:
+def test_f68_running_out_of_memory_once_halves_the_micro_batch(tiny: Path, role: str) -> None:
     settings: dict[str, Any] = {
         "advantage": "gae",
         "critic": CriticConfig(learning_rate=1e-3),
@@ -360,7 +358,7 @@ def test_f68_memory_that_runs_out_once_halves_the_micro_batch_and_changes_nothin
     torch.testing.assert_close(weights(pressed), weights(calm), atol=1e-4, rtol=1e-3)
 
 
-def test_f68_memory_that_runs_out_again_ends_the_run(tiny: Path) -> None:
+def test_f68_running_out_of_memory_again_ends_the_run(tiny: Path) -> None:
     trainer = make_trainer(tiny, max_tokens_per_microbatch=256)
     run_out_of_memory(trainer, trainer.learner.module, times=2)
     with pytest.raises(
@@ -369,16 +367,16 @@ def test_f68_memory_that_runs_out_again_ends_the_run(tiny: Path) -> None:
         trainer.train_step(training_batch(drawn_batch(0)), version=5)
 
 
-def test_f67_an_update_that_is_left_out_is_told_with_its_tasks(
+def test_f67_a_skipped_update_is_recorded_with_its_tasks(
     tiny: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[dict[str, Any]] = []
+    skipped_updates: list[dict[str, Any]] = []
     config = TrainerConfig(total_steps=1, learning_rate=1e-3, dtype="float32", device="cpu")
-    trainer = PolicyTrainer(config, model_path=str(tiny), seed=1, on_skip=told.append)
+    trainer = PolicyTrainer(config, model_path=str(tiny), seed=1, on_skip=skipped_updates.append)
     poison(trainer, math.nan)
     batch = [dataclasses.replace(one, task_id=f"t{place}") for place, one in enumerate(drawn_batch(0))]
     trainer.train_step(training_batch(batch), version=0)
-    (skipped,) = told
+    (skipped,) = skipped_updates
     assert sorted(skipped["task_ids"]) == sorted(one.task_id for one in batch)
     assert skipped["step"] == 0 and not skipped["applied"]
     assert "skipped a non-finite update" in caplog.text
@@ -387,7 +385,7 @@ def test_f67_an_update_that_is_left_out_is_told_with_its_tasks(
 @pytest.mark.parametrize(
     ("key", "value"), [("rewards", math.nan), ("baselines", math.inf), ("logprobs", -math.inf)]
 )
-def test_a_number_in_a_batch_that_is_not_finite_ends_the_run_with_its_task(
+def test_a_non_finite_number_in_a_batch_ends_the_run_and_names_its_task(
     tiny: Path, key: str, value: float
 ) -> None:
     batch = training_batch(
@@ -401,7 +399,7 @@ def test_a_number_in_a_batch_that_is_not_finite_ends_the_run_with_its_task(
     assert trainer.steps_done == 0
 
 
-def test_advantages_are_not_made_of_what_a_diverged_model_gives(tiny: Path) -> None:
+def test_no_advantages_are_computed_from_a_diverged_model(tiny: Path) -> None:
     trainer = make_trainer(tiny, advantage="gae", critic=CriticConfig(learning_rate=1e-3))
     assert trainer.critic is not None
     with torch.no_grad():
@@ -413,7 +411,7 @@ def test_advantages_are_not_made_of_what_a_diverged_model_gives(tiny: Path) -> N
 
 def test_a_batch_without_trained_tokens_is_an_error(tiny: Path) -> None:
     with pytest.raises(TrainingError, match="none of the 1 sequences has a trained token"):
-        make_trainer(tiny).train_step(training_batch([sample([5, 6], [])]), version=0)
+        make_trainer(tiny).train_step(training_batch([sequence([5, 6], [])]), version=0)
 
 
 def test_a_batch_is_checked_before_anything_is_computed(tiny: Path) -> None:
@@ -425,14 +423,14 @@ def test_a_batch_is_checked_before_anything_is_computed(tiny: Path) -> None:
     assert trainer.steps_done == 0
 
 
-def test_rows_with_more_than_tokens_are_not_trained_as_if_they_were_text(tiny: Path) -> None:
+def test_sequences_with_images_are_refused(tiny: Path) -> None:
     image = {"pixel_values": torch.zeros(1)}
     batch = training_batch([dataclasses.replace(one, multi_modal_inputs=image) for one in drawn_batch(0)])
     with pytest.raises(TrainingError, match="12 of 12 sequences have multi_modal_inputs"):
         make_trainer(tiny).train_step(batch, version=0)
 
 
-def test_a_batch_put_together_by_the_stages_of_a_run_trains_like_the_whole(tiny: Path) -> None:
+def test_a_batch_joined_from_parts_trains_like_the_whole(tiny: Path) -> None:
     """V64"""
     whole, staged = training_batch(drawn_batch(0)), training_batch(drawn_batch(0))
     rewards = staged.pop(["rewards"])
@@ -458,13 +456,13 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         make_trainer(tmp_path)
 
 
-def test_a_model_that_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match="cannot be loaded as a causal LM"):
         make_trainer(Path("no/such/model"))
 
 
-def test_a_gpu_that_is_not_there_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="torch sees no GPU"):
         make_trainer(tiny, device="cuda")

@@ -37,7 +37,7 @@ def answer_logprob(model: object, item: Item, name: str) -> torch.Tensor:
     return logprobs[mask[1:].bool()].sum()
 
 
-def test_dpo_is_the_formula_worked_out_from_plain_logits(tiny: Path, other: Path) -> None:
+def test_dpo_equals_the_formula_on_plain_logits(tiny: Path, other: Path) -> None:
     items, beta, smoothing = pairs(0, 5), 0.3, 0.1
     reference = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     policy = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
@@ -68,7 +68,7 @@ def test_dpo_is_the_formula_worked_out_from_plain_logits(tiny: Path, other: Path
 
 @settings(max_examples=8)
 @given(max_tokens=st.integers(1, 400), order=st.permutations(range(5)))
-def test_micro_batch_size_and_order_leave_a_pair_loss_as_it_is(
+def test_a_pair_loss_does_not_depend_on_micro_batch_size_or_order(
     tiny: Path, other: Path, max_tokens: int, order: list[int]
 ) -> None:
     # R10, R15, R21
@@ -112,9 +112,9 @@ def test_pairs_stay_together_on_one_rank_and_in_one_micro_batch(
         )
         for microbatch in cut(range(len(step.sequences)), 50):
             if microbatch.counts:
-                samples = torch.unique(step.of_token[microbatch.tokens]).tolist()
-                assert all(sample ^ 1 in samples for sample in samples)
-                seen += samples
+                sequences = torch.unique(step.of_token[microbatch.tokens]).tolist()
+                assert all(sequence ^ 1 in sequences for sequence in sequences)
+                seen += sequences
     assert sorted(seen) == list(range(2 * len(items)))
 
 
@@ -130,7 +130,7 @@ def untied_dpo(untied: Path) -> object:
     return dpo_trainer(untied)
 
 
-def test_dpo_begins_without_a_margin_and_learns_to_prefer(tiny: Path) -> None:
+def test_dpo_starts_without_a_margin_and_learns_to_prefer(tiny: Path) -> None:
     items = pairs(2, 6)
     trainer = dpo_trainer(tiny, learning_rate=3e-3)
     first = trainer.evaluate(items)
@@ -144,7 +144,7 @@ def test_dpo_begins_without_a_margin_and_learns_to_prefer(tiny: Path) -> None:
     assert last["margin"] == pytest.approx(last["chosen_reward"] - last["rejected_reward"], rel=1e-5)
 
 
-def test_under_adapters_the_reference_is_the_model_without_them(tiny: Path) -> None:
+def test_with_adapters_the_reference_is_the_base_model(tiny: Path) -> None:
     pytest.importorskip("peft")
     items = pairs(3, 6)
     trainer = dpo_trainer(tiny, lora={"rank": 4}, learning_rate=1e-2)
@@ -155,7 +155,7 @@ def test_under_adapters_the_reference_is_the_model_without_them(tiny: Path) -> N
 
 
 @pytest.mark.parametrize("act", ["train_step", "evaluate"])
-def test_memory_that_runs_out_in_the_reference_halves_the_micro_batch(tiny: Path, act: str) -> None:
+def test_running_out_of_memory_in_the_reference_halves_the_micro_batch(tiny: Path, act: str) -> None:
     # F68: the two of a pair still meet in one micro-batch.
     calm, pressed = (dpo_trainer(tiny, max_tokens_per_microbatch=128) for _ in range(2))
     assert pressed._reference is not None

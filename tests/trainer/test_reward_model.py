@@ -14,7 +14,7 @@ from areal_lite.trainer.microbatches import plan_blocks
 from areal_lite.trainer.packed_model import pack
 from areal_lite.trainer.scalar_model import RewardModel, RewardScorer, ending, load_reward_model
 from areal_lite.trainer.weights import write_model
-from tests.trainer.training_data import drawn_batch, sample
+from tests.trainer.training_data import drawn_batch, sequence
 
 CPU = torch.device("cpu")
 
@@ -32,12 +32,12 @@ def alone(model: Any, one: TokenSequence) -> Tensor:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
-def test_rewards_are_what_transformers_says_of_each_whole_sequence(model: Any, max_tokens: int) -> None:
+def test_rewards_equal_those_of_transformers(model: Any, max_tokens: int) -> None:
     batch = drawn_batch(5)
     batch += [
-        sample([*one.input_ids, 7, 8], [1], group=one.group_id) for one in batch
+        sequence([*one.input_ids, 7, 8], [1], group=one.group_id) for one in batch
     ]  # untrained tokens at the end
-    batch.append(sample(batch[0].input_ids[:3], [1], group=batch[0].group_id))  # the beginning of another
+    batch.append(sequence(batch[0].input_ids[:3], [1], group=batch[0].group_id))  # the beginning of another
     rewards = RewardModel(model).score(batch, max_tokens=max_tokens)
     assert not rewards.requires_grad
     with torch.no_grad():
@@ -46,27 +46,27 @@ def test_rewards_are_what_transformers_says_of_each_whole_sequence(model: Any, m
     assert len(np.unique(rewards.numpy().round(4))) == len(batch)
 
 
-def test_rewards_of_nothing_are_none(model: Any) -> None:
+def test_no_sequences_give_no_rewards(model: Any) -> None:
     assert RewardModel(model).score([], max_tokens=10).tolist() == []
 
 
 def test_a_reward_depends_on_the_last_token(model: Any) -> None:
-    batch = [sample([5, 6, last], [1]) for last in (7, 8)]
+    batch = [sequence([5, 6, last], [1]) for last in (7, 8)]
     first, second = RewardModel(model).score(batch, max_tokens=100).tolist()
     assert abs(first - second) > 1e-3
 
 
 def test_an_empty_sequence_is_refused(model: Any) -> None:
     with pytest.raises(ValueError, match="True at the first token"):
-        RewardModel(model).score([sample([], [])], max_tokens=10)
+        RewardModel(model).score([sequence([], [])], max_tokens=10)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_the_gradient_of_a_pair_is_that_of_the_sequences_alone(tiny: Path, recompute: bool) -> None:
+def test_the_gradient_of_a_pair_equals_that_of_its_sequences_alone(tiny: Path, recompute: bool) -> None:
     model = load_reward_model(str(tiny), device=CPU, gradient_checkpointing=recompute, new_head=True)
     torch.manual_seed(0)
     torch.nn.init.normal_(model.score.weight)
-    pair = [sample([5, 6, 7, 8], [2, 3]), sample([5, 6, 9], [2])]
+    pair = [sequence([5, 6, 7, 8], [2, 3]), sequence([5, 6, 9], [2])]
     scorer, endings = RewardScorer(model), [ending(one) for one in pair]
     ((block,),) = plan_blocks(
         endings, [0, 1], max_tokens=100, balance_length=100
@@ -89,7 +89,7 @@ def test_a_saved_reward_model_keeps_its_head(model: Any, tmp_path: Path) -> None
     torch.testing.assert_close(again.state_dict(), model.state_dict(), atol=0, rtol=0)
 
 
-def test_a_language_model_is_no_trained_reward_model(tiny: Path) -> None:
+def test_a_language_model_is_not_a_trained_reward_model(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="has no reward head.*a trained one"):
         load_reward_model(str(tiny), device=CPU)
     assert not load_reward_model(str(tiny), device=CPU, new_head=True).score.weight.any()

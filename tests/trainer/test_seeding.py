@@ -19,19 +19,19 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def test_determinism_is_off_unless_it_is_asked_for() -> None:
+def test_determinism_is_off_by_default() -> None:
     seed_process(1)
     assert not torch.are_deterministic_algorithms_enabled()
     assert WORKSPACE not in os.environ
 
 
-def test_deterministic_refuses_what_differs_between_runs() -> None:
+def test_deterministic_mode_enables_deterministic_algorithms() -> None:
     seed_process(1, deterministic=True)
     assert torch.are_deterministic_algorithms_enabled()
     assert os.environ[WORKSPACE] == ":4096:8"
 
 
-def test_a_workspace_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_workspace_setting_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WORKSPACE, ":16:8")
     seed_process(1, deterministic=True)
     assert os.environ[WORKSPACE] == ":16:8"

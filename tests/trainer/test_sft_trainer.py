@@ -39,7 +39,9 @@ def plain_loss(
 
 @pytest.mark.parametrize("averaging", ["token", "sequence"])
 @pytest.mark.parametrize("common", [0, 20])
-def test_loss_and_gradients_are_those_of_each_sequence_alone(tiny: Path, averaging: str, common: int) -> None:
+def test_loss_and_gradients_equal_those_of_each_sequence_alone(
+    tiny: Path, averaging: str, common: int
+) -> None:
     # R21
     items = sequences(0, 7, common=common)
     expected, plain = plain_loss(tiny, items, averaging)
@@ -59,7 +61,7 @@ def test_loss_and_gradients_are_those_of_each_sequence_alone(tiny: Path, averagi
     order=st.permutations(range(6)),
     averaging=st.sampled_from(["token", "sequence"]),
 )
-def test_micro_batch_size_and_order_leave_loss_and_gradients_as_they_are(
+def test_loss_and_gradients_do_not_depend_on_micro_batch_size_or_order(
     tiny: Path, common: int, max_tokens: int, order: list[int], averaging: str
 ) -> None:
     # R21
@@ -75,7 +77,7 @@ def test_micro_batch_size_and_order_leave_loss_and_gradients_as_they_are(
         torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-6)
 
 
-def test_what_all_sequences_begin_with_is_computed_once_where_it_is_long(tiny: Path) -> None:
+def test_a_long_common_prefix_is_computed_once(tiny: Path) -> None:
     trainer = sft_trainer(tiny)
     for common, rows in ((1, 6), (60, 1)):
         step = trainer._lay_out(sequences(1, 6, common=common))
@@ -83,7 +85,7 @@ def test_what_all_sequences_begin_with_is_computed_once_where_it_is_long(tiny: P
         assert len(microbatch.packed.input_ids) == rows
 
 
-def test_evaluation_gives_the_loss_of_the_next_update_and_changes_no_weight(tiny: Path) -> None:
+def test_evaluation_gives_the_loss_of_the_next_update_without_changing_weights(tiny: Path) -> None:
     items = sequences(2, 5)
     trainer = sft_trainer(tiny)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -95,7 +97,7 @@ def test_evaluation_gives_the_loss_of_the_next_update_and_changes_no_weight(tiny
     assert trainer.evaluate(items)["loss"] < evaluated["loss"]
 
 
-def test_the_learning_rate_warms_up_over_a_share_of_the_steps_and_falls_along_a_cosine(tiny: Path) -> None:
+def test_the_learning_rate_warms_up_and_then_follows_a_cosine(tiny: Path) -> None:
     # R20: int(0.25 * 9) = 2 steps of warm-up.
     trainer = sft_trainer(tiny, total_steps=9, warmup_ratio=0.25, lr_schedule="cosine", learning_rate=1.0)
     items = sequences(3, 2)
@@ -115,12 +117,12 @@ def test_warm_up_steps_are_rounded_down() -> None:
     assert [with_warmup(config, total).warmup_steps for total in (9, 10, 19, 20)] == [0, 1, 1, 2]
 
 
-def test_an_update_that_is_not_finite_is_told_and_not_applied_and_the_third_in_a_row_ends_the_run(
+def test_a_non_finite_update_is_skipped_and_recorded_and_the_third_in_a_row_ends_the_run(
     tiny: Path,
 ) -> None:
     # F67
-    told: list[dict[str, Any]] = []
-    trainer = sft_trainer(tiny, on_skip=told.append)
+    skipped_updates: list[dict[str, Any]] = []
+    trainer = sft_trainer(tiny, on_skip=skipped_updates.append)
     weights = trainer.model.get_input_embeddings().weight
     with torch.no_grad():
         weights[5, 0] = float("nan")
@@ -132,8 +134,8 @@ def test_an_update_that_is_not_finite_is_told_and_not_applied_and_the_third_in_a
     with pytest.raises(TrainingError, match=r"step 2: loss nan .* the 3rd non-finite update in a row"):
         trainer.train_step(items[:1])
     torch.testing.assert_close(weights, before, rtol=0, atol=0, equal_nan=True)
-    assert [(one["step"], one["rows"]) for one in told] == [(0, [0, 2]), (1, [0, 2]), (2, [0])]
-    assert math.isnan(told[0]["loss"])
+    assert [(one["step"], one["rows"]) for one in skipped_updates] == [(0, [0, 2]), (1, [0, 2]), (2, [0])]
+    assert math.isnan(skipped_updates[0]["loss"])
 
 
 def fails(kind: type[Exception]) -> Callable[[], object]:
@@ -149,7 +151,7 @@ def fails(kind: type[Exception]) -> Callable[[], object]:
     [fails(MemoryError), fails(torch.OutOfMemoryError), lambda: torch.empty(1 << 50)],
     ids=["python", "GPU", "CPU"],
 )
-def test_memory_that_runs_out_once_halves_the_micro_batch_and_changes_nothing_else(
+def test_running_out_of_memory_once_halves_the_micro_batch(
     tiny: Path, act: str, error: Callable[[], object]
 ) -> None:
     # F68
@@ -167,7 +169,7 @@ def test_memory_that_runs_out_once_halves_the_micro_batch_and_changes_nothing_el
         getattr(pressed, act)(items)
 
 
-def test_another_error_of_torch_is_not_taken_for_too_little_memory(tiny: Path) -> None:
+def test_other_torch_errors_are_not_treated_as_out_of_memory(tiny: Path) -> None:
     trainer = sft_trainer(tiny)
     run_out_of_memory(trainer.scorer, lambda: torch.zeros(2) @ torch.zeros(3), above=1)
     with pytest.raises(RuntimeError, match="size"):
@@ -177,4 +179,4 @@ def test_another_error_of_torch_is_not_taken_for_too_little_memory(tiny: Path) -
 
 def test_sequences_of_a_block_stay_in_one_micro_batch() -> None:
     # Two sequences of 6 tokens take 12 of the 20; two of 5 do not fit beside them.
-    assert plan_microbatches([5, 6, 4], max_tokens=20, num_rows=[2, 2, 1]) == [[1], [0, 2]]
+    assert plan_microbatches([5, 6, 4], max_tokens=20, num_blocks=[2, 2, 1]) == [[1], [0, 2]]

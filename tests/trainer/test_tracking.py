@@ -1,4 +1,4 @@
-"""V28: trackers get project, name, the whole config and every metric; they may fail late, not start badly."""
+"""V28: trackers get project, name, the whole config and every metric; they may fail later, but not at the start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def config(*tracking: Any) -> RunConfig:
 
 
 def run(run_dir: Path, tracker: str, *steps: int) -> None:
-    """Log a loss at ``steps``, going on from the step before the first."""
+    """Log a loss at ``steps``, resuming from the step before the first."""
     with (
         start_tracking(config(tracker), run_dir, last_step=steps[0] - 1) as tracking,
         MetricsWriter(run_dir, last_step=steps[0] - 1, tracking=tracking) as writer,
@@ -55,7 +55,7 @@ def test_tensorboard_shows_the_config_and_each_step_once_after_a_resume(tmp_path
     assert b"hunter2" not in shown
 
 
-def test_weights_and_biases_resumes_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_resumes_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     run(tmp_path, "wandb", 1, 2)
@@ -70,9 +70,7 @@ def test_weights_and_biases_resumes_the_same_run(tmp_path: Path, monkeypatch: py
         assert b"hunter2" not in content
 
 
-def test_weights_and_biases_without_a_key_fails_before_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_without_a_key_fails_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
@@ -125,7 +123,7 @@ class Unreachable:
         raise ConnectionError("no route to host")
 
 
-def test_a_failing_tracker_is_logged_once_and_stops_neither_the_run_nor_the_others(
+def test_a_failing_tracker_is_logged_once_and_stops_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Kept:

@@ -13,7 +13,7 @@ from areal_lite.trainer.validation_metrics import validation_metrics
 from tests.trainer.oracle_cases import case, facts
 
 
-def test_every_figure_is_that_of_the_oracle() -> None:
+def test_every_metric_equals_the_oracles() -> None:
     """Oracle valmetric.process: the same resamples give the same digits."""
     rows = facts()["inputs"]["val"]
     ours = validation_metrics(
@@ -39,7 +39,7 @@ def test_estimates_are_near_the_exact_expectations() -> None:
 
 
 @given(st.lists(st.floats(-1, 1), min_size=2, max_size=6))
-def test_worst_mean_and_best_are_ordered_and_more_answers_widen_them(scores: list[float]) -> None:
+def test_more_answers_widen_the_range_from_worst_to_best(scores: list[float]) -> None:
     count = len(scores)
     ours = validation_metrics({"r": scores}, prompt_ids=["p"] * count, data_sources=["s"] * count)
     best, worst = ours[f"s/r/best@{count}/mean"], ours[f"s/r/worst@{count}/mean"]
@@ -47,13 +47,13 @@ def test_worst_mean_and_best_are_ordered_and_more_answers_widen_them(scores: lis
     assert ours[f"s/r/mean@{count}"] == pytest.approx(np.mean(scores), abs=1e-9)
 
 
-def test_sizes_are_the_powers_of_two_below_n_and_n() -> None:
+def test_sizes_are_powers_of_two_below_n_and_n() -> None:
     ours = validation_metrics({"r": [0.0] * 6}, prompt_ids=["p"] * 6, data_sources=["s"] * 6)
     sizes = {name.split("@")[1] for name in ours if "best" in name and name.endswith("/mean")}
     assert sizes == {"2/mean", "4/mean", "6/mean"}
 
 
-def test_one_answer_per_prompt_has_its_mean_alone_and_each_prompt_counts_once() -> None:
+def test_one_answer_per_prompt_has_only_a_mean_and_each_prompt_counts_once() -> None:
     ours = validation_metrics(
         {"r": [1.0, 0.0, 0.5]},
         prompt_ids=["p", "q", "p"],
@@ -63,6 +63,6 @@ def test_one_answer_per_prompt_has_its_mean_alone_and_each_prompt_counts_once() 
     assert ours == {"s/r/mean@1": 0.5, "t/r/mean@1": 0.5}
 
 
-def test_columns_of_another_length_are_refused() -> None:
+def test_columns_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="acc has 1 entries for 2 answers"):
         validation_metrics({"acc": [1.0]}, prompt_ids=["p", "q"], data_sources=["s", "s"])

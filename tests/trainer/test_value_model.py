@@ -8,16 +8,16 @@ import torch
 import transformers
 
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.packed_model import PackedRows
+from areal_lite.trainer.packed_model import PackedSequences
 from areal_lite.trainer.policy_model import load_policy
 from areal_lite.trainer.scalar_model import ValueScorer, load_critic, load_reward_model
 from areal_lite.trainer.weights import write_model
-from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sample
+from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sequence
 
 CPU = torch.device("cpu")
 
 
-def packed_rows(scorer: ValueScorer, batch: Any) -> PackedRows:
+def packed_sequences(scorer: ValueScorer, batch: Any) -> PackedSequences:
     return packed_together(batch, share=scorer.shares_prefixes)[0]
 
 
@@ -28,12 +28,12 @@ def with_drawn_head(critic: Any) -> Any:
     return critic
 
 
-def test_a_critic_made_from_the_policy_values_everything_at_0(
+def test_a_critic_from_the_policys_model_starts_with_values_of_0(
     untied: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     # V49: values are there before anything was learned.
     critic = load_critic(str(untied), device=CPU)
-    values = ValueScorer(critic)(packed_rows(ValueScorer(critic), drawn_batch(0)))
+    values = ValueScorer(critic)(packed_sequences(ValueScorer(critic), drawn_batch(0)))
     assert torch.equal(values, torch.zeros(len(values)))
     assert critic.dtype == torch.float32
     assert critic.dropout.p == 0.0
@@ -49,7 +49,7 @@ def test_a_saved_critic_keeps_its_head(tiny: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(again.state_dict(), critic.state_dict(), atol=0, rtol=0)
 
 
-def test_a_critic_made_from_a_reward_model_begins_with_its_head(tiny: Path, tmp_path: Path) -> None:
+def test_a_critic_from_a_reward_model_keeps_its_head(tiny: Path, tmp_path: Path) -> None:
     reward_model = load_reward_model(str(tiny), device=CPU, new_head=True)
     torch.nn.init.normal_(reward_model.score.weight)
     write_model(reward_model, tmp_path, torch.float32)
@@ -59,7 +59,7 @@ def test_a_critic_made_from_a_reward_model_begins_with_its_head(tiny: Path, tmp_
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_values_are_those_before_each_trained_token_of_the_sequence_alone(window: int | None) -> None:
+def test_values_are_read_before_each_trained_token(window: int | None) -> None:
     config = transformers.MistralConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, initializer_range=0.2, num_labels=1, sliding_window=window,
@@ -83,22 +83,22 @@ def test_autocast_does_not_round_values(tiny: Path) -> None:
     torch.nn.init.constant_(critic.score.bias, 3.14159)
     scorer = ValueScorer(critic)
     with torch.autocast("cpu", torch.bfloat16):
-        values = scorer(packed_rows(scorer, [sample([5, 6, 7], [1, 2])]))
+        values = scorer(packed_sequences(scorer, [sequence([5, 6, 7], [1, 2])]))
     assert values.tolist() == pytest.approx([3.14159, 3.14159], abs=1e-6)
 
 
-def test_recomputing_activations_leaves_gradients_as_they_are(tiny: Path) -> None:
+def test_recomputing_activations_gives_the_same_gradients(tiny: Path) -> None:
     gradients = []
     for recompute in (False, True):
         critic = with_drawn_head(load_critic(str(tiny), device=CPU, gradient_checkpointing=recompute))
         scorer = ValueScorer(critic)
         assert critic.model.layers[0].gradient_checkpointing == recompute
-        scorer(packed_rows(scorer, drawn_batch(2))).square().sum().backward()
+        scorer(packed_sequences(scorer, drawn_batch(2))).square().sum().backward()
         gradients.append({name: parameter.grad for name, parameter in critic.named_parameters()})
     torch.testing.assert_close(gradients[1], gradients[0], atol=0, rtol=0)
 
 
-def test_a_folder_without_the_body_of_a_model_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_models_body_is_refused(tiny: Path, tmp_path: Path) -> None:
     policy = load_policy(str(tiny), device=CPU)
     kept = {name: value for name, value in policy.state_dict().items() if "layers.1" not in name}
     policy.save_pretrained(tmp_path, state_dict=kept)

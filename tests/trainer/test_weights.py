@@ -27,7 +27,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["tiny", "untied"])
-def test_a_published_folder_is_an_ordinary_model(
+def test_a_published_folder_loads_in_transformers(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     model = load_policy(str(request.getfixturevalue(kind)), device=CPU)
@@ -41,7 +41,7 @@ def test_a_published_folder_is_an_ordinary_model(
         assert "model.embed_tokens.weight" in tensors.keys()  # noqa: SIM118
 
 
-def test_weights_are_published_in_the_number_format_asked_for(model: Any, tmp_path: Path) -> None:
+def test_weights_are_published_in_the_configured_dtype(model: Any, tmp_path: Path) -> None:
     folder = publish_weights(model, tmp_path, 1, dtype=torch.bfloat16)
     again = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert again.dtype == torch.bfloat16
@@ -59,7 +59,7 @@ def test_the_manifest_names_every_file_with_size_and_hash(model: Any, tmp_path: 
         assert entry == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def test_the_newest_two_versions_stay(model: Any, tmp_path: Path) -> None:
+def test_the_newest_two_versions_are_kept(model: Any, tmp_path: Path) -> None:
     for version in range(4):
         publish_weights(model, tmp_path, version)
     assert names(tmp_path) == ["v00000002", "v00000003"]

@@ -1,4 +1,4 @@
-"""Samples to train on: built by hand, or drawn from a seed."""
+"""Sequences to train on: built by hand, or drawn from a seed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from areal_lite.data.batch.training_batch import collate_sequences
 from areal_lite.trainer.microbatches import plan_blocks
 from areal_lite.trainer.objectives.aggregation import LossTerms
 from areal_lite.trainer.objectives.policy_loss import PolicyInputs
-from areal_lite.trainer.packed_model import PackedRows, pack
+from areal_lite.trainer.packed_model import PackedSequences, pack
 
 VOCABULARY = 259
 
 
-def sample(
+def sequence(
     ids: Sequence[int],
     trained: Sequence[int],
     *,
@@ -27,7 +27,7 @@ def sample(
     behaviour: Sequence[float] | None = None,
     versions: Sequence[int] | None = None,
 ) -> TokenSequence:
-    """Return a sample that trains the tokens at the places ``trained``."""
+    """Return a sequence that trains the tokens at the places ``trained``."""
     mask = np.zeros(len(ids), dtype=bool)
     mask[list(trained)] = True
     return TokenSequence(
@@ -40,15 +40,15 @@ def sample(
     )
 
 
-def training_batch(samples: Sequence[TokenSequence]) -> DataProto:
-    """Return what the trainer takes."""
-    length = max(len(one.input_ids) for one in samples)
-    return DataProto.from_single_dict(collate_sequences(samples, length, pad_token_id=0))
+def training_batch(sequences: Sequence[TokenSequence]) -> DataProto:
+    """Return the sequences as a DataProto."""
+    length = max(len(one.input_ids) for one in sequences)
+    return DataProto.from_single_dict(collate_sequences(sequences, length, pad_token_id=0))
 
 
 def packed_together(
     batch: Sequence[TokenSequence], *, share: bool = True, ragged: bool = False
-) -> tuple[PackedRows, list[TokenSequence]]:
+) -> tuple[PackedSequences, list[TokenSequence]]:
     """Return the batch in one micro-batch with a block per group, and its sequences in their packed order."""
     bundles = plan_blocks(batch, range(len(batch)), max_tokens=10_000, balance_length=10_000, share=share)
     blocks = [block for bundle in bundles for block in bundle]
@@ -70,7 +70,7 @@ def drawn_batch(seed: int, *, groups: int = 3, group_size: int = 4) -> list[Toke
                     trained += range(len(ids), len(ids) + length)
                 ids += rng.integers(3, VOCABULARY, length).tolist()
             batch.append(
-                sample(
+                sequence(
                     ids,
                     trained,
                     reward=float(rng.normal()),
@@ -83,6 +83,6 @@ def drawn_batch(seed: int, *, groups: int = 3, group_size: int = 4) -> list[Toke
 
 
 def squared_ratio(inputs: PolicyInputs, *, strength: float = 1.0) -> LossTerms:
-    """A loss that also pulls samples without an advantage."""
+    """A loss that also trains episodes without an advantage."""
     ratio = (inputs.policy - inputs.proximal).exp()
     return LossTerms(-ratio * inputs.advantages + strength * (ratio - 1) ** 2, {"ratio": ratio.detach()})

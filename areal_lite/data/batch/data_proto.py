@@ -1,9 +1,9 @@
 """A batch as named columns of equal length, with metadata.
 
 Guarantees that tensors and object arrays stay aligned: both are indexed, repeated, split and concatenated by the same
-rows. Knows nothing of training keys.
+items. Knows nothing of training keys.
 
-`areal-lite train` builds and checks batches; the operations on rows and columns, from indexing to
+`areal-lite train` builds and checks batches; the operations on items and columns, from indexing to
 :meth:`DataProto.make_iterator`, are for training loops of your own.
 """
 
@@ -22,13 +22,13 @@ from areal_lite.data.rows.collate import ObjectArray, form_of, object_array
 
 _DICTS = ("batch", "non_tensor_batch", "meta_info")
 
-Rows = slice | Sequence[int] | Sequence[bool] | NDArray[np.integer | np.bool_] | Tensor
-"""Row selection: a slice, row numbers (negative ones count from the end), or a mask ``[B]``."""
+Items = slice | Sequence[int] | Sequence[bool] | NDArray[np.integer | np.bool_] | Tensor
+"""Item selection: a slice, item numbers (negative ones count from the end), or a mask ``[B]``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DataProtoItem:
-    """One row, without the batch dimension."""
+    """One item, without the batch dimension."""
 
     batch: dict[str, Tensor]
     non_tensor_batch: dict[str, Any]
@@ -37,10 +37,10 @@ class DataProtoItem:
 
 @dataclass(slots=True, eq=False)
 class DataProto:
-    """``B`` rows as named columns.
+    """``B`` items as named columns.
 
-    Methods return a new object, which shares the columns if rows keep their places; only :meth:`pop`, :meth:`union` and
-    :meth:`reorder` work in place. ``len(batch)`` counts rows; ``len(batch.batch)`` counts tensors.
+    Methods return a new object, which shares the columns if items keep their places; only :meth:`pop`, :meth:`union`
+    and :meth:`reorder` work in place. ``len(batch)`` counts items; ``len(batch.batch)`` counts tensors.
 
     Raises:
         ValueError: If columns differ in length or have the wrong type for their dict.
@@ -69,7 +69,7 @@ class DataProto:
             if not isinstance(value, Tensor | np.ndarray) or value.ndim == 0:
                 raise ValueError(
                     f"{key!r} is {form_of(value)}: give a tensor or object_array(values); what is not one "
-                    "value per row belongs in meta_info"
+                    "value per item belongs in meta_info"
                 )
         tensors = {key: value for key, value in data.items() if isinstance(value, Tensor)}
         return cls.from_dict(tensors, {key: data[key] for key in data if key not in tensors}, meta_info)
@@ -81,7 +81,7 @@ class DataProto:
         non_tensors: Mapping[str, Sequence[Any] | NDArray[Any]] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Return a batch of tensors, and of lists or arrays with one entry per row."""
+        """Return a batch of tensors, and of lists or arrays with one entry per item."""
         arrays = {key: object_array(values) for key, values in (non_tensors or {}).items()}
         return cls(dict(tensors or {}), arrays, dict(meta_info or {}))
 
@@ -101,37 +101,37 @@ class DataProto:
         lengths = {key: len(column) for key, column in self._columns()}
         if len(set(lengths.values())) > 1:
             raise ValueError(
-                f"columns differ in length, {lengths}: give each one entry per row; metadata of the whole batch "
+                f"columns differ in length, {lengths}: give each one entry per item; metadata of the whole batch "
                 "belongs in meta_info"
             )
 
     def __len__(self) -> int:
-        """Return the number of rows; 0 if there are no columns."""
+        """Return the number of items; 0 if there are no columns."""
         return next((len(column) for _, column in self._columns()), 0)
 
     @overload
-    def __getitem__(self, rows: int) -> DataProtoItem: ...
+    def __getitem__(self, items: int) -> DataProtoItem: ...
     @overload
-    def __getitem__(self, rows: Rows) -> DataProto: ...
-    def __getitem__(self, rows: int | Rows) -> DataProtoItem | DataProto:
-        """Return one row for an int, else the selected rows in the given order; slices share storage.
+    def __getitem__(self, items: Items) -> DataProto: ...
+    def __getitem__(self, items: int | Items) -> DataProtoItem | DataProto:
+        """Return one item for an int, else the selected items in the given order; slices share storage.
 
         Raises:
-            IndexError: If a row does not exist, or a mask has the wrong length.
-            TypeError: If ``rows`` is neither row numbers nor a mask.
+            IndexError: If an item does not exist, or a mask has the wrong length.
+            TypeError: If ``items`` is neither item numbers nor a mask.
         """
         self.check_consistency()
-        if isinstance(rows, int | np.integer):
-            number = int(self._numbers([int(rows)])[0])
+        if isinstance(items, int | np.integer):
+            number = int(self._numbers([int(items)])[0])
             return DataProtoItem(
                 {key: tensor[number] for key, tensor in self.batch.items()},
                 {key: array[number] for key, array in self.non_tensor_batch.items()},
                 dict(self.meta_info),
             )
-        numbers: Any = rows
-        index: Any = rows
-        if not isinstance(rows, slice) or (rows.step or 1) < 0:  # tensors do not support negative steps
-            numbers = self._numbers(rows)
+        numbers: Any = items
+        index: Any = items
+        if not isinstance(items, slice) or (items.step or 1) < 0:  # tensors do not support negative steps
+            numbers = self._numbers(items)
             index = torch.from_numpy(numbers)
         return DataProto(
             {key: tensor[index] for key, tensor in self.batch.items()},
@@ -183,7 +183,7 @@ class DataProto:
         """Add the entries of ``other`` in place and return the batch; on an error it is unchanged.
 
         Raises:
-            ValueError: If the number of rows differs, or both have a name with different values.
+            ValueError: If the number of items differs, or both have a name with different values.
         """
         merged = DataProto(*map(_merged, self._dicts(), other._dicts(), _DICTS))
         for mine, union in zip(self._dicts(), merged._dicts(), strict=True):
@@ -191,21 +191,21 @@ class DataProto:
         return self
 
     def repeat(self, repeat_times: int, *, interleave: bool = True) -> DataProto:
-        """Return every row ``repeat_times`` times: ``a, a, b, b``, or ``a, b, a, b`` without ``interleave``."""
+        """Return every item ``repeat_times`` times: ``a, a, b, b``, or ``a, b, a, b`` without ``interleave``."""
         _at_least_one("repeat_times", repeat_times)
-        rows = np.arange(len(self))
-        return self[np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times)]
+        items = np.arange(len(self))
+        return self[np.repeat(items, repeat_times) if interleave else np.tile(items, repeat_times)]
 
-    def reorder(self, indices: Rows) -> None:
-        """Move row ``indices[i]`` to row ``i``, in place.
+    def reorder(self, indices: Items) -> None:
+        """Move item ``indices[i]`` to item ``i``, in place.
 
         Raises:
-            ValueError: If ``indices`` does not contain each row once.
+            ValueError: If ``indices`` does not contain each item once.
         """
         numbers = self._numbers(indices)
         if not np.array_equal(np.sort(numbers), np.arange(len(self))):
             raise ValueError(
-                f"the {len(numbers)} indices do not name each of {len(self)} rows once: to select rows, index the batch"
+                f"the {len(numbers)} indices do not name each of {len(self)} items once: to select, index the batch"
             )
         ordered = self[numbers]
         self.batch.update(ordered.batch)
@@ -215,25 +215,25 @@ class DataProto:
         """Return ``chunks`` batches of equal length, which share storage with this one.
 
         Raises:
-            ValueError: If the rows cannot be divided evenly.
+            ValueError: If the items cannot be divided evenly.
         """
         _at_least_one("chunks", chunks)
         if len(self) % chunks:
             raise ValueError(
-                f"{len(self)} rows cannot be cut into {chunks} equal chunks: use pad_to_divisor({chunks}) first, or "
+                f"{len(self)} items cannot be cut into {chunks} equal chunks: use pad_to_divisor({chunks}) first, or "
                 "split(size), whose last part may be shorter"
             )
         size = len(self) // chunks
         return [self[number * size : (number + 1) * size] for number in range(chunks)]
 
     def split(self, split_size: int) -> list[DataProto]:
-        """Return batches of ``split_size`` rows; the last may be shorter. Without rows, return one empty batch."""
+        """Return batches of ``split_size`` items; the last may be shorter. Without items, return one empty batch."""
         _at_least_one("split_size", split_size)
         return [self[start : start + split_size] for start in range(0, max(1, len(self)), split_size)]
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """Return the rows of all parts, in order.
+        """Return the items of all parts, in order.
 
         Numbers in ``meta_info["metrics"]`` become lists with one entry per part (lists are extended). Other metadata
         is taken from the parts that have it.
@@ -264,9 +264,9 @@ class DataProto:
         )
 
     def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
-        """Append rows from the start until ``divisor`` divides the batch; return it and the number of added rows.
+        """Append items from the start until ``divisor`` divides the batch; return it and the number of added items.
 
-        3 rows padded to 8 are ``a, b, c, a, b, c, a, b``; :meth:`unpad` removes the added rows.
+        3 items padded to 8 are ``a, b, c, a, b, c, a, b``; :meth:`unpad` removes the added items.
         """
         _at_least_one("divisor", divisor)
         pad_size = -len(self) % divisor
@@ -275,25 +275,27 @@ class DataProto:
         return self[np.arange(len(self) + pad_size) % len(self)], pad_size
 
     def unpad(self, pad_size: int) -> DataProto:
-        """Return the batch without its last ``pad_size`` rows."""
+        """Return the batch without its last ``pad_size`` items."""
         if not 0 <= pad_size <= len(self):
-            raise ValueError(f"pad_size is {pad_size} of {len(self)} rows: pass what pad_to_divisor returned")
+            raise ValueError(
+                f"pad_size is {pad_size} of {len(self)} items: pass what pad_to_divisor returned"
+            )
         return self[: len(self) - pad_size]
 
     def make_iterator(
         self, mini_batch_size: int, *, epochs: int = 1, seed: int | None = None
     ) -> Iterator[DataProto]:
-        """Return an iterator over mini-batches, every row once per epoch.
+        """Return an iterator over mini-batches, every item once per epoch.
 
         Args:
-            mini_batch_size: Rows of each; it must divide the batch, so every row has the same weight in a mean.
+            mini_batch_size: Items of each; it must divide the batch, so every item has the same weight in a mean.
             seed: Shuffles each epoch differently, but the same way in each run; None keeps the order.
         """
         _at_least_one("mini_batch_size", mini_batch_size)
         _at_least_one("epochs", epochs)
         if len(self) % mini_batch_size:
             raise ValueError(
-                f"mini_batch_size {mini_batch_size} does not divide {len(self)} rows: choose one that does, or use "
+                f"mini_batch_size {mini_batch_size} does not divide {len(self)} items: choose one that does, or use "
                 f"pad_to_divisor({mini_batch_size}) first"
             )
 
@@ -327,22 +329,24 @@ class DataProto:
             )
         )
 
-    def _numbers(self, rows: Rows) -> NDArray[np.int64]:
-        if isinstance(rows, slice):
-            return np.arange(*rows.indices(len(self)))
-        index = rows.cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
+    def _numbers(self, items: Items) -> NDArray[np.int64]:
+        if isinstance(items, slice):
+            return np.arange(*items.indices(len(self)))
+        index = items.cpu().numpy() if isinstance(items, Tensor) else np.asarray(items)
         if index.ndim != 1 or (index.size and index.dtype.kind not in "biu"):
             raise TypeError(
-                f"a batch cannot be indexed by {form_of(rows)}: give a number, a slice, or a list, array or tensor "
+                f"a batch cannot be indexed by {form_of(items)}: give a number, a slice, or a list, array or tensor "
                 "of numbers or bools"
             )
         if index.dtype == bool:
             if len(index) != len(self):
-                raise IndexError(f"the mask has {len(index)} entries for {len(self)} rows: give one per row")
+                raise IndexError(
+                    f"the mask has {len(index)} entries for {len(self)} items: give one per item"
+                )
             return np.flatnonzero(index)
         outside = index[(index < -len(self)) | (index >= len(self))]
         if outside.size:
-            raise IndexError(f"row {outside[0]} does not exist: the batch has {len(self)} rows")
+            raise IndexError(f"item {outside[0]} does not exist: the batch has {len(self)} items")
         return index.astype(np.int64) % max(1, len(self))
 
 
@@ -385,7 +389,7 @@ def _same(mine: Any, theirs: Any) -> bool:
 
 
 def _check_same_columns(first: DataProto, part: DataProto, number: int) -> None:
-    expected, actual = _row_forms(first), _row_forms(part)
+    expected, actual = _item_forms(first), _item_forms(part)
     for key in expected | actual:
         if expected.get(key) != actual.get(key):
             raise ValueError(
@@ -395,8 +399,8 @@ def _check_same_columns(first: DataProto, part: DataProto, number: int) -> None:
             )
 
 
-def _row_forms(part: DataProto) -> dict[str, str]:
+def _item_forms(part: DataProto) -> dict[str, str]:
     forms = {
-        key: f"{tensor.dtype} rows of shape {list(tensor.shape[1:])}" for key, tensor in part.batch.items()
+        key: f"{tensor.dtype} items of shape {list(tensor.shape[1:])}" for key, tensor in part.batch.items()
     }
     return forms | dict.fromkeys(part.non_tensor_batch, "an object array")

@@ -107,7 +107,7 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> DataProto:
     rest = orjson.loads(tensors[_JSON].numpy().tobytes())
     return DataProto(
         {key: tensors[f"batch/{key}"] for key in rest["batch"]},
-        {key: object_array(_from_json(rows, tensors)) for key, rows in rest["non_tensor_batch"].items()},
+        {key: object_array(_from_json(values, tensors)) for key, values in rest["non_tensor_batch"].items()},
         {key: _from_json(value, tensors) for key, value in rest["meta_info"].items()},
     )
 

@@ -30,7 +30,7 @@ def dump_rollouts(
     scores: Sequence[float],
     extra: Mapping[str, Sequence[Any]] | None = None,
 ) -> Path:
-    """Write ``{step}.jsonl``, one line per row, and return its path; if it exists, ``{step}.1.jsonl`` and so on.
+    """Write ``{step}.jsonl``, one line per answer, and return its path; if it exists, ``{step}.1.jsonl`` and so on.
 
     A line has ``input``, ``output``, ``gts``, ``score``, ``step`` and the columns of ``extra``. Numpy numbers and
     arrays are written as JSON; NaN and inf become null.
@@ -47,11 +47,10 @@ def dump_rollouts(
     columns |= extra or {}
     for name, column in columns.items():
         if len(column) != len(inputs):
-            raise ValueError(f"step {step}: {name} has {len(column)} entries for {len(inputs)} rows")
-    rows = zip(*columns.values(), strict=True)
+            raise ValueError(f"step {step}: {name} has {len(column)} entries for {len(inputs)} inputs")
     content = b"".join(
-        orjson.dumps({name: _json(name, value) for name, value in zip(columns, row, strict=True)}) + b"\n"
-        for row in rows
+        orjson.dumps({name: _json(name, value) for name, value in zip(columns, values, strict=True)}) + b"\n"
+        for values in zip(*columns.values(), strict=True)
     )
     folder = Path(directory)
     names = (f"{step}{f'.{number}' if number else ''}.jsonl" for number in count())

@@ -75,10 +75,10 @@ def collate_sequences(
         )
     present = torch.arange(length) < lengths[:, None]
 
-    def padded(key: str, rows: Iterable[NDArray[Any]], padding: int) -> Tensor:
+    def padded(key: str, arrays: Iterable[NDArray[Any]], padding: int) -> Tensor:
         tensor = torch.full(present.shape, padding, dtype=_DTYPES[key])
-        for place, row in zip(tensor.numpy(), rows, strict=True):
-            place[: len(row)] = row
+        for place, array in zip(tensor.numpy(), arrays, strict=True):
+            place[: len(array)] = array
         return tensor
 
     columns = {
@@ -115,7 +115,7 @@ def check_training_batch(batch: DataProto) -> None:
     """Check every rule of a training batch."""
     batch.check_consistency()
     if not len(batch):
-        raise ValueError("the training batch has no rows: give at least one group")
+        raise ValueError("the training batch has no sequences: give at least one group")
     for key, what in _REQUIRED.items():
         if key not in batch.batch:
             raise ValueError(
@@ -131,7 +131,7 @@ def check_training_batch(batch: DataProto) -> None:
     begins[:, 1:] &= ~present[:, :-1]
     _refuse(
         begins.sum(axis=1) > 1,
-        "attention_mask has a gap between tokens: the tokens of a row must be contiguous; remove the padding",
+        "attention_mask has a gap between tokens: the tokens of a sequence must be contiguous; remove the padding",
     )
     _refuse(
         (begins & _array(batch, "loss_mask")).any(axis=1),
@@ -153,18 +153,18 @@ def check_training_batch(batch: DataProto) -> None:
 
 def _refuse(broken: NDArray[np.bool_], rule: str) -> None:
     if broken.any():
-        raise ValueError(f"rows {np.flatnonzero(broken)[:8].tolist()} of the training batch: {rule}")
+        raise ValueError(f"sequences {np.flatnonzero(broken)[:8].tolist()} of the training batch: {rule}")
 
 
 def _check_objects(batch: DataProto, key: str, kind: Any, words: str) -> None:
     if key not in batch.non_tensor_batch:
         raise ValueError(
-            f"the training batch has no {key!r} in non_tensor_batch: give {words} per row; it has "
+            f"the training batch has no {key!r} in non_tensor_batch: give {words} per sequence; it has "
             f"{sorted(batch.non_tensor_batch)}"
         )
-    for row, value in enumerate(batch.non_tensor_batch[key]):
+    for number, value in enumerate(batch.non_tensor_batch[key]):
         if not isinstance(value, kind):
-            raise ValueError(f"{key!r} of row {row} is {form_of(value)}: it must be {words}")
+            raise ValueError(f"{key!r} of sequence {number} is {form_of(value)}: it must be {words}")
 
 
 def training_sequences(batch: Sequence[Group] | DataProto) -> list[TokenSequence]:
@@ -194,7 +194,7 @@ def training_sequences(batch: Sequence[Group] | DataProto) -> list[TokenSequence
 
 
 def data_proto_of(groups: Sequence[Group]) -> DataProto:
-    """Return the accepted groups as a ``DataProto``, one row per sequence.
+    """Return the accepted groups as a ``DataProto``, one item per sequence.
 
     Raises:
         ValueError: If nothing was accepted.
@@ -220,15 +220,15 @@ def _unpadded(batch: DataProto) -> list[TokenSequence]:
     paths, turns = (objects.get(key, nothing) for key in ("turn_paths", "turn_idx"))
     return [
         TokenSequence(
-            **{key: column[row, start:end] for key, column in tokens.items()},
-            reward=float(columns["rewards"][row]),
-            group_id=objects["group_ids"][row],
-            task_id=objects["task_ids"][row],
-            member_idx=members[row],
-            place=None if paths[row] is None else (tuple(paths[row]), turns[row]),
-            multi_modal_inputs=inputs[row],
+            **{key: column[number, start:end] for key, column in tokens.items()},
+            reward=float(columns["rewards"][number]),
+            group_id=objects["group_ids"][number],
+            task_id=objects["task_ids"][number],
+            member_idx=members[number],
+            place=None if paths[number] is None else (tuple(paths[number]), turns[number]),
+            multi_modal_inputs=inputs[number],
         )
-        for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True))
+        for number, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True))
     ]
 
 

@@ -146,7 +146,7 @@ def rollout_inputs(
 
 
 def training_batch(packer: DataPacker, groups: Iterable[Group]) -> DataProto:
-    """Return the accepted groups as a ``DataProto``, one row per sequence, each through the packer.
+    """Return the accepted groups as a ``DataProto``, one item per sequence, each through the packer.
 
     The trainer takes groups as they are; this is for a packer that changes what is trained.
 

@@ -68,12 +68,14 @@ class DecoderOnlyLLMDataPacker(DataPacker):
         """
         if not isinstance(rollout_output, Sample | TokenSequence):
             source = row_sample(sample, self.config)
-            rollout_output = answered(source, self._prompt_ids(source), rollout_output, self.tokenizer)
-        return without_prefix(recorded(rollout_output), n_ignore_prefix_tokens)
+            rollout_output = single_turn_sample(
+                source, self._prompt_ids(source), rollout_output, self.tokenizer
+            )
+        return mask_prefix(as_sequence(rollout_output), n_ignore_prefix_tokens)
 
     def policy_compute_max_len(self, processed_samples: Sequence[TokenSequence]) -> int:
         """Return the length, in tokens, of the longest; ValueError if there is none."""
-        return longest(processed_samples)
+        return longest_length(processed_samples)
 
     def policy_collate_fn(
         self, processed_samples: Sequence[TokenSequence], computed_max_len: int
@@ -114,18 +116,20 @@ def row_sample(row: Any, config: DatasetConfig) -> Sample:
     return sample
 
 
-def recorded(output: Sample | TokenSequence) -> TokenSequence:
+def as_sequence(output: Sample | TokenSequence) -> TokenSequence:
     """Return a recorded output as a sequence."""
     return output.to_sequence() if isinstance(output, Sample) else output
 
 
-def answered(source: Sample, prompt_ids: Sequence[int], output: str | list[int], tokenizer: Any) -> Sample:
+def single_turn_sample(
+    source: Sample, prompt_ids: Sequence[int], output: str | list[int], tokenizer: Any
+) -> Sample:
     """Return a new sample of one turn: the prompt, and ``output`` as what was sampled."""
     if isinstance(output, str):
         output = encode(tokenizer, output)
     elif not isinstance(output, list):
         raise TypeError(
-            f"a rollout output is a TokenSequence, a list of token ids or text, not {type(output).__name__}: hand over "
+            f"a rollout output is a TokenSequence, a list of token ids or text, not {type(output).__name__}: pass "
             "what the engine sampled"
         )
     sample = Sample(source.index, group_index=source.group_index, row=source.row, prompt=source.prompt)
@@ -135,7 +139,7 @@ def answered(source: Sample, prompt_ids: Sequence[int], output: str | list[int],
     return sample
 
 
-def without_prefix(sequence: TokenSequence, n_ignore_prefix_tokens: int) -> TokenSequence:
+def mask_prefix(sequence: TokenSequence, n_ignore_prefix_tokens: int) -> TokenSequence:
     """Return the sequence with its first ``n_ignore_prefix_tokens`` trained tokens masked.
 
     Raises:
@@ -154,23 +158,23 @@ def without_prefix(sequence: TokenSequence, n_ignore_prefix_tokens: int) -> Toke
     return dataclasses.replace(sequence, loss_mask=loss_mask)
 
 
-def longest(sequences: Sequence[TokenSequence]) -> int:
+def longest_length(sequences: Sequence[TokenSequence]) -> int:
     """Return the length, in tokens, of the longest sequence."""
     if not sequences:
         raise ValueError("there are no sequences to collate: give at least one")
     return max(map(len, sequences))
 
 
-def collate(samples: Sequence[TokenSequence], length: int, tokenizer: Any) -> dict[str, Any]:
-    """Return the training batch of ``samples``, each padded on the right to ``length`` tokens."""
+def collate(sequences: Sequence[TokenSequence], length: int, tokenizer: Any) -> dict[str, Any]:
+    """Return the training batch of ``sequences``, each padded on the right to ``length`` tokens."""
     from areal_lite.data.batch.training_batch import collate_sequences
 
-    if length < longest(samples):
+    if length < longest_length(sequences):
         raise ValueError(
-            f"computed_max_len is {length}, but the longest sequence has {longest(samples)} tokens, and cutting it "
-            "would lose what the policy wrote: pad to its length or more"
+            f"computed_max_len is {length}, but the longest sequence has {longest_length(sequences)} tokens, and "
+            "cutting it would lose what the policy wrote: pad to its length or more"
         )
-    return collate_sequences(samples, length, pad_token_id=_pad_token_id(tokenizer))
+    return collate_sequences(sequences, length, pad_token_id=_pad_token_id(tokenizer))
 
 
 def _pad_token_id(tokenizer: Any) -> int:

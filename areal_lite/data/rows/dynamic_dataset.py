@@ -1,4 +1,4 @@
-"""The data set that a config asks for: fixed rows, growing rows, or the user's own class.
+"""The dataset that a config names: fixed rows, growing rows, or the user's own class.
 
 A user's generator adds rows at the start and after each step. Guarantees that a resumed run has the rows it had
 generated. Knows nothing about the order of rows.
@@ -34,7 +34,7 @@ class AbstractDataGenerator(ABC):
 
 
 class DynamicGenDataset(RLHFDataset):
-    """A data set to which the generator ``config.datagen`` adds rows, at construction and after each step.
+    """A dataset to which the generator ``config.datagen`` adds rows, at construction and after each step.
 
     ``rows`` is one object that grows at its end. New rows pass the same filter as the others. The arguments are those
     of :class:`RLHFDataset`.
@@ -123,7 +123,7 @@ def create_rl_dataset(
     max_samples: int = -1,
     seed: int = 1,
 ) -> Dataset[Any]:
-    """Return the data set that ``data_config`` asks for.
+    """Return the dataset that ``data_config`` names.
 
     ``custom_cls`` takes precedence, for training and held-out rows. ``datagen`` applies to training rows only. The
     default is :class:`RLHFDataset`. A user's class is called with data_files, tokenizer, processor and config, and
@@ -135,7 +135,7 @@ def create_rl_dataset(
         seed: Chooses the rows if ``data_config.shuffle`` is set.
 
     Raises:
-        ConfigError: If the class cannot be loaded, is not a torch data set, or does not accept a max_samples that
+        ConfigError: If the class cannot be loaded, is not a torch dataset, or does not accept a max_samples that
             was given.
     """
     cls: type = RLHFDataset

@@ -1,4 +1,4 @@
-"""A short hash of a data set's content, which ties a saved position to its data.
+"""A short hash of a dataset's content, which ties a saved position to its data.
 
 It covers a few evenly spread values: a change between them that keeps the number of rows is not noticed.
 """

@@ -1,4 +1,4 @@
-"""Batches of a data set, with a position that can be saved and restored.
+"""Batches of a dataset, with a position that can be saved and restored.
 
 Guarantees that the position counts the batches handed out, not those that workers prefetched, and that a loader with
 a restored position yields exactly the remaining batches. Torch's DataLoader does the loading.
@@ -40,12 +40,12 @@ class _HasState(Protocol):
 class ResumableLoader:
     """Each iteration yields the rest of the current epoch; the next iteration starts a new epoch in its own order.
 
-    Breaking out of an iteration keeps the position. Only one iteration can run at a time. The data set may grow: new
+    Breaking out of an iteration keeps the position. Only one iteration can run at a time. The dataset may grow: new
     rows are drawn from the next epoch on.
 
     Args:
         dataset: Rows by index. Worker processes get a pickled copy when an epoch begins.
-        batch_size: Rows per batch; None means the whole data set, e.g. for validation.
+        batch_size: Rows per batch; None means the whole dataset, e.g. for validation.
         sampler: The order, e.g. from :func:`areal_lite.data.rows.samplers.create_rl_sampler`. None uses an
             :class:`EpochSampler` with ``shuffle`` and ``seed``.
         shuffle: Draw each epoch in a new order; only without ``sampler``.
@@ -72,7 +72,7 @@ class ResumableLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}: use 1 or more, or None for the whole data set")
+            raise ValueError(f"batch_size is {batch_size}: use 1 or more, or None for the whole dataset")
         if sampler is not None and shuffle:
             raise ValueError("both sampler and shuffle are set: the sampler sets the order, remove shuffle")
         if isinstance(sampler, AbstractSampler) and num_workers:
@@ -81,7 +81,7 @@ class ResumableLoader:
                 "before it has learned from earlier batches. Set num_workers to 0"
             )
         if not len(dataset):
-            raise ConfigError("the data set has no rows: give at least one")
+            raise ConfigError("the dataset has no rows: give at least one")
         self._dataset = dataset
         self._batch_size = batch_size or len(dataset)
         self._sampler = EpochSampler(dataset, shuffle=shuffle, seed=seed) if sampler is None else sampler
@@ -147,7 +147,7 @@ class ResumableLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON values: epoch, batches handed out, rows of the epoch, and a data fingerprint.
 
-        Includes the state of a curriculum that has one, but not the state of the data set.
+        Includes the state of a curriculum that has one, but not the state of the dataset.
         """
         state = {
             "epoch": self._epoch,
@@ -160,16 +160,16 @@ class ResumableLoader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from ``state``; restore the rows of a data set that grew first.
+        """Resume from ``state``; restore the rows of a dataset that grew first.
 
-        A different data set is recognized by its number of rows and the content of a few of them.
+        A different dataset is recognized by its number of rows and the content of a few of them.
 
         Raises:
             ConfigError: If rows, batch size, sampler, shuffle or seed have changed.
         """
         if changed := differences(state["fingerprint"], self._fingerprint()):
             raise ConfigError(
-                f"the checkpoint's loader does not fit: {changed}. Use the same data set and settings, or another trial"
+                f"the checkpoint's loader does not fit: {changed}. Use the same dataset and settings, or another trial"
             )
         self._iteration = None
         self._set_position(int(state["epoch"]), int(state["batches"]), int(state["epoch_rows"]))

@@ -1,4 +1,4 @@
-"""Rows and their prompts as a torch data set.
+"""Rows and their prompts as a torch dataset.
 
 Guarantees that every item has the same tensors, and that dropped rows are counted by reason. ``load_rows`` reads the
 rows; ``prompt_encoder`` tokenizes a prompt.

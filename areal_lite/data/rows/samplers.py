@@ -1,4 +1,4 @@
-"""The order in which rows of a data set are drawn.
+"""The order in which rows of a dataset are drawn.
 
 Guarantees that an epoch's order depends only on (seed, epoch), or is the user's curriculum. Knows nothing of batches:
 :class:`areal_lite.data.rows.loader.ResumableLoader` counts and restores the position.
@@ -28,7 +28,7 @@ class AbstractSampler(Sampler[int], ABC):
 
     @abstractmethod
     def __init__(self, data_source: Sized, config: DatasetConfig) -> None:
-        """Take the data set and its config section."""
+        """Take the dataset and its config section."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[int]:

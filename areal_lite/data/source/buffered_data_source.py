@@ -15,7 +15,7 @@ import numpy as np
 
 from areal_lite.api.dotted_path import load_object
 from areal_lite.data.rows.samplers import AbstractSampler
-from areal_lite.data.source.data_source_state import saved_group
+from areal_lite.data.source.data_source_state import group_to_json
 from areal_lite.data.source.rollout_data_source import RolloutDataSource, SampleGroup, group_index_of
 from areal_lite.data.source.sample import Sample
 from areal_lite.errors import ConfigError
@@ -76,8 +76,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         Samples of one group that share an index count as one member; groups and samples without a number get one.
 
         Raises:
-            ValueError: If it is not a list of groups, a group has not ``n_samples_per_prompt`` members, is
-                there already, or has a reward that is not finite.
+            ValueError: If it is not a list of groups, or a group does not have ``n_samples_per_prompt`` members,
+                is already in the buffer, or has a non-finite reward.
         """
         if not isinstance(samples, list) or not all(isinstance(group, list) for group in samples):
             kinds = samples if not isinstance(samples, list) else [type(group).__name__ for group in samples]
@@ -154,13 +154,13 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the buffer as JSON values."""
         with self._lock:
-            return super().state_dict() | {"buffer": [saved_group(group) for group in self.buffer]}
+            return super().state_dict() | {"buffer": [group_to_json(group) for group in self.buffer]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from ``state``; groups owed then are handed out first, then the buffer."""
         with self._lock:
             super().load_state_dict(state)
-            self.buffer = self._restored_groups(state.get("buffer", []))
+            self.buffer = self._groups_from_json(state.get("buffer", []))
 
 
 class CurriculumDataSource(RolloutDataSourceWithBuffer):

@@ -60,7 +60,7 @@ def check_fingerprint(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         )
 
 
-def saved_group(group: list[Sample]) -> list[dict[str, Any]]:
+def group_to_json(group: list[Sample]) -> list[dict[str, Any]]:
     """Return the samples as JSON values; a row is named by its position if it has one."""
     saved = []
     for sample in group:

@@ -23,12 +23,12 @@ from areal_lite.data.packer.data_packer import DataPacker, rollout_inputs
 from areal_lite.data.rows.fingerprint import FINGERPRINT_ROWS, content_hash, spread_positions
 from areal_lite.data.source.data_source_state import (
     check_fingerprint,
+    group_to_json,
     read_state,
-    saved_group,
     state_path,
     write_state,
 )
-from areal_lite.data.source.sample import Sample, copied, with_own_containers
+from areal_lite.data.source.sample import Sample, deep_copy, with_own_containers
 from areal_lite.errors import ConfigError
 
 SampleGroup = list[Sample]
@@ -178,7 +178,7 @@ class RolloutDataSource:
         self._ahead.extend(zip(positions, self._read(positions), strict=True))
 
     def _new_group(self, position: int | None, row: dict[str, Any]) -> SampleGroup:
-        of_row = self._of_row(copied(_checked(row)))
+        of_row = self._row_fields(deep_copy(_require_dict(row)))
         number, self._next_group = self._next_group, self._next_group + 1
         first, self.sample_index = self.sample_index, self.sample_index + self.n_samples_per_prompt
         group = [Sample(first, group_index=number, position=position, **of_row)]
@@ -186,10 +186,10 @@ class RolloutDataSource:
             group.append(group[0].sibling(index))
         return group
 
-    def _of_row(self, row: dict[str, Any]) -> dict[str, Any]:
+    def _row_fields(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return the sample's fields that come from its row."""
         label = row.get(self._label_key) if self._label_key else None
-        return {"row": row, "prompt": copied(row.get(self._prompt_key, "")), "label": copied(label)}
+        return {"row": row, "prompt": deep_copy(row.get(self._prompt_key, "")), "label": deep_copy(label)}
 
     @property
     def _rows(self) -> Any:
@@ -219,7 +219,7 @@ class RolloutDataSource:
         rows = getattr(self._rows, "on_disk", self._rows) or ()
         size = len(rows)
         order = self._order if size == len(self._order) else self._epoch_order(size)
-        some = [_checked(rows[position]) for position in spread_positions(size)]
+        some = [_require_dict(rows[position]) for position in spread_positions(size)]
         return {"rows": size, "content": content_hash([order[:FINGERPRINT_ROWS].tolist(), *some])}
 
     # -- how an owed group ends ------------------------------------------------------------------
@@ -231,15 +231,15 @@ class RolloutDataSource:
         """
         with self._lock:
             for group in groups:
-                self._settle(group)
+                self._stop_owing(group)
 
     def drop(self, group: SampleGroup, reason: str) -> None:
         """End the group without training; its row comes again in the next epoch."""
         with self._lock:
-            if self._settle(group):
+            if self._stop_owing(group):
                 self.dropped[reason] += 1
 
-    def _settle(self, group: SampleGroup) -> bool:
+    def _stop_owing(self, group: SampleGroup) -> bool:
         """Stop owing this group; return whether it was owed."""
         number = group_index_of(group)
         owed = self._owed.get(number) is group
@@ -300,8 +300,8 @@ class RolloutDataSource:
                 "group_index": self._next_group,
                 "metadata": copy.deepcopy(self.metadata),
                 "dropped": dict(self.dropped),
-                "owed": [saved_group(group) for group in self._owed.values()],
-                "returned": [saved_group(group) for group in self._returned],
+                "owed": [group_to_json(group) for group in self._owed.values()],
+                "returned": [group_to_json(group) for group in self._returned],
                 "dataset": dataset_state() if callable(dataset_state) else None,
             }
 
@@ -329,10 +329,10 @@ class RolloutDataSource:
                 self._order = self._epoch_order(int(state.get("epoch_size", len(self._rows))))
             self._ahead.clear()
             self._owed.clear()
-            owed = self._restored_groups(state.get("owed", []))
+            owed = self._groups_from_json(state.get("owed", []))
             self._returned = [
                 *sorted(owed, key=group_index_of),
-                *self._restored_groups(state.get("returned", [])),
+                *self._groups_from_json(state.get("returned", [])),
             ]
 
     def save(self, rollout_id: int, directory: Path | str) -> None:
@@ -367,21 +367,21 @@ class RolloutDataSource:
         self.load_state_dict(read_state(path))
         return True
 
-    def _restored_groups(self, saved: Iterable[list[dict[str, Any]]]) -> list[SampleGroup]:
+    def _groups_from_json(self, saved: Iterable[list[dict[str, Any]]]) -> list[SampleGroup]:
         """Return saved groups as samples, with their rows."""
         groups = list(saved)
         positions = {v["position"] for group in groups for v in group if v.get("position") is not None}
         rows = dict(zip(positions, self._read(list(positions)), strict=True)) if positions else {}
         return [
             [
-                Sample.from_dict(v | (self._of_row(rows[v["position"]]) if v["position"] in rows else {}))
+                Sample.from_dict(v | (self._row_fields(rows[v["position"]]) if v["position"] in rows else {}))
                 for v in group
             ]
             for group in groups
         ]
 
 
-def _checked(row: Any) -> Any:
+def _require_dict(row: Any) -> Any:
     if not isinstance(row, Mapping):
         raise ConfigError(f"a row of the dataset is {row!r:.100}: each row must be a dict of columns")
     return row

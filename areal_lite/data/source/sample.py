@@ -104,10 +104,10 @@ class Sample:
         """Return another pending sample of the same row and group, with ``metadata`` and ``attempts``."""
         sibling = Sample(index, group_index=self.group_index, position=self.position, row=self._shared_row)
         prompt, label = self.prompt, self.label
-        sibling.prompt = prompt if type(prompt) is str else copied(prompt)
-        sibling.label = label if label is None or type(label) is str else copied(label)
+        sibling.prompt = prompt if type(prompt) is str else deep_copy(prompt)
+        sibling.label = label if label is None or type(label) is str else deep_copy(label)
         if self.metadata:
-            sibling.metadata = copied(self.metadata)
+            sibling.metadata = deep_copy(self.metadata)
         sibling.attempts = self.attempts
         return sibling
 
@@ -115,7 +115,7 @@ class Sample:
     def row(self) -> dict[str, Any]:
         """The dataset row, its own copy."""
         if self._row is None:
-            self._row = copied(self._shared_row or {})
+            self._row = deep_copy(self._shared_row or {})
         return self._row
 
     @property
@@ -220,12 +220,12 @@ class Sample:
             "index": self.index,
             "group_index": self.group_index,
             "position": self.position,
-            "row": copied(self.row),
-            "prompt": copied(self.prompt),
-            "label": copied(self.label),
-            "metadata": copied(self.metadata),
+            "row": deep_copy(self.row),
+            "prompt": deep_copy(self.prompt),
+            "label": deep_copy(self.label),
+            "metadata": deep_copy(self.metadata),
             "response": self.response,
-            "reward": copied(self.reward),
+            "reward": deep_copy(self.reward),
             "status": self.status.value,
             "attempts": self.attempts,
             "tokens": list(self.tokens),
@@ -244,7 +244,7 @@ class Sample:
         Raises:
             ValueError: If lengths differ, or the status is unknown.
         """
-        values: dict[str, Any] = copied(dict(record))
+        values: dict[str, Any] = deep_copy(dict(record))
         sample = cls(
             values.pop("index", None),
             group_index=values.pop("group_index", None),
@@ -304,13 +304,13 @@ def with_own_containers(value: Any) -> Any:
     return value
 
 
-def copied(value: Any) -> Any:
+def deep_copy(value: Any) -> Any:
     """Return a deep copy; quick for JSON values."""
     kind = type(value)
     if kind is dict:
-        return {key: copied(item) for key, item in value.items()}
+        return {key: deep_copy(item) for key, item in value.items()}
     if kind is list:
-        return [copied(item) for item in value]
+        return [deep_copy(item) for item in value]
     if value is None or kind in (str, int, float, bool, bytes):
         return value
     return copy.deepcopy(value)

@@ -34,8 +34,8 @@ def build_messages(row: Mapping[str, Any], keys: DatasetConfig) -> list[dict[str
     """Return the row's prompt as messages with each image and video as a separate part.
 
     If the row has a column of images, "Look: <image>" becomes the parts ``{"type": "text", "text": "Look: "}`` and
-    ``{"type": "image"}``; videos likewise. Content that is a list of parts is kept, without keys that are None, which
-    tables add to parts that lack them.
+    ``{"type": "image"}``; the same for videos. Content that is a list of parts is kept, without the None keys that
+    tables add.
 
     Raises:
         ConfigError: If the prompt is neither messages nor text, or the numbers of placeholders and media differ.

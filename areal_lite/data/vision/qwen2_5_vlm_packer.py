@@ -18,12 +18,12 @@ from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.chat.prompt_encoder import render_prompt
 from areal_lite.data.packer.data_packer import DataPacker, RolloutOutput
 from areal_lite.data.packer.decoder_only_llm_packer import (
-    answered,
+    as_sequence,
     collate,
-    longest,
-    recorded,
+    longest_length,
+    mask_prefix,
     row_sample,
-    without_prefix,
+    single_turn_sample,
 )
 from areal_lite.data.source.sample import Sample
 from areal_lite.data.vision.multimodal import (
@@ -111,14 +111,14 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
         multi_modal_inputs = {name: value for name, value in inputs.items() if name not in _PER_TOKEN}
         if not isinstance(rollout_output, Sample | TokenSequence):
             source = row_sample(sample if isinstance(sample, Sample) else item, self.config)
-            rollout_output = answered(source, prompt_ids, rollout_output, self.tokenizer)
-        trained = without_prefix(recorded(rollout_output), n_ignore_prefix_tokens)
+            rollout_output = single_turn_sample(source, prompt_ids, rollout_output, self.tokenizer)
+        trained = mask_prefix(as_sequence(rollout_output), n_ignore_prefix_tokens)
         trained = dataclasses.replace(trained, multi_modal_inputs=multi_modal_inputs or None)
         return expand_placeholders(trained, self.processor)
 
     def policy_compute_max_len(self, processed_samples: Sequence[TokenSequence]) -> int:
         """Return the length, in tokens, of the longest; ValueError if there is none."""
-        return longest(processed_samples)
+        return longest_length(processed_samples)
 
     def policy_collate_fn(
         self, processed_samples: Sequence[TokenSequence], computed_max_len: int
@@ -136,22 +136,23 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
         from areal_lite.data.vision.rope_positions import multimodal_position_ids
 
         batch = collate(processed_samples, computed_max_len, self.tokenizer)
-        rows = zip(batch["input_ids"], batch["attention_mask"], processed_samples, strict=True)
         positions = [
             multimodal_position_ids(
                 self.processor,
                 ids,
                 mask,
-                sample.multi_modal_inputs or {},
+                sequence.multi_modal_inputs or {},
                 tokens_per_second=self.tokens_per_second,
             )
-            for ids, mask, sample in rows
+            for ids, mask, sequence in zip(
+                batch["input_ids"], batch["attention_mask"], processed_samples, strict=True
+            )
         ]
         placed = [position for position in positions if position is not None]
         return batch | {"position_ids": torch.stack(placed)} if placed else batch
 
 
-def expand_placeholders(sample: TokenSequence, processor: Any) -> TokenSequence:
+def expand_placeholders(sequence: TokenSequence, processor: Any) -> TokenSequence:
     """Return the sequence with each placeholder expanded to the tokens of its image or video.
 
     An image of grid ``[1, 4, 6]`` at merge size 2 has 6 tokens; one placeholder becomes 6, and 6 stay.
@@ -159,8 +160,8 @@ def expand_placeholders(sample: TokenSequence, processor: Any) -> TokenSequence:
     Raises:
         ValueError: If there are more or fewer placeholders than images, or one has another length.
     """
-    inputs = sample.multi_modal_inputs or {}
-    ids = sample.input_ids
+    inputs = sequence.multi_modal_inputs or {}
+    ids = sequence.input_ids
     repeats = np.ones(len(ids), np.int64)
     for kind in ("image", "video"):
         grids = inputs.get(f"{kind}_grid_thw")
@@ -169,13 +170,13 @@ def expand_placeholders(sample: TokenSequence, processor: Any) -> TokenSequence:
         runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if places.size else []
         if len(runs) != len(sizes):
             raise ValueError(
-                f"task {sample.task_id}: the tokens hold {len(runs)} {kind} placeholders, but the row has {len(sizes)} "
-                f"{kind}s: record the prompt with one for each, and keep the policy from sampling the token"
+                f"task {sequence.task_id}: the tokens hold {len(runs)} {kind} placeholders, but the row has "
+                f"{len(sizes)} {kind}s: record the prompt with one for each, and ban the token while sampling"
             )
         for number, (run, size) in enumerate(zip(runs, sizes, strict=True)):
             if len(run) not in (1, size):
                 raise ValueError(
-                    f"task {sample.task_id}: {kind} {number} has {len(run)} tokens, but its grid says {size}: the "
+                    f"task {sequence.task_id}: {kind} {number} has {len(run)} tokens, but its grid says {size}: the "
                     "engine must see the same images, processed with the same settings"
                 )
             repeats[run] = size // len(run)
@@ -184,9 +185,9 @@ def expand_placeholders(sample: TokenSequence, processor: Any) -> TokenSequence:
         return None if column is None else np.repeat(column, repeats)
 
     return dataclasses.replace(
-        sample,
+        sequence,
         input_ids=longer(ids),
-        loss_mask=longer(sample.loss_mask),
-        logprobs=longer(sample.logprobs),
-        versions=longer(sample.versions),
+        loss_mask=longer(sequence.loss_mask),
+        logprobs=longer(sequence.logprobs),
+        versions=longer(sequence.versions),
     )

@@ -89,7 +89,7 @@ def normalize_advantages(
     Args:
         advantages: ``[T]`` float.
         episodes: ``[T]`` int64, episode of each token.
-        group_ids: ``[N]`` group of each episode.
+        group_ids: ``[E]`` group of each episode.
         mean: Subtract nothing, the mean of the token's group, or the mean of the batch.
         std: Divide by nothing, or by the unbiased deviation of the group or the batch around its own mean.
     """

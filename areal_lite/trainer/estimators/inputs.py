@@ -1,6 +1,6 @@
 """The inputs and outputs of advantage estimators, as flat tensors.
 
-A step has ``N`` episodes and ``T`` trained tokens: those the policy sampled, episode by episode. The tokens of an
+A step has ``E`` episodes and ``T`` trained tokens: those the policy sampled, episode by episode. The tokens of an
 episode are adjacent, however many sequences it was cut into. Prompt and tool tokens are not among them, so no
 estimator can discount over them or learn from them. An episode may have no trained token.
 """
@@ -65,8 +65,8 @@ class Turns:
         count = len(self.rewards)
         for name in ("rewards", "episodes", "index", "parents"):
             if getattr(self, name).shape != (count,):
-                found = list(getattr(self, name).shape)
-                raise ValueError(f"turns.{name} is {found}: give [{count}], one entry per rewarded turn")
+                actual = list(getattr(self, name).shape)
+                raise ValueError(f"turns.{name} is {actual}: give [{count}], one entry per rewarded turn")
         _check_sorted("turns.of_token", self.of_token, count, "rewarded turns")
         if not bool(self.rewards.isfinite().all()):
             raise ValueError("turns.rewards must be finite: fail an episode whose turns have no reward")
@@ -84,28 +84,28 @@ class Turns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatorInputs:
-    """One step's rewards, and whatever else was computed before its advantages.
+    """One step's rewards, and other inputs computed before its advantages.
 
     Raises:
         ValueError: If a shape differs, the episodes are not in order, or a number is not finite.
     """
 
     scores: Tensor
-    """``[N]`` float, reward of each episode."""
+    """``[E]`` float, reward of each episode."""
     group_ids: Sequence[str]
-    """``[N]`` group of each episode, in any order."""
+    """``[E]`` group of each episode, in any order."""
     episodes: Tensor
     """``[T]`` int64, episode of each token; non-decreasing."""
     token_rewards: Tensor
-    """``[T]`` float, reward of each token: the score on its episode's last token, minus a KL penalty where there is
-    one. Advantages have its dtype."""
+    """``[T]`` float, reward of each token: the score on its episode's last token, minus any KL penalty.
+    Advantages have its dtype."""
 
-    # The rest is None unless the estimator asked for it through needed().
+    # The rest is None unless the estimator requests it with needed().
 
     values: Tensor | None = None
     """``[T]`` float, the critic's estimates."""
     baselines: Tensor | None = None
-    """``[N]`` float, reward of the greedy answer (ReMax)."""
+    """``[E]`` float, reward of the greedy answer (ReMax)."""
     proximal_logprobs: Tensor | None = None
     """``[T]`` float, nats."""
     sum_squared_probs: Tensor | None = None
@@ -149,7 +149,7 @@ class EstimatorInputs:
     @overload
     def needed(self, name: Literal["turns"]) -> Turns: ...
     def needed(self, name: str) -> Tensor | Turns:
-        """Return the field ``name``. The trainer computes what the estimator asks for in the dry run of its config.
+        """Return the field ``name``. The trainer computes the inputs that the estimator requests in a dry run.
 
         Raises:
             MissingInput: If it is None; the text says what to configure.
@@ -160,11 +160,11 @@ class EstimatorInputs:
         return value
 
     def lengths(self) -> Tensor:
-        """Return ``[N]`` int64, the trained tokens of each episode."""
+        """Return ``[E]`` int64, the trained tokens of each episode."""
         return torch.bincount(self.episodes, minlength=len(self.group_ids))
 
     def episode_rewards(self) -> Tensor:
-        """Return ``[N]`` float64, the sum of each episode's token rewards; its score if it has no token."""
+        """Return ``[E]`` float64, the sum of each episode's token rewards; its score if it has no token."""
         sums = torch.zeros_like(self.scores, dtype=torch.float64)
         sums.index_add_(0, self.episodes, self.token_rewards.double())
         return torch.where(self.lengths() > 0, sums, self.scores.double())
@@ -177,7 +177,7 @@ class EstimatorInputs:
         return turns.rewards.double().index_add(0, turns.of_token, penalties)
 
     def per_token(self, episode_values: Tensor) -> Tensor:
-        """Return ``[T]``, the entry of ``episode_values [N]`` for each token's episode, in the rewards' dtype."""
+        """Return ``[T]``, the entry of ``episode_values [E]`` for each token's episode, in the rewards' dtype."""
         return episode_values.to(self.token_rewards.dtype).index_select(0, self.episodes)
 
 

@@ -1,6 +1,6 @@
 """Estimators of a token's advantage from the rewards that follow it in its episode.
 
-The sums run over trained tokens: a tool's answer between two turns neither ends them nor is discounted over. An
+The sums run over trained tokens: tool tokens between two turns neither end a sum nor count in its discount. An
 episode that was cut into several sequences is discounted along all of its tokens, sequence after sequence.
 """
 
@@ -57,6 +57,9 @@ def next_values(values: Tensor, episodes: Tensor) -> Tensor:
 
 def gae(inputs: EstimatorInputs, *, gamma: float = 1.0, lam: float = 1.0) -> Estimate:
     """Return generalized advantages, whitened over the batch; returns are values plus unwhitened advantages.
+
+    Cutting an episode into other sequences changes nothing while its tokens keep their order. The order of a fork's
+    branches counts: each continues with the value and rewards of the next.
 
     Args:
         gamma: Discount per token.

@@ -80,12 +80,12 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor
     With ``max_length=10, buffer=4`` lengths ``[6, 8, 10, 12]`` give ``[0, -0.5, -1, -1]``.
 
     Args:
-        lengths: ``[N]`` sampled tokens of each episode.
+        lengths: ``[E]`` sampled tokens of each episode.
         max_length: Limit in tokens.
         buffer: Number of tokens before the limit over which the penalty grows.
 
     Returns:
-        ``[N]`` float32 in ``[-1, 0]``.
+        ``[E]`` float32 in ``[-1, 0]``.
 
     Raises:
         ConfigError: If the buffer is not between 1 and the limit.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def index_episodes(episodes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``[T]``, each token's episode numbered from 0, and ``[N]``, the tokens of each episode."""
+    """Return ``[T]``, each token's episode numbered from 0, and ``[E]``, the tokens of each episode."""
     _, index, counts = torch.unique(episodes, return_inverse=True, return_counts=True)
     return index, counts
 
@@ -59,9 +59,9 @@ class LossTerms:
             if values is None:
                 continue
             if not isinstance(values, Tensor) or values.shape != self.losses.shape:
-                found = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+                actual = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
                 raise ValueError(
-                    f"{name} is {found}: give a tensor {list(self.losses.shape)} as for losses, one for each token"
+                    f"{name} is {actual}: give a tensor {list(self.losses.shape)} as for losses, one for each token"
                 )
         if self.chosen is not None and self.chosen.dtype != torch.bool:
             raise ValueError(f"chosen has dtype {self.chosen.dtype}: give bool, True for the chosen tokens")

@@ -1,4 +1,4 @@
-"""Two ranks of which one fails, or hangs, while the other waits for it; started by torchrun."""
+"""Two ranks: one fails or hangs while the other waits for it; started by torchrun."""
 
 from __future__ import annotations
 

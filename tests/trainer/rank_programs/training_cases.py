@@ -17,13 +17,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from areal_lite.api.trainer_config import CriticConfig, KLConfig, LoRAConfig, TrainerConfig
+from areal_lite.api.trajectory import Group
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.data_proto_file import save_data_proto
+from areal_lite.trainer.policy_step import Batch
 from areal_lite.trainer.policy_trainer import PolicyTrainer
 from areal_lite.trainer.ranks import broadcast_batch, broadcast_json, gather_json, join_ranks
 from areal_lite.trainer.snapshot import restore, snapshot, write_snapshot
 from areal_lite.trainer.supervised_trainer import SupervisedTrainer
 from areal_lite.trainer.weights import write_model
+from tests.trainer.episode_data import Call, Episode, group_of, line
 from tests.trainer.supervised_data import dpo_trainer, pairs, reward_trainer, sequences, sft_trainer
 from tests.trainer.training_data import drawn_batch, training_batch
 
@@ -43,6 +46,12 @@ CASES: dict[str, dict[str, Any]] = {
         "critic": CriticConfig(learning_rate=1e-2, adam_eps=1e-3),
         "kl": KLConfig(coef=0.1, place="reward"),
         "minibatches_per_step": 2,
+    },
+    "forked": {"loss": "gspo", "entropy_coef": 0.01, "max_tokens_per_microbatch": 25},
+    "forked_critic": {
+        "advantage": "gae",
+        "critic": CriticConfig(learning_rate=1e-2, adam_eps=1e-3),
+        "max_tokens_per_microbatch": 12,
     },
     "adapters": {"lora": LoRAConfig(rank=4), "kl": KL, "gradient_checkpointing": True},
     "bfloat16": {"dtype": "bfloat16", "kl": KL},
@@ -93,7 +102,9 @@ def run_case(name: str, model_path: Path) -> tuple[PolicyTrainer | SupervisedTra
         trainer = make_trainer(name, model_path)
         shape = {"groups": 1, "group_size": 1} if name == "one_sample" else {}
         for number in range(2):
-            metrics, scored = policy_step(trainer, training_batch(drawn_batch(number, **shape)))
+            forked = name.startswith("forked")
+            batch = forked_groups(number) if forked else training_batch(drawn_batch(number, **shape))
+            metrics, scored = policy_step(trainer, batch)
     found = scored | weights(trainer)
     for key, value in metrics.items():
         if not any(word in key for word in ("second", "ms_per_token")):
@@ -105,7 +116,16 @@ def run_case(name: str, model_path: Path) -> tuple[PolicyTrainer | SupervisedTra
     return trainer, found
 
 
-def policy_step(trainer: PolicyTrainer, batch: DataProto) -> tuple[dict[str, float], dict[str, Tensor]]:
+def forked_groups(seed: int) -> list[Group]:
+    """Return two groups; an episode of the first forks after its first call and after its second."""
+    fork = [*line(3), Call(1, [30], [31, 32, 33]), Call(0, [34], [35]), Call(4, [36], [37, 38])]
+    return [
+        group_of(f"g{seed}", [5 + seed, 6], [Episode(fork, 1.0), Episode(line(1), 0.0)]),
+        group_of(f"h{seed}", [7 + seed], [Episode(line(2, joins=True), 0.25), Episode(line(4), -0.5)]),
+    ]
+
+
+def policy_step(trainer: PolicyTrainer, batch: Batch) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Return the metrics of a step, and what its scoring passes found."""
     step = trainer.begin(batch, version=5)
     trainer.score_proximal(step)
@@ -158,8 +178,8 @@ def run_rank(out: Path, model_path: Path) -> None:
                 save_file(weights(resumed), out / f"{name}_resumed_{ranks.rank}.safetensors")
         batch = broadcast_batch(generated_rows() if ranks.rank == 0 else None)
         save_data_proto(batch, out / f"broadcast_{ranks.rank}")
-        told = [broadcast_json({"stop": ranks.rank == 0}), gather_json([ranks.rank, "é"])]
-        (out / f"decision_{ranks.rank}.json").write_text(json.dumps(told))
+        received = [broadcast_json({"stop": ranks.rank == 0}), gather_json([ranks.rank, "é"])]
+        (out / f"decision_{ranks.rank}.json").write_text(json.dumps(received))
 
 
 def held(trainer: PolicyTrainer) -> list[int]:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_lite.agents.agent_service import MAX_BODY_BYTES, AgentService, Reply
 from areal_lite.agents.chat_renderer import ChatRenderer
-from areal_lite.agents.chat_service import MAX_BODY_BYTES, ChatService
 from areal_lite.agents.chat_session import ChatSession
 from areal_lite.agents.http_transport import BASE_URL, SharedClient
 from areal_lite.api.generation import GenerationHyperparameters
@@ -29,18 +29,26 @@ def new_session(answers: Any) -> ChatSession:
 
 
 def call(body: Any, *, key: str | None = None, method: str = "POST", path: str = CHAT) -> tuple[int, Any]:
-    service = ChatService()
+    service = AgentService()
     opened = service.open(new_session(lambda _: "hi"))
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"authorization": f"Bearer {key or opened}"}
-    status, headers_out, answer = asyncio.run(service.handle(method, path, headers, content))
+
+    async def play() -> Reply:
+        reply = await service.handle(method, path, headers, content)
+        if isinstance(reply.body, bytes):
+            return reply
+        return reply._replace(body=b"".join([event async for event in reply.body]))
+
+    status, headers_out, answer = asyncio.run(play())
     assert headers_out["x-should-retry"] == "false"
-    return status, json.loads(answer)
+    assert isinstance(answer, bytes)
+    return status, answer if answer.startswith((b"data:", b"event:")) else json.loads(answer)
 
 
 def test_the_plain_sdk_works_end_to_end() -> None:
     async def play() -> None:
-        service = ChatService()
+        service = AgentService()
         session = new_session(
             ["hi there", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "bye"]
         )
@@ -75,7 +83,7 @@ def test_the_plain_sdk_works_end_to_end() -> None:
 
 def test_the_sdk_sees_our_errors_once() -> None:
     async def play() -> None:
-        service = ChatService()
+        service = AgentService()
         session = new_session([ServerError("no server is left"), KeyError("bug"), "fine"])
         key = service.open(session)
         http_client: Any = SharedClient(service)
@@ -86,8 +94,6 @@ def test_the_sdk_sees_our_errors_once() -> None:
             assert isinstance(session.error, error)
         await client.chat.completions.create(**HELLO)  # type: ignore[call-overload]
         assert session.error is None
-        with pytest.raises(openai.BadRequestError, match="streaming is not supported"):
-            await client.chat.completions.create(**HELLO, stream=True)  # type: ignore[call-overload]
         service.close(key)
         with pytest.raises(openai.APIStatusError, match="has ended") as ended:
             await client.chat.completions.create(**HELLO)  # type: ignore[call-overload]
@@ -102,7 +108,7 @@ def test_the_sdk_sees_our_errors_once() -> None:
 
 
 def test_keys_are_random_and_only_their_digest_is_kept() -> None:
-    service = ChatService()
+    service = AgentService()
     keys = {service.open(new_session([])) for _ in range(20)}
     assert len(keys) == 20
     assert all(key.startswith("al_") and len(key) > 40 for key in keys)
@@ -114,7 +120,7 @@ def test_keys_are_random_and_only_their_digest_is_kept() -> None:
     [
         (401, {"key": "al_nobody"}),
         (401, {"key": "ключ\ud800"}),
-        (404, {"path": "/v1/completions"}),
+        (404, {"path": "/v1/embeddings"}),
         (404, {"path": "/" + "x" * 9999}),
         (405, {"method": "GET"}),
         (405, {"path": "/v1/models"}),
@@ -128,20 +134,21 @@ def test_keys_and_paths(status: int, kwargs: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"n": 2}, "n is 2"),
-        ({"stream": True}, "streaming is not supported"),
+        ({"n": 129}, "at most 128"),
+        ({"stream": 1}, "stream is 1"),
         ({"temprature": 1}, "unknown field 'temprature'"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
         ({"temperature": 3}, "between 0 and 2"),
         ({"max_tokens": 0}, "at least 1"),
-        ({"tool_choice": "required"}, "use 'auto'"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logit_bias": {"1": 5}}, "logit_bias"),
-        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tool_choice": "required"}, "tools has no such function"),
+        ({"tool_choice": "any"}, "send 'auto'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "regex": "a*"}, "2 constraints"),
+        ({"logit_bias": {"one": 5}}, "logit_bias"),
+        ({"top_logprobs": 21}, "top_logprobs"),
         ({"stop": [""]}, "stop is"),
         ({"seed": 2**64}, "seed"),
         ({"messages": []}, "at least one"),
-        ({"messages": HELLO["messages"] * 513}, "at most 512"),
         ({"messages": [{"role": "bard", "content": ""}]}, "role is 'bard'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "only text"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, "at most 128"),
@@ -208,7 +215,7 @@ def test_no_body_is_answered_with_a_server_error(body: Any) -> None:
 
 def test_hundreds_of_sessions_at_once_are_isolated() -> None:
     async def play() -> None:
-        service = ChatService()
+        service = AgentService()
         http_client: Any = SharedClient(service)
 
         async def episode(index: int) -> ChatSession:

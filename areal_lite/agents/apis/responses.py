@@ -1,0 +1,309 @@
+"""OpenAI's Responses: ``POST /v1/responses``."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from areal_lite.agents.apis.api import event, openai_error
+from areal_lite.agents.chat_request import ChatRequest, parse_chat_request
+from areal_lite.agents.chat_session import Answer, ChatSession
+from areal_lite.agents.request_fields import RequestError, short, typed
+
+_AS_CHAT = {
+    "model": "model", "max_output_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p",
+    "stream": "stream", "tool_choice": "tool_choice", "top_logprobs": "top_logprobs",
+    "chat_template_kwargs": "chat_template_kwargs", "stop": "stop", "seed": "seed", "top_k": "top_k",
+}  # fmt: skip
+"""Fields with the same meaning as a chat completion's, by their name there."""
+_READ = {
+    *_AS_CHAT,
+    "input",
+    "instructions",
+    "tools",
+    "text",
+    "previous_response_id",
+    "background",
+    "truncation",
+}
+_IGNORED = {
+    "include", "max_tool_calls", "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
+    "reasoning", "safety_identifier", "service_tier", "store", "stream_options", "user", "context_management",
+}  # fmt: skip
+"""Fields without effect on the tokens: accepted and ignored."""
+
+
+class Responses:
+    """Bodies and replies of Responses. A session keeps its responses, so ``previous_response_id`` works."""
+
+    id_prefix = "resp_"
+
+    def parse(self, body: dict[str, Any], session: ChatSession) -> ChatRequest:
+        """Return the checked request."""
+        if unknown := [name for name in body if name not in _READ and name not in _IGNORED]:
+            raise RequestError(f"unknown field {short(unknown[0])}: leave it out", param=unknown[0][:80])
+        if body.get("background"):
+            raise RequestError(
+                "background is not served: leave it out and wait for the response", param="background"
+            )
+        if body.get("truncation") not in (None, "disabled", "auto"):
+            raise RequestError(
+                f"truncation is {short(body['truncation'])}: send 'disabled'", param="truncation"
+            )
+        chat = {name: body[field] for field, name in _AS_CHAT.items() if body.get(field) is not None}
+        history = self._history(body.get("previous_response_id"), session)
+        instructions = typed("instructions", body.get("instructions"), str, "send a string")
+        chat["messages"] = [
+            *([{"role": "system", "content": instructions}] if instructions else []),
+            *history,
+            *_messages(body.get("input")),
+        ]
+        if tools := typed("tools", body.get("tools"), list, "send a list of functions"):
+            chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+        text = typed("text", body.get("text"), dict, "send an object with format") or {}
+        if text.get("format") is not None:
+            chat["response_format"] = text["format"]
+        return parse_chat_request(chat)
+
+    def _history(self, previous: Any, session: ChatSession) -> list[dict[str, Any]]:
+        """Return the messages of an earlier response without its instructions, and its answer."""
+        if previous is None:
+            return []
+        try:
+            interaction = session.interactions[previous]
+        except (KeyError, TypeError):
+            raise RequestError(
+                f"previous_response_id is {short(previous)}: this episode has no such response",
+                status=404,
+                param="previous_response_id",
+            ) from None
+        messages = interaction.messages
+        if messages and messages[0]["role"] == "system":  # instructions hold for one response
+            messages = messages[1:]
+        return [*messages, *interaction.output_message_list]
+
+    def reply(self, request: ChatRequest, answers: Sequence[Answer], session: ChatSession) -> dict[str, Any]:
+        """Return a ``response``."""
+        (answer,) = answers
+        return _response(answer.id, request, answer, _items(answer))
+
+    def stream(self, request: ChatRequest, session: ChatSession) -> ResponseStream:
+        """Return a writer of response events."""
+        return ResponseStream(request)
+
+    def error(self, error: RequestError) -> dict[str, Any]:
+        """Return OpenAI's error object."""
+        return openai_error(error)
+
+
+class ResponseStream:
+    """Writes response.created, the output items one after another, and response.completed."""
+
+    def __init__(self, request: ChatRequest) -> None:
+        self._request = request
+        self._number = -1
+        self._id = ""
+        self._item_id = ""
+        self._text = ""
+
+    def start(self, answer_id: str) -> bytes:
+        """Return response.created and response.in_progress."""
+        self._id = answer_id
+        response = _response(answer_id, self._request, None, [])
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def text(self, index: int, piece: str) -> bytes:
+        """Return the delta of a piece of text, in an item of its own."""
+        head = b""
+        if not self._item_id:
+            self._item_id = f"msg_{uuid.uuid4().hex}"
+            item = {"id": self._item_id, **_MESSAGE, "status": "in_progress", "content": []}
+            head = self._event("response.output_item.added", output_index=0, item=item)
+            head += self._event("response.content_part.added", **self._place(), part=_text_part(""))
+        self._text += piece
+        return head + self._event("response.output_text.delta", **self._place(), delta=piece, logprobs=[])
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        """Return the end of the text, the other items, and the whole response."""
+        (answer,) = answers
+        parts = []
+        done: list[dict[str, Any]] = []
+        if self._item_id:
+            part = _text_part(self._text)
+            item = {"id": self._item_id, **_MESSAGE, "status": "completed", "content": [part]}
+            parts += [
+                self._event("response.output_text.done", **self._place(), text=self._text, logprobs=[]),
+                self._event("response.content_part.done", **self._place(), part=part),
+                self._event("response.output_item.done", output_index=0, item=item),
+            ]
+            done.append(item)
+        for item in _items(answer):
+            if item["type"] == "message" and self._item_id:
+                continue
+            output_index = len(done)
+            started = {**item, "arguments": ""} if item["type"] == "function_call" else item
+            parts.append(self._event("response.output_item.added", output_index=output_index, item=started))
+            if item["type"] == "function_call":
+                place = {"item_id": item["id"], "output_index": output_index}
+                arguments = item["arguments"]
+                parts.append(self._event("response.function_call_arguments.delta", **place, delta=arguments))
+                parts.append(
+                    self._event(
+                        "response.function_call_arguments.done",
+                        **place,
+                        name=item["name"],
+                        arguments=arguments,
+                    )
+                )
+            parts.append(self._event("response.output_item.done", output_index=output_index, item=item))
+            done.append(item)
+        response = _response(self._id, self._request, answer, done)
+        parts.append(self._event(f"response.{response['status']}", response=response))
+        return b"".join(parts)
+
+    def error(self, error: RequestError) -> bytes:
+        """Return the error as an event."""
+        return self._event("error", code=error.code, message=error.message, param=error.param)
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        return event({"type": kind, "sequence_number": self._number, **fields}, kind)
+
+
+_MESSAGE = {"type": "message", "role": "assistant"}
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _items(answer: Answer) -> list[dict[str, Any]]:
+    """Return an answer as output items."""
+    message = answer.message
+    items: list[dict[str, Any]] = []
+    if reasoning := message.get("reasoning_content"):
+        content = [{"type": "reasoning_text", "text": reasoning}]
+        items.append({"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": [], "content": content})
+    calls = message.get("tool_calls") or []
+    if message["content"] or not calls:
+        part = _text_part(message["content"] or "")
+        items.append({"id": f"msg_{uuid.uuid4().hex}", **_MESSAGE, "status": "completed", "content": [part]})
+    for call in calls:
+        items.append(
+            {
+                "id": f"fc_{uuid.uuid4().hex}",
+                "type": "function_call",
+                "call_id": call["id"],
+                "name": call["function"]["name"],
+                "arguments": call["function"]["arguments"],
+                "status": "completed",
+            }
+        )
+    return items
+
+
+def _response(
+    answer_id: str, request: ChatRequest, answer: Answer | None, output: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the response object; without an answer it is in progress."""
+    usage = None
+    status = "in_progress"
+    if answer is not None:
+        prompt, sampled = answer.response.input_len, answer.response.output_len
+        status = "incomplete" if answer.finish_reason == "length" else "completed"
+        usage = {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + sampled,
+        }
+    return {
+        "id": answer_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "instructions": None,
+        "model": request.model,
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [{"type": "function", "strict": None, **tool["function"]} for tool in request.tools or ()],
+        "metadata": {},
+        "usage": usage,
+    }
+
+
+def _messages(raw: Any) -> list[dict[str, Any]]:
+    """Return input items as chat messages; one answer's text, reasoning and calls are one message."""
+    if isinstance(raw, str):
+        return [{"role": "user", "content": raw}]
+    if not isinstance(raw, list):
+        raise RequestError(f"input is {short(raw)}: send a string or a list of items", param="input")
+    messages: list[dict[str, Any]] = []
+    reasoning: str | None = None
+    for index, item in enumerate(raw):
+        where = f"input[{index}]"
+        if not isinstance(item, dict):
+            raise RequestError(f"{where} is {short(item)}: send an object", param=where)
+        kind = item.get("type") or "message"
+        if kind == "reasoning":
+            texts = [part.get("text") for part in item.get("content") or () if isinstance(part, dict)]
+            reasoning = "".join(text for text in texts if isinstance(text, str)) or None
+        elif kind == "message":
+            message = {"role": item.get("role"), "content": _text(item.get("content"), where)}
+            if message["role"] == "assistant" and reasoning is not None:
+                message["reasoning_content"], reasoning = reasoning, None
+            messages.append(message)
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"type": "function", "id": item.get("call_id"), "function": function}
+            if not messages or messages[-1]["role"] != "assistant" or reasoning is not None:
+                messages.append({"role": "assistant", "content": ""})
+                if reasoning is not None:
+                    messages[-1]["reasoning_content"], reasoning = reasoning, None
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            content = _text(item.get("output"), where)
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        else:
+            raise RequestError(
+                f"{where} is of type {short(kind)}: send message, reasoning, function_call or function_call_output",
+                param=where,
+            )
+    return messages
+
+
+def _text(raw: Any, where: str) -> str:
+    if raw is None or isinstance(raw, str):
+        return raw or ""
+    texts = []
+    for part in raw if isinstance(raw, list) else [raw]:
+        kind = part.get("type") if isinstance(part, dict) else part
+        text = part.get("text") if kind in ("input_text", "output_text", "text") else None
+        if not isinstance(text, str):
+            raise RequestError(
+                f"{where} has a part of type {short(kind)}: only text is supported", param=where
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise RequestError(
+            f"{where} is {short(tool)}: send functions; tools that OpenAI runs are not served", param=where
+        )
+    function = {
+        name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None
+    }
+    return {"type": "function", "function": function}

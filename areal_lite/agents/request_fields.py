@@ -1,0 +1,60 @@
+"""Checks of single request fields, and the error that an agent's HTTP client sees."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class RequestError(Exception):
+    """An invalid request, answered with HTTP ``status`` and OpenAI's error object."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """Return ``{"error": {message, type, param, code}}``."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def typed(name: str, value: Any, kind: type[T], hint: str) -> T | None:
+    """Return an optional value of type ``kind``; raises RequestError for another type."""
+    if value is not None and not isinstance(value, kind):
+        raise RequestError(f"{name} is {short(value)}: {hint}", param=name)
+    return value
+
+
+def whole(name: str, value: Any, minimum: int, maximum: int = 2**63 - 1) -> int | None:
+    """Return an optional whole number; raises RequestError for another type or one out of range."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+        limit = "" if maximum == 2**63 - 1 else f" and at most {maximum}"
+        raise RequestError(
+            f"{name} is {short(value)}: send a whole number of at least {minimum}{limit}", param=name
+        )
+    return value
+
+
+def number(name: str, value: Any, low: float, high: float) -> float:
+    """Return a finite number from ``low`` to ``high``; raises RequestError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RequestError(f"{name} is {short(value)}: send a number", param=name)
+    if not low <= value <= high:
+        raise RequestError(f"{name} is {value}: it must be between {low} and {high}", param=name)
+    return value
+
+
+def short(value: object) -> str:
+    """Return a value as text for an error, at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,32 @@
+"""What all episodes of an engine share, such as HTTP clients: made on first use, closed with the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class SharedResources:
+    """Resources by name; lives on one event loop."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+        self._making = asyncio.Lock()
+
+    async def get(self, name: str, make: Callable[[], Awaitable[T]]) -> T:
+        """Return the resource ``name``; the first caller makes it."""
+        if name not in self._made:
+            async with self._making:
+                if name not in self._made:
+                    self._made[name] = await make()
+        made: T = self._made[name]
+        return made
+
+    async def aclose(self) -> None:
+        """Close all resources, the newest first."""
+        while self._made:
+            _, resource = self._made.popitem()
+            await (resource.aclose() if hasattr(resource, "aclose") else resource.close())
