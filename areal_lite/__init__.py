@@ -17,4 +17,6 @@ _LAZY = {"workflow_context": "areal_lite.infra.workflow_context", "api": "areal_
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(_LAZY[name])
-    raise AttributeError(f"module 'areal_lite' has no attribute {name!r}")
+    from areal_lite.areal_names import missing_name
+
+    raise missing_name(__name__, name)

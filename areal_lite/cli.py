@@ -130,8 +130,8 @@ def _is_first_rank() -> bool:
 
 _RUNS: dict[str, tuple[Callable[[Any], None], str, str]] = {
     "train": (_train, "RunConfig", "train by reinforcement learning and evaluate"),
-    "rollout": (_rollout, "RunConfig", "run episodes on the training rows without training"),
-    "eval": (_eval, "RunConfig", "run episodes on the held-out rows"),
+    "rollout": (_rollout, "RolloutConfig", "run episodes on the training rows without training"),
+    "eval": (_eval, "RolloutConfig", "run episodes on the held-out rows"),
     "config": (
         _config,
         "ExperimentConfig",

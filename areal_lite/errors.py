@@ -6,8 +6,8 @@ ArealLiteError            70  base of all errors
 ├── RunDirBusyError       73  another process uses the run directory
 ├── StorageError          74  disk full or read-only
 ├── ServerError           75  inference servers down or failing; a retry may help
-├── StarvationError       75  too many batches in a row without an accepted group
-├── EpisodeError          70  an episode failed with ``on_error: raise``
+├── StarvationError       70  too many batches in a row without an accepted group; 75 if servers failed
+├── EpisodeError          70  no episode succeeded, or one failed with ``on_error: raise``; 75 if servers failed
 ├── TrainingError         70  training diverged or cannot continue
 └── CheckpointError       78  no valid checkpoint to resume from
 """
@@ -52,14 +52,22 @@ class ServerError(ArealLiteError):
     failure_kind = "engine"
 
 
-class StarvationError(ArealLiteError):
-    """Too many groups in a row ended without an accepted one."""
-
-    exit_code = 75
-
-
 class EpisodeError(ArealLiteError):
-    """An episode failed with ``rollout.on_error: raise``."""
+    """No episode succeeded, or one failed with ``rollout.on_error: raise``.
+
+    Args:
+        message: The causes.
+        may_pass: Whether another try may succeed, because servers failed and not the agent.
+    """
+
+    def __init__(self, message: str, *, may_pass: bool = False) -> None:
+        super().__init__(message)
+        if may_pass:
+            self.exit_code = ServerError.exit_code
+
+
+class StarvationError(EpisodeError):
+    """Too many groups in a row ended without an accepted one."""
 
 
 class TrainingError(ArealLiteError):

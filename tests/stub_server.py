@@ -70,7 +70,7 @@ class StubServer:
         """Tell the window."""
         return _json({"context_length": 4096})
 
-    async def generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.StreamResponse:
         """Answer, or fail as scheduled."""
         number = self.seen["generate"]
         self.seen["generate"] += 1
@@ -97,7 +97,8 @@ class StubServer:
             length, finish = length // 2, {"type": "abort", "message": "Aborted"}
         tokens = answer_tokens(body["input_ids"], version, length)
         label = self.version if finish["type"] == "abort" or version == 0 else str(version)
-        return _json(self._reply(body, tokens, finish, label if self.tell_version else None, fault))
+        reply = self._reply(body, tokens, finish, label if self.tell_version else None, fault)
+        return await _streamed(request, reply) if body.get("stream") else _json(reply)
 
     def _reply(
         self,
@@ -228,6 +229,22 @@ class StubThread:
 
 def _json(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(value), content_type="application/json", status=status)
+
+
+async def _streamed(request: web.Request, reply: dict[str, Any]) -> web.StreamResponse:
+    """Send the reply token by token, each event with all tokens so far."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    meta, last = reply["meta_info"], len(reply["output_ids"])
+    for count in range(min(1, last), last + 1):
+        part = {**meta, "completion_tokens": count}
+        part["output_token_logprobs"] = meta["output_token_logprobs"][:count]
+        if count < last:
+            part |= {"finish_reason": None, "weight_versions": None}
+        event = {"text": "", "output_ids": reply["output_ids"][:count], "meta_info": part}
+        await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    return response
 
 
 def main() -> None:

@@ -107,7 +107,12 @@ class AgentWorkflow(RolloutWorkflow):
             )
         async with self._loading:
             if self._renderer is None:
-                self._renderer = chat_renderer(await asyncio.to_thread(load_tokenizer, path))
+                self._renderer = chat_renderer(
+                    await asyncio.to_thread(load_tokenizer, path),
+                    tool_parser=self._config.tool_parser,
+                    reasoning_parser=self._config.reasoning_parser,
+                    tools_in_system_prompt=self._config.tools_in_system_prompt,
+                )
         return self._renderer
 
 

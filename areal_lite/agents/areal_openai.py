@@ -15,6 +15,7 @@ from openai.resources.chat.completions import AsyncCompletions
 from openai.types.chat import ChatCompletion
 
 from areal_lite.agents.agent_service import AgentService
+from areal_lite.agents.answer_parsers.tool_formats import TOOL_FORMATS
 from areal_lite.agents.chat_renderer import chat_renderer
 from areal_lite.agents.chat_session import ChatSession, Interactions, Style
 from areal_lite.agents.http_transport import BASE_URL, SharedClient
@@ -35,9 +36,11 @@ class ArealOpenAI(AsyncOpenAI):
         tokenizer: A Hugging Face tokenizer with a chat template.
         gconfig: Sampling parameters that a call does not set.
         engine_max_tokens: Maximum tokens of prompt and answer together; None is ``gconfig.max_tokens``.
-        tool_call_parser: AReaL's argument, ignored: tags and bare JSON are parsed.
-        reasoning_parser: Ignored: reasoning stays in the content.
+        tool_call_parser: A name of ``rollout.tool_parser``; None and other names choose by the chat template.
+        reasoning_parser: "think" moves reasoning into ``reasoning_content``; with None and other names it stays in the
+            content, as in AReaL.
         chat_template_type: Ignored: a continued conversation is always one sequence.
+        tools_in_system_prompt: As in the config, for chat templates that do not render tools.
         **client_options: Other options of AsyncOpenAI.
     """
 
@@ -51,12 +54,19 @@ class ArealOpenAI(AsyncOpenAI):
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
         chat_template_type: str | None = None,
+        tools_in_system_prompt: bool = False,
         **client_options: Any,
     ) -> None:
         gconfig = gconfig or GenerationHyperparameters()
         if engine_max_tokens is not None:
             gconfig = gconfig.new(max_tokens=engine_max_tokens)
-        self.session = ChatSession(engine, chat_renderer(tokenizer), gconfig, agent_samples=True)
+        renderer = chat_renderer(
+            tokenizer,
+            tool_parser=tool_call_parser if tool_call_parser in TOOL_FORMATS else None,
+            reasoning_parser="think" if reasoning_parser == "think" else "none",
+            tools_in_system_prompt=tools_in_system_prompt,
+        )
+        self.session = ChatSession(engine, renderer, gconfig, agent_samples=True)
         self._discounted = False
         service = AgentService()
         options = {

@@ -1,4 +1,4 @@
-"""Turn messages into token ids with a tokenizer's chat template. Stores no conversation.
+"""Turn messages into token ids with a tokenizer's chat template, and ids into an answer's text. Stores no conversation.
 
 Guarantees that a later turn is rendered without its history: ``continuation`` renders a placeholder conversation
 [user, answer] plus the new messages, and keeps the text after the answer. So the cost depends on the new messages
@@ -10,13 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from areal_lite.agents.answer_parsers.answer_parser import THINK, answer_parser
 from areal_lite.agents.request_fields import RequestError
+from areal_lite.data.chat.hermes_tools import drops_tools, in_hermes_form
 from areal_lite.errors import ConfigError
 
 _PLACEHOLDER = "kJ7qPlaceholderAnswerX3v"
 _BASE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PLACEHOLDER}]
+_THINK_TOKENS = 12
+"""Tokens that hold ``<think>`` and a line break at a prompt's end, however the tokenizer cuts them."""
 _LONG_TEXT = 200_000
 """Texts of this many characters are tokenized in a thread, so the event loop is not blocked."""
 
@@ -27,18 +33,37 @@ class ChatRenderer:
     Args:
         tokenizer: A Hugging Face tokenizer, or an object with the methods ``apply_chat_template``, ``encode`` and
             ``decode``.
+        tool_parser: Name of the format of tool calls; None chooses it by the chat template.
+        reasoning_parser: "think" or "none"; None chooses it by the chat template.
+        tools_in_system_prompt: Write tools, calls and results in Hermes form, for templates that do not render them.
+
+    Attributes:
+        answer_parser: Splits the text of an answer.
 
     Raises:
-        ConfigError: If the tokenizer has no chat template.
+        ConfigError: If the tokenizer has no chat template, or a parser's name is unknown.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        tools_in_system_prompt: bool = False,
+    ) -> None:
         if getattr(tokenizer, "chat_template", "") is None:
             raise ConfigError(
                 f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template to render messages "
                 "with: use an instruction-tuned model's tokenizer, or set tokenizer.chat_template"
             )
         self.tokenizer = tokenizer
+        self._tools_in_system_prompt = tools_in_system_prompt
+        self.answer_parser = answer_parser(
+            _template_text(tokenizer),
+            tool_parser=tool_parser or ("hermes" if tools_in_system_prompt else None),
+            reasoning_parser=reasoning_parser,
+        )
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = backend if backend and not (backend.truncation or backend.padding) else None
         added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -46,6 +71,7 @@ class ChatRenderer:
         self._adds_bos = list(tokenizer.encode("x"))[:1] == [getattr(tokenizer, "bos_token_id", None)]
         self.stop_ids: list[int] = []
         """Ids that end an answer: the end tokens of the tokenizer and of the chat template."""
+        self._dropped_ids = {tools: self._special_ids_without(tools=tools) for tools in (False, True)}
         ends = [tokenizer.eos_token_id]
         # A template that cannot be continued has no end token; then each turn renders the whole conversation.
         with contextlib.suppress(RequestError):
@@ -63,8 +89,17 @@ class ChatRenderer:
         """Return the ids of a whole conversation, up to the start of the answer.
 
         Raises:
-            RequestError: If the template rejects the messages.
+            RequestError: If the template rejects the messages, or does not render the tools.
         """
+        if self._tools_in_system_prompt:
+            messages, tools = in_hermes_form(messages, tools), None
+        elif tools and drops_tools(self.tokenizer, template_kwargs):
+            raise RequestError(
+                "the chat template does not render tools, so the model would not see them: set "
+                "rollout.tools_in_system_prompt to true, which writes them into the system prompt",
+                param="tools",
+                code="tools_not_rendered",
+            )
         return await self._ids(self._render(messages, tools, template_kwargs))
 
     async def continuation(
@@ -87,6 +122,8 @@ class ChatRenderer:
         Raises:
             RequestError: If the template rejects the messages or cannot be continued.
         """
+        if self._tools_in_system_prompt:
+            messages, tools = in_hermes_form(messages, None), None
         ids = await self._ids(self._text_after_answer(messages, tools, template_kwargs))
         if answer and ids and ids[0] in self.special_ids:
             last = answer[-1]
@@ -104,6 +141,36 @@ class ChatRenderer:
         """Return the text of ``ids``."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
+    def visible_text(
+        self, ids: list[int], *, skip_special_tokens: bool, tools: bool, ended: bool = False
+    ) -> str:
+        """Return the text of an answer for ``answer_parser``.
+
+        Args:
+            ids: Sampled ids, or some of them.
+            skip_special_tokens: Leave out special tokens, except the markers that the parser reads.
+            tools: Whether tool calls will be parsed.
+            ended: Whether ``ids`` are the whole answer, whose end token is left out.
+        """
+        dropped = self._dropped_ids[tools]
+        if ended and ids and ids[-1] in dropped:
+            ids = ids[:-1]
+        if skip_special_tokens:
+            ids = [i for i in ids if i not in dropped]
+        return self.decode(ids, skip_special_tokens=False)
+
+    def opens_thinking(self, prompt: list[int]) -> bool:
+        """Return whether a prompt ends with ``<think>``, so that its answer begins with reasoning."""
+        if not self.answer_parser.splits_reasoning:
+            return False
+        return self.decode(prompt[-_THINK_TOKENS:], skip_special_tokens=False).rstrip().endswith(THINK)
+
+    def _special_ids_without(self, *, tools: bool) -> set[int]:
+        """Return the special ids except those of the parser's markers."""
+        markers = self.answer_parser.markers(tools=tools)
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return self.special_ids - {i for i, token in added.items() if token.content in markers}
+
     def _text_after_answer(self, messages: list[Any], tools: Any, template_kwargs: dict[str, Any]) -> str:
         text = self._render([*_BASE, *messages], tools, template_kwargs)
         _, placeholder, rest = text.partition(_PLACEHOLDER)
@@ -112,15 +179,19 @@ class ChatRenderer:
         return rest
 
     def _render(self, messages: list[Any], tools: Any, template_kwargs: dict[str, Any]) -> str:
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=False, **template_kwargs
-            )
-        except Exception as error:  # templates raise anything: jinja2 errors, TypeError, ...
-            raise RequestError(
-                f"the chat template rejects these messages: {error}"[:500], param="messages"
-            ) from error
-        return str(text)
+        failure: Exception | None = None
+        for form in _argument_forms(messages):
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    form, tools=tools, add_generation_prompt=True, tokenize=False, **template_kwargs
+                )
+            except Exception as error:
+                failure = failure or error
+            else:
+                return str(text)
+        raise RequestError(
+            f"the chat template rejects these messages: {failure}"[:500], param="messages"
+        ) from failure
 
     async def _ids(self, text: str) -> list[int]:
         try:
@@ -139,10 +210,58 @@ class ChatRenderer:
 
 
 @functools.lru_cache(maxsize=8)
-def chat_renderer(tokenizer: Any) -> ChatRenderer:
-    """Return the cached renderer of a tokenizer.
+def chat_renderer(
+    tokenizer: Any,
+    *,
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
+    tools_in_system_prompt: bool = False,
+) -> ChatRenderer:
+    """Return the cached renderer of a tokenizer; arguments and errors are those of :class:`ChatRenderer`."""
+    return ChatRenderer(
+        tokenizer,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
+        tools_in_system_prompt=tools_in_system_prompt,
+    )
 
-    Raises:
-        ConfigError: If the tokenizer has no chat template.
+
+def _template_text(tokenizer: Any) -> str:
+    """Return the chat template; several templates by name are joined."""
+    template = getattr(tokenizer, "chat_template", "")
+    return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
+
+
+def _argument_forms(messages: list[Any]) -> Iterator[list[Any]]:
+    """Yield the messages in the forms that templates expect of a call's arguments.
+
+    Objects (or the model's text, where that is not JSON), then JSON text (DeepSeek), then objects only.
     """
-    return ChatRenderer(tokenizer)
+    yield messages
+    arguments = [call["function"]["arguments"] for m in messages for call in m.get("tool_calls") or ()]
+    if any(not isinstance(value, str) for value in arguments):
+        yield _with_arguments(
+            messages, lambda value: value if isinstance(value, str) else json.dumps(value or {})
+        )
+    if any(isinstance(value, str) for value in arguments):
+        yield _with_arguments(
+            messages, lambda value: {"arguments": value} if isinstance(value, str) else value
+        )
+
+
+def _with_arguments(messages: list[Any], convert: Callable[[Any], Any]) -> list[Any]:
+    return [
+        {
+            **message,
+            "tool_calls": [
+                {
+                    **call,
+                    "function": {**call["function"], "arguments": convert(call["function"]["arguments"])},
+                }
+                for call in message["tool_calls"]
+            ],
+        }
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]

@@ -180,8 +180,8 @@ def _messages(raw: Any) -> tuple[list[dict[str, Any]], list[Hashable]]:
 def parse_message(raw: Any, where: str) -> tuple[dict[str, Any], Hashable]:
     """Return one message for the chat template, and its key.
 
-    Messages with equal role, text and tool calls have equal keys. Null, missing and "" are equal; white space around
-    an assistant's text and in the JSON of its arguments makes no difference.
+    Messages with equal role, text, reasoning and tool calls have equal keys. Null, missing and "" are equal; white
+    space around an assistant's text and in the JSON of its arguments makes no difference.
     """
     if not isinstance(raw, dict):
         raise RequestError(f"{where} is {short(raw)}: send an object with role and content", param=where)
@@ -201,7 +201,17 @@ def parse_message(raw: Any, where: str) -> tuple[dict[str, Any], Hashable]:
     calls, call_keys = _tool_calls(raw.get("tool_calls"), f"{where}.tool_calls")
     if calls:
         message["tool_calls"] = calls
-    return message, (role, content.strip(), call_keys)
+    reasoning = raw.get("reasoning_content") or raw.get("reasoning")
+    if not isinstance(reasoning, str):
+        return message, (role, content.strip(), call_keys)
+    message["reasoning_content"] = reasoning
+    return message, (role, content.strip(), call_keys, reasoning.strip())
+
+
+def without_reasoning(key: Hashable) -> Hashable:
+    """Return the key of an assistant message whose reasoning the client leaves out."""
+    assert isinstance(key, tuple)
+    return key[:3]
 
 
 def _text(content: Any, where: str) -> str:
@@ -239,8 +249,12 @@ def _tool_calls(raw: Any, where: str) -> tuple[list[dict[str, Any]], Hashable]:
                 f"{where} has {short(call)}: send id, function.name, function.arguments", param=where
             )
         if isinstance(arguments, str):
-            with contextlib.suppress(ValueError):  # not JSON: the template gets the text
-                arguments = orjson.loads(arguments)
+            with contextlib.suppress(
+                ValueError, RequestError
+            ):  # not JSON, or too deep: the template gets the text
+                parsed = orjson.loads(arguments)
+                _canonical(parsed)
+                arguments = parsed
         calls.append({"type": "function", "function": {"name": name, "arguments": arguments}})
         if isinstance(call.get("id"), str):
             calls[-1]["id"] = call["id"]
@@ -310,4 +324,7 @@ def _logit_bias(raw: Any) -> dict[int, float]:
 
 
 def _canonical(value: Any) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    except TypeError:
+        raise RequestError("the tools or arguments are nested too deeply: at most 250 levels") from None

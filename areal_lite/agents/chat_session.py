@@ -16,12 +16,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from areal_lite.agents.answer_parsers.answer_parser import ParsedAnswer
 from areal_lite.agents.chat_renderer import ChatRenderer
-from areal_lite.agents.chat_request import ChatRequest, parse_message
+from areal_lite.agents.chat_request import ChatRequest, parse_message, without_reasoning
 from areal_lite.agents.chat_sampling import request_gconfig
 from areal_lite.agents.request_fields import RequestError
-from areal_lite.agents.text_stream import TextStream
-from areal_lite.agents.tool_calls import parse_tool_calls
+from areal_lite.agents.text_stream import Piece, TextStream
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.failure import FailureKind, attributed_to
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 Style = Literal["individual", "concat"]
 Interactions = dict[str, InteractionWithTokenLogpReward]
-OnText = Callable[[int, str], None]
+OnText = Callable[[int, Piece], None]
 """Called with the index of a choice and the next piece of its text."""
 
 
@@ -74,7 +74,7 @@ class ChatSession:
         clean_turns: Answers whose prompt holds no earlier answer, or holds it as sampled.
         forks: Answers whose prompt renders an assistant message from text although the session has
             answers: the client's history does not exactly extend them.
-        tool_parse_errors: Answers with a tool call that cannot be parsed.
+        tool_parse_errors: Answers with a tool call whose name or arguments cannot be parsed.
     """
 
     def __init__(
@@ -191,11 +191,11 @@ class ChatSession:
         if request.n > 1 and gconfig.seed is not None:
             gconfig = gconfig.new(seed=gconfig.seed + index)
         stops = [*(self._gconfig.stop or []), *request.stop]
-        text = None if on_text is None else self._text_stream(request, stops)
+        text = None if on_text is None else self._text_stream(request, prompt, stops)
 
         def on_tokens(ids: Sequence[int], _: Sequence[float]) -> None:
             assert text is not None and on_text is not None
-            if piece := text.feed([token for token in ids if token not in self._renderer.stop_ids]):
+            for piece in text.feed([token for token in ids if token not in self._renderer.stop_ids]):
                 on_text(index, piece)
 
         try:
@@ -214,12 +214,10 @@ class ChatSession:
             code = "context_length_exceeded" if too_long else None
             raise RequestError(str(error)[:500], param="messages", code=code) from error
         answer = self._read(request, response, answer_id, stops)
-        if (
-            text is not None
-            and on_text is not None
-            and (rest := text.finish(answer.message["content"] or ""))
-        ):
-            on_text(index, rest)
+        if text is not None and on_text is not None:
+            message = answer.message
+            for piece in text.finish(message["content"] or "", message.get("reasoning_content") or ""):
+                on_text(index, piece)
         if not self._closed:
             self._record(
                 request,
@@ -269,15 +267,28 @@ class ChatSession:
             return [*ids, *rest], parent
         return [*ids, *await self._renderer.plain(rest, begins=not ids)], parent
 
-    def _text_stream(self, request: ChatRequest, stops: list[str]) -> TextStream:
+    def _text_stream(self, request: ChatRequest, prompt: list[int], stops: list[str]) -> TextStream:
         def decode(ids: list[int]) -> str:
-            return self._renderer.decode(ids, skip_special_tokens=self._gconfig.skip_special_tokens)
+            return self._renderer.visible_text(
+                ids, skip_special_tokens=self._gconfig.skip_special_tokens, tools=request.parse_tools
+            )
 
-        openings = ("<tool_call>",) if request.parse_tools else ()
-        stream = TextStream(decode, stops=stops, openings=openings)
+        parser = self._renderer.answer_parser
+        reasons = parser.splits_reasoning and request.prompt is None
+        stream = TextStream(
+            decode,
+            stops=stops,
+            openings=parser.starts if request.parse_tools else (),
+            json_waits=request.parse_tools and parser.tool_format.bare_json,
+            thinking=self._opens_thinking(request, prompt) if reasons else None,
+        )
         if request.parse_tools and request.grammar:  # the answer is a call as bare JSON
             stream.wait()
         return stream
+
+    def _opens_thinking(self, request: ChatRequest, prompt: list[int]) -> bool:
+        """Return whether the answer begins with reasoning; under a grammar it has none."""
+        return not request.grammar and self._renderer.opens_thinking(prompt)
 
     def _longest_recorded(
         self, root: _Node, keys: Sequence[Hashable]
@@ -303,11 +314,11 @@ class ChatSession:
             self._raw.append((self._renderer.decode(ids, skip_special_tokens=False), interaction))
             return
         node = self._roots.setdefault(request.render_key, _Node())
-        for key in (*request.keys, parse_message(answer, "answer")[1]):
-            child = node.children.get(key)
-            if child is None:
-                child = node.children[key] = _Node()
-            node = child
+        for key in request.keys:
+            node = node.children.setdefault(key, _Node())
+        _, key = parse_message(answer, "answer")
+        prompt, node = node, node.children.setdefault(key, _Node())
+        prompt.children.setdefault(without_reasoning(key), node)  # a client may leave the reasoning out
         node.interaction = interaction
 
     async def _prompt(
@@ -332,25 +343,30 @@ class ChatSession:
         self, request: ChatRequest, response: ModelResponse, answer_id: str, stops: list[str]
     ) -> Answer:
         """Return the answer with its message, a view of the ids."""
-        ids = response.output_tokens
-        if ids and ids[-1] in self._renderer.special_ids:
-            ids = ids[:-1]
-        text = self._renderer.decode(ids, skip_special_tokens=self._gconfig.skip_special_tokens)
+        text = self._renderer.visible_text(
+            response.output_tokens,
+            skip_special_tokens=self._gconfig.skip_special_tokens,
+            tools=request.parse_tools,
+            ended=True,
+        )
         stopped_by = min((stop for stop in stops if stop in text), key=text.index, default=None)
         if stopped_by is not None:
             text = text.partition(stopped_by)[0]
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if request.prompt is None:
+            parsed = self._renderer.answer_parser.parse(
+                text,
+                request.tools if request.parse_tools else None,
+                thinking=self._opens_thinking(request, response.input_tokens),
+                bare_json=bool(request.grammar),
+            )
+        else:
+            parsed = ParsedAnswer(text)
+        self.tool_parse_errors += parsed.unparsable
         finish_reason: Any = "stop" if response.stop_reason in ("stop", "tool_calls") else "length"
-        if request.parse_tools:
-            parsed = parse_tool_calls(text, {tool["function"]["name"] for tool in request.tools or ()})
-            self.tool_parse_errors += parsed.unparsable
-            if parsed.tool_calls:
-                message |= {"content": parsed.content or None, "tool_calls": parsed.tool_calls}
-                finish_reason = "tool_calls"
         return Answer(
             id=answer_id,
-            message=message,
-            finish_reason=finish_reason,
+            message=parsed.message(),
+            finish_reason="tool_calls" if parsed.tool_calls else finish_reason,
             stopped_by=stopped_by,
             response=response,
         )

@@ -136,6 +136,22 @@ class InferenceEngineConfig(RunIdentity):
     eval_gconfig: Sampling = field(default_factory=lambda: GenerationHyperparameters(greedy=True))
     """Default sampling parameters of evaluation episodes."""
 
+    tool_parser: (
+        Literal[
+            "hermes", "qwen3_coder", "function_tag", "llama3", "mistral", "deepseek", "glm45", "fenced_json"
+        ]
+        | None
+    ) = None
+    """Format of the tool calls in an agent's answers. Null chooses it by the chat template."""
+
+    reasoning_parser: Literal["think", "none"] | None = None
+    """think moves <think>...</think> of an agent's answers into reasoning_content, none leaves it in the content. Null
+    is think if the chat template mentions <think>."""
+
+    tools_in_system_prompt: bool = False
+    """Write an agent's tools into the system prompt, and calls and results as text (Hermes form), for chat templates
+    that do not render tools."""
+
     agent_workflow: str = "areal_lite.agents.agent_workflow.AgentWorkflow"
     """Dotted path of the workflow that wraps an agent (any object with ``async run()``)."""
 
@@ -225,6 +241,10 @@ class DatasetConfig(RowsConfig):
 
     tools_key: str = "tools"
     """Column of tool schemas for the chat template."""
+
+    tools_in_system_prompt: bool = False
+    """Write tools into the system prompt, and calls and results as text (Hermes form), for chat templates that do not
+    render tools."""
 
     max_prompt_length: Positive | None = None
     """Pad and limit prompts that the data pipeline tokenizes to this many tokens. Null: no padding, no limit."""
@@ -359,3 +379,11 @@ class RunConfig(ExperimentConfig):
 
     profile_steps: list[Positive] = field(default_factory=list)
     """Steps to profile with torch; traces go to profile/."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RolloutConfig(RunConfig):
+    """The YAML of a run without training; that of a training run is one too."""
+
+    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(total_steps=1, learning_rate=1e-6))
+    """Ignored, except for deterministic and num_threads."""

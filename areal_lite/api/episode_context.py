@@ -67,6 +67,8 @@ class EpisodeContext(NamedTuple):
     """What all episodes of the engine share; None outside an engine."""
     agent: Any = None
     """How an agent reaches its model (:class:`areal_lite.agents.agent_doors.AgentAccess`); None in a workflow."""
+    scalars: Any = None
+    """The engine's :class:`Scalars`, where the episode records its numbers."""
 
 
 _OUTSIDE = EpisodeContext()

@@ -51,8 +51,8 @@ class GenerationHyperparameters:
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     """Subtract this from the logit of each token already sampled; 0 disables it. The trainer's log-probs ignore it."""
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
-    """Divide a positive logit, or multiply a negative one, of each token already sampled; 1 disables it. vLLM counts the
-    prompt's tokens too. The trainer's log-probs ignore it."""
+    """Divide a positive logit, or multiply a negative one, of each token already sampled; 1 disables it. vLLM includes
+    the prompt's tokens. The trainer's log-probs ignore it."""
     logit_bias: dict[int, float] | None = None
     """Token id to the number added to its logit. The trainer's log-probs ignore it."""
     json_schema: str | None = None
@@ -119,10 +119,7 @@ class GenerationHyperparameters:
             "stop": ("stop", self.stop),
             "frequency_penalty": ("frequency_penalty", self.frequency_penalty),
             "presence_penalty": ("presence_penalty", self.presence_penalty or None),
-            "logit_bias": (
-                "logit_bias",
-                self.logit_bias and {str(token): bias for token, bias in self.logit_bias.items()},
-            ),
+            "logit_bias": ("logit_bias", _text_keys(self.logit_bias)),
             "seed": ("seed", self.seed),
         }
         return {
@@ -135,3 +132,7 @@ class GenerationHyperparameters:
     def effective_temperature(self) -> float:
         """Temperature sent to the server: 0 if ``greedy``."""
         return 0.0 if self.greedy else self.temperature
+
+
+def _text_keys(biases: dict[int, float] | None) -> dict[str, float] | None:
+    return None if biases is None else {str(token): bias for token, bias in biases.items()}

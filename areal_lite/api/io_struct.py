@@ -29,8 +29,8 @@ class ModelRequest:
     metadata: dict[str, Any] = field(default_factory=dict)
     tokenizer: Any = None
     on_tokens: Callable[[Sequence[int], Sequence[float]], None] | None = None
-    """Called on the engine's event loop with new ids and their log-probs as the server sends them. Over all its calls it
-    gets each id of the answer once, in order; an exception it raises ends the request. None asks the server for the
+    """Called on the engine's event loop with new ids and their log-probs as the server sends them. Over all its calls
+    it gets each id of the answer once, in order; an exception it raises ends the request. None asks the server for the
     whole answer at once, which costs less."""
     top_logprobs: int = 0
     """Number of most likely tokens to report at each position."""

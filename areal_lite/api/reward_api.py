@@ -7,6 +7,7 @@ and values that are not finite numbers all raise. This guards against accidents 
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import atexit
 import inspect
@@ -146,7 +147,22 @@ class _Sendable:
             raise ConfigError(
                 f"reward_fn {name} lives in an interactive session: no worker can import it. {hint}"
             )
+        elif not _is_guarded(script := str(sys.modules["__main__"].__file__)):
+            raise ConfigError(
+                f"reward_fn {name} lives in {script}, which every reward worker would run again as a whole: put the "
+                "script's main part under `if __name__ == '__main__':`, or move the function to a module of its own"
+            )
         self.load_message = pickle.dumps((self.key, None, (pickled, preparation)), pickle.HIGHEST_PROTOCOL)
+
+
+def _is_guarded(script: str) -> bool:
+    """Return whether the script has an ``if`` about ``__name__`` at its top level; True if it cannot be read."""
+    try:
+        statements = ast.parse(Path(script).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return True
+    tests = (ast.walk(statement.test) for statement in statements if isinstance(statement, ast.If))
+    return any(isinstance(node, ast.Name) and node.id == "__name__" for test in tests for node in test)
 
 
 class _Worker:

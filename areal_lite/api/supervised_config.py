@@ -29,6 +29,10 @@ class ConversationsConfig(RowsConfig):
     tools_key: str = "tools"
     """Column of tool schemas for the chat template; may be missing."""
 
+    tools_in_system_prompt: bool = False
+    """Write tools into the system prompt, and calls and results as text (Hermes form), for chat templates that do not
+    render tools."""
+
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra chat template variables, or chat_template to replace the template."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from areal_lite.embedded.generation_request import GenerationRequest
+from areal_lite.embedded.grammar import Grammar
 from areal_lite.embedded.sampling_params import (
     SamplingParams,
     invalid_value,
@@ -41,6 +42,9 @@ class GenerateCall:
     """The caller's rid of each request, which aborts it; the ``n`` outputs of a prompt share one."""
     as_list: bool
     stream: bool
+    incremental: bool
+    """Whether each event of a stream has only what is new."""
+
     return_prompt_token_ids: bool
     return_text_in_logprobs: bool
 
@@ -51,16 +55,23 @@ class _PromptOptions(NamedTuple):
     return_logprob: bool
     logprob_start: int
     top_logprobs_num: int
+    num_continued: int
 
 
 def parse_generate(
-    body: Any, *, encode: Callable[[str], list[int]], limits: Limits, draw: random.Random
+    body: Any,
+    *,
+    encode: Callable[[str], list[int]],
+    grammar: Callable[[SamplingParams], Grammar | None],
+    limits: Limits,
+    draw: random.Random,
 ) -> GenerateCall:
     """Check a ``/generate`` body and create its requests.
 
     Args:
         body: The parsed JSON. Unknown top-level fields are ignored, as in SGLang.
         encode: Text to token ids.
+        grammar: Compiles the constraint of a request.
         draw: Source of seeds for requests without one.
 
     Raises:
@@ -75,16 +86,14 @@ def parse_generate(
             )
     prompts, is_batch = _prompts(body, encode)
     options = _options(body, len(prompts), is_batch, limits)
-    stream, return_prompt_token_ids, return_text_in_logprobs = (
-        _flag(body, name) for name in ("stream", "return_prompt_token_ids", "return_text_in_logprobs")
-    )
+    stream, incremental = _flag(body, "stream"), _flag(body, "incremental_streaming_output")
     requests: list[GenerationRequest] = []
     owners: list[str] = []
     for prompt, option in zip(prompts, options, strict=True):
         _check_prompt(prompt, limits)
         _check_length(prompt, option.params.max_new_tokens, limits)
         _check_logprob_options(prompt, option, limits)
-        requests += _requests(prompt, option, draw, stream=stream)
+        requests += _requests(prompt, option, draw, stream=stream, grammar=grammar(option.params))
         owners += [option.rid] * option.params.n
     as_list = is_batch or len(requests) > 1
     if stream and as_list:
@@ -94,8 +103,9 @@ def parse_generate(
         owners=owners,
         as_list=as_list,
         stream=stream,
-        return_prompt_token_ids=return_prompt_token_ids,
-        return_text_in_logprobs=return_text_in_logprobs,
+        incremental=incremental,
+        return_prompt_token_ids=_flag(body, "return_prompt_token_ids"),
+        return_text_in_logprobs=_flag(body, "return_text_in_logprobs"),
     )
 
 
@@ -110,14 +120,17 @@ def _options(body: dict[str, Any], count: int, is_batch: bool, limits: Limits) -
     return_logprob = _per_prompt_typed(body, "return_logprob", bool, False, count)
     starts = _per_prompt_typed(body, "logprob_start_len", int, -1, count)
     tops = _per_prompt_typed(body, "top_logprobs_num", int, 0, count)
-    return list(map(_PromptOptions, rids, params, return_logprob, starts, tops))
+    continued = _per_prompt_typed(body, "num_continued", int, 0, count)
+    return list(map(_PromptOptions, rids, params, return_logprob, starts, tops, continued))
 
 
 def _requests(
-    prompt: list[int], option: _PromptOptions, draw: random.Random, *, stream: bool
+    prompt: list[int], option: _PromptOptions, draw: random.Random, *, stream: bool, grammar: Grammar | None
 ) -> list[GenerationRequest]:
     """Return the ``n`` requests of one prompt, each with a seed of its own."""
     params = option.params
+    if grammar is not None and (fault := grammar.advance(prompt[len(prompt) - option.num_continued :])):
+        raise invalid_value(f"the {option.num_continued} continued tokens do not fit the constraint: {fault}")
     seeds = [
         draw.getrandbits(64)
         if params.sampling_seed is None
@@ -136,6 +149,8 @@ def _requests(
             else None,
             top_logprobs_num=option.top_logprobs_num if option.return_logprob else 0,
             stream=stream,
+            num_continued=option.num_continued,
+            grammar=grammar and grammar.copy(),
         )
         for copy, seed in enumerate(seeds)
     ]
@@ -197,6 +212,10 @@ def _check_logprob_options(prompt: list[int], option: _PromptOptions, limits: Li
     if not -1 <= start < len(prompt):
         raise invalid_value(
             f"logprob_start_len must be -1 (off) or in [0, {len(prompt)}) for this prompt, got {start}."
+        )
+    if not 0 <= option.num_continued < len(prompt):
+        raise invalid_value(
+            f"num_continued must be in [0, {len(prompt)}) for this prompt, got {option.num_continued}."
         )
     if not 0 <= top <= limits.vocab_size:
         raise invalid_value(f"top_logprobs_num must be in [0, {limits.vocab_size}], got {top}.")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from areal_lite.embedded.grammar import Grammar
 from areal_lite.embedded.sampling_params import SamplingParams
 
 FinishReason = dict[str, Any]
@@ -40,6 +41,11 @@ class GenerationRequest:
     """First prompt position to score; None scores none."""
     top_logprobs_num: int = 0
     stream: bool = False
+    num_continued: int = 0
+    """How many of the last prompt ids are output of an earlier request, which this one continues."""
+
+    grammar: Grammar | None = None
+    """Constraint of the output, after ``num_continued`` ids."""
 
     output_ids: list[int] = field(default_factory=list)
     """Sampled ids, including the stop token."""
@@ -66,6 +72,11 @@ class GenerationRequest:
     def tokens(self) -> list[int]:
         """Prompt and output ids, all of which a prefill must compute."""
         return self.prompt + self.output_ids
+
+    @property
+    def written_ids(self) -> list[int]:
+        """The ids sampled so far, those of the continued request included."""
+        return self.prompt[len(self.prompt) - self.num_continued :] + self.output_ids
 
     @property
     def reserved_tokens(self) -> int:
@@ -131,6 +142,33 @@ class GenerationRequest:
             "output_ids": self.output_ids[:count],
             "meta_info": meta,
         }
+
+    def new_part(self, start: int) -> dict[str, Any]:
+        """Return the output from token ``start`` on, as an event of a stream without repetitions and text."""
+        finished = self.finish_reason  # read first, as in ``reply``
+        count = len(self.output_ids)
+        meta: dict[str, Any] = {
+            "id": self.rid,
+            "finish_reason": finished,
+            "prompt_tokens": len(self.prompt),
+            "completion_tokens": count,
+            "cached_tokens": self.cached_tokens,
+            "weight_versions": [
+                {"version": version, "start": first, "end": min(end, count)}
+                for version, first, end in self.version_spans
+                if first < count
+            ],
+        }
+        ids = self.output_ids[start:count]
+        if self.return_logprob:
+            entries = zip(self.output_logprobs[start:count], ids, strict=True)
+            meta["output_token_logprobs"] = [(logprob, token, None) for logprob, token in entries]
+            if self.top_logprobs_num:
+                meta["output_top_logprobs"] = [
+                    [(logprob, token, None) for logprob, token in top]
+                    for top in self.output_top_logprobs[start:count]
+                ]
+        return {"output_ids": ids, "meta_info": meta}
 
     def _text(self, decode: Decode, count: int, finished: FinishReason | None) -> str:
         """Return the text of the first ``count`` ids, without the stop text and without incomplete characters."""

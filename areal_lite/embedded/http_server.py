@@ -21,6 +21,7 @@ from areal_lite import __version__
 from areal_lite.embedded import checkpoint
 from areal_lite.embedded.generate_body import GenerateCall, Limits, parse_generate
 from areal_lite.embedded.generation_request import Decode, GenerationRequest
+from areal_lite.embedded.grammar import GrammarCompiler
 from areal_lite.embedded.sampling_params import BadRequest, SamplingParams, invalid_value, wrong_type
 from areal_lite.embedded.scheduler import Scheduler
 from areal_lite.errors import ArealLiteError, ConfigError
@@ -44,6 +45,7 @@ class SGLangDialect:
         *,
         encode: Callable[[str], list[int]],
         decode: Decode,
+        grammars: GrammarCompiler,
         model_path: str,
         limits: Limits,
         seed: int,
@@ -54,6 +56,7 @@ class SGLangDialect:
         Args:
             encode: Text to token ids.
             decode: ``(ids, skip_special_tokens)`` to text.
+            grammars: Compiles the constraints of requests.
             model_path: Directory of the served weights; updates change it.
             seed: Seed of the generator that draws seeds for requests without one.
             description: Fields that ``/server_info`` shows besides the counters.
@@ -61,6 +64,7 @@ class SGLangDialect:
         self._scheduler = scheduler
         self._encode = encode
         self._decode = decode
+        self._grammars = grammars
         self._model_path = model_path
         self._limits = limits
         self._draw = random.Random(seed)
@@ -104,7 +108,13 @@ class SGLangDialect:
         body = await _json(request)
         try:
             call = await self._in_tokenizer_thread(
-                lambda: parse_generate(body, encode=self._encode, limits=self._limits, draw=self._draw)
+                lambda: parse_generate(
+                    body,
+                    encode=self._encode,
+                    grammar=self._grammars.grammar,
+                    limits=self._limits,
+                    draw=self._draw,
+                )
             )
             self._register(call)
         except BadRequest as error:
@@ -141,12 +151,13 @@ class SGLangDialect:
 
     async def _stream(self, request: web.Request, call: GenerateCall) -> web.StreamResponse:
         response = await _open_stream(request)
-        one, ended = call.requests[0], False
+        one, ended, sent = call.requests[0], False, 0
         while not ended:
             await one.changed.wait()
             one.changed.clear()
-            reply = await self._reply(one, call)
+            reply = one.new_part(sent) if call.incremental else await self._reply(one, call)
             ended = reply["meta_info"]["finish_reason"] is not None
+            sent = reply["meta_info"]["completion_tokens"]
             await response.write(b"data: " + orjson.dumps(reply) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response

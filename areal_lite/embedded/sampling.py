@@ -38,11 +38,11 @@ def sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: froze
     """
     temperatures = [request.params.temperature for request in requests]
     logits = logits.float()
+    divisors = None
     if any(temperature not in (0.0, 1.0) for temperature in temperatures):
         divisors = torch.tensor([temperature or 1.0 for temperature in temperatures], device=logits.device)
-        logits = logits / divisors[:, None]
-    logprobs = torch.log_softmax(logits, dim=-1)
-    allowed = _forbid_early_stop(logprobs, requests, eos_ids)
+    logprobs = torch.log_softmax(logits if divisors is None else logits / divisors[:, None], dim=-1)
+    allowed = _shaped(logits, logprobs, requests, eos_ids)
     tokens = torch.empty(len(requests), dtype=torch.long, device=logits.device)
     greedy = [i for i, temperature in enumerate(temperatures) if temperature == 0.0]
     plain: list[int] = []
@@ -78,26 +78,52 @@ def _take(values: Tensor, numbers: list[int]) -> Tensor:
     return values if len(numbers) == values.shape[0] else values[numbers]
 
 
-def _forbid_early_stop(
-    logprobs: Tensor, requests: Sequence[GenerationRequest], eos_ids: frozenset[int]
+def _shaped(
+    logits: Tensor, logprobs: Tensor, requests: Sequence[GenerationRequest], eos_ids: frozenset[int]
 ) -> Tensor:
-    numbers, columns = [], []
+    """Return the log-probs to sample from: after penalties, biases, constraints and ``min_new_tokens``."""
+    shaped = logprobs
     for i, request in enumerate(requests):
-        if len(request.output_ids) < request.params.min_new_tokens:
-            for token in eos_ids | request.params.stop_token_ids:
-                numbers.append(i)
-                columns.append(token)
-    if not numbers:
-        return logprobs
-    allowed = logprobs.clone()
-    allowed[numbers, columns] = -torch.inf
-    return allowed
+        params = request.params
+        early = len(request.output_ids) < params.min_new_tokens
+        if early or params.has_penalties or params.logit_bias or request.grammar is not None:
+            if shaped is logprobs:
+                shaped = logprobs.clone()
+            stops = eos_ids | params.stop_token_ids if early else frozenset()
+            shaped[i] = torch.log_softmax(
+                _shaped_logits(logits[i], request, stops) / (params.temperature or 1.0), -1
+            )
+    return shaped
+
+
+def _shaped_logits(logits: Tensor, request: GenerationRequest, stops: frozenset[int]) -> Tensor:
+    """Shape ``logits [vocab]`` of one request in SGLang's order; ``stops`` are excluded unless nothing else is left."""
+    params, device = request.params, logits.device
+    logits = logits.clone()
+    if params.has_penalties and (written := request.written_ids):
+        ids, counts = (torch.from_numpy(found).to(device) for found in np.unique(written, return_counts=True))
+        penalized = logits[ids] - params.frequency_penalty * counts - params.presence_penalty
+        factor = params.repetition_penalty
+        logits[ids] = torch.where(penalized < 0, penalized * factor, penalized / factor)
+    if params.logit_bias:
+        biased, biases = zip(*params.logit_bias, strict=True)
+        logits[list(biased)] += torch.tensor(biases, device=device)
+    if request.grammar is not None:
+        logits[~torch.from_numpy(request.grammar.allowed()).to(device)] = -torch.inf
+    if stops:
+        continued = logits.clone()
+        continued[list(stops)] = -torch.inf
+        if bool(continued.max() > -torch.inf):
+            return continued
+    return logits
 
 
 def _uniforms(requests: Sequence[GenerationRequest]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Return one number in [0, 1) per request: the splitmix64 hash of its seed and position."""
     seeds = np.array([request.seed for request in requests], dtype=np.uint64)
-    positions = np.array([len(request.output_ids) + 1 for request in requests], dtype=np.uint64)
+    positions = np.array(
+        [request.num_continued + len(request.output_ids) + 1 for request in requests], dtype=np.uint64
+    )
     for addend in (positions, np.uint64(1)):
         seeds = seeds + addend * np.uint64(0x9E3779B97F4A7C15)
         seeds = (seeds ^ (seeds >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

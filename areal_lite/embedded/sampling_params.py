@@ -51,6 +51,18 @@ class SamplingParams:
     """Sample from this many most probable tokens. -1 is off."""
     min_p: float = 0.0
     """Smallest probability relative to the most probable token, in [0, 1]. 0 is off."""
+    frequency_penalty: float = 0.0
+    """Subtracted from an id's logit for each time the output has it."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of ids that the output has."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of ids that the output has, and multiplies negative ones. 1 is off."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """``(id, number added to its logit)``."""
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    """At most one of these three constrains the output. Like penalties and biases, it filters the choice only."""
     stop: tuple[str, ...] = ()
     """Texts that end the output. The returned text ends before them; the returned ids include them."""
     stop_token_ids: frozenset[int] = frozenset()
@@ -65,7 +77,21 @@ class SamplingParams:
     """With a seed, prompt, weights and seed decide the sampled tokens whatever else is in the batch (to float
     tolerance). None: the server draws a seed."""
 
+    @property
+    def constraint(self) -> tuple[str, str] | None:
+        """Name and text of the constraint."""
+        for name in CONSTRAINTS:
+            if (text := getattr(self, name)) is not None:
+                return name, text
+        return None
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether ids of the output change the logits."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0)
+
+
+CONSTRAINTS = ("json_schema", "regex", "ebnf")
 Check = Callable[[str, Any], Any]
 """Takes a parameter's name and value, returns the value to use, or raises ``BadRequest``."""
 
@@ -96,6 +122,11 @@ def parse_sampling_params(given: Any, *, vocab_size: int) -> SamplingParams:
             values[name] = check(name, values[name])
     if "top_k" in values:
         values["top_k"] = _top_k(values["top_k"], vocab_size)
+    values["logit_bias"] = _logit_bias(values.get("logit_bias") or {}, vocab_size)
+    for name in CONSTRAINTS:
+        values[name] = _constraint(name, values.get(name))
+    if len(given_constraints := [name for name in CONSTRAINTS if values[name] is not None]) > 1:
+        raise invalid_value(f"{' and '.join(given_constraints)} are both given; give one of them.")
     values["stop"] = _stop_strings(values.get("stop", ()))
     values["stop_token_ids"] = _stop_ids(values.get("stop_token_ids", ()), vocab_size)
     params = SamplingParams(**values)
@@ -156,6 +187,23 @@ def _top_k(value: Any, vocab_size: int) -> int:
     return top_k if top_k < vocab_size else -1
 
 
+def _logit_bias(value: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict):
+        raise wrong_type(f"logit_bias must be an object of token ids and numbers, got {value!r}.")
+    biases = []
+    for text, bias in value.items():
+        if not text.isdecimal() or int(text) >= vocab_size:
+            raise invalid_value(f"logit_bias has the key {text!r}; keys are ids in [0, {vocab_size}).")
+        biases.append((int(text), float(_number("logit_bias", bias))))
+    return tuple(biases)
+
+
+def _constraint(name: str, value: Any) -> str | None:
+    if value and not isinstance(value, str):
+        raise wrong_type(f"{name} must be a string, got {value!r}.")
+    return value or None
+
+
 def _stop_strings(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
@@ -181,20 +229,20 @@ _CHECKS: tuple[tuple[str, Check], ...] = (
     ("temperature", _number),
     ("top_p", _number),
     ("min_p", _number),
+    ("frequency_penalty", _number),
+    ("presence_penalty", _number),
+    ("repetition_penalty", _number),
     ("temperature", _in_range(lambda value: value >= 0, "a non-negative finite number")),
     ("top_p", _in_range(lambda value: 0 < value <= 1, "in (0, 1]")),
     ("min_p", _in_range(lambda value: 0 <= value <= 1, "in [0, 1]")),
+    ("frequency_penalty", _in_range(lambda value: -2 <= value <= 2, "in [-2, 2]")),
+    ("presence_penalty", _in_range(lambda value: -2 <= value <= 2, "in [-2, 2]")),
+    ("repetition_penalty", _in_range(lambda value: 0 < value <= 2, "in (0, 2]")),
 )
 """Run in this order; the first failure is the answer."""
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
     "spaces_between_special_tokens": (None, True),
-    **dict.fromkeys(
-        ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "custom_params"),
-        (None, "", [], {}),
-    ),
+    **dict.fromkeys(("stop_regex", "structural_tag", "custom_params"), (None, "", [], {})),
 }
 """Parameters that only SGLang supports, each with its accepted values: those without any effect."""
 KNOWN_PARAMS = (*SamplingParams.__dataclass_fields__, *_UNSUPPORTED)

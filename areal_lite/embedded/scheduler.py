@@ -387,13 +387,23 @@ class Scheduler:
 
     def _finish_reason(self, request: GenerationRequest) -> FinishReason | None:
         params, count, token = request.params, len(request.output_ids), request.output_ids[-1]
+        if request.grammar is not None:
+            if fault := request.grammar.advance(
+                [token]
+            ):  # a limit of the library; the sampler obeys the grammar
+                reason = aborted(f"the constraint failed: {fault}")
+                return reason | {"status_code": 400, "err_type": "BadRequestError"}
+            if request.grammar.is_complete and (
+                token in self._eos_ids or params.ignore_eos or not self._eos_ids
+            ):
+                return {"type": "stop", "matched": token if token in self._eos_ids else None}
         if count >= params.min_new_tokens:
             if token in params.stop_token_ids or (token in self._eos_ids and not params.ignore_eos):
                 return {"type": "stop", "matched": token}
             if params.stop:
                 # A token has at least one byte, so a stop text spans at most as many tokens as it has bytes.
                 window = max(len(text.encode()) for text in params.stop) + 8
-                tail = self._decode(request.output_ids[-window:], params.skip_special_tokens)
+                tail = self._decode(request.written_ids[-window:], params.skip_special_tokens)
                 for text in params.stop:
                     if text in tail:
                         return {"type": "stop", "matched": text}

@@ -86,6 +86,7 @@ def build(
     from transformers import AutoTokenizer
 
     from areal_lite.embedded.generate_body import Limits
+    from areal_lite.embedded.grammar import GrammarCompiler
     from areal_lite.embedded.http_server import SGLangDialect
     from areal_lite.embedded.model_runner import ModelRunner, load_model, longest_context
     from areal_lite.embedded.scheduler import Scheduler
@@ -118,9 +119,10 @@ def build(
             tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         )
 
+    eos_ids = eos_token_ids(model, tokenizer)
     scheduler = Scheduler(
         runner,
-        eos_ids=eos_token_ids(model, tokenizer),
+        eos_ids=eos_ids,
         decode=decode,
         max_running_requests=batch_size,
         max_total_tokens=max_total_tokens,
@@ -132,6 +134,7 @@ def build(
         scheduler,
         encode=lambda text: list(tokenizer(text, truncation=False)["input_ids"]),
         decode=decode,
+        grammars=GrammarCompiler(tokenizer, vocab_size=runner.vocab_size, eos_ids=eos_ids),
         model_path=str(directory),
         limits=Limits(
             context_length=context_length, vocab_size=runner.vocab_size, max_total_tokens=max_total_tokens

@@ -1,7 +1,11 @@
 """Requests to inference servers: the one retry loop, failover, abort-and-continue, interruption, weight updates.
 
 Runs on one event loop. A request that a server aborts, as a weight update does, continues from its tokens,
-so one answer may mix policy versions; each token keeps the version its server reported.
+so one answer may mix policy versions; each token keeps the version its server reported. A stream whose connection
+breaks continues likewise, and its receiver gets each token once.
+
+A constrained answer (``json_schema``, ``regex``, ``ebnf``) continues only on the embedded server, because others would
+begin the constraint anew. Elsewhere it stays on the server during weight updates, and an abort starts it again.
 """
 
 from __future__ import annotations
@@ -26,7 +30,15 @@ from areal_lite.api.episode_context import Episode
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.errors import ConfigError, ContextOverflowError, ServerError
 from areal_lite.infra.backends import dialect_of
-from areal_lite.infra.backends.dialect import BadResponse, Chunk, ControlCall, ServerInfo
+from areal_lite.infra.backends.dialect import (
+    BadResponse,
+    Chunk,
+    ControlCall,
+    ErrorReply,
+    ServerInfo,
+    TopLogprobs,
+)
+from areal_lite.infra.backends.token_stream import Receiver, ReceiverError, TokenStream
 from areal_lite.infra.deadlines import Deadlines
 from areal_lite.infra.server_pool import Server, ServerPool
 
@@ -60,11 +72,14 @@ class _Request:
 class _Call:
     """A running call of ``generate``."""
 
-    __slots__ = ("episode", "parked", "rid", "server")
+    __slots__ = ("broken_streams", "episode", "must_stay", "parked", "rid", "server")
 
-    def __init__(self, rid: str, episode: Episode | None, server: Server | None) -> None:
+    def __init__(self, rid: str, episode: Episode | None, server: Server | None, *, must_stay: bool) -> None:
         self.rid = rid
         self.episode = episode
+        self.must_stay = must_stay
+        """Whether its answer cannot be continued on the server that has it."""
+        self.broken_streams = 0
         self.server = server
         """Server of its last request; before the first, the preferred server."""
         self.parked: asyncio.Event | None = None
@@ -73,6 +88,48 @@ class _Call:
     @property
     def interrupted(self) -> bool:
         return self.episode is not None and self.episode.interrupted
+
+
+class _Answer:
+    """The tokens of an answer so far."""
+
+    __slots__ = ("first_token_at", "logprobs", "on_tokens", "tokens", "top_logprobs", "versions")
+
+    def __init__(self, on_tokens: Receiver | None) -> None:
+        self.on_tokens = on_tokens
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.top_logprobs: TopLogprobs = []
+        self.first_token_at = 0.0
+        """Monotonic time of the first token passed on."""
+
+    def receive(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        self.first_token_at = self.first_token_at or time.monotonic()
+        assert self.on_tokens is not None
+        self.on_tokens(tokens, logprobs)
+
+    def resume(self, recorded: ModelResponse, num_top: int) -> str:
+        """Begin with a recorded answer, if it has all that is asked for; return its stop reason."""
+        if num_top and len(recorded.output_top_logprobs) != len(recorded.output_tokens):
+            return "abort"
+        self.tokens += recorded.output_tokens
+        self.logprobs += recorded.output_logprobs
+        self.versions += recorded.output_versions
+        self.top_logprobs += recorded.output_top_logprobs
+        if self.on_tokens is not None and self.tokens:
+            self.receive(recorded.output_tokens, recorded.output_logprobs)
+        return recorded.stop_reason
+
+    def extend(self, chunk: Chunk) -> None:
+        self.tokens += chunk.tokens
+        self.logprobs += chunk.logprobs
+        self.versions += chunk.versions or ()
+        self.top_logprobs += chunk.top_logprobs
+
+    def clear(self) -> None:
+        for column in (self.tokens, self.logprobs, self.versions, self.top_logprobs):
+            column.clear()
 
 
 class EngineClient:
@@ -146,7 +203,12 @@ class EngineClient:
     async def generate(self, req: ModelRequest) -> ModelResponse:
         """Return one complete answer; see ``InferenceEngine.agenerate``."""
         episode = episode_context.current().episode
-        call = _Call(req.rid, episode, None if episode is None else episode.server)
+        call = _Call(
+            req.rid,
+            episode,
+            None if episode is None else episode.server,
+            must_stay=req.gconfig.is_constrained and not self._dialect.continues_constraints,
+        )
         if episode is not None and episode.oldest_version is None:
             episode.oldest_version = self.version
         self._calls.add(call)
@@ -169,15 +231,12 @@ class EngineClient:
         attempts = fruitless = 0
         started, clock = time.time(), time.monotonic()
         ttft = 0.0
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        versions: list[int] = []
+        answer = _Answer(req.on_tokens)
+        tokens = answer.tokens
         finish = "abort"
-        if call.episode is not None and (recorded := _recorded(call.episode, input_ids)) is not None:
-            tokens += recorded.output_tokens
-            logprobs += recorded.output_logprobs
-            versions += recorded.output_versions
-            finish = recorded.stop_reason
+        recorded = None if call.episode is None else _recorded(call.episode, input_ids)
+        if recorded is not None and not (call.must_stay and recorded.stop_reason == "abort"):
+            finish = answer.resume(recorded, req.top_logprobs)
         while finish == "abort" and not call.interrupted:
             if len(tokens) >= budget:
                 finish = "length"
@@ -189,28 +248,27 @@ class EngineClient:
                 max_new_tokens=budget - len(tokens),
                 min_new_tokens=max(0, min(gconfig.min_new_tokens, budget) - len(tokens)),
                 seed=seed,
+                num_continued=len(tokens),
+                top_logprobs=req.top_logprobs,
+                stream=req.on_tokens is not None,
             )
-            chunk, tries = await self._send(orjson.dumps(body), call)
-            ttft = ttft or time.monotonic() - clock
+            chunk, tries = await self._send(orjson.dumps(body), call, answer, req.top_logprobs)
+            ttft = ttft or (answer.first_token_at or time.monotonic()) - clock
             attempts += tries
-            tokens += chunk.tokens
-            logprobs += chunk.logprobs
-            versions += chunk.versions or ()
+            answer.extend(chunk)
             finish = chunk.finish
             if finish == "abort" and len(tokens) < budget and not call.interrupted:
-                fruitless = 0 if chunk.tokens else fruitless + 1
-                if fruitless > MAX_FRUITLESS_ABORTS:
-                    assert call.server is not None
-                    raise ServerError(
-                        f"{call.server.url} aborted request {req.rid} {fruitless} times in a row without a token"
-                    )
+                if call.must_stay:
+                    self._restart(answer, call)
+                fruitless = 0 if tokens and chunk.tokens else fruitless + 1
                 if fruitless:
-                    await asyncio.sleep(random.uniform(0, min(1.0, 0.01 * 2**fruitless)))
+                    await self._wait_after_abort(call, fruitless)
         return ModelResponse(
             input_tokens=input_ids,
             output_tokens=tokens,
-            output_logprobs=logprobs,
-            output_versions=versions,
+            output_logprobs=answer.logprobs,
+            output_versions=answer.versions,
+            output_top_logprobs=answer.top_logprobs,
             stop_reason=finish,
             latency=time.monotonic() - clock,
             ttft=ttft,
@@ -220,6 +278,28 @@ class EngineClient:
             tokenizer=req.tokenizer,
             metadata=req.metadata,
         )
+
+    def _restart(self, answer: _Answer, call: _Call) -> None:
+        """Forget an aborted constrained answer: the server would begin the constraint anew after its tokens.
+
+        Raises:
+            ServerError: If its tokens were passed on.
+        """
+        if answer.on_tokens is not None and answer.tokens:
+            assert call.server is not None
+            raise ServerError(
+                f"{call.server.url} aborted request {call.rid}, a streamed answer under a schema, regex or grammar, "
+                "which it cannot continue. Send it without on_tokens, or use the embedded server"
+            )
+        answer.clear()
+
+    async def _wait_after_abort(self, call: _Call, fruitless: int) -> None:
+        if fruitless > MAX_FRUITLESS_ABORTS:
+            assert call.server is not None
+            raise ServerError(
+                f"{call.server.url} aborted request {call.rid} {fruitless} times in a row without a token"
+            )
+        await asyncio.sleep(random.uniform(0, min(1.0, 0.01 * 2**fruitless)))
 
     async def interrupt(self, episodes: Sequence[Episode]) -> None:
         """End the calls of these episodes and record the tokens they have sampled.
@@ -271,6 +351,8 @@ class EngineClient:
             raise ConfigError(
                 f"gconfig.n_samples is {gconfig.n_samples}: one request gives one answer; use gconfig.new(n_samples=1)"
             )
+        if req.top_logprobs < 0:
+            raise ConfigError(f"top_logprobs is {req.top_logprobs}: it is a number of tokens, 0 for none")
         if not ids:
             raise ConfigError("input_ids is empty: a prompt has at least one token")
         vocab_size = self._limits.vocab_size  # an id beyond it ends an SGLang server
@@ -289,8 +371,11 @@ class EngineClient:
             )
         return budget
 
-    async def _send(self, body: bytes, call: _Call) -> tuple[Chunk, int]:
-        """Return the first usable reply, from ``call.server``, and the number of tries."""
+    async def _send(self, body: bytes, call: _Call, answer: _Answer, top_logprobs: int) -> tuple[Chunk, int]:
+        """Return the first usable reply, from ``call.server``, and the number of tries.
+
+        The reply of a stream that broke after its first token has the tokens that arrived and is "aborted".
+        """
         failed: list[Server] = []
         last = "no server has the newest weights"
         bad_responses = 0
@@ -302,18 +387,20 @@ class EngineClient:
             retry_after_s = 0.0
             if server is not None:
                 call.server = server
-                sent_version = self.version
+                stream = self._stream(answer, top_logprobs)
                 try:
-                    status, reply, retry_after_s = await self._post(server, self._dialect.generate_path, body)
-                    if status == 200:
-                        chunk = self._dialect.parse_generate(orjson.loads(reply))
-                        self._check_vocabulary(chunk)
-                        self.pool.succeeded(server)
-                        return self._labelled(chunk, server, sent_version), attempt
-                    last = f"{server.url} said HTTP {status}: {_short(reply)}"
-                    if status not in RETRY_STATUSES:
-                        raise _refusal(status, last)
-                    if status != 429:
+                    chunk = await self._try(server, body, stream, top_logprobs)
+                    self.pool.succeeded(server)
+                    return chunk, attempt
+                except ReceiverError as error:
+                    assert error.__cause__ is not None
+                    raise error.__cause__ from None
+                except ErrorReply as error:
+                    last = f"{server.url} said HTTP {error.status}: {error.message}"
+                    if error.status not in RETRY_STATUSES:
+                        raise _refusal(error.status, last) from None
+                    retry_after_s = error.retry_after_s
+                    if error.status != 429:
                         self.pool.failed(server, now)
                 except (aiohttp.ClientError, TimeoutError, OSError) as error:
                     last = f"{server.url} failed: {type(error).__name__}: {error}"
@@ -324,6 +411,9 @@ class EngineClient:
                     bad_responses += 1
                     if bad_responses > MAX_BAD_RESPONSES:
                         break
+                if stream is not None and len(stream):
+                    await self._count_break(call, last)
+                    return stream.chunk(), attempt
                 failed.append(server)
             if attempt < self._config.request_retries:
                 await asyncio.sleep(max(retry_after_s, random.uniform(0, min(5.0, 0.1 * 2**attempt))))
@@ -332,14 +422,43 @@ class EngineClient:
             "name them?"
         )
 
-    def _check_vocabulary(self, chunk: Chunk) -> None:
-        vocab_size = self._limits.vocab_size
-        if vocab_size and max(chunk.tokens, default=0) >= vocab_size:
-            raise BadResponse(f"token {max(chunk.tokens)}, which is not in the vocabulary [0, {vocab_size})")
+    def _stream(self, answer: _Answer, top_logprobs: int) -> TokenStream | None:
+        if answer.on_tokens is None:
+            return None
+        return TokenStream(
+            self._dialect,
+            answer.receive,
+            version=self.version,
+            vocab_size=self._limits.vocab_size,
+            top_logprobs=top_logprobs,
+        )
 
-    def _labelled(self, chunk: Chunk, server: Server, sent_version: int) -> Chunk:
-        if chunk.versions is not None:
-            return chunk
+    async def _try(self, server: Server, body: bytes, stream: TokenStream | None, top_logprobs: int) -> Chunk:
+        """Send a request once.
+
+        Raises:
+            ErrorReply: If the server refused.
+            BadResponse: If the reply cannot be trusted or ends too early.
+            ReceiverError: If the receiver of the stream raised.
+        """
+        sent_version = self.version
+        status, reply, retry_after_s = await self._post(server, self._dialect.generate_path, body, stream)
+        if status != 200:
+            raise ErrorReply(status, _short(reply), retry_after_s)
+        if stream is None:
+            chunk = self._dialect.parse_generate(orjson.loads(reply), top_logprobs=top_logprobs)
+            self._check_vocabulary(chunk)
+            if (
+                chunk.versions is not None or not chunk.tokens
+            ):  # vLLM reports none for an answer without tokens
+                return chunk
+            chunk = replace(chunk, versions=[sent_version] * len(chunk.tokens))
+        else:
+            if not stream.finished:
+                raise BadResponse("a stream that ends before its answer does")
+            chunk = stream.chunk()
+            if stream.reports_versions:
+                return chunk
         if not self._warned_no_version:
             self._warned_no_version = True
             logger.warning(
@@ -347,10 +466,25 @@ class EngineClient:
                 "request was sent",
                 server.url,
             )
-        return Chunk(chunk.tokens, chunk.logprobs, [sent_version] * len(chunk.tokens), chunk.finish)
+        return chunk
 
-    async def _post(self, server: Server, path: str, body: bytes) -> tuple[int, bytes, float]:
-        """Return status, body and the seconds of Retry-After."""
+    async def _count_break(self, call: _Call, last: str) -> None:
+        call.broken_streams += 1
+        if call.broken_streams >= self._config.request_retries:
+            raise ServerError(
+                f"the stream of request {call.rid} broke {call.broken_streams} times; the last: {last}"
+            )
+        await asyncio.sleep(random.uniform(0, min(5.0, 0.1 * 2**call.broken_streams)))
+
+    def _check_vocabulary(self, chunk: Chunk) -> None:
+        vocab_size = self._limits.vocab_size
+        if vocab_size and max(chunk.tokens, default=0) >= vocab_size:
+            raise BadResponse(f"token {max(chunk.tokens)}, which is not in the vocabulary [0, {vocab_size})")
+
+    async def _post(
+        self, server: Server, path: str, body: bytes, stream: TokenStream | None = None
+    ) -> tuple[int, bytes, float]:
+        """Return status, body and the seconds of Retry-After; the body of a 200 goes to ``stream``, if given."""
         assert self._session is not None, "open() first"
         request = _Request()
         self._silences.add(request)
@@ -359,15 +493,31 @@ class EngineClient:
             async with self._session.post(
                 server.url + path, data=body, headers=_JSON, allow_redirects=False
             ) as reply:
+                if stream is not None and reply.status == 200:
+                    await self._feed(stream, reply, request)
+                    return 200, b"", 0.0
                 after = "" if reply.status == 200 else reply.headers.get("Retry-After", "")
                 return reply.status, await reply.read(), min(30.0, float(after)) if after.isdigit() else 0.0
         except asyncio.CancelledError:
             if request.timed_out and request.task.uncancel() == 0:
+                if stream is not None and stream.finished:  # only the connection's end is missing
+                    return 200, b"", 0.0
                 raise TimeoutError(f"no answer in {self._config.request_timeout_s:g} s") from None
             raise
         finally:
             server.outstanding -= 1
             self._silences.discard(request)
+
+    async def _feed(self, stream: TokenStream, reply: aiohttp.ClientResponse, request: _Request) -> None:
+        """Pass the body on as it arrives; each part restarts the timeout."""
+        try:
+            async for data in reply.content.iter_any():
+                self._silences.discard(request)
+                self._silences.add(request)
+                stream.feed(data)
+        except (aiohttp.ClientError, OSError):
+            if not stream.finished:
+                raise
 
     async def _ask_info(self, server: Server) -> str | None:
         """Record what the server reports about itself; return why it cannot be reached, or None."""
@@ -417,8 +567,9 @@ class EngineClient:
                 )
 
     async def _update_one(self, server: Server, path: str, version: int) -> str | None:
+        keep = any(call.must_stay and call.server is server for call in self._calls)
         try:
-            await self._control(server, self._dialect.pause())
+            await self._control(server, self._dialect.pause(keep=keep))
             try:
                 for call in self._dialect.update_weights(path, version):
                     await self._control(server, call)
@@ -448,6 +599,7 @@ def _own_copy(response: ModelResponse) -> ModelResponse:
         output_tokens=response.output_tokens.copy(),
         output_logprobs=response.output_logprobs.copy(),
         output_versions=response.output_versions.copy(),
+        output_top_logprobs=response.output_top_logprobs.copy(),
     )
 
 

@@ -19,6 +19,7 @@ from areal_lite.api import episode_context
 from areal_lite.api.engine_api import FilterDecision, InferenceEngine, Row
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.failure import Failure, FailureKind, attributed_to
+from areal_lite.api.scalars import Scalars
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.tensor_dict import tensor_dict_of
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId, Trajectory
@@ -56,6 +57,8 @@ class GroupRunner:
         self._timeout_s = timeout_s
         self._on_end = on_end
         self._shared = SharedResources()
+        self.scalars = Scalars()
+        """What episodes have recorded."""
         self._next_task_id = 0
         self._ids_lock = threading.Lock()
         self._start_orders = itertools.count()
@@ -155,6 +158,7 @@ class GroupRunner:
                 episodes=episodes,
                 episode=episodes[0],
                 shared=self._shared,
+                scalars=self.scalars,
             )
         )
         try:

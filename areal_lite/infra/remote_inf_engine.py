@@ -18,6 +18,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.infra import collector_pace
 from areal_lite.infra.admission_gate import AdmissionGate
 from areal_lite.infra.engine_client import EngineClient
+from areal_lite.infra.failure_tally import FailureTally
 from areal_lite.infra.grouped_rollout import GroupedRolloutWorkflow
 from areal_lite.infra.loop_thread import LoopThread
 from areal_lite.infra.submission import EpisodeRecipe
@@ -322,7 +323,16 @@ class RemoteInfEngine(InferenceEngine):
         """Return ended groups by status, and ``abandoned``: episodes that swallowed their cancellation."""
         return {**self._executor.counts, "abandoned": self._executor.abandoned}
 
+    def take_scalars(self, *, is_eval: bool = False) -> dict[str, float]:
+        """Return the mean of each number that episodes recorded since the last call, by metric name."""
+        return self._executor.take_scalars(is_eval=is_eval)
+
     def rollout_metrics(self) -> dict[str, float]:
-        """Return what pacing cost so far and whether it was fair; see docs/metrics.md, ``rollout/``."""
+        """Return failures, what pacing cost so far and whether it was fair; see docs/metrics.md, ``rollout/``."""
         lead = float(self._executor.gate.lead.groups)
-        return {**self._executor.statistics.metrics(), "lead_groups": lead}
+        return {**self._executor.statistics.metrics(), **self.failures.metrics(), "lead_groups": lead}
+
+    @property
+    def failures(self) -> FailureTally:
+        """Failed episodes so far, by cause."""
+        return self._executor.failures

@@ -13,9 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from areal_lite.api.failure import FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
 from areal_lite.data.source.rollout_data_source import RolloutDataSource, SampleGroup, restarted
 from areal_lite.errors import ConfigError, StarvationError
+from areal_lite.infra.failure_tally import PASSING
 from areal_lite.infra.partial_rollout import sampled_group
 from areal_lite.infra.result_box import ResultBox
 
@@ -122,6 +124,8 @@ class RowFeed:
         self._retries = retries
         self._handed_over: list[SampleGroup] = []
         self._misses: Counter[str] = Counter()
+        self._missed_kinds: set[FailureKind | None] = set()
+        """Kinds of failure among the misses; None for a group that did not fail."""
 
     def next_group(self) -> SampleGroup | None:
         """Return the next group; None once the source has ended."""
@@ -183,6 +187,7 @@ class RowFeed:
     def accept(self, group: Group) -> None:
         """Keep an accepted group for a batch, and reset the counts of missed groups except stale ones."""
         self._misses = Counter({STALE: self._misses[STALE]})
+        self._missed_kinds.clear()
         if self._oldest_allowed is not None:
             self._finished_by_slack[self._slack_of(_oldest(group))] += 1
         self.box.put(group)
@@ -223,6 +228,7 @@ class RowFeed:
                 self._return(restarted(group.samples))
             else:
                 self.source.drop(group.samples, drop_reason(group))
+        self._missed_kinds.add(None if group.failure is None else group.failure.kind)
         self.count_miss(miss_reason(group))
 
     def _return(self, samples: SampleGroup) -> None:
@@ -276,6 +282,7 @@ class RowFeed:
             raise self.error
         if len(self.box.groups) >= count:
             self._misses.clear()
+            self._missed_kinds.clear()
             return
         if self._ended():
             what = (
@@ -289,10 +296,13 @@ class RowFeed:
             )
         reasons = "; ".join(f"{n} x {reason}" for reason, n in self._misses.most_common(5))
         misses = self._misses.total()
+        may_pass = bool(self._missed_kinds) and self._missed_kinds <= PASSING
         self._misses.clear()
+        self._missed_kinds.clear()
         raise StarvationError(
             f"no batch of {count} groups: {misses} groups ended without training data ({reasons}). "
-            "Look at the dump for their errors, or loosen the filter"
+            "Look at the dump for their errors, or loosen the filter",
+            may_pass=may_pass,
         )
 
     def _ended(self) -> bool:

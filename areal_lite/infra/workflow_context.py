@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from areal_lite.api.episode_context import EpisodeContext as WorkflowContext
 from areal_lite.api.episode_context import current as get
 from areal_lite.api.episode_context import enter as set
+from areal_lite.api.scalars import record_scalars
 from areal_lite.api.shared_resources import SharedResources
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ __all__ = [
     "get",
     "get_aiohttp_session",
     "get_httpx_client",
+    "record",
     "set",
     "stat_scope",
 ]
@@ -29,6 +31,15 @@ __all__ = [
 def stat_scope() -> str:
     """Return the metric scope of this episode: ``rollout`` or ``eval-rollout``."""
     return scope_name(get().is_eval)
+
+
+def record(**values: float) -> None:
+    """Record numbers of this episode; their means are the metrics ``SCOPE/NAME`` of the step or evaluation.
+
+    Raises:
+        RuntimeError: Outside an episode.
+    """
+    record_scalars({f"{stat_scope()}/{name}": value for name, value in values.items()})
 
 
 def scope_name(is_eval: bool) -> str:

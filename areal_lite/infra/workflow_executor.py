@@ -23,6 +23,7 @@ from areal_lite.data.source.buffered_data_source import IterableDataSource
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.infra.admission_gate import AdmissionGate
+from areal_lite.infra.failure_tally import FailureTally
 from areal_lite.infra.group_runner import GroupRunner
 from areal_lite.infra.partial_rollout import record_answers
 from areal_lite.infra.result_box import ResultBox
@@ -56,6 +57,7 @@ class WorkflowExecutor:
         self.counts: Counter[str] = Counter(dict.fromkeys(EpisodeStatus, 0))
         """Number of ended groups by status."""
         self.statistics = RolloutStatistics()
+        self.failures = FailureTally()
         self._on_end = on_end
         self._interrupt = interrupt
         self._runner = GroupRunner(engine, timeout_s=config.episode_timeout_s, on_end=self._finish)
@@ -76,6 +78,10 @@ class WorkflowExecutor:
     def abandoned(self) -> int:
         """Episodes that swallowed their cancellation and were left behind."""
         return self._runner.abandoned
+
+    def take_scalars(self, *, is_eval: bool) -> dict[str, float]:
+        """Return the means of what episodes recorded since the last call."""
+        return self._runner.scalars.take(is_eval=is_eval)
 
     # -- what callers ask for ------------------------------------------------------------------
 
@@ -403,4 +409,5 @@ class WorkflowExecutor:
             self._unclaimed.remove(group.task_id)
             return
         self.counts[group.status] += 1
+        self.failures.add(group)
         self._on_end(group)

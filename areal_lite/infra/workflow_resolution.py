@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from areal_lite.api.dotted_path import load_object
 from areal_lite.api.workflow_api import RolloutWorkflow, WorkflowLike
+from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError
 
 _FORMS = (
     "give a RolloutWorkflow instance, a class with workflow_kwargs, a dotted path 'package.module.Name', "
     "or any class or object with `async def run(self, data, **extra_kwargs)`"
 )
+
+_PATH_TYPES = {"str", "Path", "PathLike", "None", "Optional", "Union", "pathlib", "os", "typing"}
 
 
 def resolve_workflow(
@@ -27,15 +31,17 @@ def resolve_workflow(
 
     Args:
         workflow: Instance, class, dotted path, or agent (see ``WorkflowLike``).
-        workflow_kwargs: Arguments of the class's constructor.
+        workflow_kwargs: Arguments of the class's constructor. A path in ``tokenizer`` is loaded, unless the
+            constructor annotates it as ``str``.
         wrap_agent: Makes a workflow of an object with ``async run()``.
 
     Raises:
-        ConfigError: If it is none of these, kwargs do not fit, or ``run`` is not async.
+        ConfigError: If it is none of these, kwargs do not fit, ``run`` is not async, or the tokenizer cannot
+            be loaded.
     """
     target = check_workflow(workflow, workflow_kwargs)
     if inspect.isclass(target):
-        target = target(**(workflow_kwargs or {}))
+        target = target(**_with_tokenizer(target, workflow_kwargs or {}))
     return target if isinstance(target, RolloutWorkflow) else wrap_agent(target)
 
 
@@ -69,6 +75,15 @@ def check_workflow(workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | 
     ):
         _check_run(target, name)
     return target
+
+
+def _with_tokenizer(cls: type[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kwargs with the tokenizer itself instead of its path, unless the class wants the path."""
+    path, parameter = kwargs.get("tokenizer"), inspect.signature(cls).parameters.get("tokenizer")
+    if not isinstance(path, str) or parameter is None:
+        return dict(kwargs)
+    named = set(re.findall(r"\w+", inspect.formatannotation(parameter.annotation)))
+    return dict(kwargs) if named <= _PATH_TYPES else {**kwargs, "tokenizer": load_tokenizer(path)}
 
 
 def _check_run(target: Any, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from areal_lite.embedded.settings import check_model_path
 from areal_lite.errors import ArealLiteError, ConfigError, ServerError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.launch.run_data import check_workflow_choice
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def check_startable(config: RunConfig) -> None:
 def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEngine]:
     """Yield an engine with running servers; both stop when the context ends."""
     if config.rollout.addresses:
-        with RemoteInfEngine(config.rollout) as engine:
+        with _reporting(RemoteInfEngine(config.rollout)) as engine:
             yield engine
         return
     settings = asdict(config.server) | {"num_threads": thread_budget(config).server}
@@ -66,7 +69,7 @@ def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEng
     )
     with server:
         try:
-            with RemoteInfEngine(replace(config.rollout, addresses=[server.address])) as engine:
+            with _reporting(RemoteInfEngine(replace(config.rollout, addresses=[server.address]))) as engine:
                 yield engine
         except ArealLiteError as error:
             if server.poll() is None:
@@ -75,3 +78,14 @@ def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEng
                 f"the embedded server ended with code {server.poll()}; the end of {run_dir / 'server.log'}:\n"
                 f"{server.log_tail()}"
             ) from error
+
+
+@contextmanager
+def _reporting(engine: RemoteInfEngine) -> Iterator[RemoteInfEngine]:
+    """Run the engine, and log its failed episodes by cause when it ends, also after an error."""
+    with engine:
+        try:
+            yield engine
+        finally:
+            if table := engine.failures.table():
+                logger.warning("%s", table)

@@ -11,6 +11,7 @@ from areal_lite.api.config import RunConfig
 from areal_lite.api.engine_api import Row
 from areal_lite.api.trajectory import EpisodeStatus, Group
 from areal_lite.errors import EpisodeError
+from areal_lite.infra.failure_tally import PASSING
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.launch.run_data import workflow_kwargs
 from areal_lite.trainer.validation_metrics import validation_metrics
@@ -28,10 +29,13 @@ class Evaluation:
     seconds: float
     figures: dict[str, float] = field(default_factory=dict)
     """:func:`validation_metrics`, if there are several episodes per row or several data sources."""
+    scalars: dict[str, float] = field(default_factory=dict)
+    """Means of what the episodes recorded, by metric name."""
 
     def metrics(self) -> dict[str, float]:
         """Return the record for metrics.jsonl."""
         return {
+            **self.scalars,
             "eval/reward": self.reward,
             "eval/episodes": float(self.episodes),
             "eval/failed": float(self.failed),
@@ -53,18 +57,24 @@ def evaluate(engine: RemoteInfEngine, config: RunConfig, rows: Sequence[Row]) ->
     rewards = [reward for group in groups for reward in group.rewards]
     failed = [group for group in groups if group.status is not EpisodeStatus.ACCEPTED]
     if not rewards:
-        causes = Counter(group.failure.summary if group.failure else group.rejection for group in failed)
-        raise EpisodeError(
-            f"no episode on the {len(groups)} evaluation rows gave a reward: "
-            + "; ".join(f"{count} x {cause}" for cause, count in causes.most_common(3))
-        )
+        raise no_success(failed)
     return Evaluation(
         reward=sum(rewards) / len(rewards),
         episodes=len(rewards),
         failed=len(failed),
         seconds=time.monotonic() - clock,
         figures=_figures(groups, config.evaluation.group_size),
+        scalars=engine.take_scalars(is_eval=True),
     )
+
+
+def no_success(groups: Sequence[Group]) -> EpisodeError:
+    """Return the error of rows of which none was accepted."""
+    causes = Counter(group.failure.summary if group.failure else group.rejection for group in groups)
+    text = "; ".join(f"{count} x {cause}" for cause, count in causes.most_common(3))
+    kinds = {group.failure.kind for group in groups if group.failure is not None}
+    may_pass = bool(kinds) and kinds <= PASSING
+    return EpisodeError(f"no episode on the {len(groups)} rows gave a reward: {text}", may_pass=may_pass)
 
 
 def _figures(groups: Sequence[Group], group_size: int) -> dict[str, float]:

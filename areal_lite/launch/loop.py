@@ -7,6 +7,7 @@ and ``supervised``.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from abc import ABC, abstractmethod
@@ -32,6 +33,8 @@ from areal_lite.trainer.metrics import MetricsWriter, start_tracking
 from areal_lite.trainer.ranks import Ranks, broadcast_json
 from areal_lite.trainer.snapshot import snapshot
 from areal_lite.trainer.weights import save_model
+
+logger = logging.getLogger(__name__)
 
 OnStep = Callable[[int, dict[str, float]], None]
 """Called with the step (0 before training) and its metrics."""
@@ -246,3 +249,12 @@ class TrainingRun(ABC, Generic[E]):
 def with_prefix(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics under ``prefix/name``."""
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
+
+
+def with_scalars(metrics: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
+    """Return the run's metrics with the numbers that episodes recorded; a name of the run's own stays the run's."""
+    if taken := sorted(metrics.keys() & scalars.keys()):
+        logger.warning(
+            "episodes recorded %s, which are metrics of the run: use other names", ", ".join(taken)
+        )
+    return {**scalars, **metrics}

@@ -20,7 +20,15 @@ from areal_lite.api.config import RunConfig
 from areal_lite.data.source.data_source_state import state_bytes, state_path
 from areal_lite.launch.engine_stack import generating_engine, thread_budget
 from areal_lite.launch.evaluation import Evaluation
-from areal_lite.launch.loop import OnStep, RunFiles, Summary, TrainingRun, open_run_files, with_prefix
+from areal_lite.launch.loop import (
+    OnStep,
+    RunFiles,
+    Summary,
+    TrainingRun,
+    open_run_files,
+    with_prefix,
+    with_scalars,
+)
 from areal_lite.launch.profiling import StepProfiler
 from areal_lite.launch.resuming import find_start
 from areal_lite.launch.rollout_driver import RolloutDriver, load_rollout_inputs
@@ -44,6 +52,12 @@ class RLRun(TrainingRun[Evaluation]):
     driver: RolloutDriver | None
     """None on ranks other than the first."""
     profiler: StepProfiler
+
+    def run(self) -> Summary[Evaluation]:
+        """Train up to ``total_steps`` and save the model; servers that were running before get the weights first."""
+        if self.start.checkpoint is None and self.config.rollout.addresses:
+            self.publish()  # they may still serve the weights of an earlier run
+        return super().run()
 
     def fit(self) -> None:
         """Train up to ``total_steps``: generate, train, publish the weights; evaluate and save when due.
@@ -91,7 +105,7 @@ class RLRun(TrainingRun[Evaluation]):
                 "timing/step_s": now - began,
                 **self.driver.metrics(),
             }
-            self.record_step(metrics, began=began)
+            self.record_step(with_scalars(metrics, self.driver.scalars()), began=began)
 
     def evaluate(self) -> None:
         """Run the held-out rows, if there are any, and record their rewards."""

@@ -137,6 +137,10 @@ class RolloutDriver:
             **{f"rollout/{name}": value for name, value in self.engine.rollout_metrics().items()},
         }
 
+    def scalars(self) -> dict[str, float]:
+        """Return the means of what episodes recorded since the last step; greedy baselines are evaluation episodes."""
+        return self.engine.take_scalars(is_eval=True) | self.engine.take_scalars()
+
     def _generate(self, step: int) -> list[Group]:
         config = self._config
         kwargs = workflow_kwargs(config, is_eval=False)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from areal_lite.api.config import RunConfig
 from areal_lite.api.generation import GenerationHyperparameters
-from areal_lite.api.trajectory import Group
+from areal_lite.api.trajectory import EpisodeStatus, Group
 from areal_lite.data.rows.load_rows import check_held_out
 from areal_lite.embedded.settings import check_model_path
 from areal_lite.errors import ConfigError
 from areal_lite.launch.engine_stack import check_startable, generating_engine
-from areal_lite.launch.evaluation import Evaluation, evaluate
+from areal_lite.launch.evaluation import Evaluation, evaluate, no_success
 from areal_lite.launch.run_data import workflow_kwargs, workflow_rows
 from areal_lite.launch.run_directory import run_directory
 
@@ -44,6 +44,9 @@ def run_rollout(config: RunConfig) -> list[Group]:
     """Run the workflow once on every training row, without training, and return the results.
 
     With ``rollout.dump_to_file`` the episodes are dumped under ``rollout/``.
+
+    Raises:
+        EpisodeError: If every group failed.
     """
     check_startable(config)
     kwargs = workflow_kwargs(config, is_eval=False)
@@ -52,7 +55,10 @@ def run_rollout(config: RunConfig) -> list[Group]:
         run_directory(config, fresh=False, trains=False) as run_dir,
         generating_engine(config, run_dir) as engine,
     ):
-        return engine.rollout_batch(rows, config.workflow, kwargs, config.should_accept_fn)
+        groups = engine.rollout_batch(rows, config.workflow, kwargs, config.should_accept_fn)
+    if groups and all(group.status is EpisodeStatus.FAILED for group in groups):
+        raise no_success(groups)
+    return groups
 
 
 def run_evaluation(config: RunConfig) -> Evaluation:
@@ -108,7 +114,10 @@ def _check_trainable(config: RunConfig) -> None:
         )
     changed = [
         name
-        for name in ("top_p", "top_k", "min_new_tokens", "frequency_penalty")
+        for name in (
+            *("top_p", "top_k", "min_p", "min_new_tokens", "frequency_penalty", "presence_penalty"),
+            *("repetition_penalty", "logit_bias", "json_schema", "regex", "ebnf"),
+        )
         if getattr(rollout.gconfig, name) != getattr(GenerationHyperparameters, name)
     ]
     if changed:

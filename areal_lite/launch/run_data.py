@@ -68,7 +68,8 @@ def check_workflow_choice(config: RunConfig) -> None:
 def workflow_kwargs(config: RunConfig, *, is_eval: bool) -> dict[str, Any]:
     """Return the constructor arguments of ``config.workflow``.
 
-    ``gconfig`` and ``tokenizer`` are added if the constructor takes them and the YAML does not set them.
+    ``gconfig``, ``tokenizer`` and ``tokenizer_path`` are added if the constructor takes them and the YAML does not
+    set them. Both of the last are the path; the engine loads ``tokenizer``.
     """
     kwargs = dict(config.workflow_kwargs)
     target = load_object(config.workflow, where="workflow")
@@ -76,6 +77,7 @@ def workflow_kwargs(config: RunConfig, *, is_eval: bool) -> dict[str, Any]:
         offered = {
             "gconfig": config.rollout.eval_gconfig if is_eval else config.rollout.gconfig,
             "tokenizer": tokenizer_path(config),
+            "tokenizer_path": tokenizer_path(config),
         }
         accepted = inspect.signature(target).parameters
         kwargs = {name: value for name, value in offered.items() if name in accepted} | kwargs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from typing import Any
 
@@ -159,17 +160,82 @@ def test_tool_rounds_are_one_sequence_equal_to_the_full_render() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["<tool_call>\n{broken\n</tool_call>", CALL + "<tool_call>[]</tool_call>", '<tool_call>{"name": 3}</tool_call>',
-     "<tool_call>" + "[" * 10_000, '<tool_call>{"name": "a", "arguments": {"x": "\\ud800"}}</tool_call>',
-     '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>'],
-)  # fmt: skip
-def test_a_tool_call_that_cannot_be_read_stays_text_and_is_counted(text: str) -> None:
+    [
+        "<tool_call>\n{broken\n</tool_call>",
+        '<tool_call>{"name": 3}</tool_call>',
+        "<tool_call>" + "[" * 10_000,
+    ],
+)
+def test_a_tool_call_without_a_readable_name_stays_text_and_is_counted(text: str) -> None:
     session, _ = make_session([text, text])
     for count, tools in ((1, [TOOL]), (1, None)):
         choice = asyncio.run(create(session, {"messages": [user("?")], "tools": tools}))["choices"][0]
         assert choice["finish_reason"] == "stop"
         assert choice["message"] == {"role": "assistant", "content": text}
         assert session.tool_parse_errors == count
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"x": "\\ud800"}',
+        '{"x": NaN}',
+        '{"x": 1e999}',
+        '{"x": 1,',
+        "1 + 2",
+        '"1 + 2"',
+        "[1, 2]",
+        '{"x": ' + "[" * 100_000,
+    ],
+)
+def test_arguments_that_are_not_json_reach_the_agent_as_written_and_continue_the_conversation(
+    arguments: str,
+) -> None:
+    async def play() -> None:
+        text = '<tool_call>\n{"name": "calculator", "arguments": ' + arguments + "}\n</tool_call>"
+        gconfig = GenerationHyperparameters(max_new_tokens=200_000, max_tokens=400_000)
+        session, engine = make_session([text, "sorry"], gconfig=gconfig)
+        choice = (await create(session, {"messages": [user("?")], "tools": [TOOL]}))["choices"][0]
+        (call,) = choice["message"]["tool_calls"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert call["function"]["name"] == "calculator"
+        as_written = arguments.strip('"')  # a JSON text of arguments is the text in it
+        assert call["function"]["arguments"] == as_written
+        assert session.tool_parse_errors == 1
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "error"}
+        await create(session, {"messages": [user("?"), choice["message"], result], "tools": [TOOL]})
+        assert (session.clean_turns, session.forks) == (2, 0)
+        assert trained(session) == sampled(engine)
+
+    asyncio.run(play())
+
+
+def test_300_levels_of_nesting_in_arguments_are_a_call_and_continue_the_conversation() -> None:
+    async def play() -> None:
+        nested = '{"x": ' + "[" * 300 + "]" * 300 + "}"
+        session, _ = make_session(
+            ['<tool_call>{"name": "calculator", "arguments": ' + nested + "}</tool_call>", "ok"]
+        )
+        message = answer_of(await create(session, {"messages": [user("?")], "tools": [TOOL]}))
+        (call,) = message["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == json.loads(nested)
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "error"}
+        await create(session, {"messages": [user("?"), message, result], "tools": [TOOL]})
+        assert (session.tool_parse_errors, session.clean_turns, session.forks) == (0, 2, 0)
+        deep = {"type": "function", "function": {"name": "f", "parameters": json.loads(nested)}}
+        with pytest.raises(RequestError, match="nested too deeply") as refused:
+            await create(session, {"messages": [user("?")], "tools": [deep]})
+        assert refused.value.status == 400
+
+    asyncio.run(play())
+
+
+def test_a_readable_call_beside_an_unreadable_one_is_a_call() -> None:
+    session, _ = make_session(["so: " + CALL + "<tool_call>[]</tool_call>"])
+    message = answer_of(asyncio.run(create(session, {"messages": [user("?")], "tools": [TOOL]})))
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["calculator"]
+    assert message["content"] == "so: <tool_call>[]</tool_call>"
+    assert session.tool_parse_errors == 1
 
 
 @pytest.mark.parametrize(
@@ -261,18 +327,45 @@ def test_the_work_of_a_turn_does_not_grow_with_the_turns(monkeypatch: pytest.Mon
     assert len(set(rendered[1:])) == 1
 
 
-def test_thoughts_stay_in_the_history_and_template_arguments_reach_the_template() -> None:
+@pytest.mark.parametrize("sends_reasoning", [True, False])
+def test_reasoning_is_split_off_and_the_next_turn_continues_from_the_sampled_tokens(
+    sends_reasoning: bool,
+) -> None:
     async def play() -> None:
-        session, engine = make_session(["<think>hm</think>\n\n3", "<think>hm</think>\n\n4"], "qwen3")
+        session, engine = make_session(["<think>hm</think>\n\n3", "<think>hm</think>\n\n4", "5"], "qwen3")
         messages = [user("1")]
-        for _ in range(2):
+        for content in ("3", "4"):
             body = {"messages": messages, "chat_template_kwargs": {"enable_thinking": False}}
             message = answer_of(await create(session, body))
+            assert message == {"role": "assistant", "content": content, "reasoning_content": "hm"}
+            if not sends_reasoning:
+                del message["reasoning_content"]
             messages = [*messages, message, user("2")]
         text = tokenizer("qwen3").decode(engine.requests[-1].input_ids)
         assert text.count("<think>hm</think>") == 1
         assert text.endswith("<think>\n\n</think>\n\n")
+        if sends_reasoning:  # only with the latest answer, as many agents do
+            del messages[1]["reasoning_content"]
+        await create(session, {"messages": messages, "chat_template_kwargs": {"enable_thinking": False}})
+        assert (session.clean_turns, session.forks, len(session.export("concat"))) == (3, 0, 1)
+        assert trained(session) == sampled(engine)
+
+    asyncio.run(play())
+
+
+def test_edited_reasoning_is_a_fork_and_equal_texts_with_other_thoughts_are_branches() -> None:
+    async def play() -> None:
+        session, engine = make_session(["<think>a</think>3", "<think>b</think>3", "x", "y", "z"], "qwen3")
+        answers = [answer_of(await create(session, {"messages": [user("1")]})) for _ in range(2)]
+        for index, answer in enumerate(answers):
+            await create(session, {"messages": [user("1"), answer, user("2")]})
+            recorded = engine.responses[index]
+            prefix = recorded.input_tokens + recorded.output_tokens
+            assert engine.requests[-1].input_ids[: len(prefix)] == prefix
         assert session.forks == 0
+        edited = {**answers[0], "reasoning_content": "c"}
+        await create(session, {"messages": [user("1"), edited, user("2")]})
+        assert (session.clean_turns, session.forks) == (4, 1)
 
     asyncio.run(play())
 

@@ -36,6 +36,26 @@ def test_sampling_parameters_translate_to_the_names_of_an_openai_client() -> Non
     assert gconfig.to_openai_args_dict(api_format="responses")["max_output_tokens"] == 8
 
 
+def test_set_penalties_and_biases_reach_an_openai_client() -> None:
+    gconfig = GenerationHyperparameters(presence_penalty=0.5, logit_bias={5: -1.0})
+    named = gconfig.to_openai_args_dict()
+    assert (named["presence_penalty"], named["logit_bias"]) == (0.5, {"5": -1.0})
+
+
+def test_an_answer_follows_at_most_one_constraint() -> None:
+    schema = '{"type": "object"}'
+    assert GenerationHyperparameters(json_schema=schema).is_constrained
+    assert not GenerationHyperparameters().is_constrained
+    with pytest.raises(ValueError, match="json_schema and regex are both set"):
+        GenerationHyperparameters(json_schema=schema, regex="a+")
+    with pytest.raises(ValueError, match="regex and ebnf are both set"):
+        GenerationHyperparameters(regex="a+").new(ebnf='root ::= "a"')
+    with pytest.raises(ValueError, match="json_schema is not JSON"):
+        GenerationHyperparameters(json_schema="{")
+    with pytest.raises(ValueError, match="a schema is a JSON object"):
+        GenerationHyperparameters(json_schema="[]")
+
+
 def test_a_changed_copy_is_checked_and_leaves_the_original() -> None:
     gconfig = GenerationHyperparameters(temperature=0.5)
     assert (gconfig.new(temperature=0.6).temperature, gconfig.temperature) == (0.6, 0.5)

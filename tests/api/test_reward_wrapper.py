@@ -253,3 +253,43 @@ def test_no_file_descriptor_leaks():
             score(samples.exits, max_workers=2)
         score(samples.echo, 1)
     assert psutil.Process().num_fds() <= before
+
+
+UNGUARDED = """
+import asyncio, os, pathlib, sys
+from areal_lite.api import AsyncRewardWrapper
+with pathlib.Path(sys.argv[1]).open("a") as file: file.write(f"{os.getpid()}\\n")
+def mine(value): return 2 * value
+reward = AsyncRewardWrapper(mine, max_workers=1)
+"""
+RUN = "print(asyncio.run(reward(1)))"
+
+
+def run_script(tmp_path, text):
+    """Run the script, and return its result with how often its top level ran."""
+    (tmp_path / "script.py").write_text(text)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "runs")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done, len((tmp_path / "runs").read_text().splitlines())
+
+
+def test_a_script_without_a_guard_is_refused_with_the_fix_and_not_run_twice(tmp_path):
+    done, runs = run_script(tmp_path, f"{UNGUARDED}{RUN}\n")
+    assert done.returncode == 1
+    assert "ConfigError: reward_fn mine lives in" in done.stderr
+    assert "under `if __name__ == '__main__':`" in done.stderr
+    assert (runs, done.stdout) == (1, "")
+
+
+def test_a_guarded_script_is_imported_by_its_worker(tmp_path):
+    done, runs = run_script(tmp_path, f"{UNGUARDED}if __name__ == '__main__':\n    {RUN}\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2.0\n", "")
+    assert runs == 2
+
+
+@pytest.mark.parametrize("way", ["in_process=True", "async"])
+def test_a_script_without_a_guard_may_compute_rewards_in_its_own_process(tmp_path, way):
+    changed = ("def mine", "async def mine") if way == "async" else ("max_workers=1", way)
+    text = UNGUARDED.replace(*changed)
+    done, runs = run_script(tmp_path, f"{text}{RUN}\n")
+    assert (done.returncode, done.stdout, runs) == (0, "2.0\n", 1), done.stderr

@@ -221,7 +221,7 @@ def test_success_exits_with_0():
         ("RunDirBusyError", 73),
         ("StorageError", 74),
         ("ServerError", 75),
-        ("StarvationError", 75),
+        ("StarvationError", 70),
         ("CheckpointError", 78),
     ],
 )

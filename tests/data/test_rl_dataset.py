@@ -182,6 +182,19 @@ def test_tools_may_be_json_text(write, config, tokenizer):
         dataset[1]
 
 
+def test_tools_that_the_template_does_not_render_are_refused_or_written_into_the_system_prompt(
+    write, config, tokenizer
+):
+    kwargs = {"chat_template": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"}
+    settings = {"apply_chat_template_kwargs": kwargs, "return_full_prompt": True}
+    path = write({"prompt": "a", "tools": [{"name": "f"}]})
+    with pytest.raises(ConfigError, match="does not render tools.*set tools_in_system_prompt"):
+        RLHFDataset(path, tokenizer, config(**settings))[0]
+    dataset = RLHFDataset(path, tokenizer, config(tools_in_system_prompt=True, **settings))
+    assert dataset[0]["full_prompts"].startswith("[system]# Tools")
+    assert '<tools>\n{"name": "f"}\n</tools>' in dataset[0]["full_prompts"]
+
+
 def test_without_a_chat_template_the_error_has_the_fix(write, config, tokenizer):
     # V7
     bare = pickle.loads(pickle.dumps(tokenizer))

@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from areal_lite.api.supervised_config import SFTDatasetConfig
+from areal_lite.api.supervised_config import PreferenceDatasetConfig, SFTDatasetConfig
 from areal_lite.data.chat.chat_tokens import conversation_sequences
+from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset
 from areal_lite.errors import ConfigError
 from tests.fixtures.chat_templates import family_tokenizer
+from tests.fixtures.tool_templates import tool_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
@@ -229,3 +231,34 @@ def test_missing_rows_length_or_eos_are_refused(chatml):
 
     with pytest.raises(ConfigError, match="row 0: the tokenizer has no EOS token"):
         SFTDataset([{"prompt": "so", "response": "a"}], NoEos(), 9, config(apply_chat_template=False))
+
+
+def test_tools_that_the_template_does_not_render_are_refused_or_written_into_the_system_prompt():
+    smollm2 = tool_tokenizer("smollm2")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    row = {
+        "messages": [
+            {"role": "user", "content": "1 + 2?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "3"},
+            {"role": "assistant", "content": "3"},
+        ],
+        "tools": TOOLS,
+    }
+    with pytest.raises(
+        ConfigError, match="row 0: the chat template does not render tools.*tools_in_system_prompt"
+    ):
+        SFTDataset([row], smollm2, config=config())
+    with pytest.raises(ConfigError, match="row 0: .*calls the tool 'add', but.*tools_in_system_prompt"):
+        SFTDataset([row | {"tools": None}], smollm2, config=config())
+    [(whole, trained)] = texts(SFTDataset([row], smollm2, config=config(tools_in_system_prompt=True)))
+    written = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    assert f"<tools>\n{json.dumps(TOOLS[0])}\n</tools>" in whole.split("<|im_end|>")[0]
+    assert "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>" in whole
+    assert trained == f"{written}<|im_end|>3<|im_end|>"
+    pair = {"prompt": "1 + 2?", "chosen": "3", "rejected": "4", "tools": TOOLS}
+    with pytest.raises(ConfigError, match="does not render tools"):
+        PreferenceDataset([pair], smollm2, 1000)
+    settings = PreferenceDatasetConfig(path="", max_length=1000, tools_in_system_prompt=True)
+    [item] = PreferenceDataset([pair], smollm2, config=settings)
+    assert "<tools>" in smollm2.decode(item["chosen_ids"])

@@ -11,6 +11,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from areal_lite.api.config_loader import load_config
+from areal_lite.embedded import EmbeddedServer
 from areal_lite.errors import ConfigError, RunDirBusyError, StarvationError
 from areal_lite.launch.evaluation import Evaluation
 from areal_lite.launch.loop import Summary
@@ -53,6 +54,22 @@ def test_on_policy_training_leaves_metrics_dumps_weights_and_a_model(run_yaml: P
     assert sorted(p.name for p in (summary.run_dir / "weights").iterdir()) == ["v00000003", "v00000004"]
     assert summary.model_dir is not None
     AutoModelForCausalLM.from_pretrained(summary.model_dir)
+
+
+def test_a_second_run_on_a_running_server_starts_with_the_models_weights(
+    run_yaml: Path, tiny_model: Path
+) -> None:
+    with EmbeddedServer(model_path=str(tiny_model), dtype="float32", num_threads=1, device="cpu") as server:
+        for trial in ("first", "second"):
+            summary = train(
+                run_yaml,
+                f"trial_name={trial}",
+                f"rollout.addresses=[{server.address}]",
+                "trainer.total_steps=2",
+            )
+            steps = [r for r in records(summary.run_dir) if "train/loss" in r]
+            assert [(r["train/staleness_mean"], r["train/staleness_max"]) for r in steps] == [(0, 0)] * 2
+            assert max(r["train/engine_mismatch/log_prob_diff_max"] for r in steps) < 1e-3
 
 
 def test_asynchronous_training_uses_and_keeps_the_staleness_bound(run_yaml: Path) -> None:

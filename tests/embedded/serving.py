@@ -12,16 +12,19 @@ from typing import Any
 import aiohttp
 import torch
 
+from areal_lite.api import InferenceEngineConfig
 from areal_lite.embedded.scheduler import Scheduler
 from areal_lite.embedded.serve import build, listening
 from areal_lite.embedded.settings import server_config
+from areal_lite.infra.engine_client import EngineClient
 
 
 class Client:
     """JSON calls to one server."""
 
-    def __init__(self, session: aiohttp.ClientSession, scheduler: Scheduler) -> None:
+    def __init__(self, session: aiohttp.ClientSession, scheduler: Scheduler, address: str) -> None:
         self.session = session
+        self.address = address
         self.scheduler = scheduler
 
     async def call(
@@ -80,7 +83,18 @@ async def serving(
         listening(dialect, scheduler, host="127.0.0.1", port=0) as port,
         aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
     ):
-        yield Client(session, scheduler)
+        yield Client(session, scheduler, f"127.0.0.1:{port}")
+
+
+@asynccontextmanager
+async def engine_client(client: Client) -> AsyncIterator[EngineClient]:
+    """Connect the engine's client to the same server."""
+    engine = EngineClient(InferenceEngineConfig(backend="embedded", addresses=[client.address]))
+    try:
+        await engine.open()
+        yield engine
+    finally:
+        await engine.close()
 
 
 def load(path: Path) -> Any:

@@ -46,6 +46,59 @@ def test_samples_follow_the_renormalised_distribution_of_the_kept_ids(
     torch.testing.assert_close(frequencies, expected / expected.sum(), atol=0.015, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"logit_bias": ((1, 2.0), (3, -50.0))}, [0.0, 2.0, 0.0, -50.0]),
+        ({"presence_penalty": 1.0}, [-1.0, 0.0, -1.0, 0.0]),
+        ({"frequency_penalty": 0.5}, [-1.0, 0.0, -0.5, 0.0]),
+        ({"frequency_penalty": 0.5, "presence_penalty": 1.0}, [-2.0, 0.0, -1.5, 0.0]),
+    ],
+)
+def test_penalties_and_biases_change_the_choice_and_not_the_logprobs(
+    params: dict[str, Any], expected: list[float]
+) -> None:
+    """The answer so far has id 0 twice, once of them before it was continued, and id 2 once."""
+    logits = torch.tensor(PROBABILITIES).log()
+    requests = [
+        GenerationRequest(
+            rid=str(seed),
+            prompt=[1, 0],
+            num_continued=1,
+            params=SamplingParams(temperature=0.8, **params),
+            seed=seed,
+            output_ids=[0, 2],
+        )
+        for seed in range(20_000)
+    ]
+    sampled = sample(logits.expand(len(requests), -1), requests, frozenset())
+    frequencies = torch.bincount(torch.tensor(sampled.tokens), minlength=4) / len(requests)
+    wanted = ((logits + torch.tensor(expected)) / 0.8).softmax(-1)
+    torch.testing.assert_close(frequencies, wanted, atol=0.015, rtol=0)
+    plain = (logits / 0.8).log_softmax(-1)
+    torch.testing.assert_close(torch.tensor(sampled.logprobs), plain[sampled.tokens])
+
+
+def test_a_repetition_penalty_divides_positive_logits_and_multiplies_negative_ones() -> None:
+    logits = torch.tensor([[2.0, 1.5, -1.0, -1.5]])
+    request = GenerationRequest(
+        rid="r",
+        prompt=[3],
+        params=SamplingParams(temperature=0, repetition_penalty=2.0),
+        seed=0,
+        output_ids=[0],
+    )
+    assert sample(logits, [request], frozenset()).tokens == [
+        1
+    ]  # 2.0 became 1.0; the prompt's id is not penalized
+    request.output_ids = [1, 2]
+    assert sample(logits, [request], frozenset()).tokens == [0]
+    negative = torch.tensor([[-1.0, -1.5, -9.0]])
+    assert sample(negative, [request], frozenset()).tokens == [0]
+    request.output_ids = [0]
+    assert sample(negative, [request], frozenset()).tokens == [1]  # -1.0 became -2.0
+
+
 def test_the_tail_of_a_large_vocabulary_keeps_its_probability() -> None:
     """Half of the mass is in the first id, half in 50,001 equal ones; the size is not a multiple of the block."""
     probabilities = torch.full((50_002,), 0.5 / 50_001)

@@ -212,6 +212,16 @@ def test_tokens_of_a_server_that_tells_no_version_get_the_one_at_sending(
     assert set(generate(engine).output_versions) == {3}
 
 
+def test_a_reply_without_tokens_needs_no_version(
+    start_stub: StartStub, start_engine: StartEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ServerError, match="in a row without a token"):
+        generate(start_engine(start_stub(tell_version=False, fault=lambda n: "abort")))
+    assert "does not report the weight version" not in caplog.text
+    assert generate(start_engine(start_stub(tell_version=False))).output_len == 8
+    assert "does not report the weight version" in caplog.text
+
+
 REPLY = {
     "output_ids": [5, 6],
     "meta_info": {

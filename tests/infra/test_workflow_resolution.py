@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
 
 from areal_lite.api import RolloutWorkflow
 from areal_lite.api.dotted_path import load_object
 from areal_lite.errors import ConfigError
 from areal_lite.infra.workflow_resolution import resolve_workflow
+from tests.agents.scripted_engine import tokenizer
 
 
 class Workflow(RolloutWorkflow):
@@ -116,3 +119,44 @@ def test_no_text_is_imported_unless_it_is_a_dotted_path(text: str) -> None:
         load_object("zz_no_such_package." + text, where="workflow")
     with pytest.raises(ConfigError):
         load_object(text.replace(".", ""), where="workflow")
+
+
+class WithTokenizer(Workflow):
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+
+
+class WithTokenizerOrPath(WithTokenizer):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | str) -> None:
+        super().__init__(tokenizer)
+
+
+class WithPath(WithTokenizer):
+    def __init__(self, tokenizer: str | None = None) -> None:
+        super().__init__(tokenizer)
+
+
+class WithAnyOptions(WithTokenizer):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(options["tokenizer"])
+
+
+@pytest.mark.parametrize(
+    ("workflow", "loads"),
+    [(WithTokenizer, True), (WithTokenizerOrPath, True), (WithPath, False), (WithAnyOptions, False)],
+)
+def test_a_tokenizers_path_is_loaded_unless_the_class_wants_the_path(
+    workflow: type[WithTokenizer], loads: bool, tmp_path: Path
+) -> None:
+    path = str(tmp_path)
+    tokenizer().save_pretrained(path)
+    given: Any = resolve(workflow, tokenizer=path)
+    if not loads:
+        assert given.tokenizer == path
+        return
+    assert given.tokenizer.eos_token == "<|im_end|>"
+    for again in (path, given.tokenizer):
+        assert resolve(workflow, tokenizer=again).tokenizer is given.tokenizer  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="no tokenizer can be loaded from 'no/such/folder'"):
+        resolve(workflow, tokenizer="no/such/folder")

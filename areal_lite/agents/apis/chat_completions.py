@@ -10,6 +10,7 @@ from areal_lite.agents.apis.api import event, openai_error
 from areal_lite.agents.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.chat_session import Answer, ChatSession
 from areal_lite.agents.request_fields import RequestError
+from areal_lite.agents.text_stream import Piece
 
 
 class ChatCompletions:
@@ -73,12 +74,12 @@ class ChatCompletionStream:
         role = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(index, role) for index in range(self._request.n))
 
-    def text(self, index: int, piece: str) -> bytes:
-        """Return the chunk of a piece of text."""
-        return self._chunk(index, {"content": piece})
+    def text(self, index: int, piece: Piece) -> bytes:
+        """Return the chunk of a piece of text or reasoning."""
+        return self._chunk(index, {"reasoning_content" if piece.is_reasoning else "content": piece.text})
 
     def end(self, answers: Sequence[Answer]) -> bytes:
-        """Return reasoning, tool calls, finish reasons, usage and the end mark."""
+        """Return tool calls, finish reasons, usage and the end mark."""
         parts = []
         for index, answer in enumerate(answers):
             if calls := answer.message.get("tool_calls"):

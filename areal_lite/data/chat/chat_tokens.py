@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from areal_lite.data.chat.hermes_tools import check_tools_are_rendered, in_hermes_form
 from areal_lite.errors import ConfigError
 
 Message = Mapping[str, Any]
@@ -50,6 +51,7 @@ def conversation_sequences(
     *,
     apply_chat_template: bool = True,
     template_kwargs: Mapping[str, Any] | None = None,
+    tools_in_system_prompt: bool = False,
 ) -> list[ChatTokens]:
     """Return the sequences that train each assistant message of a conversation once, in order.
 
@@ -67,10 +69,11 @@ def conversation_sequences(
         tools: Tool schemas for the template; an empty list is the same as None.
         apply_chat_template: False joins the contents unchanged, without roles, end marks or special tokens.
         template_kwargs: Extra variables of the template, or another ``chat_template``.
+        tools_in_system_prompt: Write tools, calls and results as text, for templates that do not render them.
 
     Raises:
-        ConfigError: If a message is malformed, the template rejects the messages, omits a tool call or renders an
-            answer's beginning differently from its prompt, or the tokenizer has no offsets.
+        ConfigError: If a message is malformed, the template rejects the messages, omits the tools or a tool call or
+            renders an answer's beginning differently from its prompt, or the tokenizer has no offsets.
     """
     _check_messages(messages)
     if not apply_chat_template:
@@ -81,6 +84,9 @@ def conversation_sequences(
             "tokenizer (a folder with tokenizer.json), or apply_chat_template=False"
         )
 
+    if tools_in_system_prompt:
+        messages, tools = in_hermes_form(messages, tools), None
+    check_tools_are_rendered(tokenizer, tools, template_kwargs or {})
     write = functools.partial(
         _write,
         tokenizer=tokenizer,
@@ -219,7 +225,7 @@ def _check_tool_calls(i: int, message: Message, written: str) -> None:
         if not isinstance(call, Mapping) or not isinstance(name, str) or name not in written:
             raise ConfigError(
                 f"messages[{i}] calls the tool {name!r}, but the chat template does not render it, so the call would "
-                "not be trained: use a template that supports tool_calls"
+                "not be trained: set tools_in_system_prompt to true, or use a template that supports tool_calls"
             )
 
 

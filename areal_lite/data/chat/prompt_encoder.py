@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from areal_lite.api.config import DatasetConfig
+from areal_lite.data.chat.hermes_tools import check_tools_are_rendered, in_hermes_form
 from areal_lite.data.vision.multimodal import (
     build_messages,
     column_values,
@@ -49,7 +50,7 @@ def render_prompt(renderer: Any, messages: Any, *, config: DatasetConfig, tools:
     """Return ``messages`` as text that ends with the prompt for the assistant's answer.
 
     Raises:
-        ConfigError: If there are no messages or no template, or the tools are not JSON.
+        ConfigError: If there are no messages or no template, or the tools are not JSON or not rendered by it.
         TemplateError: If the template rejects the messages.
     """
     if not isinstance(messages, list | tuple) or not messages:
@@ -58,11 +59,16 @@ def render_prompt(renderer: Any, messages: Any, *, config: DatasetConfig, tools:
         )
     check_template(renderer, config)
     variables = dict(config.apply_chat_template_kwargs)
-    if schemas := _schemas(tools, config.tools_key):
+    schemas = _schemas(tools, config.tools_key) or variables.pop("tools", None)
+    messages = plain_messages(messages)
+    if config.tools_in_system_prompt:
+        messages, schemas = in_hermes_form(messages, schemas), None
+    check_tools_are_rendered(renderer, schemas, variables)
+    if schemas:
         variables["tools"] = schemas
     try:
         text: str = renderer.apply_chat_template(
-            plain_messages(messages), tokenize=False, add_generation_prompt=True, **variables
+            messages, tokenize=False, add_generation_prompt=True, **variables
         )
     except Exception as error:  # a template is a program and may raise anything
         raise TemplateError(

@@ -115,7 +115,11 @@ class _PairOf:
     def _last_answer(self, messages: Sequence[Message], tools: Any) -> ChatTokens:
         """Return the sequence that ends with the last answer, with only that answer trained."""
         ids, mask = conversation_sequences(
-            self.tokenizer, messages, tools, template_kwargs=self.config.apply_chat_template_kwargs
+            self.tokenizer,
+            messages,
+            tools,
+            template_kwargs=self.config.apply_chat_template_kwargs,
+            tools_in_system_prompt=self.config.tools_in_system_prompt,
         )[-1]
         end = len(mask) - mask[::-1].index(True) if any(mask) else 0
         start = end

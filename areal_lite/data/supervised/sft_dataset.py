@@ -76,6 +76,7 @@ class _Conversation:
             from_json(row, self.config.tools_key),
             apply_chat_template=self.config.apply_chat_template,
             template_kwargs=self.config.apply_chat_template_kwargs,
+            tools_in_system_prompt=self.config.tools_in_system_prompt,
         )
 
     def _messages(self, row: Row) -> Sequence[Message]:

@@ -11,4 +11,4 @@ from areal_lite.infra.backends.vllm import VLLM
 
 def dialect_of(backend: Literal["sglang", "vllm", "embedded"]) -> Dialect:
     """Return the dialect a backend speaks; the embedded server speaks SGLang's."""
-    return VLLM() if backend == "vllm" else SGLang()
+    return VLLM() if backend == "vllm" else SGLang(embedded=backend == "embedded")

@@ -6,10 +6,24 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from areal_lite.api.generation import GenerationHyperparameters
+from areal_lite.errors import ConfigError
+
+TopLogprobs = list[list[tuple[int, float]]]
+"""Per token, ``(id, log-prob)``, best first."""
 
 
 class BadResponse(Exception):
     """A reply that cannot be trusted: wrong shape, lengths that differ, log-probs that are not finite."""
+
+
+class ErrorReply(Exception):
+    """An error that the server reports, with its HTTP status; a stream reports it in an event."""
+
+    def __init__(self, status: int, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +35,23 @@ class Chunk:
     versions: list[int] | None
     """Per token; None if the server does not report versions."""
     finish: Literal["stop", "length", "abort"]
+    top_logprobs: TopLogprobs = field(default_factory=list)
+    """Per token, or empty if the request did not ask for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """The new tokens of one event of a stream."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    top_logprobs: TopLogprobs
+    version: int | None
+    """Version of the new tokens; None if the event does not report it."""
+    all_versions: list[int] | None
+    """Version of each token of the stream so far; None if the event does not report them."""
+    finish: Literal["stop", "length", "abort"] | None
+    """None if more tokens follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +75,8 @@ class Dialect(Protocol):
 
     generate_path: str
     info_path: str
+    continues_constraints: bool
+    """Whether a schema, regex or grammar holds for a continued answer as a whole. If not, it starts anew."""
 
     def generate_body(
         self,
@@ -54,11 +87,29 @@ class Dialect(Protocol):
         max_new_tokens: int,
         min_new_tokens: int,
         seed: int | None,
+        num_continued: int = 0,
+        top_logprobs: int = 0,
+        stream: bool = False,
     ) -> dict[str, Any]:
-        """Return the JSON body of one generation."""
+        """Return the JSON body of one generation.
 
-    def parse_generate(self, reply: Any) -> Chunk:
+        Args:
+            num_continued: How many of the last ``input_ids`` are tokens of the answer sampled so far.
+
+        Raises:
+            ConfigError: If ``gconfig.extra`` has a parameter that another field sets.
+        """
+
+    def parse_generate(self, reply: Any, *, top_logprobs: int = 0) -> Chunk:
         """Return the tokens of a reply; raises BadResponse."""
+
+    def parse_event(self, event: Any, received: int, *, top_logprobs: int = 0) -> StreamEvent | None:
+        """Return what an event adds to the ``received`` tokens of its stream; None if it is not about tokens.
+
+        Raises:
+            BadResponse: If the event cannot be trusted.
+            ErrorReply: If it reports an error.
+        """
 
     def parse_info(self, reply: Any) -> ServerInfo:
         """Parse the reply of ``info_path``; never raises."""
@@ -66,8 +117,11 @@ class Dialect(Protocol):
     def abort(self, rid: str) -> ControlCall:
         """Return the call that aborts one running request, which returns its tokens so far."""
 
-    def pause(self) -> ControlCall:
-        """Return the call that aborts running requests, which return their tokens so far."""
+    def pause(self, *, keep: bool = False) -> ControlCall:
+        """Return the call that aborts running requests, which return their tokens so far.
+
+        With ``keep`` they stay on the server instead and continue after :meth:`resume`, with the new weights.
+        """
 
     def update_weights(self, path: str, version: int) -> list[ControlCall]:
         """Return the calls that load the checkpoint folder at ``path`` as ``version``."""
@@ -79,16 +133,68 @@ class Dialect(Protocol):
         """Return why a reply with status 200 is a failed update, or None."""
 
 
-def checked_chunk(tokens: list[int], logprobs: list[float], versions: list[int] | None, finish: str) -> Chunk:
+def with_extra(sampling: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters with ``gconfig.extra`` added.
+
+    Raises:
+        ConfigError: If both set the same parameter, or ``extra`` asks for several answers.
+    """
+    if clash := sorted(extra.keys() & {*sampling, "n"}):
+        raise ConfigError(
+            f"gconfig.extra sets {clash[0]!r}, which the engine sets itself: remove it from extra and use gconfig's "
+            "own field"
+        )
+    return sampling | extra
+
+
+def checked_chunk(
+    tokens: list[int],
+    logprobs: list[float],
+    versions: list[int] | None,
+    finish: str,
+    top_logprobs: TopLogprobs | None = None,
+) -> Chunk:
     """Check lengths, token ids and log-probs, and return them as a chunk.
 
     Raises:
         BadResponse: If a check fails.
     """
-    if len(tokens) != len(logprobs) or (versions is not None and len(versions) != len(tokens)):
-        raise BadResponse(
-            f"{len(tokens)} tokens, {len(logprobs)} log-probs, {versions and len(versions)} versions"
-        )
+    if versions is not None and len(versions) != len(tokens):
+        raise BadResponse(f"{len(tokens)} tokens, {len(versions)} versions")
+    _check_tokens(tokens, logprobs, top_logprobs)
+    if finish not in ("stop", "length", "abort"):
+        raise BadResponse(f"the unknown finish reason {finish!r}")
+    return Chunk(tokens, logprobs, versions, finish, top_logprobs or [])  # type: ignore[arg-type]
+
+
+def checked_event(
+    tokens: list[int],
+    logprobs: list[float],
+    top_logprobs: TopLogprobs | None,
+    *,
+    version: int | None,
+    all_versions: list[int] | None,
+    finish: str | None,
+) -> StreamEvent:
+    """Check an event like :func:`checked_chunk`; raises BadResponse."""
+    _check_tokens(tokens, logprobs, top_logprobs)
+    if finish not in ("stop", "length", "abort", None):
+        raise BadResponse(f"the unknown finish reason {finish!r}")
+    return StreamEvent(tokens, logprobs, top_logprobs or [], version, all_versions, finish)  # type: ignore[arg-type]
+
+
+def _check_tokens(tokens: list[int], logprobs: list[float], top_logprobs: TopLogprobs | None) -> None:
+    if len(tokens) != len(logprobs):
+        raise BadResponse(f"{len(tokens)} tokens, {len(logprobs)} log-probs")
+    _check_pairs(tokens, logprobs)
+    if top_logprobs is not None:
+        if len(top_logprobs) != len(tokens):
+            raise BadResponse(f"{len(tokens)} tokens, {len(top_logprobs)} lists of top log-probs")
+        pairs = [pair for top in top_logprobs for pair in top]
+        _check_pairs([token for token, _ in pairs], [logprob for _, logprob in pairs])
+
+
+def _check_pairs(tokens: list[int], logprobs: list[float]) -> None:
     if tokens:
         if set(map(type, tokens)) != {int} or min(tokens) < 0:
             raise BadResponse("token ids that are not whole numbers from 0")
@@ -97,9 +203,15 @@ def checked_chunk(tokens: list[int], logprobs: list[float], versions: list[int] 
         total = sum(logprobs)
         if total - total != 0.0 or max(logprobs) > 1e-3:
             raise BadResponse("log-probs that are not finite numbers up to 0")
-    if finish not in ("stop", "length", "abort"):
-        raise BadResponse(f"the unknown finish reason {finish!r}")
-    return Chunk(tokens, logprobs, versions, finish)  # type: ignore[arg-type]
+
+
+def check_error_event(event: Any) -> None:
+    """Raise ErrorReply if the event of a stream is ``{"error": {message, code}}``."""
+    error = event.get("error") if isinstance(event, dict) else None
+    if error:
+        code = error.get("code") if isinstance(error, dict) else None
+        message = error.get("message", error) if isinstance(error, dict) else error
+        raise ErrorReply(code if type(code) is int else 500, str(message))
 
 
 def version_number(label: Any) -> int:

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal_lite.api.generation import GenerationHyperparameters
+from areal_lite.api.generation import CONSTRAINTS, GenerationHyperparameters
 from areal_lite.infra.backends.dialect import (
     BadResponse,
     Chunk,
     ControlCall,
+    ErrorReply,
     ServerInfo,
+    StreamEvent,
+    TopLogprobs,
+    check_error_event,
     checked_chunk,
+    checked_event,
     spans_to_versions,
     version_number,
+    with_extra,
 )
 
 
 class SGLang:
-    """Log-probs are log-softmax of logits / temperature, before top-p and top-k."""
+    """SGLang's log-probs are log-softmax of logits / temperature, before top-p, top-k and min-p.
+
+    Penalties, ``logit_bias`` and the mask of a grammar act on SGLang's logits before its log-probs; the embedded server
+    reports log-probs before them too.
+
+    SGLang's streams repeat all earlier tokens in every event, which is expensive for answers of many thousand tokens:
+    start it with ``--incremental-streaming-output``. Both forms are understood.
+    """
 
     generate_path = "/generate"
     info_path = "/server_info"
+
+    def __init__(self, *, embedded: bool = False) -> None:
+        """Speak to SGLang, or to the embedded server, which understands two more fields."""
+        self.continues_constraints = embedded
 
     def generate_body(
         self,
@@ -31,38 +48,34 @@ class SGLang:
         max_new_tokens: int,
         min_new_tokens: int,
         seed: int | None,
+        num_continued: int = 0,
+        top_logprobs: int = 0,
+        stream: bool = False,
     ) -> dict[str, Any]:
         """Return the JSON body of one generation."""
-        sampling: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "temperature": gconfig.effective_temperature,
-            "skip_special_tokens": gconfig.skip_special_tokens,
-        }
-        if gconfig.top_p < 1 and not gconfig.greedy:
-            sampling["top_p"] = gconfig.top_p
-        if gconfig.top_k is not None and not gconfig.greedy:
-            sampling["top_k"] = gconfig.top_k
+        sampling = _sampling_params(gconfig)
+        sampling["max_new_tokens"] = max_new_tokens
         if min_new_tokens:
             sampling["min_new_tokens"] = min_new_tokens
-        if gconfig.stop:
-            sampling["stop"] = gconfig.stop
-        if gconfig.stop_token_ids:
-            sampling["stop_token_ids"] = gconfig.stop_token_ids
-        if gconfig.ignore_eos:
-            sampling["ignore_eos"] = True
-        if gconfig.frequency_penalty:
-            sampling["frequency_penalty"] = gconfig.frequency_penalty
         if seed is not None:
             sampling["sampling_seed"] = seed
-        return {
+        body = {
             "rid": rid,
             "input_ids": input_ids,
-            "sampling_params": sampling,
+            "sampling_params": with_extra(sampling, gconfig.extra) if gconfig.extra else sampling,
             "return_logprob": True,
-            "stream": False,
+            "stream": stream,
         }
+        if top_logprobs:
+            body["top_logprobs_num"] = top_logprobs
+        if self.continues_constraints:  # the embedded server
+            if num_continued:
+                body["num_continued"] = num_continued
+            if stream:
+                body["incremental_streaming_output"] = True
+        return body
 
-    def parse_generate(self, reply: Any) -> Chunk:
+    def parse_generate(self, reply: Any, *, top_logprobs: int = 0) -> Chunk:
         """Return the tokens of a ``/generate`` reply; raises BadResponse."""
         try:
             meta = reply["meta_info"]
@@ -80,9 +93,44 @@ class SGLang:
                 versions = spans_to_versions(meta["weight_versions"], len(tokens))
             elif meta.get("weight_version") is not None:
                 versions = [version_number(meta["weight_version"])] * len(tokens)
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            top = _top_logprobs(meta.get("output_top_logprobs") or []) if top_logprobs else None
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise BadResponse(f"a reply without the fields of /generate ({error!r})") from None
-        return checked_chunk(tokens, logprobs, versions, finish)
+        return checked_chunk(tokens, logprobs, versions, finish, top)
+
+    def parse_event(self, event: Any, received: int, *, top_logprobs: int = 0) -> StreamEvent | None:
+        """Return the new tokens of an event, whose lists hold all tokens so far or only the new ones."""
+        check_error_event(event)
+        try:
+            meta = event["meta_info"]
+            finish = meta["finish_reason"]
+            if finish is not None and finish["type"] == "abort" and finish.get("status_code"):
+                raise ErrorReply(int(finish["status_code"]), str(finish.get("message")))
+            total = meta.get("completion_tokens", received)  # a call aborted in the queue has none
+            pairs = meta.get("output_token_logprobs") or []
+            new = total - received
+            if not 0 <= new <= len(pairs):
+                raise BadResponse(f"{len(pairs)} log-probs for {new} new tokens")
+            pairs = pairs[len(pairs) - new :]
+            tokens = [pair[1] for pair in pairs]
+            ids = event.get("output_ids")
+            if ids is not None and ids[len(ids) - new :] != tokens:
+                raise BadResponse("output_ids that differ from the ids with log-probs")
+            spans, label = meta.get("weight_versions"), meta.get("weight_version")
+            top = None
+            if top_logprobs:
+                rows = meta.get("output_top_logprobs") or []
+                top = _top_logprobs(rows[max(0, len(rows) - new) :])
+            return checked_event(
+                tokens,
+                [pair[0] for pair in pairs],
+                top,
+                version=None if label is None else version_number(label),
+                all_versions=spans_to_versions(spans, total) if spans else None,
+                finish=None if finish is None else finish["type"],
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise BadResponse(f"an event without the fields of /generate ({error!r})") from None
 
     def parse_info(self, reply: Any) -> ServerInfo:
         """Return the context length and vocabulary size if the server reports them."""
@@ -101,9 +149,9 @@ class SGLang:
         """Abort one request; SGLang takes ``rid`` as a prefix, so ids must all have one length."""
         return ControlCall("/abort_request", {"rid": rid})
 
-    def pause(self) -> ControlCall:
+    def pause(self, *, keep: bool = False) -> ControlCall:
         """Abort what runs; the client keeps the partial tokens and continues them afterwards."""
-        return ControlCall("/pause_generation", {"mode": "abort"})
+        return ControlCall("/pause_generation", {"mode": "retract" if keep else "abort"})
 
     def update_weights(self, path: str, version: int) -> list[ControlCall]:
         """Load from disk and drop the prefix cache, which holds the old weights' states."""
@@ -119,3 +167,33 @@ class SGLang:
         if isinstance(reply, dict) and reply.get("success") is False:
             return str(reply.get("message"))
         return None
+
+
+def _sampling_params(gconfig: GenerationHyperparameters) -> dict[str, Any]:
+    """Return the parameters in SGLang's words, without those at their default."""
+    sampling: dict[str, Any] = {
+        "temperature": gconfig.effective_temperature,
+        "skip_special_tokens": gconfig.skip_special_tokens,
+    }
+    if not gconfig.greedy:
+        if gconfig.top_p < 1:
+            sampling["top_p"] = gconfig.top_p
+        if gconfig.top_k is not None:
+            sampling["top_k"] = gconfig.top_k
+        if gconfig.min_p:
+            sampling["min_p"] = gconfig.min_p
+    for name in ("stop", "stop_token_ids", "ignore_eos", "frequency_penalty", "presence_penalty"):
+        if value := getattr(gconfig, name):
+            sampling[name] = value
+    if gconfig.repetition_penalty != 1:
+        sampling["repetition_penalty"] = gconfig.repetition_penalty
+    if gconfig.logit_bias:
+        sampling["logit_bias"] = {str(token): bias for token, bias in gconfig.logit_bias.items()}
+    for name in CONSTRAINTS:
+        if (value := getattr(gconfig, name)) is not None:
+            sampling[name] = value
+    return sampling
+
+
+def _top_logprobs(rows: list[Any]) -> TopLogprobs:
+    return [[(token, logprob) for logprob, token, *_ in row] for row in rows]

@@ -1,7 +1,8 @@
 """vLLM's token protocol (``/inference/v1/generate``, servers started with ``--enable-scale-out``).
 
 vLLM's log-probs ignore temperature by default. Start it with ``--logprobs-mode processed_logprobs`` if the
-temperature is not 1, or trainer and engine disagree.
+temperature is not 1, or trainer and engine disagree. Its log-probs come after the mask of a grammar in both modes, and
+after penalties and ``logit_bias`` in the processed mode.
 """
 
 from __future__ import annotations
@@ -14,9 +15,17 @@ from areal_lite.infra.backends.dialect import (
     Chunk,
     ControlCall,
     ServerInfo,
+    StreamEvent,
+    TopLogprobs,
+    check_error_event,
     checked_chunk,
+    checked_event,
     spans_to_versions,
+    with_extra,
 )
+
+_FINISH = {"repetition": "stop"}
+"""vLLM's finish reasons in our words."""
 
 
 class VLLM:
@@ -24,6 +33,7 @@ class VLLM:
 
     generate_path = "/inference/v1/generate"
     info_path = "/v1/models"
+    continues_constraints = False
 
     def generate_body(
         self,
@@ -34,6 +44,9 @@ class VLLM:
         max_new_tokens: int,
         min_new_tokens: int,
         seed: int | None,
+        num_continued: int = 0,
+        top_logprobs: int = 0,
+        stream: bool = False,
     ) -> dict[str, Any]:
         """Return the JSON body of one generation; vLLM silently ignores unknown fields, so names must be exact."""
         sampling: dict[str, Any] = {
@@ -42,31 +55,65 @@ class VLLM:
             "temperature": gconfig.effective_temperature,
             "top_p": gconfig.top_p,
             "top_k": gconfig.top_k or -1,
-            "logprobs": 0,
+            "logprobs": top_logprobs,
             "ignore_eos": gconfig.ignore_eos,
             "skip_special_tokens": gconfig.skip_special_tokens,
             "frequency_penalty": gconfig.frequency_penalty,
         }
-        if gconfig.stop:
-            sampling["stop"] = gconfig.stop
-        if gconfig.stop_token_ids:
-            sampling["stop_token_ids"] = gconfig.stop_token_ids
+        for name in ("stop", "stop_token_ids", "presence_penalty", "min_p"):
+            if value := getattr(gconfig, name):
+                sampling[name] = value
+        if gconfig.repetition_penalty != 1:
+            sampling["repetition_penalty"] = gconfig.repetition_penalty
+        if gconfig.logit_bias:
+            sampling["logit_bias"] = {str(token): bias for token, bias in gconfig.logit_bias.items()}
+        for name, key in (("json_schema", "json"), ("regex", "regex"), ("ebnf", "grammar")):
+            if (text := getattr(gconfig, name)) is not None:
+                sampling["structured_outputs"] = {key: text}
         if seed is not None:
             sampling["seed"] = seed
-        return {"request_id": rid, "token_ids": input_ids, "sampling_params": sampling, "stream": False}
+        return {
+            "request_id": rid,
+            "token_ids": input_ids,
+            "sampling_params": with_extra(sampling, gconfig.extra) if gconfig.extra else sampling,
+            "stream": stream,
+        }
 
-    def parse_generate(self, reply: Any) -> Chunk:
+    def parse_generate(self, reply: Any, *, top_logprobs: int = 0) -> Chunk:
         """Return the tokens of a reply; raises BadResponse."""
         try:
             choice = reply["choices"][0]
             tokens = list(choice["token_ids"])
-            logprobs = [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content", [])]
+            content = (choice["logprobs"] or {}).get("content", [])
+            logprobs = [entry["logprob"] for entry in content]
             spans = choice.get("weight_versions")
             versions = spans_to_versions(spans, len(tokens)) if spans else None
-            finish = choice["finish_reason"]
+            finish = _FINISH.get(choice["finish_reason"], choice["finish_reason"])
+            top = _top_logprobs(content, top_logprobs) if top_logprobs else None
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise BadResponse(f"a reply without the fields of /inference/v1/generate ({error!r})") from None
-        return checked_chunk(tokens, logprobs, versions, "stop" if finish == "repetition" else finish)
+        return checked_chunk(tokens, logprobs, versions, finish, top)
+
+    def parse_event(self, event: Any, received: int, *, top_logprobs: int = 0) -> StreamEvent | None:
+        """Return the tokens of an event; one without choices reports the usage."""
+        check_error_event(event)
+        try:
+            if not event["choices"]:
+                return None
+            choice = event["choices"][0]
+            tokens = list(choice["token_ids"] or [])
+            content = (choice["logprobs"] or {}).get("content", [])
+            spans, finish = choice.get("weight_versions"), choice["finish_reason"]
+            return checked_event(
+                tokens,
+                [entry["logprob"] for entry in content],
+                _top_logprobs(content, top_logprobs) if top_logprobs else None,
+                version=None,
+                all_versions=spans_to_versions(spans, received + len(tokens)) if spans else None,
+                finish=_FINISH.get(finish, finish),
+            )
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise BadResponse(f"an event without the fields of /inference/v1/generate ({error!r})") from None
 
     def parse_info(self, reply: Any) -> ServerInfo:
         """Return the context length that ``/v1/models`` reports."""
@@ -80,9 +127,9 @@ class VLLM:
         """Abort one request by the id that vLLM made from its ``rid``."""
         return ControlCall("/abort_requests", {"request_ids": [f"generate-tokens-{rid}"]})
 
-    def pause(self) -> ControlCall:
+    def pause(self, *, keep: bool = False) -> ControlCall:
         """Abort what runs; the client keeps the partial tokens and continues them afterwards."""
-        return ControlCall("/pause?mode=abort")
+        return ControlCall("/pause?mode=keep" if keep else "/pause?mode=abort")
 
     def update_weights(self, path: str, version: int) -> list[ControlCall]:
         """Load from disk on every worker, name the version, drop the prefix cache."""
@@ -104,3 +151,14 @@ class VLLM:
             if isinstance(result, dict) and result.get("success") is False:
                 return str(result.get("message"))
         return None
+
+
+def _top_logprobs(content: list[Any], count: int) -> TopLogprobs:
+    """Return the ``count`` best of each token; vLLM adds the sampled token where it is not one of them."""
+    return [
+        [
+            (one["token_id"], one["logprob"])
+            for one in sorted(entry["top_logprobs"], key=lambda one: one["rank"])
+        ][:count]
+        for entry in content
+    ]

@@ -1,0 +1,183 @@
+"""Read tool calls written as JSON, also if the JSON is broken. Never raises, whatever the depth or the text."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple, NoReturn
+
+NAME = r"[A-Za-z0-9_.:-]{1,128}"
+_NAME = re.compile(NAME)
+_SPACE = re.compile(r"\s*")
+_SEPARATORS = re.compile(r"[\s,;\[\]]*")
+_BROKEN_CALL = re.compile(
+    r"[\[\s]*\{\s*['\"]name['\"]\s*:\s*['\"]"
+    + f"({NAME})"
+    + r"['\"]\s*,\s*['\"](?:arguments|parameters)['\"]\s*:"
+)
+_JSON_BEGINS = frozenset('{["-0123456789tfn')
+_LITERALS = {"True": True, "False": False, "None": None}
+
+
+class ToolCall(NamedTuple):
+    """One call as the agent gets it."""
+
+    name: str
+    arguments: str
+    is_json: bool = True
+    """False if the arguments are not a JSON object; ``arguments`` is then what the model wrote."""
+
+
+def is_name(text: str) -> bool:
+    """Return whether ``text`` can be the name of a tool."""
+    return _NAME.fullmatch(text) is not None
+
+
+def skip_space(text: str, position: int) -> int:
+    """Return the position of the next character that is not white space."""
+    match = _SPACE.match(text, position)
+    return match.end() if match else position
+
+
+def read_json(text: str, position: int = 0) -> tuple[Any, int] | None:
+    """Return the JSON value at ``position``, after white space, and the position after it; None if there is none."""
+    position = skip_space(text, position)
+    if (
+        text[position : position + 1] not in _JSON_BEGINS
+    ):  # an error of the decoder takes time linear in the text
+        return None
+    try:
+        return _DECODER.raw_decode(text, position)
+    except (ValueError, RecursionError):
+        return None
+
+
+def dump_json(value: Any) -> str | None:
+    """Return ``value`` as JSON; None if it has no JSON form (infinity, lone surrogates) or is nested too deeply."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (ValueError, RecursionError):
+        return None
+    return text
+
+
+def call_with_arguments(name: str, arguments: str) -> ToolCall:
+    """Return a call whose arguments the model wrote as ``arguments``; no text means no arguments."""
+    arguments = arguments.strip()
+    found = read_json(arguments or "{}")
+    if found is not None and isinstance(found[0], dict) and found[1] >= len(arguments):
+        text = dump_json(found[0])
+        if text is not None:
+            return ToolCall(name, text)
+    return ToolCall(name, arguments, is_json=False)
+
+
+def read_calls(text: str) -> list[ToolCall] | None:
+    """Return the calls in ``text``: JSON objects one after another, or a list of them.
+
+    An object has ``name`` and ``arguments`` or ``parameters``. If the JSON is broken after a name, the rest of the text
+    is that call's arguments.
+
+    Returns:
+        None if a name cannot be read, or if there is anything else in the text.
+    """
+    calls: list[ToolCall] = []
+    start = _end(_SEPARATORS, text, 0)
+    while start < len(text):
+        found = read_json(text, start)
+        end = found[1] if found else len(text)
+        call = (_call(found[0]) if found else None) or _broken_call(text[start:end])
+        if call is None:
+            return None
+        calls.append(call)
+        start = _end(_SEPARATORS, text, end)
+    return calls or None
+
+
+def typed_value(text: str, schema: Any) -> Any:
+    """Return an argument written as plain text as a value of its JSON schema's type.
+
+    Text that has none of the declared types stays text. Without a schema, JSON becomes its value.
+    """
+    kinds = _kinds(schema)
+    if kinds == {"string"}:
+        return text
+    bare = text.strip()
+    if bare in _LITERALS:
+        value = _LITERALS[bare]
+    else:
+        found = read_json(bare)
+        if found is None or found[1] < len(bare):
+            return text
+        value = found[0]
+    if isinstance(value, str) or (kinds and not _kind(value) & kinds):
+        return text
+    return value
+
+
+def _call(value: Any) -> ToolCall | None:
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or not is_name(name):
+        return None
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        return call_with_arguments(name, arguments)
+    text = dump_json({} if arguments is None else arguments)
+    return None if text is None else ToolCall(name, text, isinstance(arguments, dict | None))
+
+
+def _broken_call(text: str) -> ToolCall | None:
+    header = _BROKEN_CALL.match(text)
+    if header is None:
+        return None
+    found = read_json(text, header.end())
+    if found is not None and not text[found[1] :].strip(" \n\t\r]}"):  # only the end of the object is missing
+        return call_with_arguments(header[1], text[header.end() : found[1]])
+    return ToolCall(
+        header[1], text[header.end() :].rstrip(" \n\t\r]").removesuffix("}").strip(), is_json=False
+    )
+
+
+def _kinds(schema: Any) -> set[str]:
+    """Return the JSON types that a schema allows; empty if it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    declared = schema.get("type")
+    kinds = {
+        kind for kind in (declared if isinstance(declared, list) else [declared]) if isinstance(kind, str)
+    }
+    for key in ("anyOf", "oneOf"):
+        options = schema.get(key)
+        for option in options if isinstance(options, list) else ():
+            if isinstance(option, dict) and isinstance(option.get("type"), str):
+                kinds.add(option["type"])
+    if not kinds and isinstance(schema.get("enum"), list):
+        kinds = set().union(*(_kind(value) for value in schema["enum"]))
+    return kinds
+
+
+def _kind(value: Any) -> set[str]:
+    if value is None:
+        return {"null"}
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int):
+        return {"integer", "number"}
+    if isinstance(value, float):
+        return {"number"}
+    return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
+
+
+def _end(pattern: re.Pattern[str], text: str, position: int) -> int:
+    match = pattern.match(text, position)
+    return match.end() if match else position
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_reject_constant)  # orjson would round large integers

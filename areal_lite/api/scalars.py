@@ -1,0 +1,45 @@
+"""Numbers that workflows record while their episodes run; their means become metrics of the run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from areal_lite.api import episode_context
+
+
+class Scalars:
+    """Recorded values by metric name, apart for training and evaluation. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[bool, dict[str, list[float]]] = {False: {}, True: {}}
+
+    def add(self, values: Mapping[str, float], *, is_eval: bool) -> None:
+        """Record one value of each name."""
+        numbers = {name: float(value) for name, value in values.items()}
+        with self._lock:
+            for name, number in numbers.items():
+                self._values[is_eval].setdefault(name, []).append(number)
+
+    def take(self, *, is_eval: bool) -> dict[str, float]:
+        """Return the mean of each name since the last call, and forget the values."""
+        with self._lock:
+            values, self._values[is_eval] = self._values[is_eval], {}
+        return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
+
+
+def record_scalars(values: Mapping[str, float]) -> None:
+    """Record numbers of the running episode, by metric name.
+
+    Raises:
+        RuntimeError: Outside an episode, for example in a reward function's worker process.
+        TypeError, ValueError: If a value is not a number.
+    """
+    context = episode_context.current()
+    if context.scalars is None:
+        raise RuntimeError(
+            f"{', '.join(values)} cannot be recorded here: metrics belong to a running episode. Record them in "
+            "arun_episode() or run(), not in a reward function, which runs in another process"
+        )
+    context.scalars.add(values, is_eval=context.is_eval)

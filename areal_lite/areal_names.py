@@ -1,0 +1,48 @@
+"""AReaL's public names that areal_lite does not have, and what replaces each."""
+
+from __future__ import annotations
+
+_TRAIN = "`areal-lite train run.yaml` trains; from Python, see examples/03_train_from_yaml.py"
+_YAML = "write these settings in the run's YAML; `areal-lite train --help` lists every key"
+_SERVERS = (
+    "start the servers yourself and name them in rollout.addresses, or use the embedded one (docs/servers.md)"
+)
+_LAUNCH = "`areal-lite train run.yaml` starts all processes; `torchrun -m areal_lite train` uses several GPUs"
+
+REPLACEMENTS = {
+    "PPOTrainer": _TRAIN,
+    "SFTTrainer": "`areal-lite sft run.yaml` fine-tunes",
+    "DPOTrainer": "`areal-lite dpo run.yaml` trains on preference pairs",
+    "RWTrainer": "`areal-lite reward-model run.yaml` trains a reward model",
+    "RolloutController": "use areal_lite.infra.remote_inf_engine.RemoteInfEngine",
+    "TrainController": _TRAIN,
+    "TrainEngine": _TRAIN,
+    "WorkflowExecutor": "use areal_lite.infra.remote_inf_engine.RemoteInfEngine",
+    "StalenessManager": "set rollout.max_head_offpolicyness in the run's YAML",
+    "current_platform": "set trainer.device and server.device in the run's YAML",
+    "load_expr_config": "use areal_lite.api.config_loader.load_config, or run `areal-lite train run.yaml key=value`",
+    **dict.fromkeys(("BaseExperimentConfig", "GRPOConfig", "PPOConfig", "TrainDatasetConfig"), _YAML),
+    "SFTConfig": "use areal_lite.api.supervised_config.SFTConfig",
+    "DPOConfig": "use areal_lite.api.supervised_config.DPOConfig",
+    "RWConfig": "use areal_lite.api.supervised_config.RewardModelConfig",
+    **dict.fromkeys(("SGLangConfig", "vLLMConfig", "ModelAllocation", "AllocationType"), _SERVERS),
+    **dict.fromkeys(("LocalScheduler", "RayScheduler", "SlurmScheduler", "Scheduler"), _LAUNCH),
+    **dict.fromkeys(("LocalLauncher", "RayLauncher", "SlurmLauncher"), _LAUNCH),
+    "AgentWorkflow": "no base class is needed: any class with `async def run(self, data, **extra_kwargs)` is an agent",
+    "WeightUpdateMeta": "call RemoteInfEngine.update_weights_from_disk(path, version)",
+    "get_custom_reward_fn": "give AsyncRewardWrapper the function, or its dotted path",
+    "OpenAIProxyWorkflow": "name the agent as `workflow` in the run's YAML",
+    "OpenAIProxyClient": "name the agent as `workflow` in the run's YAML",
+    **dict.fromkeys(("stat", "denominator"), "record numbers with stats_tracker.get(scope).scalar(name=value)"),
+    **dict.fromkeys(("export", "export_all"), "call RemoteInfEngine.take_scalars()"),
+}  # fmt: skip
+
+
+def missing_name(module: str, name: str) -> Exception:
+    """Return the error for a name that ``module`` does not have, with its replacement if AReaL has the name.
+
+    The error is an ImportError then, because ``from module import name`` hides the text of an AttributeError.
+    """
+    if name in REPLACEMENTS:
+        return ImportError(f"{module} has no {name}: {REPLACEMENTS[name]}", name=module)
+    return AttributeError(f"module {module!r} has no attribute {name!r}")

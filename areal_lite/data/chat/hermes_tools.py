@@ -1,0 +1,143 @@
+"""Tools for chat templates that do not render them: detect such a template, and write tools as plain messages.
+
+The plain form is Hermes': the tools in the system prompt, calls as ``<tool_call>`` in the assistant's text, results as
+``<tool_response>`` in a user message.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from areal_lite.errors import ConfigError
+
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "x",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "string", "description": "x"}},
+            "required": [],
+        },
+    },
+}
+_INSTRUCTIONS = """\
+# Tools
+
+You can call the functions in <tools></tools>:
+<tools>
+{tools}
+</tools>
+
+To call one, write a JSON object with its name and arguments in <tool_call></tool_call>, once per call:
+<tool_call>
+{{"name": "<function name>", "arguments": {{"<argument>": "<value>"}}}}
+</tool_call>
+The results come in <tool_response></tool_response>."""
+
+
+def drops_tools(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> bool:
+    """Return whether the chat template renders the same text with and without tools.
+
+    The answer is cached per tokenizer, template and ``template_kwargs``.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    return _drops_tools(
+        tokenizer,
+        template if isinstance(template, str) else repr(template),
+        orjson.dumps(template_kwargs, option=orjson.OPT_NON_STR_KEYS, default=str)
+        if template_kwargs
+        else b"{}",
+    )
+
+
+def check_tools_are_rendered(tokenizer: Any, tools: Any, template_kwargs: Mapping[str, Any]) -> None:
+    """Check that the chat template renders the tools, if there are any.
+
+    Raises:
+        ConfigError: If it does not.
+    """
+    if tools and drops_tools(tokenizer, template_kwargs):
+        raise ConfigError(
+            "the chat template does not render tools, so the model would not see them: set tools_in_system_prompt of "
+            "the dataset to true, which writes them into the system prompt, or use a template that renders tools"
+        )
+
+
+def in_hermes_form(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
+) -> list[dict[str, Any]]:
+    """Return messages for a template that knows no tools.
+
+    Args:
+        messages: Messages of OpenAI's API; the arguments of a call are an object, or text.
+        tools: Tool schemas for the system prompt; None adds none.
+    """
+    plain: list[dict[str, Any]] = []
+    if tools:
+        text = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        if messages and messages[0].get("role") == "system":
+            plain.append({**messages[0], "content": f"{_text(messages[0])}\n\n{text}".lstrip("\n")})
+            messages = messages[1:]
+        else:
+            plain.append({"role": "system", "content": text})
+    previous_role = None
+    for message in messages:
+        role = message.get("role")
+        if role == "tool":
+            result = f"<tool_response>\n{_text(message)}\n</tool_response>"
+            if previous_role == "tool":
+                plain[-1]["content"] += "\n" + result
+            else:
+                plain.append({"role": "user", "content": result})
+        elif message.get("tool_calls"):
+            parts = [_text(message), *map(_call, message["tool_calls"])]
+            rest = {key: value for key, value in message.items() if key != "tool_calls"}
+            plain.append({**rest, "content": "\n".join(part for part in parts if part)})
+        else:
+            plain.append(dict(message))
+        previous_role = role
+    return plain
+
+
+@functools.lru_cache(maxsize=64)
+def _drops_tools(tokenizer: Any, template: str, template_kwargs: bytes) -> bool:
+    variables = orjson.loads(template_kwargs)
+    rendered = False
+    user = {"role": "user", "content": "x"}
+    for messages in ([user], [{"role": "system", "content": "x"}, user]):
+        try:
+            texts = [
+                tokenizer.apply_chat_template(
+                    messages, tools=tools, tokenize=False, add_generation_prompt=True, **variables
+                )
+                for tools in (None, [_PROBE_TOOL])
+            ]
+        except Exception:
+            continue
+        if texts[0] != texts[1]:
+            return False
+        rendered = True
+    return rendered
+
+
+def _call(call: Any) -> str:
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments or {}, ensure_ascii=False)
+    name = json.dumps(function.get("name"), ensure_ascii=False)
+    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        return "\n".join(part["text"] for part in content if isinstance(part, Mapping) and "text" in part)
+    return content or ""

@@ -1,0 +1,74 @@
+"""Counts failed episodes by cause over a run, for metrics and for the table at its end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from areal_lite.api.failure import Failure, FailureKind
+from areal_lite.api.trajectory import EpisodeStatus, Group
+
+MAX_CAUSES = 1000
+"""Distinct causes that are kept; more are counted by kind alone."""
+PASSING = frozenset({FailureKind.ENGINE, FailureKind.DEADLINE})
+"""Kinds that may not occur again when a run is started again."""
+
+
+class _Cause(NamedTuple):
+    kind: FailureKind
+    summary: str
+
+
+class FailureTally:
+    """Failed episodes by kind and one-line summary, with an example of each."""
+
+    def __init__(self) -> None:
+        self.episodes: Counter[FailureKind] = Counter()
+        """Failed episodes by kind."""
+        self._causes: Counter[_Cause] = Counter()
+        self._examples: dict[_Cause, Failure] = {}
+
+    def add(self, group: Group) -> None:
+        """Count the failed episodes of a group that ended."""
+        failures = [
+            t.failure
+            for t in group.trajectories
+            if t.status is EpisodeStatus.FAILED and t.failure is not None
+        ]
+        if not failures and group.status is EpisodeStatus.FAILED and group.failure is not None:
+            failures = [group.failure]
+        for failure in failures:
+            self.episodes[failure.kind] += 1
+            cause = _Cause(failure.kind, failure.summary)
+            if cause not in self._examples and len(self._examples) >= MAX_CAUSES:
+                cause = _Cause(failure.kind, "other causes")
+            self._causes[cause] += 1
+            self._examples.setdefault(cause, failure)
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``failed_episodes`` and ``failed_episodes/KIND`` of each kind that occurred."""
+        by_kind = {f"failed_episodes/{kind}": float(count) for kind, count in self.episodes.items()}
+        return {"failed_episodes": float(self.episodes.total()), **by_kind}
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether every failure was of a kind that may pass, such as a server that is down."""
+        return self.episodes.total() > 0 and self.episodes.keys() <= PASSING
+
+    def causes(self, limit: int = 3) -> str:
+        """Return the most common causes in one line."""
+        return "; ".join(f"{count} x {cause.summary}" for cause, count in self._causes.most_common(limit))
+
+    def table(self, limit: int = 10) -> str:
+        """Return the causes as lines of text, with the traceback of the most common one; empty without failures."""
+        if not self._causes:
+            return ""
+        lines = [f"{self.episodes.total()} episodes failed:"]
+        common = self._causes.most_common(limit)
+        lines += [f"{count:>8}  {cause.kind:<16}  {cause.summary}" for cause, count in common]
+        if len(self._causes) > limit:
+            lines.append(f"          and {len(self._causes) - limit} other causes")
+        cause = common[0][0]
+        if example := self._examples[cause].traceback.rstrip():
+            lines += [f"An example of {cause.summary!r}:", example]
+        return "\n".join(lines)

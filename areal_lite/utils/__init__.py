@@ -1,0 +1,1 @@
+"""Names that AReaL's workflow files import from ``areal.utils``; nothing inside areal_lite imports them."""
