@@ -50,9 +50,7 @@ def as_reward(value: Any) -> float:
             number = math.nan
         if abs(number) <= LARGEST_REWARD:
             return number
-    raise ValueError(
-        f"the reward is {repr(value)[:200]}: it must be a finite number; raise an exception instead"
-    )
+    raise ValueError(f"the reward is {repr(value)[:200]}: it must be a finite number; raise an error instead")
 
 
 def main() -> None:

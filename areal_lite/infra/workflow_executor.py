@@ -20,7 +20,7 @@ from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
-from areal_lite.data.source.iterable_data_source import IterableDataSource
+from areal_lite.data.source.buffered_data_source import IterableDataSource
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.infra.admission_gate import AdmissionGate
