@@ -70,7 +70,7 @@ def _shared() -> SharedResources:
     shared = get().shared
     if shared is None:
         raise RuntimeError(
-            "the shared HTTP clients exist inside an episode on the engine's event loop only; outside, in threads and "
-            "in processes (rollout.agent_isolation), open a session of your own"
+            "the shared HTTP clients exist inside an episode only, on the engine's event loop: outside, in threads "
+            "and in processes (rollout.agent_isolation), open a session of your own"
         )
     return shared
