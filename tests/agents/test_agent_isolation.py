@@ -149,6 +149,18 @@ class Reader:
         return np.float32(0.5 if Path(data["path"]).read_text() != str(os.getpid()) else 0)
 
 
+class Unloadable:
+    """Cannot be made in another process."""
+
+    def __reduce__(self) -> Any:
+        return fail_to_load, ()
+
+
+def fail_to_load() -> None:
+    """Raise."""
+    raise LookupError("no such model folder here")
+
+
 class OneConversation:
     """Uses the event loop as it should."""
 
@@ -225,6 +237,9 @@ def test_the_process_of_a_cancelled_episode_is_killed_and_replaced(tmp_path: Pat
         with pytest.raises(asyncio.CancelledError):
             await hanging
         assert await waiting == 0.5
+        for _ in range(2):
+            with pytest.raises(LookupError, match="no such model folder"):
+                await processes.run(pickled_agent(Unloadable()), row, access, context)
         assert await processes.run(pickled_agent(Reader()), row, access, context) == 0.5
         await processes.aclose()
 
