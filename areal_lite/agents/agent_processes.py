@@ -151,7 +151,8 @@ class _Process:
             raise RuntimeError(
                 f"the agent's process died before run() returned ({type(error).__name__})"
             ) from None
-        self._loaded.add(agent.key)
+        if reply["loaded"]:
+            self._loaded.add(agent.key)
         return reply
 
     async def _read(self, size: int) -> bytes:

@@ -17,8 +17,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TypeVar
@@ -78,7 +78,7 @@ async def run_program(
     Raises:
         FileNotFoundError: If there is no such program or folder.
     """
-    async with _folder(cwd) as folder:
+    with _folder(cwd) as folder:
         environment = {
             "PATH": os.environ.get("PATH", os.defpath),
             "LANG": os.environ.get("LANG", "C.UTF-8"),
@@ -113,10 +113,10 @@ def _check_command(command: Sequence[str], folder: str, path: str) -> None:
         raise FileNotFoundError(f"no program {name!r} in {path if '/' not in name else folder}")
 
 
-@asynccontextmanager
-async def _folder(cwd: str | None) -> AsyncIterator[str]:
+@contextmanager
+def _folder(cwd: str | None) -> Iterator[str]:
     if cwd is not None:
-        yield cwd
+        yield str(Path(cwd).absolute())
         return
     made = tempfile.mkdtemp(prefix="areal-lite-")
     try:

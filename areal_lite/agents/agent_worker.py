@@ -32,15 +32,15 @@ def main() -> None:
     while header := requests.read(LENGTH.size):
         message = requests.read(LENGTH.unpack(header)[0])
         processes: list[Any] = []
+        key, preparation, agent, job = pickle.loads(message)
         try:
-            key, preparation, agent, job = pickle.loads(message)
             if agent is not None:
                 spawn.prepare(preparation)
                 agents[key] = pickle.loads(agent)
             reply = {"reward": run_job(agents[key], pickle.loads(job), processes)}
         except BaseException as error:  # SystemExit too: the exception is the answer
             reply = {"error": _describe(error)}
-        reply["processes"] = processes
+        reply |= {"processes": processes, "loaded": key in agents}
         body = json.dumps(reply, default=_plain).encode()
         connection.sendall(LENGTH.pack(len(body)) + body)
 

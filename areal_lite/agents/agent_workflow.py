@@ -33,7 +33,10 @@ class AgentWorkflow(RolloutWorkflow):
     ``run`` gets ``base_url``, ``api_key`` and ``http_client`` for an OpenAI SDK client; they work together,
     and ``base_url`` and ``api_key`` also alone, from any thread, process or language on this machine. SDK clients
     made without arguments find them in the environment. ``workflow_context.get().agent`` has the same for
-    Anthropic's API, and the environment of a subprocess.
+    Anthropic's API, the environment of a subprocess, and ``run_process`` for an agent in another program.
+
+    ``config.agent_isolation`` says where ``run`` is called: on the event loop, in a thread or in a process. Only in
+    the last two may it block; it may then also be a plain function, whose ``http_client`` is a sync one.
 
     What ``run`` returns is the reward (:func:`areal_lite.agents.episode_reward.rewarded`); None rejects the
     episode.
@@ -66,11 +69,12 @@ class AgentWorkflow(RolloutWorkflow):
         """
         context = episode_context.current()
         is_eval = context.is_eval
+        renderer = self._renderer or await self._load_renderer()
         shared = context.shared or SharedResources()
         doors = await shared.get("agents", partial(AgentDoors.open, shared))
         session = ChatSession(
             engine,
-            self._renderer or await self._load_renderer(),
+            renderer,
             self._config.eval_gconfig if is_eval else self._config.gconfig,
             agent_samples=is_eval,
         )
@@ -132,6 +136,7 @@ class AgentWorkflow(RolloutWorkflow):
                 return call(client)
 
         context = episode_context.current()
+        episode_context.enter(context._replace(shared=None))  # what episodes share belongs to this event loop
         return await run_in_thread(
             call if inspect.iscoroutinefunction(self.agent.run) else call_sync,
             name=f"{type(self.agent).__name__}, task {context.task_id}, episode {context.member_idx}",

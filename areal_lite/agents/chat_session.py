@@ -3,8 +3,8 @@
 Guarantees: sampled ids, log-probs and versions are kept as the engine returned them and are never
 tokenized again. A request whose messages begin with an earlier request and its answer is generated
 from the recorded ids of both plus the newly rendered messages, so the two are one sequence. Whatever
-else a client sends starts a sequence of its own. Messages are looked up in a tree, one step each, and
-only the new ones are rendered; the work per turn does not grow with the turns.
+else a client sends starts a sequence of its own. Messages that begin like an earlier request are
+compared with it, not parsed again; only the new ones are looked up in the tree and rendered.
 """
 
 from __future__ import annotations

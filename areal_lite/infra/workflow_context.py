@@ -81,6 +81,7 @@ def _shared() -> SharedResources:
     shared = get().shared
     if shared is None:
         raise RuntimeError(
-            "the shared HTTP clients exist inside an episode only; outside, open a session of your own"
+            "the shared HTTP clients exist inside an episode only, on the engine's event loop: outside, in threads "
+            "and in processes (rollout.agent_isolation), open a session of your own"
         )
     return shared

@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import numpy as np
 import openai
 import pytest
 
-from areal_lite.agents.agent_processes import pickled_agent
+from areal_lite.agents.agent_access import AgentAccess
+from areal_lite.agents.agent_processes import AgentProcesses, pickled_agent
 from areal_lite.agents.agent_program import ProcessLimits
 from areal_lite.api import InferenceEngineConfig
+from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.trajectory import Group
 from areal_lite.errors import ConfigError
 from areal_lite.infra import workflow_context
@@ -128,6 +131,36 @@ class OwnError(Exception):
     """Known to the agent's module only."""
 
 
+class Hanging:
+    """Never returns."""
+
+    def run(self, data: dict[str, Any], **extra_kwargs: Any) -> None:
+        """Show the process and hang."""
+        show_pid(data["path"])
+        while True:
+            pass
+
+
+class Reader:
+    """Calls no model."""
+
+    def run(self, data: dict[str, Any], **extra_kwargs: Any) -> np.float32:
+        """Return 0.5 from another process than the row's."""
+        return np.float32(0.5 if Path(data["path"]).read_text() != str(os.getpid()) else 0)
+
+
+class Unloadable:
+    """Cannot be made in another process."""
+
+    def __reduce__(self) -> Any:
+        return fail_to_load, ()
+
+
+def fail_to_load() -> None:
+    """Raise."""
+    raise LookupError("no such model folder here")
+
+
 class OneConversation:
     """Uses the event loop as it should."""
 
@@ -143,14 +176,16 @@ class OneConversation:
 
 @ISOLATIONS
 @pytest.mark.parametrize("agent", [AsyncAgent, BlockingAgent, PlainAgent])
-def test_agents_work_in_threads_and_processes(start: Start, isolation: str, agent: Any) -> None:
+def test_agents_work_in_threads_and_processes(
+    start: Start, isolation: str, agent: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = start(isolation)
     groups = engine.rollout_batch([{}] * 3, agent)
     assert [end_of(group) for group in groups] == ["accepted"] * 3
     reward = 0.5 if agent is PlainAgent else 1.0
     assert [t.reward for group in groups for t in group.trajectories] == [reward] * 3
     assert all(group.trajectories[0].sequences for group in groups)
-    assert engine.rollout_metrics()["blocked_s"] == 0
+    assert not [record for record in caplog.records if "blocks the event loop" in record.message]
 
 
 @ISOLATIONS
@@ -188,11 +223,28 @@ def test_an_agent_that_awaits_ends_when_its_episode_is_stopped(
         wait_until(lambda: gone(int(pid.read_text())))
 
 
-def test_a_process_is_killed_at_the_deadline_and_replaced(start: Start) -> None:
-    engine = start("process", agent_processes=1, episode_timeout_s=6)
-    groups = engine.rollout_batch([{"do": "hang"}], PlainAgent)
-    assert "episode_timeout_s" in end_of(groups[0])
-    assert end_of(engine.rollout_batch([{}], PlainAgent)[0]) == "accepted"
+def test_the_process_of_a_cancelled_episode_is_killed_and_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    row = {"path": str(path)}
+    access = AgentAccess(base_url="http://x/v1", anthropic_base_url="http://x", api_key="k", http_client=None)
+
+    async def play() -> None:
+        processes, context = AgentProcesses(1), EpisodeContext()
+        hanging = asyncio.create_task(processes.run(pickled_agent(Hanging()), row, access, context))
+        await asyncio.to_thread(wait_until, lambda: path.exists() and path.read_text() != "")
+        waiting = asyncio.create_task(processes.run(pickled_agent(Reader()), row, access, context))
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
+        assert await waiting == 0.5
+        for _ in range(2):
+            with pytest.raises(LookupError, match="no such model folder"):
+                await processes.run(pickled_agent(Unloadable()), row, access, context)
+        assert await processes.run(pickled_agent(Reader()), row, access, context) == 0.5
+        await processes.aclose()
+
+    asyncio.run(play())
+    wait_until(lambda: gone(int(path.read_text())))
 
 
 def test_a_thread_that_does_not_end_is_left_behind_counted_and_named(
@@ -237,7 +289,7 @@ def test_a_sync_client_that_waits_for_the_loop_it_blocks_fails_with_the_reason(
         "isolation: thread",
     ):
         assert part in group.failure.message
-    assert engine.rollout_metrics()["blocked_s"] > 1
+    wait_until(lambda: engine.rollout_metrics()["blocked_s"] > 1)
     (record,) = [record for record in caplog.records if "blocks the event loop" in record.message]
     assert record.levelno == logging.WARNING
 
@@ -250,7 +302,7 @@ def test_a_blocked_loop_is_named_and_serves_the_others_later(
     assert [end_of(group) for group in groups] == ["accepted"] * 6
     (record,) = [record for record in caplog.records if "blocks the event loop" in record.message]
     assert "OneConversation.run" in record.message and "await an async call" in record.message
-    assert engine.rollout_metrics()["blocked_s"] > 1
+    wait_until(lambda: engine.rollout_metrics()["blocked_s"] > 1)
 
 
 class Bystander:
@@ -291,6 +343,28 @@ def test_a_call_of_another_episode_waits_for_a_blocked_loop_and_is_answered(star
     groups = start().rollout_batch([{"n": 0}, {"n": 1}], Bystander)
     assert [end_of(group) for group in groups] == ["accepted"] * 2
     assert Bystander.answers == [200]
+
+
+def test_an_agents_processes_die_with_the_run_even_while_they_compute(tmp_path: Path) -> None:
+    code = f"""
+import asyncio
+from areal_lite.agents.agent_access import AgentAccess
+from areal_lite.agents.agent_processes import AgentProcesses, pickled_agent
+from areal_lite.api.episode_context import EpisodeContext
+from tests.agents.test_agent_isolation import Hanging
+async def main():
+    processes, agent, context = AgentProcesses(2), pickled_agent(Hanging()), EpisodeContext()
+    access = AgentAccess(base_url="http://x/v1", anthropic_base_url="http://x", api_key="k", http_client=None)
+    rows = [dict(path={str(tmp_path)!r} + "/" + name) for name in "ab"]
+    await asyncio.gather(*(processes.run(agent, row, access, context) for row in rows))
+asyncio.run(main())
+"""
+    runner = subprocess.Popen([sys.executable, "-c", code])
+    files = [tmp_path / "a", tmp_path / "b"]
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    runner.kill()
+    runner.wait()
+    wait_until(lambda: all(gone(int(file.read_text())) for file in files))
 
 
 # -- programs ---------------------------------------------------------------------------------

@@ -149,3 +149,13 @@ def test_a_line_of_the_wrong_shape_is_refused_with_file_and_number(tmp_path, tur
     path = write(tmp_path / "7.jsonl", LINE, {**LINE, "turns": turns})
     with pytest.raises(ConfigError, match=r"7\.jsonl, line 2: not a line of a dump"):
         shown(path)
+
+
+def test_programs_of_the_agent_are_shown_with_how_they_ended(tmp_path):
+    process = {"command": ["make", "test"], "returncode": 2, "timed_out": False, "seconds": 1.5}
+    killed = {"command": ["sleep", "9"], "returncode": -9, "timed_out": True, "seconds": 3.0}
+    outputs = {"stdout": "one\x1b[2J\n", "stderr": ""}
+    line = {**LINE, "processes": [{**process, **outputs}, {**killed, **outputs, "stdout": ""}]}
+    assert shown(write(tmp_path / "7.jsonl", line))[1].endswith(
+        "process (exit status 2, 1.50 s): make test\nstdout:\none\\x1b[2J\n\nprocess (killed, 3.00 s): sleep 9\n\n"
+    )

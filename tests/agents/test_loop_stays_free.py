@@ -1,0 +1,69 @@
+"""Long prompts and long conversations leave the event loop to other episodes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+import pytest
+
+from areal_lite.agents import chat_request
+from areal_lite.agents.chat_renderer import ChatRenderer
+from areal_lite.agents.chat_session import ChatSession
+from areal_lite.api.generation import GenerationHyperparameters
+from tests.agents.scripted_engine import ScriptedEngine, create, tokenizer
+
+
+def test_other_tasks_run_while_a_prompt_of_two_megabytes_is_tokenized() -> None:
+    renderer = ChatRenderer(tokenizer())
+    text = "hello there, how are you today? <|im_end|> I am well. 12 ümläuts\n" * 32_000
+
+    async def play() -> int:
+        turns = 0
+        tokenizing = asyncio.create_task(renderer.plain(text, begins=False))
+        while not tokenizing.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+        assert tokenizing.result()[:1000] == renderer.tokenizer.encode(text[:10_000])[:1000]
+        assert renderer.decode(tokenizing.result(), skip_special_tokens=False) == text
+        return turns
+
+    assert asyncio.run(play()) > 50  # 3 if the tokenizer holds the GIL
+
+
+def test_a_turn_parses_only_its_new_messages_also_among_other_conversations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parsed = 0
+    parse = chat_request.parse_message
+
+    def count(raw: Any, where: str) -> Any:
+        nonlocal parsed
+        parsed += 1
+        return parse(raw, where)
+
+    monkeypatch.setattr(chat_request, "parse_message", count)
+    engine = ScriptedEngine(lambda request: f"answer {len(request.input_ids)}")
+    session = ChatSession(engine, ChatRenderer(engine.tokenizer), GenerationHyperparameters(max_tokens=10**6))  # type: ignore[arg-type]
+
+    async def play() -> None:
+        agents: list[list[Any]] = [[{"role": "system", "content": f"agent {name}"}] for name in range(3)]
+        for turn in range(60):
+            for messages in agents:
+                messages.append({"role": "user", "content": f"question {turn}"})
+                before = parsed
+                body = orjson.loads(orjson.dumps({"messages": messages}))
+                completion = await create(session, body)
+                assert parsed - before == 2  # the answer and the question, or the system message
+                messages.append(completion["choices"][0]["message"])
+        # An edited history is read from its beginning.
+        agents[0][1]["content"] = "another question"
+        agents[0].append({"role": "user", "content": "and now?"})
+        before = parsed
+        await create(session, {"messages": agents[0]})
+        assert parsed - before == len(agents[0])
+
+    asyncio.run(play())
+    assert session.forks == 1
+    assert len(session.export("concat")) == 4
