@@ -36,7 +36,7 @@ $(AGENTS)/installed: pyproject.toml constraints.txt
 	$(AGENTS)/bin/python -m pip install -q torch==2.13.0 -c constraints.txt
 	$(AGENTS)/bin/python -m pip install -q -e '.[agents]' hypothesis pytest pytest-timeout -c constraints.txt
 	mkdir -p $(AGENTS)/node
-	! command -v npm || npm install --silent --prefix $(AGENTS)/node openai@6.49.0
+	-npm install --silent --prefix $(AGENTS)/node openai@6.49.0
 	touch $@
 
 lint: install

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,16 @@ from areal_lite.agents.chat_request import ChatRequest
 from areal_lite.agents.chat_session import ChatSession
 from areal_lite.agents.http_transport import ServiceTransport
 from areal_lite.api.config import InferenceEngineConfig
+from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.io_struct import ModelRequest
 from areal_lite.api.trajectory import Trajectory
 from areal_lite.api.turn_tree import trajectory_of
+from areal_lite.embedded import EmbeddedServer
 from areal_lite.embedded.grammar import GrammarCompiler
 from areal_lite.embedded.sampling_params import SamplingParams
+from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from tests.agents.scripted_engine import ScriptedEngine, tokenizer
+from tests.fixtures.tiny_model import build_tiny_model
 
 pytestmark = pytest.mark.agents
 REPOSITORY = Path(__file__).parents[2]
@@ -64,6 +68,12 @@ class Example:
     sequences: int = 1
     row: dict[str, Any] = field(default_factory=lambda: QUESTION)
     arguments: Callable[[], dict[str, Any]] = dict
+
+    def agent(self, *, stream: bool = False) -> Any:
+        """Return a new agent; its SDK is imported here."""
+        module, _, name = self.path.partition(".")
+        arguments = self.arguments() | ({"stream": True} if stream else {})
+        return getattr(importlib.import_module(f"workflows.agents.{module}"), name)(**arguments)
 
 
 def node_script() -> dict[str, Any]:
@@ -178,6 +188,11 @@ class ByAddress:
         return await self.agent.run(data, base_url=base_url, api_key=api_key)
 
 
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else LiteLLM downloads prices when imported
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> InferenceEngineConfig:
     path = tmp_path_factory.mktemp("tokenizer")
@@ -189,9 +204,7 @@ def play(
     example: Example, config: InferenceEngineConfig, answers: list[Any], *, stream: bool, door: str
 ) -> tuple[Trajectory, ScriptedEngine]:
     """Run an episode; the model repeats its last answer if it is asked more often."""
-    module, _, name = example.path.partition(".")
-    arguments = example.arguments() | ({"stream": True} if stream else {})
-    agent = getattr(importlib.import_module(f"workflows.agents.{module}"), name)(**arguments)
+    agent = example.agent(stream=stream)
     script = iter(answers)
     engine = ScriptedEngine(lambda request: constrained(request, next(script, answers[-1])))
     workflow = AgentWorkflow(agent if door == "in process" else ByAddress(agent), config)
@@ -265,6 +278,30 @@ def test_a_wrong_answer_and_an_answer_that_was_cut_earn_nothing(example: Example
     for answers in (example.wrong, [cut]):
         trajectory, _ = play(example, config, answers, stream=False, door=example.doors[-1])
         assert trajectory.reward == 0.0
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteInfEngine]:
+    """An embedded server with a random model, whose template shows no tools."""
+    model = build_tiny_model(tmp_path_factory.mktemp("tiny"), context=16384)
+    with EmbeddedServer(model_path=str(model)) as server:
+        sampling = GenerationHyperparameters(max_new_tokens=32)
+        config = InferenceEngineConfig(
+            addresses=[server.address],
+            tokenizer_path=str(model),
+            tools_in_system_prompt=True,
+            gconfig=sampling,
+        )
+        with RemoteInfEngine(config) as engine:
+            yield engine
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.sdk)
+def test_mistakes_of_a_real_model_fail_no_episode(example: Example, engine: RemoteInfEngine) -> None:
+    agent = example.agent()
+    (group,) = engine.rollout_batch([example.row], agent, group_size=2)
+    assert group.failure is None, group.error
+    assert group.rewards == [0.0, 0.0] and sum(s.num_trained_tokens for s in group.sequences) > 0
 
 
 def test_every_example_is_short_and_has_a_test() -> None:
