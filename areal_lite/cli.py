@@ -99,9 +99,8 @@ def _rollout(config: RunConfig) -> None:
     results = run_rollout(config)
     rewards = [reward for result in results for reward in result.rewards]
     counts = ", ".join(f"{count} {status}" for status, count in Counter(r.status for r in results).items())
-    print(
-        f"groups: {counts}; mean reward {sum(rewards) / max(1, len(rewards)):.3f} over {len(rewards)} episodes"
-    )
+    mean = sum(rewards) / max(1, len(rewards))
+    print(f"groups: {counts}; mean reward {mean:.3f} over {len(rewards)} episodes")
 
 
 def _eval(config: RunConfig) -> None:

@@ -18,9 +18,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from areal_lite.trainer.estimators import EstimatorInputs, Turns
-from areal_lite.trainer.estimators.estimator import ESTIMATORS
-from areal_lite.trainer.estimators.normalize import normalize_advantages
+from areal_lite.trainer.estimators import ESTIMATORS, EstimatorInputs, Turns
+from areal_lite.trainer.estimators.grouping import normalize_advantages
 
 GROUPS = [
     *("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"),

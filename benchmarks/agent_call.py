@@ -16,6 +16,7 @@ import asyncio
 import gc
 import multiprocessing
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ import orjson
 from aiohttp import web
 
 from areal_lite.agents.agent_service import AgentService
+from areal_lite.agents.apis.chat_completions import ChatCompletions
 from areal_lite.agents.chat_renderer import ChatRenderer
 from areal_lite.agents.chat_session import ChatSession
 from areal_lite.agents.http_transport import BASE_URL, SharedClient
@@ -154,20 +156,29 @@ async def measure(args: argparse.Namespace, renderer: ChatRenderer, output_ids: 
     await stub.close()
 
 
+async def create(session: ChatSession, body: dict[str, Any]) -> dict[str, Any]:
+    """Answer a chat completion without HTTP."""
+    api = ChatCompletions()
+    request = api.parse(body, session)
+    return api.reply(request, await session.answer(request, f"chatcmpl-{uuid.uuid4().hex}"), session)
+
+
 async def per_turn(engine: Any, renderer: ChatRenderer) -> None:
     """Print the CPU of the session alone (no SDK, no JSON) at growing turns."""
-    shown = (1, 10, 50, 100, 250)
+    shown = (1, 10, 50, 100, 250, 500, 1000)
     spent = dict.fromkeys(shown, float("inf"))
-    for _ in range(5):
+    for _ in range(3):
         session = ChatSession(engine, renderer, GenerationHyperparameters(max_tokens=10**6))
         messages: list[Any] = []
         for turn in range(1, shown[-1] + 1):
             messages.append({"role": "user", "content": f"Which is the largest number: 12, 89, 41, {turn}?"})
+            body = orjson.loads(orjson.dumps({"model": "default", "messages": messages}))  # new objects
             start = time.process_time()
-            completion = await session.create({"model": "default", "messages": messages})
+            completion = await create(session, body)
             if turn in spent:
                 spent[turn] = min(spent[turn], time.process_time() - start)
             messages.append(completion["choices"][0]["message"])
+        assert session.forks == 0
     print(f"\n{'turn':<12}{'CPU ms':>12}   (session alone)")
     for turn, seconds in spent.items():
         print(f"{turn:<12}{seconds * 1e3:>12.3f}")
@@ -188,7 +199,7 @@ def main() -> None:
     output_ids.append(renderer.stop_ids[0])
     generated = {"text": "", "meta_info": {"output_token_logprobs": [[-0.5, i, None] for i in output_ids]}}
     session = ChatSession(HttpEngine(None, "", output_ids), renderer, GenerationHyperparameters())  # type: ignore[arg-type]
-    completion = asyncio.run(session.create({"model": "default", "messages": MESSAGES}))
+    completion = asyncio.run(create(session, {"model": "default", "messages": MESSAGES}))
     parent, child = multiprocessing.Pipe()
     server = multiprocessing.get_context("spawn").Process(
         target=serve_stub, args=(child, orjson.dumps(completion), orjson.dumps(generated)), daemon=True

@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import asyncio
 
+from areal_lite.agents.agent_access import AgentAccess
 from areal_lite.agents.agent_service import AgentService
 from areal_lite.agents.http_transport import SharedClient
 from areal_lite.agents.listener import Listener
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentAccess:
-    """How one episode's agent reaches its session; valid until ``run()`` returns."""
-
-    base_url: str
-    """Of OpenAI's APIs: ``http://127.0.0.1:PORT/v1``."""
-    anthropic_base_url: str
-    """Of Anthropic's API: ``http://127.0.0.1:PORT``."""
-    api_key: str
-    http_client: Any
-    """An ``httpx.AsyncClient`` that needs no sockets; SDKs take it as ``http_client``."""
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The variables that SDKs read; give them to a subprocess."""
-        return {
-            "OPENAI_BASE_URL": self.base_url,
-            "OPENAI_API_BASE": self.base_url,
-            "OPENAI_API_KEY": self.api_key,
-            "ANTHROPIC_BASE_URL": self.anthropic_base_url,
-            "ANTHROPIC_API_KEY": self.api_key,
-        }
+from areal_lite.api.shared_resources import SharedResources
 
 
 class AgentDoors:
@@ -39,14 +16,16 @@ class AgentDoors:
 
     def __init__(self) -> None:
         self.service = AgentService()
-        self._client = SharedClient(self.service)
+        self._client = SharedClient(self.service, asyncio.get_running_loop())
         self._listener = Listener(self.service)
 
     @classmethod
-    async def open(cls) -> AgentDoors:
-        """Return open doors; the listener runs on this event loop."""
+    async def open(cls, shared: SharedResources | None = None) -> AgentDoors:
+        """Return open doors on this event loop; ``shared`` says when the loop is blocked."""
         doors = cls()
         await doors._listener.open()
+        if shared is not None:
+            shared.while_blocked.append(doors._refuse)
         return doors
 
     async def aclose(self) -> None:
@@ -61,3 +40,8 @@ class AgentDoors:
             api_key=key,
             http_client=self._client,
         )
+
+    def _refuse(self, blocking: AgentAccess | None, message: str) -> None:
+        """Refuse the calls of an agent that blocks the loop and so waits for itself."""
+        if blocking is not None:
+            self._listener.refuse(blocking.api_key, message)

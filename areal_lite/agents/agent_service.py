@@ -24,6 +24,7 @@ from areal_lite.agents.apis.responses import Responses
 from areal_lite.agents.chat_request import ChatRequest
 from areal_lite.agents.chat_session import Answer, ChatSession
 from areal_lite.agents.request_fields import RequestError
+from areal_lite.agents.text_stream import Piece
 
 MAX_BODY_BYTES = 8 * 2**20
 _ENDED_KEPT = 10_000
@@ -149,9 +150,9 @@ class AgentService:
 
 async def _stream(api: Api, request: ChatRequest, session: ChatSession, answer_id: str) -> Reply:
     """Return a streamed reply; an error before the first text is a plain one."""
-    pieces: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
+    pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
     task: asyncio.Task[list[Answer]] = asyncio.create_task(
-        session.answer(request, answer_id, on_text=lambda index, text: pieces.put_nowait((index, text)))
+        session.answer(request, answer_id, on_text=lambda index, piece: pieces.put_nowait((index, piece)))
     )
     session.own(task)
     task.add_done_callback(lambda _: pieces.put_nowait(None))
@@ -167,10 +168,10 @@ async def _stream(api: Api, request: ChatRequest, session: ChatSession, answer_i
         writer = api.stream(request, session)
         try:
             yield writer.start(answer_id)
-            piece = first
-            while piece is not None:
-                yield writer.text(*piece)
-                piece = await pieces.get()
+            arrived = first
+            while arrived is not None:
+                yield writer.text(*arrived)
+                arrived = await pieces.get()
             try:
                 yield writer.end(_result(task))
             except RequestError as error:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import replace
+import inspect
+from functools import partial
 from typing import Any
 
 from areal_lite.agents import episode_environ
+from areal_lite.agents.agent_access import AgentAccess
 from areal_lite.agents.agent_doors import AgentDoors
+from areal_lite.agents.agent_processes import AgentProcesses, pickled_agent
+from areal_lite.agents.agent_thread import run_in_thread
 from areal_lite.agents.chat_renderer import ChatRenderer, chat_renderer
 from areal_lite.agents.chat_session import ChatSession, Interactions
+from areal_lite.agents.episode_reward import rewarded
+from areal_lite.agents.http_transport import socket_client
 from areal_lite.api import episode_context
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.engine_api import InferenceEngine
+from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.failure import FailureKind, attributed_to
-from areal_lite.api.reward_worker import as_reward
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.data.chat.tokenizer import load_tokenizer
@@ -30,9 +35,8 @@ class AgentWorkflow(RolloutWorkflow):
     made without arguments find them in the environment. ``workflow_context.get().agent`` has the same for
     Anthropic's API, and the environment of a subprocess.
 
-    What ``run`` returns is the reward: a number rewards the episode, all answers trained; a dict rewards answers
-    by completion id, each a sequence of its own, and answers it leaves out are not trained; None rejects
-    the episode.
+    What ``run`` returns is the reward (:func:`areal_lite.agents.episode_reward.rewarded`); None rejects the
+    episode.
 
     Training episodes sample with ``config.gconfig``, whatever the agent requests. In evaluation the agent's
     temperature and top_p apply; ``config.eval_gconfig`` sets what it leaves out.
@@ -40,6 +44,9 @@ class AgentWorkflow(RolloutWorkflow):
     Args:
         agent: The object; it runs all episodes, so it must keep no state between them.
         config: The rollout section of the run.
+
+    Raises:
+        ConfigError: If the agent is to run in processes and cannot be pickled.
     """
 
     def __init__(self, agent: Any, config: InferenceEngineConfig) -> None:
@@ -47,6 +54,7 @@ class AgentWorkflow(RolloutWorkflow):
         self._config = config
         self._renderer: ChatRenderer | None = None
         self._loading = asyncio.Lock()
+        self._pickled = pickled_agent(agent) if config.agent_isolation == "process" else None
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Interactions | None:
         """Run the agent on one dataset row.
@@ -59,7 +67,7 @@ class AgentWorkflow(RolloutWorkflow):
         context = episode_context.current()
         is_eval = context.is_eval
         shared = context.shared or SharedResources()
-        doors = await shared.get("agents", AgentDoors.open)
+        doors = await shared.get("agents", partial(AgentDoors.open, shared))
         session = ChatSession(
             engine,
             self._renderer or await self._load_renderer(),
@@ -70,9 +78,7 @@ class AgentWorkflow(RolloutWorkflow):
         episode_context.enter(context._replace(agent=access))
         episode_environ.show(access.environment)
         try:
-            reward = await self.agent.run(
-                data, base_url=access.base_url, api_key=access.api_key, http_client=access.http_client
-            )
+            reward = await self._run_agent(data, access, session, shared)
         except Exception as error:
             if session.error is not None:
                 raise session.error from error
@@ -82,6 +88,7 @@ class AgentWorkflow(RolloutWorkflow):
         finally:
             episode_context.enter(context)
             episode_environ.show({})
+            _count(context, session.counts())
             doors.service.close(access.api_key)
             if context.shared is None:
                 await shared.aclose()
@@ -96,7 +103,41 @@ class AgentWorkflow(RolloutWorkflow):
                 f"and http_client that run() is given, or return None to reject the episode{cause}"
             )
         with attributed_to(FailureKind.REWARD):
-            return rewarded(session, reward)
+            sequences, parts = rewarded(session, reward, self._config.reward_weights)
+        _count(context, {f"reward/{name}": value for name, value in parts.items()})
+        return sequences
+
+    async def _run_agent(
+        self, data: dict[str, Any], access: AgentAccess, session: ChatSession, shared: SharedResources
+    ) -> Any:
+        """Call ``run()`` where ``rollout.agent_isolation`` says, and return its reward."""
+        if self._pickled is not None:
+
+            async def pool() -> AgentProcesses:
+                return AgentProcesses(self._config.agent_processes)
+
+            processes = await shared.get("agent_processes", pool)
+            return await processes.run(self._pickled, data, access, episode_context.current())
+
+        def call(http_client: Any = access.http_client) -> Any:
+            return self.agent.run(
+                data, base_url=access.base_url, api_key=access.api_key, http_client=http_client
+            )
+
+        if self._config.agent_isolation == "inline":
+            return await call()
+
+        def call_sync() -> Any:
+            with socket_client(is_async=False) as client:
+                return call(client)
+
+        context = episode_context.current()
+        return await run_in_thread(
+            call if inspect.iscoroutinefunction(self.agent.run) else call_sync,
+            name=f"{type(self.agent).__name__}, task {context.task_id}, episode {context.member_idx}",
+            stop=session.close,
+            shared=shared,
+        )
 
     async def _load_renderer(self) -> ChatRenderer:
         path = self._config.tokenizer_path
@@ -116,18 +157,12 @@ class AgentWorkflow(RolloutWorkflow):
         return self._renderer
 
 
-def rewarded(session: ChatSession, reward: Any) -> Interactions:
-    """Return the sequences of an ended session with their rewards.
-
-    Raises:
-        ValueError: If the reward is neither a finite number nor a dict of them by completion id.
-    """
-    if not isinstance(reward, Mapping):
-        number = as_reward(reward)
-        return {key: replace(row, reward=number) for key, row in session.export("concat").items()}
-    rows = session.export("individual")
-    if unknown := [key for key in reward if key not in rows]:
-        raise ValueError(f"run() rewards {unknown[0]!r}, which is not one of its completions: {list(rows)}")
-    if not reward:
-        raise ValueError("run() returned an empty dict: return None to reject the episode")
-    return {key: replace(row, reward=as_reward(reward[key])) for key, row in rows.items() if key in reward}
+def _count(context: EpisodeContext, counts: dict[str, float]) -> None:
+    """Keep numbers in the episode's record, and their means in the run's metrics."""
+    if context.episode is not None:
+        context.episode.counts |= counts
+    if context.scalars is not None and counts:
+        scope = "eval-rollout" if context.is_eval else "rollout"
+        context.scalars.add(
+            {f"{scope}/{name}": value for name, value in counts.items()}, is_eval=context.is_eval
+        )

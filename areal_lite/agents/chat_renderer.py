@@ -23,7 +23,7 @@ _PLACEHOLDER = "kJ7qPlaceholderAnswerX3v"
 _BASE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PLACEHOLDER}]
 _THINK_TOKENS = 12
 """Tokens that hold ``<think>`` and a line break at a prompt's end, however the tokenizer cuts them."""
-_LONG_TEXT = 200_000
+_LONG_TEXT = 20_000
 """Texts of this many characters are tokenized in a thread, so the event loop is not blocked."""
 
 
@@ -205,7 +205,11 @@ class ChatRenderer:
 
     def _encode(self, text: str) -> list[int]:
         if self._backend is not None:
-            return list(self._backend.encode(text, add_special_tokens=False).ids)
+            if len(text) < _LONG_TEXT:
+                return list(self._backend.encode(text, add_special_tokens=False).ids)
+            # encode() holds the GIL, which stops all other threads; this does not.
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+            return list(encoding.ids)
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 

@@ -8,7 +8,7 @@ The other APIs turn their bodies into this one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,22 @@ _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_pr
                             "tokenize", "chat_template", "conversation"}  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Conversation:
+    """The checked messages of an earlier request; a request that begins with them checks only its new ones."""
+
+    raw: list[Any]
+    """As the client sent them."""
+    messages: list[dict[str, Any]]
+    keys: list[Hashable]
+    place: Any
+    """What the session knows of it."""
+
+
+FindConversation = Callable[[list[Any]], Conversation | None]
+"""Returns the earlier conversation that a request's messages begin with."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     """One checked request for answers, from whichever API."""
@@ -65,6 +81,10 @@ class ChatRequest:
     """Messages for the chat template: content is a string, arguments of tool calls are parsed."""
     keys: list[Hashable] = field(default_factory=list)
     """One key per message; equal keys mean equal messages."""
+    raw: list[Any] = field(default_factory=list)
+    """The messages as the client sent them."""
+    extends: Conversation | None = None
+    """The earlier conversation it begins with."""
     prompt: str | list[int] | None = None
     """A prompt without chat template, as text or ids, instead of messages."""
     model: str = "default"
@@ -98,8 +118,12 @@ class ChatRequest:
         return _canonical([self.tools, self.template_kwargs]) if self.tools or self.template_kwargs else b""
 
 
-def parse_chat_request(body: Any) -> ChatRequest:
+def parse_chat_request(body: Any, find: FindConversation = lambda raw: None) -> ChatRequest:
     """Return the checked request.
+
+    Args:
+        body: Parsed JSON.
+        find: Finds what an earlier request has checked already.
 
     Raises:
         RequestError: With status 400; the message gives field, value and fix.
@@ -109,10 +133,18 @@ def parse_chat_request(body: Any) -> ChatRequest:
     options = request_options(body)
     tools = _tools(body.get("tools"))
     tool_choice = body.get("tool_choice")
-    messages, keys = _messages(body.get("messages"))
+    raw = body.get("messages")
+    if not isinstance(raw, list) or not raw:
+        raise RequestError(f"messages is {short(raw)}: send a list of at least one", param="messages")
+    extends = find(raw)
+    known = len(extends.raw) if extends else 0
+    new = [parse_message(raw[index], f"messages[{index}]") for index in range(known, len(raw))]
+    messages, keys = [message for message, _ in new], [key for _, key in new]
     return ChatRequest(
-        messages=messages,
-        keys=keys,
+        messages=extends.messages + messages if extends else messages,
+        keys=extends.keys + keys if extends else keys,
+        raw=extends.raw + raw[known:] if extends else list(raw),
+        extends=extends,
         tools=tools,
         template_kwargs=_template_kwargs(body.get("chat_template_kwargs")),
         parse_tools=tools is not None and tool_choice != "none",
@@ -163,18 +195,6 @@ def _sampling(body: dict[str, Any]) -> dict[str, float]:
         elif value not in _ALLOWED[name]:
             raise RequestError(f"{name} is {short(value)}: {_HINTS.get(name, 'leave it out')}", param=name)
     return sampling
-
-
-def _messages(raw: Any) -> tuple[list[dict[str, Any]], list[Hashable]]:
-    """Return the messages for the chat template, and their keys."""
-    if not isinstance(raw, list) or not raw:
-        raise RequestError(f"messages is {short(raw)}: send a list of at least one", param="messages")
-    messages, keys = [], []
-    for index, one in enumerate(raw):
-        message, key = parse_message(one, f"messages[{index}]")
-        messages.append(message)
-        keys.append(key)
-    return messages, keys
 
 
 def parse_message(raw: Any, where: str) -> tuple[dict[str, Any], Hashable]:

@@ -12,15 +12,17 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from areal_lite.agents.answer_parsers.answer_parser import ParsedAnswer
 from areal_lite.agents.chat_renderer import ChatRenderer
-from areal_lite.agents.chat_request import ChatRequest, parse_message, without_reasoning
+from areal_lite.agents.chat_request import ChatRequest, Conversation, parse_message, without_reasoning
 from areal_lite.agents.chat_sampling import request_gconfig
 from areal_lite.agents.request_fields import RequestError
-from areal_lite.agents.text_stream import TextStream
+from areal_lite.agents.text_stream import Piece, TextStream
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.failure import FailureKind, attributed_to
@@ -33,8 +35,11 @@ logger = logging.getLogger(__name__)
 
 Style = Literal["individual", "concat"]
 Interactions = dict[str, InteractionWithTokenLogpReward]
-OnText = Callable[[int, str], None]
+OnText = Callable[[int, Piece], None]
 """Called with the index of a choice and the next piece of its text."""
+
+
+_CONVERSATIONS_KEPT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +56,27 @@ class Answer:
     response: ModelResponse
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Node:
     """A conversation so far; ``interaction`` where its last message is an answer of ours."""
 
+    root: bytes
+    """Key of the tree it is in."""
+    before: _Node | None = None
+    depth: int = 0
+    """Messages so far."""
     children: dict[Hashable, _Node] = field(default_factory=dict)
     interaction: InteractionWithTokenLogpReward | None = None
+
+    def grow(self, keys: Iterable[Hashable]) -> _Node:
+        """Return the node after the messages of ``keys``; make those that are missing."""
+        node = self
+        for key in keys:
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = _Node(node.root, node, node.depth + 1)
+            node = child
+        return node
 
 
 class ChatSession:
@@ -73,6 +93,7 @@ class ChatSession:
         clean_turns: Answers whose prompt holds no earlier answer, or holds it as sampled.
         forks: Answers whose prompt renders an assistant message from text although the session has
             answers: the client's history does not exactly extend them.
+        forked_tokens: Tokens of earlier conversations that forks rendered anew instead of continuing.
         tool_parse_errors: Answers with a tool call whose name or arguments cannot be parsed.
     """
 
@@ -90,6 +111,8 @@ class ChatSession:
         stop_ids = dict.fromkeys([*(gconfig.stop_token_ids or []), *renderer.stop_ids])
         self._gconfig = gconfig.new(stop_token_ids=list(stop_ids) or None)
         self._roots: dict[bytes, _Node] = {}
+        self._conversations: deque[Conversation] = deque(maxlen=_CONVERSATIONS_KEPT)
+        """Those of the latest requests; their place is a node."""
         self._raw: list[tuple[str, InteractionWithTokenLogpReward]] = []
         """Answers to prompts without template, with the text of prompt and answer."""
         self._closed = False
@@ -100,6 +123,7 @@ class ChatSession:
         self.interactions: Interactions = {}
         self.clean_turns = 0
         self.forks = 0
+        self.forked_tokens = 0
         self.tool_parse_errors = 0
         self.error: Exception | None = None
         """The engine's error in the latest call; None if that succeeded."""
@@ -165,6 +189,15 @@ class ChatSession:
         self.error = None
         return answers
 
+    def counts(self) -> dict[str, float]:
+        """Return the session's numbers by name; see docs/metrics.md."""
+        return {
+            "answers": float(len(self.interactions)),
+            "forks": float(self.forks),
+            "forked_tokens": float(self.forked_tokens),
+            "tool_parse_errors": float(self.tool_parse_errors),
+        }
+
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return how many tokens the prompt of a request has."""
         return len((await self._find_prompt(request))[0])
@@ -194,7 +227,7 @@ class ChatSession:
 
         def on_tokens(ids: Sequence[int], _: Sequence[float]) -> None:
             assert text is not None and on_text is not None
-            if piece := text.feed([token for token in ids if token not in self._renderer.stop_ids]):
+            for piece in text.feed([token for token in ids if token not in self._renderer.stop_ids]):
                 on_text(index, piece)
 
         try:
@@ -213,13 +246,16 @@ class ChatSession:
             code = "context_length_exceeded" if too_long else None
             raise RequestError(str(error)[:500], param="messages", code=code) from error
         answer = self._read(request, response, answer_id, stops)
-        if (
-            text is not None
-            and on_text is not None
-            and (rest := text.finish(answer.message["content"] or ""))
-        ):
-            on_text(index, rest)
+        if text is not None and on_text is not None:
+            message = answer.message
+            for piece in text.finish(message["content"] or "", message.get("reasoning_content") or ""):
+                on_text(index, piece)
         if not self._closed:
+            if is_fork:
+                self.forks += 1
+                self.forked_tokens += self._tokens_left(prompt)
+            else:
+                self.clean_turns += 1
             self._record(
                 request,
                 InteractionWithTokenLogpReward(
@@ -230,8 +266,6 @@ class ChatSession:
                     completion={"id": answer_id},
                 ),
             )
-            self.forks += is_fork
-            self.clean_turns += not is_fork
         return answer
 
     async def _find_prompt(
@@ -240,8 +274,7 @@ class ChatSession:
         """Return the prompt's ids, the answer they extend, and whether the prompt renders an answer from text."""
         if request.prompt is not None:
             return *await self._raw_prompt(request.prompt), False
-        root = self._roots.setdefault(request.render_key, _Node())
-        parent, known = self._longest_recorded(root, request.keys)
+        parent, known = self._longest_recorded(request)
         new = request.messages[known:]
         prompt, parent = await self._prompt(request, parent, new)
         if parent is None:
@@ -275,12 +308,13 @@ class ChatSession:
             )
 
         parser = self._renderer.answer_parser
+        reasons = parser.splits_reasoning and request.prompt is None
         stream = TextStream(
             decode,
             stops=stops,
             openings=parser.starts if request.parse_tools else (),
             json_waits=request.parse_tools and parser.tool_format.bare_json,
-            thinking=self._opens_thinking(request, prompt) if parser.splits_reasoning else None,
+            thinking=self._opens_thinking(request, prompt) if reasons else None,
         )
         if request.parse_tools and request.grammar:  # the answer is a call as bare JSON
             stream.wait()
@@ -290,20 +324,48 @@ class ChatSession:
         """Return whether the answer begins with reasoning; under a grammar it has none."""
         return not request.grammar and self._renderer.opens_thinking(prompt)
 
-    def _longest_recorded(
-        self, root: _Node, keys: Sequence[Hashable]
-    ) -> tuple[InteractionWithTokenLogpReward | None, int]:
-        """Return the answer that ends the longest recorded prefix of ``keys``, and the prefix's length."""
-        node = root
-        parent, known = None, 0
-        for depth, key in enumerate(keys, 1):
-            child = node.children.get(key)
+    def find_conversation(self, raw: list[Any]) -> Conversation | None:
+        """Return the longest earlier conversation that the messages of a request begin with.
+
+        Comparing lists is a fraction of the cost of parsing them, so a turn costs the same at the end of a long
+        conversation as at its beginning.
+        """
+        found = None
+        for one in self._conversations:
+            count = len(one.raw)
+            if (found is None or count > len(found.raw)) and raw[:count] == one.raw:
+                found = one
+        return found
+
+    def _start(self, request: ChatRequest) -> _Node:
+        """Return the node of what the request extends, or the root of its tree."""
+        key = request.render_key
+        if request.extends is not None and request.extends.place.root == key:
+            node: _Node = request.extends.place
+            return node
+        return self._roots.setdefault(key, _Node(key))
+
+    def _longest_recorded(self, request: ChatRequest) -> tuple[InteractionWithTokenLogpReward | None, int]:
+        """Return the answer that ends the longest recorded prefix of a request, and the prefix's length."""
+        node = self._start(request)
+        for place in range(node.depth, len(request.keys)):
+            child = node.children.get(request.keys[place])
             if child is None:
                 break
             node = child
-            if node.interaction is not None:
-                parent, known = node.interaction, depth
-        return parent, known
+        while node.interaction is None and node.before is not None:
+            node = node.before
+        return node.interaction, node.depth
+
+    def _tokens_left(self, prompt: list[int]) -> int:
+        """Return how many tokens of the closest earlier conversation a prompt does not share."""
+        shared, left = -1, 0
+        for answer in self.interactions.values():
+            ids = answer.model_response.input_tokens + answer.model_response.output_tokens
+            common = _shared_length(prompt, ids)
+            if common > shared:
+                shared, left = common, len(ids) - common
+        return left
 
     def _record(self, request: ChatRequest, interaction: InteractionWithTokenLogpReward) -> None:
         (answer,) = interaction.output_message_list
@@ -313,13 +375,18 @@ class ChatSession:
             ids = response.input_tokens + response.output_tokens
             self._raw.append((self._renderer.decode(ids, skip_special_tokens=False), interaction))
             return
-        node = self._roots.setdefault(request.render_key, _Node())
-        for key in request.keys:
-            node = node.children.setdefault(key, _Node())
+        start = self._start(request)
+        node = start.grow(request.keys[start.depth :])
         _, key = parse_message(answer, "answer")
-        prompt, node = node, node.children.setdefault(key, _Node())
-        prompt.children.setdefault(without_reasoning(key), node)  # a client may leave the reasoning out
-        node.interaction = interaction
+        end = node.grow([key])
+        end.interaction = interaction
+        node.children.setdefault(without_reasoning(key), end)  # a client may leave the reasoning out
+        if not any(one.place is node for one in self._conversations):
+            if request.extends is not None and request.extends in self._conversations:
+                self._conversations.remove(request.extends)
+            self._conversations.append(
+                Conversation(raw=request.raw, messages=request.messages, keys=request.keys, place=node)
+            )
 
     async def _prompt(
         self, request: ChatRequest, parent: InteractionWithTokenLogpReward | None, new: list[dict[str, Any]]
@@ -352,12 +419,15 @@ class ChatSession:
         stopped_by = min((stop for stop in stops if stop in text), key=text.index, default=None)
         if stopped_by is not None:
             text = text.partition(stopped_by)[0]
-        parsed = self._renderer.answer_parser.parse(
-            text,
-            request.tools if request.parse_tools else None,
-            thinking=self._opens_thinking(request, response.input_tokens),
-            bare_json=bool(request.grammar),
-        )
+        if request.prompt is None:
+            parsed = self._renderer.answer_parser.parse(
+                text,
+                request.tools if request.parse_tools else None,
+                thinking=self._opens_thinking(request, response.input_tokens),
+                bare_json=bool(request.grammar),
+            )
+        else:
+            parsed = ParsedAnswer(text)
         self.tool_parse_errors += parsed.unparsable
         finish_reason: Any = "stop" if response.stop_reason in ("stop", "tool_calls") else "length"
         return Answer(
@@ -397,3 +467,15 @@ class ChatSession:
             assert sequence is not None
             sequences[key] = sequence
         return sequences
+
+
+def _shared_length(first: list[int], second: list[int]) -> int:
+    """Return the length of the common beginning."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

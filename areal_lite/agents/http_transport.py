@@ -6,9 +6,11 @@ vendors' SDKs that use the same library take it, too.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextvars import Context
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_lite.agents.agent_service import AgentService, EventBody
 
@@ -17,34 +19,60 @@ if TYPE_CHECKING or int(importlib.metadata.version("openai").partition(".")[0]) 
 else:
     import httpx
 
+T = TypeVar("T")
+
 BASE_URL = "http://areal-lite.local/v1"
 
 
 class ServiceTransport(httpx.AsyncBaseTransport):
-    """Passes each request to an agent service in the same process."""
+    """Passes each request to an agent service in the same process.
 
-    def __init__(self, service: AgentService) -> None:
+    Args:
+        service: Answers the requests.
+        loop: The event loop of the service; requests of other loops and threads are answered there. None is the loop
+            of each request.
+    """
+
+    def __init__(self, service: AgentService, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._service = service
+        self._loop = loop
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Answer one request; ``httpx`` calls this."""
         body = await request.aread()
-        reply = await self._service.handle(request.method, request.url.path, request.headers, body)
+        reply = await self._on_loop(
+            self._service.handle(request.method, request.url.path, request.headers, body)
+        )
+        headers = dict(reply.headers)
         if isinstance(reply.body, bytes):
-            return httpx.Response(reply.status, headers=dict(reply.headers), content=reply.body)
-        return httpx.Response(reply.status, headers=dict(reply.headers), stream=_Stream(reply.body))
+            return httpx.Response(reply.status, headers=headers, content=reply.body)
+        return httpx.Response(reply.status, headers=headers, stream=_Stream(reply.body, self._on_loop))
+
+    async def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._loop is None or self._loop is asyncio.get_running_loop() or self._loop.is_closed():
+            return await coroutine
+        # In an empty context, so that the session runs the call as its own and ends it with the episode.
+        future = Context().run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
+        return await asyncio.wrap_future(future)
 
 
 class _Stream(httpx.AsyncByteStream):
-    def __init__(self, body: EventBody) -> None:
+    def __init__(
+        self, body: EventBody, on_loop: Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
+    ) -> None:
         self._body = body
+        self._events = aiter(body)
+        self._on_loop = on_loop
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for chunk in self._body:
+        while (chunk := await self._on_loop(self._next())) is not None:
             yield chunk
 
+    async def _next(self) -> bytes | None:
+        return await anext(self._events, None)
+
     async def aclose(self) -> None:
-        await self._body.aclose()
+        await self._on_loop(self._body.aclose())
 
 
 class SharedClient(httpx.AsyncClient):
@@ -53,8 +81,8 @@ class SharedClient(httpx.AsyncClient):
     Closing it does nothing, so an agent that closes its SDK client does not close those of other agents.
     """
 
-    def __init__(self, service: AgentService) -> None:
-        super().__init__(transport=ServiceTransport(service), base_url=BASE_URL, trust_env=False)
+    def __init__(self, service: AgentService, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        super().__init__(transport=ServiceTransport(service, loop), base_url=BASE_URL, trust_env=False)
 
     async def aclose(self) -> None:
         """Do nothing."""
@@ -64,3 +92,8 @@ class SharedClient(httpx.AsyncClient):
 
     async def __aexit__(self, *error: Any) -> None:
         """Do nothing."""
+
+
+def socket_client(*, is_async: bool) -> Any:
+    """Return a plain client that uses sockets and no proxy."""
+    return httpx.AsyncClient(trust_env=False) if is_async else httpx.Client(trust_env=False)

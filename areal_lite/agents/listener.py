@@ -7,11 +7,13 @@ the Host header, refuses requests with an Origin, and takes JSON with its conten
 from __future__ import annotations
 
 import contextlib
+import socket
 
 from aiohttp import web
 
 from areal_lite.agents.agent_service import MAX_BODY_BYTES, AgentService, Reply
 from areal_lite.agents.apis.api import openai_error
+from areal_lite.agents.blocked_door import BlockedDoor
 from areal_lite.agents.request_fields import RequestError
 
 _HEADER_SECONDS = 30.0
@@ -25,6 +27,7 @@ class Listener:
     def __init__(self, service: AgentService) -> None:
         self._service = service
         self._runner: web.ServerRunner | None = None
+        self._door = BlockedDoor()
         self.port = 0
 
     async def open(self) -> None:
@@ -37,15 +40,21 @@ class Listener:
         )
         self._runner = web.ServerRunner(server, handler_cancellation=True, shutdown_timeout=1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
+        self.port = listening.getsockname()[1]
+        await web.SockSite(self._runner, listening, backlog=4096).start()
+        self._door.open(listening, server)
 
     async def close(self) -> None:
         """Stop to listen and end all requests."""
+        self._door.close()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+
+    def refuse(self, key: str, message: str) -> None:
+        """Answer 503 to waiting requests of the session of ``key``; for another thread, while the loop is blocked."""
+        self._door.refuse(key, openai_error(RequestError(message, status=503, code="event_loop_blocked")))
 
     @property
     def url(self) -> str:

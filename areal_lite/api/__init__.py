@@ -23,23 +23,8 @@ if not TYPE_CHECKING:
 
 
 __all__ = [
-    "Agent",
-    "AsyncRewardWrapper",
-    "EpisodeStatus",
-    "Failure",
-    "FailureKind",
-    "GenerationHyperparameters",
-    "Group",
-    "InferenceEngine",
-    "InferenceEngineConfig",
-    "InteractionWithTokenLogpReward",
-    "ModelRequest",
-    "ModelResponse",
-    "RolloutWorkflow",
-    "RunConfig",
-    "TokenSequence",
-    "Trajectory",
-    "Turn",
-    "TurnRole",
+    "Agent", "AsyncRewardWrapper", "EpisodeStatus", "Failure", "FailureKind", "GenerationHyperparameters",
+    "Group", "InferenceEngine", "InferenceEngineConfig", "InteractionWithTokenLogpReward", "ModelRequest",
+    "ModelResponse", "RolloutWorkflow", "RunConfig", "TokenSequence", "Trajectory", "Turn", "TurnRole",
     "WorkflowLike",
-]
+]  # fmt: skip

@@ -152,8 +152,20 @@ class InferenceEngineConfig(RunIdentity):
     """Write an agent's tools into the system prompt, and calls and results as text (Hermes form), for chat templates
     that do not render tools."""
 
+    reward_weights: dict[str, float] | None = None
+    """Weights of the named parts of a reward: an agent that returns a dict by these names is rewarded with the
+    weighted sum, and each part is a metric, rollout/reward/NAME. Null: rewards have no named parts."""
+
     agent_workflow: str = "areal_lite.agents.agent_workflow.AgentWorkflow"
     """Dotted path of the workflow that wraps an agent (any object with ``async run()``)."""
+
+    agent_isolation: Literal["inline", "thread", "process"] = "inline"
+    """Where an agent's run() is called: inline on the event loop of all episodes, where nothing may block; in a
+    thread of its own, which may block; or in a process of its own, killed at the deadline. thread and process also
+    take a plain ``def run()``."""
+
+    agent_processes: Positive | None = None
+    """Maximum number of processes with agent_isolation: process; further episodes wait. Null: two per core."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

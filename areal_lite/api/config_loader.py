@@ -90,9 +90,7 @@ def load_config(
     if values is None:
         raise ConfigError(f"{path}: the file is empty: write a mapping with at least {_required(root)}")
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"{path}: the file holds a {type(values).__name__}: it must be a mapping, 'key: value' lines"
-        )
+        raise ConfigError(f"{path}: the file holds a {type(values).__name__}: write a mapping, 'key: value'")
     root = _config_class(values, overrides, root, where=str(path))
     sources: dict[str, str] = {}
     for override in overrides:
@@ -164,7 +162,7 @@ def _config_class(
             )
         if issubclass(root, SupervisedConfig) and "workflow" in values:
             raise ConfigError(
-                f"{where}: a file with a workflow is a reinforcement learning run: use areal-lite train"
+                f"{where}: a file with a workflow is reinforcement learning: use areal-lite train"
             )
         return RunConfig if root is ExperimentConfig else root
     kind = kinds[-1]
@@ -173,9 +171,7 @@ def _config_class(
             f"{where}: kind: {_short(kind)}: it must be {' | '.join(KINDS)}, or absent for reinforcement learning"
         )
     if not issubclass(KINDS[kind], root):
-        raise ConfigError(
-            f"{where}: kind: {kind!r} is for another command: use areal-lite {kind.replace('_', '-')}"
-        )
+        raise ConfigError(f"{where}: kind: {kind!r}: use the command areal-lite {kind.replace('_', '-')}")
     return KINDS[kind]
 
 

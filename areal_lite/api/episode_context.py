@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from areal_lite.api.failure import Failure
 from areal_lite.api.io_struct import ModelResponse
 from areal_lite.api.shared_resources import SharedResources
-from areal_lite.api.trajectory import EpisodeStatus, TaskId, Trajectory
+from areal_lite.api.trajectory import EpisodeStatus, ProcessRecord, TaskId, Trajectory
 from areal_lite.api.turn_tree import unfinished_trajectory
 
 
@@ -23,6 +23,10 @@ class Episode:
     member_idx: int = 0
     calls: list[ModelResponse] = field(default_factory=list)
     """Answers in the order they came."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """What its agent counted and its reward's parts; goes to ``Trajectory.counts``."""
+    processes: list[ProcessRecord] = field(default_factory=list)
+    """Programs that its agent ran, in the order they ended."""
     trajectory: Trajectory | None = None
     """Set when it has ended."""
     seed_name: str | None = None
@@ -44,6 +48,8 @@ class Episode:
             calls = [*self.calls, *(answer for answers in self.recorded.values() for answer in answers)]
             self.trajectory = unfinished_trajectory(calls, member_idx=self.member_idx, status=status)
             self.trajectory.failure = failure
+        self.trajectory.counts = self.counts
+        self.trajectory.processes = self.processes
         return self.trajectory
 
 
@@ -66,7 +72,7 @@ class EpisodeContext(NamedTuple):
     shared: SharedResources | None = None
     """What all episodes of the engine share; None outside an engine."""
     agent: Any = None
-    """How an agent reaches its model (:class:`areal_lite.agents.agent_doors.AgentAccess`); None in a workflow."""
+    """How an agent reaches its model (:class:`areal_lite.agents.agent_access.AgentAccess`); None in a workflow."""
     scalars: Any = None
     """The engine's :class:`Scalars`, where the episode records its numbers."""
 
@@ -79,3 +85,8 @@ current = _current.get
 
 enter = _current.set
 """Set the running task's context."""
+
+
+def of(context: Context) -> EpisodeContext:
+    """Return the episode context of code that runs in ``context``."""
+    return context.get(_current, _OUTSIDE)

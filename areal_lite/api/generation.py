@@ -22,70 +22,49 @@ class GenerationHyperparameters:
 
     n_samples: Positive = 1
     """Must be 1 in a YAML; group_size sets the episodes per row."""
-
     max_new_tokens: Positive = 16384
     """Maximum tokens of an answer."""
-
     min_new_tokens: Count = 0
     """Suppress stop tokens until the answer has this many tokens. Log-probs do not account for the suppression."""
-
     max_tokens: Positive = 32768
     """Maximum tokens of prompt and answer together."""
-
     greedy: bool = False
     """Always take the most likely token; temperature, top_p, top_k and min_p are ignored."""
-
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Sampling temperature, also applied by the trainer; 0 is greedy."""
-
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; 1 disables it. Disable top_p and top_k for training: log-probs are computed without them."""
-
     top_k: Positive | None = None
     """Sample from the k most likely tokens; null disables it."""
-
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Sample from the tokens with at least this fraction of the most likely token's probability; 0 disables it."""
-
     stop: list[str] | None = None
     """Stop strings."""
-
     stop_token_ids: list[int] | None = None
     """Stop token ids, in addition to the model's own."""
-
     ignore_eos: bool = False
     """Generate up to max_new_tokens, ignoring the end token."""
-
     skip_special_tokens: bool = True
     """Omit special tokens from the text; token ids keep them."""
-
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     """Subtract this times a token's count from its logit; 0 disables it. The trainer's log-probs ignore it."""
-
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     """Subtract this from the logit of each token already sampled; 0 disables it. The trainer's log-probs ignore it."""
-
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Divide a positive logit, or multiply a negative one, of each token already sampled; 1 disables it. vLLM includes
     the prompt's tokens. The trainer's log-probs ignore it."""
-
     logit_bias: dict[int, float] | None = None
     """Token id to the number added to its logit. The trainer's log-probs ignore it."""
-
     json_schema: str | None = None
     """JSON schema, as text, that the answer must satisfy. Use at most one of json_schema, regex and ebnf. The embedded
     server reports log-probs without the constraint, as the trainer computes them; SGLang and vLLM report them
     renormalized over the allowed tokens, so a forced token has log-prob 0."""
-
     regex: str | None = None
     """Regular expression that the whole answer must match."""
-
     ebnf: str | None = None
     """Grammar that the answer must follow, with the rule root: `root ::= "yes" | "no"`."""
-
     extra: dict[str, Any] = field(default_factory=dict)
     """Further sampling parameters, sent as they are under the server's own names."""
-
     seed: int | None = None
     """Sampling seed of this request, for servers that support it (SGLang does not). Null is random."""
 

@@ -128,9 +128,7 @@ class _Sendable:
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.key = next(self._keys)
         self.name = name
-        hint = (
-            "Define it with def at the top level of a module, or pass in_process=True if it is cheap and pure"
-        )
+        hint = "Define it with def at the top of a module, or pass in_process=True if it is cheap and pure"
         try:
             pickled = pickle.dumps(function, pickle.HIGHEST_PROTOCOL)
         except Exception as error:
@@ -147,7 +145,7 @@ class _Sendable:
                 del preparation[key]
         elif not main_keys:
             raise ConfigError(
-                f"reward_fn {name} lives in an interactive session, which a worker cannot import. {hint}"
+                f"reward_fn {name} lives in an interactive session: no worker can import it. {hint}"
             )
         elif not _is_guarded(script := str(sys.modules["__main__"].__file__)):
             raise ConfigError(

@@ -39,18 +39,18 @@ def as_reward(value: Any) -> float:
     """Return ``value`` as a float.
 
     Raises:
-        ValueError: If it is not a real number that is finite in float32 (int, float, numpy scalar, Fraction, ...).
+        ValueError: If it is not a real number that is finite in float32 (int, float, array of one, Fraction, ...).
     """
     if not isinstance(value, str | bytes | bytearray):
+        if getattr(value, "size", None) == 1:  # a numpy array of one element
+            value = value.item()
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         if abs(number) <= LARGEST_REWARD:
             return number
-    raise ValueError(
-        f"the reward is {repr(value)[:200]}: it must be a finite number; raise an exception instead"
-    )
+    raise ValueError(f"the reward is {repr(value)[:200]}: it must be a finite number; raise an error instead")
 
 
 def main() -> None:

@@ -13,6 +13,11 @@ class SharedResources:
     """Resources by name; lives on one event loop."""
 
     def __init__(self) -> None:
+        self.counts: dict[str, float] = {}
+        """What they count; the engine reports it with its metrics."""
+        self.while_blocked: list[Callable[[Any, str], None]] = []
+        """Called from another thread while an episode blocks the event loop, many times a second: with how that
+        episode's agent reaches its model (None in a workflow), and a sentence for people."""
         self._made: dict[str, Any] = {}
         self._making = asyncio.Lock()
 

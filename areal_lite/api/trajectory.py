@@ -169,6 +169,22 @@ class TokenSequence:
         return None if versions is None else version - versions[0]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessRecord:
+    """A program that an agent ran, and how it ended."""
+
+    command: list[str]
+    returncode: int
+    """Exit status; negative for the signal that ended it."""
+    timed_out: bool
+    """Whether it was killed at the timeout of its call, or because its episode was stopped."""
+    seconds: float
+    stdout: str
+    """The last 64 KiB."""
+    stderr: str
+    """The last 64 KiB."""
+
+
 _LATER: Any = object()
 """Stands for turns that are made when they are first asked for."""
 
@@ -192,6 +208,10 @@ class Trajectory:
     """False if the workflow's tensor dict has no loss mask; then nothing trains."""
     extras: dict[str, Any] = field(default_factory=dict)
     """Other keys of a workflow's tensor dict, beside tokens and rewards, per sequence."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """Numbers of an agent's episode: answers, forks, ..., and the parts of its reward as ``reward/NAME``."""
+    processes: list[ProcessRecord] = field(default_factory=list)
+    """Programs that the agent ran, in the order they ended."""
     turns: list[Turn] = _LATER
     """All model calls and the environment's turns, parents before children; made when first asked for."""
     make_turns: Callable[[], list[Turn]] = list

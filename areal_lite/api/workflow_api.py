@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from areal_lite.api.engine_api import Agent as Agent
 from areal_lite.api.engine_api import InferenceEngine
+from areal_lite.api.engine_api import WorkflowLike as WorkflowLike
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
-from areal_lite.api.workflow_forms import Agent as Agent
-from areal_lite.api.workflow_forms import WorkflowLike as WorkflowLike
 
 if TYPE_CHECKING:
     import torch

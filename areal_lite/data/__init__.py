@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from areal_lite.data.batch.data_proto import DataProto
     from areal_lite.data.chat.tokenizer import load_tokenizer
-    from areal_lite.data.packer.data_packer import DataPacker
+    from areal_lite.data.packer.data_packer import DataPacker, training_batch
     from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
-    from areal_lite.data.packer.rollout_batch import training_batch
     from areal_lite.data.rows.load_rows import load_rows
     from areal_lite.data.rows.rl_dataset import RLHFDataset
     from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
@@ -20,19 +19,10 @@ if TYPE_CHECKING:
     from areal_lite.data.supervised.sft_dataset import SFTDataset
 
 __all__ = [
-    "DataPacker",
-    "DataProto",
-    "DecoderOnlyLLMDataPacker",
-    "PreferenceDataset",
-    "RLHFDataset",
-    "RolloutDataSource",
-    "RolloutDataSourceWithBuffer",
-    "SFTDataset",
-    "Sample",
-    "load_rows",
-    "load_tokenizer",
+    "DataPacker", "DataProto", "DecoderOnlyLLMDataPacker", "PreferenceDataset", "RLHFDataset",
+    "RolloutDataSource", "RolloutDataSourceWithBuffer", "SFTDataset", "Sample", "load_rows", "load_tokenizer",
     "training_batch",
-]
+]  # fmt: skip
 
 _MODULES = {
     "DataPacker": "packer.data_packer",
@@ -46,7 +36,7 @@ _MODULES = {
     "Sample": "source.sample",
     "load_rows": "rows.load_rows",
     "load_tokenizer": "chat.tokenizer",
-    "training_batch": "packer.rollout_batch",
+    "training_batch": "packer.data_packer",
 }
 
 

@@ -43,7 +43,7 @@ def argument_parser() -> argparse.ArgumentParser:
         help="Seed for requests without a seed of their own, in order of arrival (default 0)",
     )
     parser.add_argument(
-        "--weight-version", default="0", metavar="NAME", help="Name of the first weights (default 0)"
+        "--weight-version", default="0", metavar="NAME", help="Name of the first weights; default 0"
     )
     parser.add_argument(
         "--deterministic",
@@ -80,11 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def split_arguments(arguments: dict[str, Any]) -> tuple[EmbeddedServerConfig, dict[str, Any]]:
-    """Split parsed arguments into the server's settings and what it serves (model, seed, ...).
-
-    Raises:
-        ConfigError: If a setting is out of range.
-    """
+    """Split parsed arguments into the server's settings and what it serves (model, seed, ...)."""
     names = EmbeddedServerConfig.__dataclass_fields__
     config = server_config(**{name: value for name, value in arguments.items() if name in names})
     return config, {name: value for name, value in arguments.items() if name not in names}

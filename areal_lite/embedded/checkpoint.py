@@ -17,17 +17,8 @@ from typing import Any
 from areal_lite.errors import ConfigError
 
 _DTYPE_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-}
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +39,7 @@ def read_checkpoint_header(path: Path) -> CheckpointHeader:
         ConfigError: If there are no weights, or a file is truncated or not a safetensors file.
     """
     if not path.is_dir():
-        raise ConfigError(
-            f"model_path {str(path)!r} is not a directory; give the directory that a trainer wrote."
-        )
+        raise ConfigError(f"model_path {str(path)!r} is not a directory; give one that a trainer wrote.")
     index = path / "model.safetensors.index.json"
     if index.is_file():
         weight_map = json.loads(index.read_text())["weight_map"]
@@ -108,13 +97,10 @@ def check_manifest(path: Path) -> None:
     if not manifest.is_file():
         return
     try:
-        entries = {
-            name: (int(entry["size"]), str(entry["sha256"])) for name, entry in _manifest_files(manifest)
-        }
+        files = json.loads(manifest.read_text())["files"].items()
+        entries = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in files}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"{manifest} is not a valid manifest ({error!r}); save the checkpoint again."
-        ) from error
+        raise ConfigError(f"{manifest} is not a manifest ({error!r}); save the checkpoint again.") from error
     for name, (size, sha256) in entries.items():
         file = path / name
         if not file.is_file():
@@ -126,13 +112,7 @@ def check_manifest(path: Path) -> None:
         with file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         if digest != sha256:
-            raise ConfigError(
-                f"{file} has SHA-256 {digest}, {manifest.name} says {sha256}; save the checkpoint again."
-            )
-
-
-def _manifest_files(manifest: Path) -> list[tuple[str, Any]]:
-    return list(json.loads(manifest.read_text())["files"].items())
+            raise ConfigError(f"{file} has SHA-256 {digest}, {manifest.name} says {sha256}; save it again.")
 
 
 def check_weights(
@@ -141,7 +121,6 @@ def check_weights(
     """Check that a checkpoint fits the served model.
 
     Args:
-        header: The checkpoint.
         shapes: Names and shapes of the served model's weights, tied names included.
         tied: Maps the second name of a tied weight to the first name of the same tensor.
 

@@ -10,7 +10,7 @@ import random
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_lite.embedded.generation_request import GenerationRequest
 from areal_lite.embedded.grammar import Grammar
@@ -21,14 +21,7 @@ from areal_lite.embedded.sampling_params import (
     wrong_type,
 )
 
-_UNSUPPORTED = (
-    "input_embeds",
-    "image_data",
-    "audio_data",
-    "video_data",
-    "lora_path",
-    "return_hidden_states",
-)
+_UNSUPPORTED = ("input_embeds", "image_data", "audio_data", "video_data", "lora_path", "return_hidden_states")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +40,6 @@ class GenerateCall:
     requests: list[GenerationRequest]
     owners: list[str]
     """The caller's rid of each request, which aborts it; the ``n`` outputs of a prompt share one."""
-
     as_list: bool
     stream: bool
     incremental: bool
@@ -57,8 +49,7 @@ class GenerateCall:
     return_text_in_logprobs: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _PromptOptions:
+class _PromptOptions(NamedTuple):
     rid: str
     params: SamplingParams
     return_logprob: bool
@@ -81,7 +72,6 @@ def parse_generate(
         body: The parsed JSON. Unknown top-level fields are ignored, as in SGLang.
         encode: Text to token ids.
         grammar: Compiles the constraint of a request.
-        limits: Context and vocabulary of the served model.
         draw: Source of seeds for requests without one.
 
     Raises:
@@ -107,9 +97,7 @@ def parse_generate(
         owners += [option.rid] * option.params.n
     as_list = is_batch or len(requests) > 1
     if stream and as_list:
-        raise invalid_value(
-            "stream is for one prompt with n = 1; send one call per output, or leave stream out."
-        )
+        raise invalid_value("stream is for one prompt with n = 1; send one call per output, or omit stream.")
     return GenerateCall(
         requests=requests,
         owners=owners,
@@ -133,17 +121,7 @@ def _options(body: dict[str, Any], count: int, is_batch: bool, limits: Limits) -
     starts = _per_prompt_typed(body, "logprob_start_len", int, -1, count)
     tops = _per_prompt_typed(body, "top_logprobs_num", int, 0, count)
     continued = _per_prompt_typed(body, "num_continued", int, 0, count)
-    return [
-        _PromptOptions(
-            rid=rids[i],
-            params=params[i],
-            return_logprob=return_logprob[i],
-            logprob_start=starts[i],
-            top_logprobs_num=tops[i],
-            num_continued=continued[i],
-        )
-        for i in range(count)
-    ]
+    return list(map(_PromptOptions, rids, params, return_logprob, starts, tops, continued))
 
 
 def _requests(
@@ -262,9 +240,7 @@ def _per_prompt(name: str, value: Any, count: int, is_list: bool) -> list[Any]:
     if not is_list:
         return [value] * count
     if len(value) != count:
-        raise invalid_value(
-            f"{name} has {len(value)} entries for {count} prompts; give one, or one per prompt."
-        )
+        raise invalid_value(f"{name} has {len(value)} entries for {count} prompts; give one or {count}.")
     return list(value)
 
 

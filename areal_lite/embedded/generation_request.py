@@ -32,16 +32,13 @@ class GenerationRequest:
 
     rid: str
     """Unique among live requests; for ``n > 1`` the caller's rid plus ``_0``, ``_1``, ..."""
-
     prompt: list[int]
     params: SamplingParams
     seed: int
     """64 bits. Seed and position decide every random choice of this output."""
-
     return_logprob: bool = False
     logprob_start: int | None = None
     """First prompt position to score; None scores none."""
-
     top_logprobs_num: int = 0
     stream: bool = False
     num_continued: int = 0
@@ -52,25 +49,20 @@ class GenerationRequest:
 
     output_ids: list[int] = field(default_factory=list)
     """Sampled ids, including the stop token."""
-
     output_logprobs: list[float] = field(default_factory=list)
     """One per output id: log_softmax(logits / temperature), before any filter."""
-
     output_top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
     input_logprobs: list[float | None] = field(default_factory=list)
     input_top_logprobs: list[list[tuple[float, int]] | None] = field(default_factory=list)
     version_spans: list[list[Any]] = field(default_factory=list)
     """``[version, start, end]`` ranges of the output ids, in order and without gaps."""
-
     cached_tokens: int = 0
     """Prompt tokens whose KV the first prefill copied instead of computing."""
-
     num_retractions: int = 0
     finish_reason: FinishReason | None = None
     arrived_at: float = field(default_factory=time.perf_counter)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set on the event loop when the request ends or, if it streams, has new tokens."""
-
     prompt_array: npt.NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -143,10 +135,8 @@ class GenerationRequest:
                 {"version": version, "start": start, "end": end} for version, start, end in self.version_spans
             ]
             meta["e2e_latency"] = time.perf_counter() - self.arrived_at
-        meta["cached_tokens_details"] = (
-            {"device": self.cached_tokens, "host": 0} if self.cached_tokens else None
-        )
-        meta |= {"dp_rank": None, "response_sent_to_client_ts": time.time()}
+        cached = {"device": self.cached_tokens, "host": 0} if self.cached_tokens else None
+        meta |= {"cached_tokens_details": cached, "dp_rank": None, "response_sent_to_client_ts": time.time()}
         return {
             "text": self._text(decode, count, finished),
             "output_ids": self.output_ids[:count],

@@ -54,12 +54,10 @@ class SGLangDialect:
         """Prepare the application; ``app`` builds it.
 
         Args:
-            scheduler: Runs the requests.
             encode: Text to token ids.
             decode: ``(ids, skip_special_tokens)`` to text.
             grammars: Compiles the constraints of requests.
             model_path: Directory of the served weights; updates change it.
-            limits: Sizes of the served model and its cache.
             seed: Seed of the generator that draws seeds for requests without one.
             description: Fields that ``/server_info`` shows besides the counters.
         """
@@ -239,9 +237,8 @@ class SGLangDialect:
                     )
                 )
             except (ArealLiteError, OSError) as error:
-                return _reply_json(
-                    {"success": False, "message": str(error), "num_paused_requests": 0}, status=400
-                )
+                failure = {"success": False, "message": str(error), "num_paused_requests": 0}
+                return _reply_json(failure, status=400)
             self._model_path = path
         message = "Succeeded to update model weights."
         if version is not None:
@@ -296,9 +293,8 @@ class SGLangDialect:
         }
 
     async def _server_info(self, _request: web.Request) -> web.Response:
-        return _reply_json(
-            {**self._info(), "version": __version__, "internal_states": [self._load_numbers()]}
-        )
+        states = [self._load_numbers()]
+        return _reply_json({**self._info(), "version": __version__, "internal_states": states})
 
     async def _loads(self, _request: web.Request) -> web.Response:
         load = {"timestamp": time.time(), "dp_rank": 0, **self._load_numbers()}
@@ -321,13 +317,9 @@ class SGLangDialect:
         }
 
     async def _models(self, _request: web.Request) -> web.Response:
-        model = {
-            "id": self._model_path,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "areal_lite",
-        }
-        model |= {"root": self._model_path, "parent": None, "max_model_len": self._limits.context_length}
+        path, length = self._model_path, self._limits.context_length
+        model = {"id": path, "object": "model", "created": int(time.time()), "owned_by": "areal_lite"}
+        model |= {"root": path, "parent": None, "max_model_len": length}
         return _reply_json({"object": "list", "data": [model]})
 
 

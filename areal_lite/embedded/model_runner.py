@@ -28,10 +28,8 @@ class ModelRunner:
         self.context_length = context_length
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.slots = slots
-        num_layers = int(model.config.get_text_config().num_hidden_layers)
-        self.cache = SlotCache(
-            num_layers=num_layers, slots=slots, capacity=context_length, device=self.device
-        )
+        layers = int(model.config.get_text_config().num_hidden_layers)
+        self.cache = SlotCache(num_layers=layers, slots=slots, capacity=context_length, device=self.device)
         self._last: Tensor | None = None
         head: nn.Module = model.get_output_embeddings()
         head.register_forward_pre_hook(self._keep_last_positions)
@@ -146,7 +144,6 @@ def load_model(model_path: Path, *, dtype: str, device: str) -> Any:
     Args:
         model_path: Directory with config.json and weights.
         dtype: ``bfloat16``, ``float32``, ``float16`` or ``auto``.
-        device: ``cpu`` or ``cuda``.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(
         str(model_path), dtype=getattr(torch, dtype) if dtype != "auto" else "auto"

@@ -17,7 +17,6 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import areal_lite
@@ -52,11 +51,9 @@ class EmbeddedServer:
             model_path: Directory with config.json, tokenizer and safetensors weights; or a name on the Hugging Face
                 Hub.
             seed: Seed for requests without one; their outputs then depend on the order of arrival.
-            weight_version: Name of the first weights.
             deterministic: Make the bits of each answer depend on its request, the weights and ``num_threads`` only.
                 Requests run one by one and share no KV cache: several times slower with many at once.
             log_path: File to append the child's stdout and stderr to. None: a temporary file, for error messages.
-            start_timeout_s: Seconds for loading the model.
             settings: Fields of ``EmbeddedServerConfig``.
 
         Raises:
@@ -79,9 +76,7 @@ class EmbeddedServer:
     def address(self) -> str:
         """``http://HOST:PORT`` of the running server."""
         if self._address is None:
-            raise ServerError(
-                "the embedded server is not running; call start(), or use it in a with statement."
-            )
+            raise ServerError("the embedded server is not running; call start(), or use a with statement.")
         return self._address
 
     @property
@@ -106,9 +101,7 @@ class EmbeddedServer:
             ServerError: If the child dies or is not ready in time; with the end of its log.
         """
         if self._process is not None:
-            raise ServerError(
-                f"the embedded server was already started (pid {self.pid}); create a new EmbeddedServer."
-            )
+            raise ServerError(f"the embedded server is already started (pid {self.pid}); create another one.")
         self._log = tempfile.TemporaryFile() if self.log_path is None else self.log_path.open("a+b")  # noqa: SIM115
         self._log.seek(0, os.SEEK_END)
         ready_read, ready_write = os.pipe()
@@ -161,9 +154,7 @@ class EmbeddedServer:
     def __enter__(self) -> EmbeddedServer:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def _arguments(self, ready_fd: int) -> list[str]:

@@ -25,7 +25,6 @@ class Sampled:
     tokens: list[int]
     logprobs: list[float]
     """Nats, fp32 ``log_softmax(logits / temperature)``; temperature 0 does not divide the logits."""
-
     top: list[list[tuple[float, int]]]
     """Per request, the ``top_logprobs_num`` most probable ``(log-prob, id)``."""
 
@@ -35,7 +34,6 @@ def sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: froze
 
     Args:
         logits: ``[n, vocab]``, any float type.
-        requests: ``[n]``.
         eos_ids: Ids that ``min_new_tokens`` excludes, besides the request's own stop ids.
     """
     temperatures = [request.params.temperature for request in requests]
@@ -59,12 +57,11 @@ def sample(logits: Tensor, requests: Sequence[GenerationRequest], eos_ids: froze
     if plain:
         tokens[plain] = _pick(_take(allowed, plain).exp(), uniforms[plain])
     if filtered:
-        probabilities = _take(allowed, filtered).exp()
-        tokens[filtered] = _pick_filtered(probabilities, uniforms[filtered], [requests[i] for i in filtered])
+        chosen_requests = [requests[i] for i in filtered]
+        tokens[filtered] = _pick_filtered(_take(allowed, filtered).exp(), uniforms[filtered], chosen_requests)
     chosen = logprobs.gather(1, tokens[:, None])[:, 0]
-    return Sampled(
-        tokens.tolist(), chosen.tolist(), top_logprobs(logprobs, [r.top_logprobs_num for r in requests])
-    )
+    top = top_logprobs(logprobs, [request.top_logprobs_num for request in requests])
+    return Sampled(tokens.tolist(), chosen.tolist(), top)
 
 
 def top_logprobs(logprobs: Tensor, counts: Sequence[int]) -> list[list[tuple[float, int]]]:

@@ -40,54 +40,39 @@ class SamplingParams:
 
     max_new_tokens: int = 128
     """Most tokens to sample. 0 only scores the prompt."""
-
     min_new_tokens: int = 0
     """Before this many tokens, EOS and stop ids cannot be sampled and stop strings are ignored. Like top-p this filters
     the choice only: reported log-probs are those of the unfiltered distribution."""
-
     temperature: float = 1.0
     """Divides the logits. 0 is greedy; log-probs are then those of the undivided logits."""
-
     top_p: float = 1.0
     """Smallest probability mass to sample from, in (0, 1]. 1 is off."""
-
     top_k: int = -1
     """Sample from this many most probable tokens. -1 is off."""
-
     min_p: float = 0.0
     """Smallest probability relative to the most probable token, in [0, 1]. 0 is off."""
-
     frequency_penalty: float = 0.0
     """Subtracted from an id's logit for each time the output has it."""
-
     presence_penalty: float = 0.0
     """Subtracted from the logits of ids that the output has."""
-
     repetition_penalty: float = 1.0
     """Divides positive logits of ids that the output has, and multiplies negative ones. 1 is off."""
-
     logit_bias: tuple[tuple[int, float], ...] = ()
     """``(id, number added to its logit)``."""
-
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
     """At most one of these three constrains the output. Like penalties and biases, it filters the choice only."""
-
     stop: tuple[str, ...] = ()
     """Texts that end the output. The returned text ends before them; the returned ids include them."""
-
     stop_token_ids: frozenset[int] = frozenset()
     """Ids that end the output besides the model's own EOS, also under ``ignore_eos``."""
-
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     """Keep the stop token or stop text in the returned text."""
-
     n: int = 1
     """Outputs for this prompt."""
-
     sampling_seed: int | None = None
     """With a seed, prompt, weights and seed decide the sampled tokens whatever else is in the batch (to float
     tolerance). None: the server draws a seed."""

@@ -8,10 +8,7 @@ Running requests fill the slots ``[0, running)`` without gaps. The slots from ``
 of finished requests: a prompt that shares a prefix with one of these, or with a running request, copies that prefix
 and computes only the rest. Equal prompts that wait together are computed once.
 
-Why not transformers' continuous batching: with SmolLM2-135M in bfloat16 on one thread of an AVX-512 server, 64 in
-flight, 64 new tokens after prompts of 40, ``model.generate`` wrote 115 to 165 tokens/s, transformers'
-``generate_batch`` 43 to 48, this loop over HTTP with random arrivals 223, and 231 to 273 with prompts in groups of 8.
-With 8 in flight: 97, 12, 96 and 116 (``benchmarks/embedded_throughput.py``).
+Transformers' own continuous batching is several times slower: ``benchmarks/embedded_throughput.py`` measures both.
 """
 
 from __future__ import annotations
@@ -46,7 +43,6 @@ class _Prefill:
     tokens: list[int]
     donor: int | None
     """Slot to copy the first ``past`` columns from."""
-
     past: int
 
 
@@ -75,7 +71,6 @@ class Scheduler:
             max_total_tokens: Limit on prompt plus ``max_new_tokens``, summed over running requests. A request
                 above the limit runs alone.
             max_prefill_tokens: Padded tokens of one prefill step; a longer prompt runs alone.
-            weight_version: Name of the loaded weights.
             keep_prefixes: Whether later requests may reuse the KV of finished ones.
         """
         self.runner = runner

@@ -58,10 +58,6 @@ def serve(
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        config: Address, device and limits.
-        model_path: Model directory or Hub name.
-        seed: Seed for requests without one.
-        weight_version: Name of the first weights.
         deterministic: Whether to run requests one by one, so that an answer's bits do not depend on other requests.
         on_ready: Called with host and port once the server answers requests.
 
@@ -97,9 +93,7 @@ def build(
 
     device = config.device
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device is 'cuda', but torch finds no GPU: use 'cpu' or 'auto', or install torch for CUDA."
-        )
+        raise ConfigError("device is 'cuda', but torch finds no GPU: use 'auto', or install torch for CUDA.")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(cpu_threads(config))
@@ -111,9 +105,7 @@ def build(
     longest = longest_context(model.config)
     context_length = config.context_length or longest
     if context_length > longest:
-        raise ConfigError(
-            f"context_length is {context_length}: {directory} attends to at most {longest} tokens."
-        )
+        raise ConfigError(f"context_length is {context_length}: {directory} attends to {longest} at most.")
     # If a request is alone in the batch, its shapes and its slot are always the same.
     batch_size = 1 if deterministic else config.max_running_requests
     # Slots beyond the batch keep the KV of finished turns for an agent's next turn.

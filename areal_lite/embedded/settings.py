@@ -18,11 +18,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def server_config(**settings: Any) -> EmbeddedServerConfig:
-    """Build the settings of one server from field names and values.
-
-    Raises:
-        ConfigError: If a setting is unknown or out of range; it lists all of them.
-    """
+    """Build the settings of one server from field names and values."""
     try:
         return EmbeddedServerConfig(**settings)
     except ValidationError as error:
@@ -49,7 +45,6 @@ def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer:
     """Check that a model directory can be loaded; a name on the Hugging Face Hub passes unchecked.
 
     Args:
-        model_path: Directory or Hub name.
         key: Config key the path comes from, for error texts.
         has_tokenizer: Whether the directory must hold a tokenizer, too.
 
@@ -58,10 +53,7 @@ def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer:
     """
     path = Path(model_path).expanduser()
     if not path.is_dir():
-        looks_local = (
-            path.exists() or model_path.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(model_path)
-        )
-        if looks_local:
+        if path.exists() or model_path.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(model_path):
             what = "is a file" if path.is_file() else "does not exist"
             raise ConfigError(
                 f"{key} {model_path!r} {what}: it must be a directory with config.json and weights, or the "
@@ -70,28 +62,20 @@ def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer:
         return
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"{key} {model_path!r} has no config.json: give the directory that save_pretrained wrote, "
-            "not its parent."
+            f"{key} {model_path!r} has no config.json: give the directory that save_pretrained wrote."
         )
     if not any(path.glob("*.safetensors")):
         raise ConfigError(
-            f"{key} {model_path!r} has no *.safetensors file: save the model with save_pretrained, "
-            "which writes them."
+            f"{key} {model_path!r} has no *.safetensors file: save the model with save_pretrained."
         )
     if has_tokenizer and not any(
         (path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     ):
-        raise ConfigError(
-            f"{key} {model_path!r} has no tokenizer: save it there with tokenizer.save_pretrained."
-        )
+        raise ConfigError(f"{key} {model_path!r} has no tokenizer: add it with tokenizer.save_pretrained.")
 
 
 def check_port(host: str, port: int) -> None:
-    """Check that the server can listen on an address.
-
-    Raises:
-        ConfigError: If the port is taken, or this machine does not have the address.
-    """
+    """Check that the server can listen on an address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

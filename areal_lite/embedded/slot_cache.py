@@ -34,13 +34,11 @@ class ForwardPlan:
         Args:
             used: ``[n]`` slots.
             past: ``[n]`` columns of each slot that are already filled.
-            query_length: Tokens per slot.
         """
         self.used = torch.tensor(used, device=self.device)
         starts = torch.tensor(past, device=self.device)
-        self.columns = (starts[:, None] + torch.arange(query_length, device=self.device)).clamp(
-            max=self.capacity
-        )
+        columns = starts[:, None] + torch.arange(query_length, device=self.device)
+        self.columns = columns.clamp(max=self.capacity)
         self.fresh = not any(past)
         self.leading = used == list(range(len(used)))
         self.kv_length = min(max(past) + query_length, self.capacity + 1)

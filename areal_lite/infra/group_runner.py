@@ -56,7 +56,8 @@ class GroupRunner:
         self._engine = engine
         self._timeout_s = timeout_s
         self._on_end = on_end
-        self._shared = SharedResources()
+        self.shared = SharedResources()
+        """What all episodes share."""
         self.scalars = Scalars()
         """What episodes have recorded."""
         self._next_task_id = 0
@@ -145,7 +146,7 @@ class GroupRunner:
         for submission in list(self.live.values()):
             self._abandon(submission)
         self._deadlines.close()
-        await self._shared.aclose()
+        await self.shared.aclose()
 
     async def _run(self, submission: Submission) -> Group:
         recipe, episodes = submission.recipe, submission.episodes
@@ -157,7 +158,7 @@ class GroupRunner:
                 version=submission.start_version,
                 episodes=episodes,
                 episode=episodes[0],
-                shared=self._shared,
+                shared=self.shared,
                 scalars=self.scalars,
             )
         )

@@ -16,8 +16,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self.thread.start()
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -25,7 +25,7 @@ class LoopThread:
 
     def is_current(self) -> bool:
         """Return whether the caller runs on this loop."""
-        return threading.get_ident() == self._thread.ident
+        return threading.get_ident() == self.thread.ident
 
     def call(self, coroutine: Coroutine[Any, Any, T], unclaimed: Callable[[T], object] | None = None) -> T:
         """Run ``coroutine`` on the loop and return its result; blocks the calling thread.
@@ -89,8 +89,8 @@ class LoopThread:
 
         self.call(drain())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5)
-        if not self._thread.is_alive():
+        self.thread.join(timeout=5)
+        if not self.thread.is_alive():
             self._loop.close()
 
 

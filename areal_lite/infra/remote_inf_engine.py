@@ -21,6 +21,7 @@ from areal_lite.infra.engine_client import EngineClient
 from areal_lite.infra.failure_tally import FailureTally
 from areal_lite.infra.grouped_rollout import GroupedRolloutWorkflow
 from areal_lite.infra.loop_thread import LoopThread
+from areal_lite.infra.loop_watchdog import LoopWatchdog
 from areal_lite.infra.submission import EpisodeRecipe
 from areal_lite.infra.trajectory_dumper import TrajectoryDumper
 from areal_lite.infra.workflow_executor import WorkflowExecutor
@@ -78,6 +79,7 @@ class RemoteInfEngine(InferenceEngine):
         self._client = EngineClient(config)
         self._dumper: TrajectoryDumper | None = None
         self._loop: LoopThread | None = None
+        self._watchdog: LoopWatchdog | None = None
         self._executor = WorkflowExecutor(
             self,
             config,
@@ -105,6 +107,7 @@ class RemoteInfEngine(InferenceEngine):
         if self.config.dump_to_file:
             self._dumper = TrajectoryDumper(self.config)
         self._loop = LoopThread("areal-lite-rollout")
+        self._watchdog = LoopWatchdog(self._loop, self._executor.shared)
         collector_pace.relax()
         try:
             self._loop.call(self._client.open())
@@ -119,6 +122,9 @@ class RemoteInfEngine(InferenceEngine):
             return
         self._loop.call(self._executor.close())
         self._loop.call(self._client.close())
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
         self._loop.stop()
         self._loop = None
         collector_pace.restore()
@@ -160,7 +166,12 @@ class RemoteInfEngine(InferenceEngine):
             raise ConfigError(
                 f"should_accept_fn is {should_accept_fn!r}: give a function tensor dict -> bool, or its path"
             )
-        resolved = resolve_workflow(workflow, workflow_kwargs, wrap_agent=self._wrap_agent)
+        resolved = resolve_workflow(
+            workflow,
+            workflow_kwargs,
+            wrap_agent=self._wrap_agent,
+            allow_sync=self.config.agent_isolation != "inline",
+        )
         size = self.config.group_size if group_size is None else group_size
         if size != 1:
             resolved = GroupedRolloutWorkflow(resolved, size, self.config.on_error)
@@ -330,7 +341,12 @@ class RemoteInfEngine(InferenceEngine):
     def rollout_metrics(self) -> dict[str, float]:
         """Return failures, what pacing cost so far and whether it was fair; see docs/metrics.md, ``rollout/``."""
         lead = float(self._executor.gate.lead.groups)
-        return {**self._executor.statistics.metrics(), **self.failures.metrics(), "lead_groups": lead}
+        return {
+            **self._executor.statistics.metrics(),
+            **self.failures.metrics(),
+            **self._executor.shared.counts,
+            "lead_groups": lead,
+        }
 
     @property
     def failures(self) -> FailureTally:

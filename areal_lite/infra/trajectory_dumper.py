@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,9 @@ def dump_lines(group: Group, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
         "run_s": round(group.run_s, 6),
         "finished_at": group.finished_at,
     }
-    lines: Iterator[tuple[Trajectory, TokenSequence | None]]
-    lines = ((t, s) for t in group.trajectories for s in (t.sequences or (None,)))
-    for sample_idx, (trajectory, sequence) in enumerate(lines):
+    lines: Iterator[tuple[Trajectory, TokenSequence | None, bool]]
+    lines = ((t, s, i == 0) for t in group.trajectories for i, s in enumerate(t.sequences or (None,)))
+    for sample_idx, (trajectory, sequence, is_first) in enumerate(lines):
         if sequence is not None:
             path: Sequence[int] = sequence.path
         else:  # the last thing that happened
@@ -133,6 +134,8 @@ def dump_lines(group: Group, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
             "prompt": _decode(tokenizer, ids[:prompt_len]),
             "completion": _decode(tokenizer, ids[prompt_len:]),
             "turns": turns,
+            "counts": trajectory.counts,
+            "processes": [asdict(each) for each in trajectory.processes] if is_first else [],
             "timings": timings,
         }
 

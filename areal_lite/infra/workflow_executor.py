@@ -18,8 +18,9 @@ from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.engine_api import InferenceEngine, Row
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure
+from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
-from areal_lite.data.source.iterable_data_source import IterableDataSource
+from areal_lite.data.source.buffered_data_source import IterableDataSource
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.infra.admission_gate import AdmissionGate
@@ -78,6 +79,11 @@ class WorkflowExecutor:
     def abandoned(self) -> int:
         """Episodes that swallowed their cancellation and were left behind."""
         return self._runner.abandoned
+
+    @property
+    def shared(self) -> SharedResources:
+        """What all episodes share."""
+        return self._runner.shared
 
     def take_scalars(self, *, is_eval: bool) -> dict[str, float]:
         """Return the means of what episodes recorded since the last call."""

@@ -26,6 +26,7 @@ def resolve_workflow(
     workflow_kwargs: Mapping[str, Any] | None,
     *,
     wrap_agent: Callable[[Any], RolloutWorkflow],
+    allow_sync: bool = False,
 ) -> RolloutWorkflow:
     """Return the workflow that ``workflow`` names.
 
@@ -34,18 +35,21 @@ def resolve_workflow(
         workflow_kwargs: Arguments of the class's constructor. A path in ``tokenizer`` is loaded, unless the
             constructor annotates it as ``str``.
         wrap_agent: Makes a workflow of an object with ``async run()``.
+        allow_sync: Whether an agent's ``run`` may be a plain function.
 
     Raises:
         ConfigError: If it is none of these, kwargs do not fit, ``run`` is not async, or the tokenizer cannot
             be loaded.
     """
-    target = check_workflow(workflow, workflow_kwargs)
+    target = check_workflow(workflow, workflow_kwargs, allow_sync=allow_sync)
     if inspect.isclass(target):
         target = target(**_with_tokenizer(target, workflow_kwargs or {}))
     return target if isinstance(target, RolloutWorkflow) else wrap_agent(target)
 
 
-def check_workflow(workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None) -> Any:
+def check_workflow(
+    workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None, *, allow_sync: bool = False
+) -> Any:
     """Return the class or instance that ``workflow`` names, without constructing it.
 
     Raises:
@@ -73,7 +77,7 @@ def check_workflow(workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | 
         if inspect.isclass(target)
         else isinstance(target, RolloutWorkflow)
     ):
-        _check_run(target, name)
+        _check_run(target, name, allow_sync)
     return target
 
 
@@ -86,14 +90,15 @@ def _with_tokenizer(cls: type[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]
     return dict(kwargs) if named <= _PATH_TYPES else {**kwargs, "tokenizer": load_tokenizer(path)}
 
 
-def _check_run(target: Any, name: str) -> None:
+def _check_run(target: Any, name: str, allow_sync: bool) -> None:
     run = getattr(target, "run", None)
     if not callable(run):
         kind = "a function" if inspect.isfunction(target) else "not a workflow"
         raise ConfigError(f"workflow {name} is {kind}: {_FORMS}")
-    if not inspect.iscoroutinefunction(run):
+    if not (allow_sync or inspect.iscoroutinefunction(run)):
         raise ConfigError(
-            f"workflow {name} has a run() that is not async: write `async def run(self, data, **extra_kwargs)`"
+            f"workflow {name} has a run() that is not async, so it would block all episodes: write "
+            "`async def run(self, data, **extra_kwargs)`, or set rollout.agent_isolation: thread"
         )
     parameters = inspect.signature(run).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.errors import ConfigError
-from areal_lite.inspect.jsonl import read_records
+from areal_lite.inspect.view import read_records
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -40,11 +40,7 @@ PANELS = (
         "nats per token",
         {"train/kl": "from the reference", "train/approx_kl": "within the step"},
     ),
-    Panel(
-        "Staleness",
-        "policy versions",
-        {"train/staleness_mean": "mean", "train/staleness_max": "max"},
-    ),
+    Panel("Staleness", "policy versions", {"train/staleness_mean": "mean", "train/staleness_max": "max"}),
     Panel("Trainer throughput", "tokens per second", {"train/tokens_per_second": "train"}),
 )
 PHASES = ("timing/", "train/seconds_")
@@ -57,7 +53,6 @@ def plot_metrics(*run_dirs: str | Path, out: str | Path | None = None) -> Path:
     """Save :func:`metrics_figure` to ``out`` and return its path.
 
     Args:
-        run_dirs: Folders with a metrics.jsonl.
         out: Image file; the suffix selects the format. None is ``metrics.png`` in the run folder, for one run only.
 
     Raises:
@@ -71,9 +66,7 @@ def plot_metrics(*run_dirs: str | Path, out: str | Path | None = None) -> Path:
     try:
         figure.savefig(out, dpi=150)
     except (OSError, ValueError) as error:  # ValueError: a suffix that names no format
-        raise ConfigError(
-            f"{out} cannot be written: {error}. Use a .png file in an existing folder"
-        ) from error
+        raise ConfigError(f"{out} cannot be written: {error}. Use a .png in an existing folder") from error
     return Path(out)
 
 
@@ -81,9 +74,6 @@ def metrics_figure(*run_dirs: str | Path) -> Any:
     """Return a matplotlib figure with one panel per kind of metric, all runs in the same panels.
 
     Seconds by phase are stacked, so each run has its own panel for them.
-
-    Raises:
-        ConfigError: If matplotlib is not installed, a metrics.jsonl is missing or broken, or no run has data.
     """
     try:
         from matplotlib.figure import Figure
@@ -101,9 +91,7 @@ def metrics_figure(*run_dirs: str | Path) -> Any:
     count = len(panels) + len(stacks)
     if not count:
         names = " or ".join(name for panel in PANELS[:2] for name in panel.curves)
-        raise ConfigError(
-            f"metrics.jsonl of {', '.join(runs)}: no line has {names}. Has the run finished a step?"
-        )
+        raise ConfigError(f"metrics.jsonl of {', '.join(runs)}: no line has {names}. Did the run do a step?")
     columns = min(2, count)
     rows = -(-count // columns)
     figure = Figure(figsize=(6 * columns, 3.2 * rows), layout="constrained")

@@ -11,11 +11,37 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 from rich.console import Console
 from rich.text import Text
 
 from areal_lite.errors import ConfigError
-from areal_lite.inspect.jsonl import read_records
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of ``path``; an unfinished last line is skipped.
+
+    Raises:
+        ConfigError: If there is no such file, or a line before the last is not an object; with its number.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    record = orjson.loads(line)
+                except orjson.JSONDecodeError as error:
+                    if not line.endswith(b"\n"):
+                        return
+                    begin = file.tell() - len(line)
+                    raise ConfigError(
+                        f"{path}, line {number}: not JSON: {error}; it begins at byte {begin}"
+                    ) from None
+                if not isinstance(record, dict):
+                    raise ConfigError(f"{path}, line {number}: not an object but a {type(record).__name__}")
+                yield record
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}: give a file or folder that a run wrote") from None
+
 
 # Control characters except newline and tab, and marks that reverse the reading direction.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -97,4 +123,15 @@ def _lines(record: dict[str, Any]) -> Iterator[Text]:
             printable(str(text)) if text is not None else "no text: the run had no tokenizer",
             _ROLE_STYLE.get(role, ""),
         )
+    for process in record.get("processes") or ():
+        yield from _process_lines(process)
     yield Text()
+
+
+def _process_lines(process: dict[str, Any]) -> Iterator[Text]:
+    command = " ".join(map(str, process["command"]))
+    how = "killed" if process["timed_out"] else f"exit status {process['returncode']}"
+    yield Text(printable(f"process ({how}, {process['seconds']:.2f} s): {command}"), "bold")
+    for name in ("stdout", "stderr"):
+        if process[name]:
+            yield Text(printable(f"{name}:\n{process[name]}"), "dim")

@@ -54,11 +54,7 @@ def check_startable(config: RunConfig) -> None:
 
 @contextmanager
 def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEngine]:
-    """Yield an engine with running servers; both stop when the context ends.
-
-    Raises:
-        ServerError: If the embedded server dies.
-    """
+    """Yield an engine with running servers; both stop when the context ends."""
     if config.rollout.addresses:
         with _reporting(RemoteInfEngine(config.rollout)) as engine:
             yield engine

@@ -45,11 +45,7 @@ class Evaluation:
 
 
 def evaluate(engine: RemoteInfEngine, config: RunConfig, rows: Sequence[Row]) -> Evaluation:
-    """Run the workflow on each of the rows, ``evaluation.group_size`` times.
-
-    Raises:
-        EpisodeError: If no episode gave a reward.
-    """
+    """Run the workflow on each of the rows, ``evaluation.group_size`` times."""
     clock = time.monotonic()
     groups = engine.rollout_batch(
         rows,

@@ -26,16 +26,12 @@ from areal_lite.api.supervised_config import SupervisedConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer, tokenizer_files
 from areal_lite.errors import TrainingError
 from areal_lite.launch.resuming import CHECKPOINTS, Start, resume_hint
-from areal_lite.launch.run_directory import append_skipped_update, run_directory, run_directory_path
-from areal_lite.launch.stopping import Stopped, finishing, stop_together
-from areal_lite.trainer.broadcast import broadcast_json
-from areal_lite.trainer.checkpoint import CONFIG_FILE, load_checkpoint
-from areal_lite.trainer.checkpoint_writer import CheckpointWriter
-from areal_lite.trainer.expiry import expires_soon
-from areal_lite.trainer.metrics import MetricsWriter
-from areal_lite.trainer.ranks import Ranks
+from areal_lite.launch.run_directory import append_skipped_update, run_directory
+from areal_lite.launch.stopping import Stopped, expires_soon, finishing, stop_together
+from areal_lite.trainer.checkpoint import CONFIG_FILE, CheckpointWriter, load_checkpoint
+from areal_lite.trainer.metrics import MetricsWriter, start_tracking
+from areal_lite.trainer.ranks import Ranks, broadcast_json
 from areal_lite.trainer.snapshot import snapshot
-from areal_lite.trainer.tracking import start_tracking
 from areal_lite.trainer.weights import save_model
 
 logger = logging.getLogger(__name__)
@@ -88,24 +84,15 @@ class RunFiles:
 def open_run_files(
     config: RunConfig | SupervisedConfig, start: Start, on_step: OnStep | None
 ) -> Iterator[RunFiles]:
-    """Lock the run's folder, start the trackers and open the files; call it after the ranks have joined.
-
-    Raises:
-        RunDirBusyError: If another live process holds the folder.
-        ConfigError: If a fresh run finds another run in its folder, or a tracker cannot start.
-        StorageError: If the folder is not writable.
-        CheckpointError: If the newest checkpoint is broken.
-    """
-    run_dir, metrics = run_directory_path(config), None
+    """Lock the run's folder, start the trackers and open the files; call it after the ranks have joined."""
+    run_dir, metrics = config.run_dir, None
     with ExitStack() as stack:
         if Ranks.current().rank == 0:
             stack.enter_context(run_directory(config, fresh=start.checkpoint is None))
             tracking = stack.enter_context(start_tracking(config, run_dir, last_step=start.step))
             metrics = stack.enter_context(MetricsWriter(run_dir, last_step=start.step, tracking=tracking))
-        checkpoints = stack.enter_context(
-            CheckpointWriter(run_dir / CHECKPOINTS, keep=config.checkpoint.keep)
-        )
-        yield RunFiles(run_dir=run_dir, checkpoints=checkpoints, metrics=metrics, on_step=on_step)
+        writer = stack.enter_context(CheckpointWriter(run_dir / CHECKPOINTS, keep=config.checkpoint.keep))
+        yield RunFiles(run_dir=run_dir, checkpoints=writer, metrics=metrics, on_step=on_step)
 
 
 @dataclass(kw_only=True)

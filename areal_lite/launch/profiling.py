@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 
@@ -15,10 +14,6 @@ class StepProfiler:
 
     As a context manager around all steps, it also ends a trace that is still open at the end: torch crashes a
     process that exits with an open trace.
-
-    Args:
-        steps: The steps to profile.
-        folder: Created with the first trace.
     """
 
     def __init__(self, steps: Sequence[int], folder: Path) -> None:
@@ -49,9 +44,7 @@ class StepProfiler:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end()
 
     def _end(self) -> None:

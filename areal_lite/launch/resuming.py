@@ -11,7 +11,6 @@ from areal_lite.api.config import RunConfig
 from areal_lite.api.config_loader import dump_config
 from areal_lite.api.supervised_config import SupervisedConfig
 from areal_lite.errors import ConfigError
-from areal_lite.launch.run_directory import run_directory_path
 
 _Config = RunConfig | SupervisedConfig
 
@@ -40,7 +39,7 @@ def find_start(config: _Config, total_steps: int) -> Start:
     """
     from areal_lite.trainer.checkpoint import check_config, checkpoint_step, find_checkpoint
 
-    run_dir = run_directory_path(config)
+    run_dir = config.run_dir
     checkpoint = find_checkpoint(run_dir / CHECKPOINTS, config.checkpoint.resume)
     if checkpoint is None:
         return Start(evaluates=isinstance(config, SupervisedConfig) or config.evaluation.at_start)

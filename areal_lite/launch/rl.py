@@ -35,10 +35,9 @@ from areal_lite.launch.rollout_driver import RolloutDriver, load_rollout_inputs
 from areal_lite.launch.run_data import tokenizer_path
 from areal_lite.launch.stopping import Stopped, interruptible, stop_together
 from areal_lite.trainer.algorithm import Algorithm
-from areal_lite.trainer.broadcast import broadcast_batch
 from areal_lite.trainer.policy_step import Batch
 from areal_lite.trainer.policy_trainer import PolicyTrainer
-from areal_lite.trainer.ranks import Ranks
+from areal_lite.trainer.ranks import Ranks, broadcast_batch
 from areal_lite.trainer.weights import publish_weights
 
 T = TypeVar("T")

@@ -13,15 +13,15 @@ import torch
 from areal_lite.api.config import RunConfig
 from areal_lite.api.engine_api import Row
 from areal_lite.api.trajectory import Group
-from areal_lite.data.batch.cached_batch import BatchCache
 from areal_lite.data.batch.data_proto import DataProto
+from areal_lite.data.batch.data_proto_file import BatchCache
 from areal_lite.data.batch.rollout_dump import dump_rollouts
 from areal_lite.data.batch.training_batch import data_proto_of
 from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.data.packer.data_packer import row_of, training_batch
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
-from areal_lite.data.packer.rollout_batch import row_of, training_batch
 from areal_lite.data.rows.collate import object_array
-from areal_lite.data.source.curriculum_data_source import CurriculumDataSource
+from areal_lite.data.source.buffered_data_source import CurriculumDataSource
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.launch.evaluation import Evaluation, evaluate
 from areal_lite.launch.resuming import Start
@@ -34,7 +34,7 @@ from areal_lite.launch.run_data import (
 )
 from areal_lite.trainer.policy_model import resolve_device
 from areal_lite.trainer.policy_step import Batch
-from areal_lite.trainer.reward_model import RewardModel, load_reward_model
+from areal_lite.trainer.scalar_model import RewardModel, load_reward_model
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +56,7 @@ class RolloutInputs:
 
 
 def load_rollout_inputs(config: RunConfig, start: Start, *, baselines: bool) -> RolloutInputs:
-    """Return the run's inputs, with the data source at the position of ``start``.
-
-    Raises:
-        ConfigError: If rows, tokenizer, packer, reward model or cache cannot be used.
-        CheckpointError: If the checkpoint has no state of the data source.
-    """
+    """Return the run's inputs, with the data source at the position of ``start``."""
     data = training_data(config)
     if start.checkpoint is not None:
         data.source.load(start.step, start.checkpoint)
@@ -75,14 +70,7 @@ def load_rollout_inputs(config: RunConfig, start: Start, *, baselines: bool) -> 
 
 
 class RolloutDriver:
-    """Makes the batches of a run and reports trained ones to its data source.
-
-    Args:
-        config: The run.
-        run_dir: Its folder.
-        engine: Ready to generate.
-        inputs: Rows, reward model and cache.
-    """
+    """Makes the batches of a run and reports trained ones to its data source."""
 
     def __init__(
         self, config: RunConfig, run_dir: Path, *, engine: RemoteInfEngine, inputs: RolloutInputs
@@ -91,10 +79,7 @@ class RolloutDriver:
         self.data = inputs.data
         self._config = config
         self._run_dir = run_dir
-        self._held_out = inputs.held_out
-        self._reward_model = inputs.reward_model
-        self._baselines = inputs.baselines
-        self._cache = inputs.cache
+        self._inputs = inputs
         self._groups: list[Group] = []
 
     def batch(self, step: int) -> Batch:
@@ -104,14 +89,13 @@ class RolloutDriver:
         generated only if the file is missing.
         """
         self._groups = []
-        if self._cache is None:
+        if self._inputs.cache is None:
             groups = self._generate(step)
             return groups if type(self.data.packer) is DecoderOnlyLLMDataPacker else self._packed(groups)
-        batch = self._cache.batch(step, lambda: self._packed(self._generate(step)))
+        batch = self._inputs.cache.batch(step, lambda: self._packed(self._generate(step)))
         if not self._groups:  # draw the cached batch's rows, so that later steps get other rows
-            self.data.source.mark_trained(
-                self.data.source.get_samples(self._config.rollout.consumer_batch_size)
-            )
+            source = self.data.source
+            source.mark_trained(source.get_samples(self._config.rollout.consumer_batch_size))
         return batch
 
     def mark_trained(self, step: int, batch: Batch) -> None:
@@ -138,7 +122,8 @@ class RolloutDriver:
 
     def evaluate(self) -> Evaluation | None:
         """Run the held-out rows and return their rewards; None if there are none."""
-        return evaluate(self.engine, self._config, self._held_out) if self._held_out else None
+        held_out = self._inputs.held_out
+        return evaluate(self.engine, self._config, held_out) if held_out else None
 
     def metrics(self) -> dict[str, float]:
         """Return how many episodes ended in each status so far, and the position in the data."""
@@ -164,14 +149,14 @@ class RolloutDriver:
             self.engine.close_source(self.data.source)
         self._groups = groups
         self._apply_reward_model(groups)
-        if self._baselines:
+        if self._inputs.baselines:
             self._generate_baselines(groups)
         return groups
 
     def _packed(self, groups: list[Group]) -> DataProto:
         """Return the groups packed by the run's packer."""
         batch = training_batch(self.data.packer, groups)
-        if self._baselines:
+        if self._inputs.baselines:
             baselines = {group.group_id: group.baseline for group in groups}
             names = batch.non_tensor_batch["group_ids"]
             batch.batch["baselines"] = torch.tensor([baselines[name] for name in names])
@@ -179,12 +164,12 @@ class RolloutDriver:
 
     def _apply_reward_model(self, groups: Sequence[Group]) -> None:
         """Replace the workflow's rewards by the reward model's, if there is one."""
-        if self._reward_model is None:
+        if self._inputs.reward_model is None:
             return
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
         max_tokens = self._config.trainer.max_tokens_per_microbatch
-        rewards = self._reward_model.score(sequences, max_tokens=max_tokens).tolist()
+        rewards = self._inputs.reward_model.score(sequences, max_tokens=max_tokens).tolist()
         for sequence, reward in zip(sequences, rewards, strict=True):
             sequence.reward = reward
         for trajectory in trajectories:

@@ -29,7 +29,6 @@ def run_training(config: RunConfig, *, on_step: OnStep | None = None) -> Summary
 
     Raises:
         ConfigError: Before anything expensive starts, for anything in the config that cannot work.
-        ArealLiteError: For anything that goes wrong later.
         Stopped: On SIGINT or SIGTERM, with a checkpoint of the last whole step if the run makes any.
     """
     _check_trainable(config)
@@ -71,7 +70,7 @@ def run_evaluation(config: RunConfig) -> Evaluation:
     """
     if config.eval_dataset is None:
         raise ConfigError(
-            "eval_dataset is missing: give the rows to evaluate on, for example eval_dataset.path=rows.jsonl"
+            "eval_dataset is missing: give the rows to evaluate on (eval_dataset.path=rows.jsonl)"
         )
     check_startable(config)
     rows = workflow_rows(config, config.eval_dataset, is_train=False)
@@ -83,7 +82,7 @@ def run_evaluation(config: RunConfig) -> Evaluation:
 
 
 def _check_trainable(config: RunConfig) -> None:
-    from areal_lite.trainer.estimators.estimator import COMPARES_GROUP
+    from areal_lite.trainer.estimators import COMPARES_GROUP
     from areal_lite.trainer.policy_model import resolve_device
 
     check_startable(config)

@@ -10,11 +10,9 @@ from areal_lite.api.config import DatasetConfig, RunConfig
 from areal_lite.api.dotted_path import load_object
 from areal_lite.api.engine_api import Row
 from areal_lite.data.chat.tokenizer import load_processor, load_tokenizer, model_type
-from areal_lite.data.packer.data_packer import DataPacker, make_data_packer
-from areal_lite.data.packer.rollout_batch import rollout_inputs
+from areal_lite.data.packer.data_packer import DataPacker, make_data_packer, rollout_inputs
 from areal_lite.data.rows.samplers import AbstractSampler, create_rl_sampler
-from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
-from areal_lite.data.source.curriculum_data_source import CurriculumDataSource
+from areal_lite.data.source.buffered_data_source import CurriculumDataSource, RolloutDataSourceWithBuffer
 from areal_lite.infra.workflow_resolution import check_workflow
 
 
@@ -28,11 +26,7 @@ class TrainingData:
 
 
 def training_data(config: RunConfig) -> TrainingData:
-    """Return the training rows behind a new data source.
-
-    Raises:
-        ConfigError: If rows, tokenizer or packer cannot be loaded.
-    """
+    """Return the training rows behind a new data source."""
     rows = config.train_dataset
     packer, dataset = _packer(config, rows), _dataset(config, rows, is_train=True)
     settings: dict[str, Any] = {
@@ -52,11 +46,7 @@ def training_data(config: RunConfig) -> TrainingData:
 
 
 def workflow_rows(config: RunConfig, rows: DatasetConfig, *, is_train: bool) -> list[Row]:
-    """Return the workflow input for each of the rows, in order.
-
-    Raises:
-        ConfigError: If rows, tokenizer or packer cannot be loaded.
-    """
+    """Return the workflow input for each of the rows, in order."""
     dataset = _dataset(config, rows, is_train=is_train)
     raw = getattr(dataset, "rows", dataset)
     every = [raw[place] for place in range(len(raw))]
@@ -69,12 +59,9 @@ def tokenizer_path(config: RunConfig) -> str:
 
 
 def check_workflow_choice(config: RunConfig) -> None:
-    """Check that workflow and filter can be loaded and that their arguments fit, without making anything.
-
-    Raises:
-        ConfigError: If not.
-    """
-    check_workflow(config.workflow, workflow_kwargs(config, is_eval=False))
+    """Check that workflow and filter can be loaded and that their arguments fit, without making anything."""
+    allow_sync = config.rollout.agent_isolation != "inline"
+    check_workflow(config.workflow, workflow_kwargs(config, is_eval=False), allow_sync=allow_sync)
     if config.should_accept_fn is not None:
         load_object(config.should_accept_fn, where="should_accept_fn")
 
@@ -109,7 +96,7 @@ def _packer(config: RunConfig, rows: DatasetConfig) -> DataPacker:
 
 
 def _dataset(config: RunConfig, rows: DatasetConfig, *, is_train: bool) -> Any:
-    from areal_lite.data.rows.create_dataset import create_rl_dataset
+    from areal_lite.data.rows.dynamic_dataset import create_rl_dataset
 
     # Only prompt lengths, and classes of the user's that may read tokens, need a tokenizer here.
     tokenizes = rows.filter_overlong_prompts or rows.custom_cls or (is_train and rows.datagen)

@@ -13,17 +13,12 @@ from typing import Any
 
 from areal_lite.api.config import ExperimentConfig
 from areal_lite.api.config_loader import dump_config
-from areal_lite.data.whole_file import write_whole
+from areal_lite.data.files import write_whole
 from areal_lite.errors import ConfigError, RunDirBusyError, StorageError
 
 logger = logging.getLogger(__name__)
 
 _SKIPPED_UPDATES = "skipped_updates.jsonl"
-
-
-def run_directory_path(config: ExperimentConfig) -> Path:
-    """Return ``fileroot/experiment_name/trial_name``."""
-    return config.run_dir
 
 
 @contextmanager
@@ -40,7 +35,7 @@ def run_directory(config: ExperimentConfig, *, fresh: bool, trains: bool = True)
         ConfigError: If ``fresh`` and the folder holds a training run.
         StorageError: If it is not writable.
     """
-    path = run_directory_path(config)
+    path = config.run_dir
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -67,9 +62,7 @@ def run_directory(config: ExperimentConfig, *, fresh: bool, trains: bool = True)
             try:
                 write_whole(path / "config.yaml", dump_config(config).encode())
             except OSError as error:
-                raise StorageError(
-                    f"the config cannot be saved in {path}: {error}: free disk space"
-                ) from error
+                raise StorageError(f"cannot save the config in {path}: {error}: free disk space") from error
         yield path
     finally:
         os.close(lock)
@@ -96,11 +89,7 @@ def _check_disposable(config: ExperimentConfig, path: Path) -> None:
 
 
 def append_skipped_update(run_dir: Path, update: Mapping[str, Any]) -> None:
-    """Append an update that was not applied, because it was not finite, to skipped_updates.jsonl.
-
-    Raises:
-        StorageError: If the file is not writable.
-    """
+    """Append an update that was not applied, because it was not finite, to skipped_updates.jsonl."""
     # JSON has no nan and no infinity.
     record = {name: str(value) if isinstance(value, float) else value for name, value in update.items()}
     path = run_dir / _SKIPPED_UPDATES

@@ -1,7 +1,7 @@
-"""SIGINT and SIGTERM: the first asks the command to stop, the second ends the process.
+"""When a run stops: SIGINT and SIGTERM, and machines that are reclaimed at a known time.
 
-Guarantees that ranks which train together stop after the same step, whichever rank got the signal. A process that
-does not stop in time prints its stack.
+The first signal asks the command to stop, the second ends the process. Guarantees that ranks which train together
+stop after the same step, whichever rank got the signal. A process that does not stop in time prints its stack.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
+
+from areal_lite.errors import ConfigError
 
 STOP_SECONDS = 11.0
 """The process ends at most this long after the first signal, even if it is stuck, unless it is in
@@ -25,6 +27,10 @@ _ECHO_SECONDS = 1.0
 """The same signal again within this time is ignored: a scheduler may signal all processes, and their launcher
 forwards it."""
 _STDERR = 2
+_VARIABLES = (
+    "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+    "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+)
 
 
 class Stopped(KeyboardInterrupt):
@@ -65,7 +71,7 @@ def interruptible() -> Iterator[None]:
 def stop_together() -> None:
     """Raise :class:`Stopped` on every rank if one of them got a signal; all call it, inside :func:`finishing`."""
     global _signal
-    from areal_lite.trainer.broadcast import gather_json  # loads torch, which most commands do not need
+    from areal_lite.trainer.ranks import gather_json  # loads torch, which most commands do not need
 
     if asked := max(gather_json(_signal)):
         _signal = asked
@@ -127,3 +133,39 @@ class StopOnSignal:
         while (number := self._watched.recv(1)[0]) not in (signal.SIGINT, signal.SIGTERM):
             pass
         return number
+
+
+def expires_soon(
+    environment: Mapping[str, str],
+    now: float,
+    *,
+    margin_s: float,
+    longest_step_s: float,
+    saved_at: float | None = None,
+) -> bool:
+    """Return whether to save now, because the machine may be reclaimed during the next step.
+
+    A run saves once in that window before the machine expires, and not after it.
+
+    Args:
+        environment: Environment variables, with the platform's expiration time in seconds since the epoch.
+        now: Seconds since the epoch.
+        margin_s: Seconds that saving takes, with some to spare.
+        longest_step_s: Seconds of the longest step so far.
+        saved_at: Time of the last checkpoint, in seconds since the epoch.
+
+    Raises:
+        ConfigError: If the platform's value is not a number.
+    """
+    name = next((name for name in _VARIABLES if environment.get(name)), None)
+    if name is None:
+        return False
+    try:
+        expires = float(environment[name])
+    except ValueError:
+        raise ConfigError(
+            f"{name} is {environment[name]!r}: it must be the time at which the machine expires, in seconds since the "
+            "epoch; fix or unset it"
+        ) from None
+    begins = expires - margin_s - longest_step_s
+    return begins <= now < expires and (saved_at is None or saved_at < begins)

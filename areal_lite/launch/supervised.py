@@ -30,8 +30,7 @@ from areal_lite.launch.stopping import interruptible, stop_together
 from areal_lite.trainer.policy_model import resolve_device
 from areal_lite.trainer.preference_trainer import DPOTrainer, RewardModelTrainer
 from areal_lite.trainer.ranks import join_ranks
-from areal_lite.trainer.sft_trainer import SFTTrainer
-from areal_lite.trainer.supervised_trainer import SupervisedTrainer
+from areal_lite.trainer.supervised_trainer import SFTTrainer, SupervisedTrainer
 
 _LOADER_FILE = "loader.json"
 
@@ -86,7 +85,6 @@ def run_supervised(
 
     Raises:
         ConfigError: Before a model is loaded, for anything in the config or the rows that cannot work.
-        ArealLiteError: For anything that goes wrong later.
         Stopped: On SIGINT or SIGTERM, after the current update and its checkpoint if the run makes any.
     """
     started = time.monotonic()

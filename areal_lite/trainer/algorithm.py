@@ -14,14 +14,15 @@ from torch import Tensor
 
 from areal_lite.api.trainer_config import TrainerConfig
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.estimators.estimator import ESTIMATORS, Estimate, EstimatorInputs
+from areal_lite.trainer.estimators import ESTIMATORS, Estimate, EstimatorInputs
+from areal_lite.trainer.estimators.grouping import normalize_advantages
 from areal_lite.trainer.estimators.inputs import PROXIMAL_INPUTS, MissingInput, Turns
-from areal_lite.trainer.estimators.kl_controller import (
+from areal_lite.trainer.estimators.reward_penalties import (
     KLController,
     kl_in_reward,
     mean_kl,
+    overlong_penalty,
 )
-from areal_lite.trainer.estimators.normalize import normalize_advantages
 from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms
 from areal_lite.trainer.objectives.corrections import (
     WeightLevel,
@@ -32,7 +33,6 @@ from areal_lite.trainer.objectives.corrections import (
     rejection_mask,
 )
 from areal_lite.trainer.objectives.kl import kl_penalty
-from areal_lite.trainer.objectives.overlong import overlong_penalty
 from areal_lite.trainer.objectives.policy_loss import (
     ONE_TOKEN_AT_A_TIME,
     POLICY_LOSSES,
@@ -45,10 +45,6 @@ from areal_lite.trainer.step_tokens import StepTokens
 
 class Algorithm:
     """Rewards and log-probs in, advantages, losses and correction weights out.
-
-    Args:
-        config: The ``trainer:`` section.
-        max_new_tokens: Length limit of an answer, for the penalty on overlong answers.
 
     Raises:
         ConfigError: If a name is unknown, an option is not accepted, or settings contradict each other.
@@ -130,7 +126,6 @@ class Algorithm:
         """Fill in the advantages of ``tokens``, and the returns if the estimator computes them.
 
         Args:
-            tokens: The step's trained tokens.
             scores: ``[E]`` reward of each episode; the mean of its turns' rewards where these differ.
             baselines: ``[E]`` reward of the greedy answer.
             group_ids: ``[E]`` group of each episode.
@@ -198,9 +193,7 @@ class Algorithm:
                 weights = episode_weights(weights, episodes)
         if config.reject is not None:
             bounds = config.reject_bounds or ""
-            weights = weights * rejection_mask(
-                proximal, behaviour, episodes, option=config.reject, bounds=bounds
-            )
+            weights *= rejection_mask(proximal, behaviour, episodes, option=config.reject, bounds=bounds)
         return weights
 
     def _check(self, key: str, returned: Estimate | LossTerms, episodes: Tensor) -> None:
@@ -234,7 +227,7 @@ class Algorithm:
         tokens.returns.fill_(torch.nan)
         if config.overlong_buffer and self._max_new_tokens is None:
             raise ConfigError(
-                "trainer.overlong_buffer needs the length limit: give the trainer max_new_tokens"
+                "trainer.overlong_buffer needs the length limit: give the trainer a max_new_tokens"
             )
         self.shape_rewards(scores, tokens)
         try:

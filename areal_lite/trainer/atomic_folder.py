@@ -80,24 +80,17 @@ def check_folder(folder: Path) -> None:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
         if manifest["schema"] != _SCHEMA:
             raise CheckpointError(
-                f"{folder} has schema {manifest['schema']} and this version reads {_SCHEMA}: use the version that "
-                "wrote it"
+                f"{folder} has schema {manifest['schema']} and this version reads {_SCHEMA}: use the one that wrote it"
             )
         for name, expected in manifest["files"].items():
             if _digest(folder / name) != expected:
-                raise CheckpointError(
-                    f"{folder / name} differs from {_MANIFEST}: it was changed or truncated"
-                )
+                raise CheckpointError(f"{folder / name} differs from {_MANIFEST}: it was changed or cut")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder} is incomplete: {error}") from error
 
 
 def remove_folder(folder: Path, *, kind: Kind) -> None:
-    """Delete a folder of :func:`write_folder`; it never appears incomplete under its name.
-
-    Raises:
-        StorageError: If it cannot be renamed.
-    """
+    """Delete a folder of :func:`write_folder`; it never appears incomplete under its name."""
     temporary = folder.with_name(f"{_TEMPORARY}{folder.name}")
     try:
         folder.rename(temporary)

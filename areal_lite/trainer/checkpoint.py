@@ -1,50 +1,46 @@
-"""Finds, checks and loads the checkpoint that a training run resumes from: one folder per step.
+"""Checkpoints of a training run, one folder per step: finds, checks and loads them, and writes them in the background.
 
-Guarantees that a damaged checkpoint is an error and never skipped silently. A folder ``step_00000010`` holds the files
-of :mod:`areal_lite.trainer.snapshot`, further files of the run (its config, the state of its data source), and
-``manifest.json`` with the hash of each file.
+Guarantees that a checkpoint is complete or absent, that a damaged one is an error and never skipped silently, that an
+older one is deleted only after a newer one was read back, and that a failed write is raised by the next call, at the
+latest when the context ends. A folder ``step_00000010`` holds the files of :mod:`areal_lite.trainer.snapshot`, further
+files of the run (its config, the state of its data source), and ``manifest.json`` with the hash of each file.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from areal_lite.errors import CheckpointError, ConfigError
-from areal_lite.trainer.atomic_folder import check_folder
-from areal_lite.trainer.snapshot import Trainer, restore
+from areal_lite.errors import CheckpointError, ConfigError, StorageError
+from areal_lite.trainer.atomic_folder import check_folder, remove_folder, sweep, write_folder
+from areal_lite.trainer.crash_points import crash_point
+from areal_lite.trainer.ranks import Ranks
+from areal_lite.trainer.snapshot import Snapshot, Trainer, restore, write_snapshot
 
 CONFIG_FILE = "config.yaml"
 """Name of the run's resolved config inside a checkpoint."""
 
 _FOLDER = re.compile(r"step_(\d{8,})")
 _MAY_CHANGE = {
-    "total_steps",
-    "epochs",
-    "max_tokens_per_microbatch",
-    "device",
-    "num_threads",
-    "gradient_checkpointing",
+    "total_steps", "epochs", "max_tokens_per_microbatch", "device", "num_threads", "gradient_checkpointing",
     "deterministic",
-}
+}  # fmt: skip
 """Keys of the trainer section that may change on resume."""
 _DATASET_MAY_CHANGE = {"path", "cache_dir", "num_workers", "filter_overlong_prompts_workers"}
 """Keys of the dataset that may change; the data source compares the content of the rows itself."""
 _ROLLOUT_FIXED = ("group_size", "consumer_batch_size", "gconfig")
 _TOP_LEVEL_FIXED = (
-    "model_path",
-    "seed",
-    "workflow",
-    "workflow_kwargs",
-    "should_accept_fn",
-    "data_packer",
-    "reward_model",
-)
+    "model_path", "seed", "workflow", "workflow_kwargs", "should_accept_fn", "data_packer", "reward_model",
+)  # fmt: skip
+SPARE = 1.2
+"""Free space required for a checkpoint, as a multiple of its size; the surplus is for other files of the run."""
 
 
 def find_checkpoint(root: Path, resume: str) -> Path | None:
@@ -82,11 +78,7 @@ def find_checkpoint(root: Path, resume: str) -> Path | None:
 
 
 def load_checkpoint(trainer: Trainer, folder: Path) -> None:
-    """Restore the weights, optimizers, counters and random state of ``trainer`` from a checkpoint, bit for bit.
-
-    Raises:
-        CheckpointError: If the checkpoint belongs to another model, or to other parts of it.
-    """
+    """Restore the weights, optimizers, counters and random state of ``trainer`` from a checkpoint, bit for bit."""
     restore(trainer, folder)
 
 
@@ -98,10 +90,6 @@ def check_config(folder: Path, config: str) -> None:
 
     Args:
         folder: A checkpoint; one without a config is accepted.
-        config: The resolved YAML of the run that resumes.
-
-    Raises:
-        ConfigError: With all differences.
     """
     path = folder / CONFIG_FILE
     if not path.is_file():
@@ -136,8 +124,7 @@ def checkpoint_step(folder: Path) -> int:
         return int(json.loads((folder / "trainer.json").read_bytes())["step"])
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} holds weights without trainer.json: to resume, name a checkpoint; to train these weights in "
-            "another run, set model_path"
+            f"{folder} has no trainer.json: to resume, name a checkpoint; to train its weights, set model_path"
         ) from None
 
 
@@ -194,3 +181,115 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any], section: str =
 
 def _number(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
+
+
+class CheckpointWriter:
+    """One write at a time, in a thread; only rank 0 writes.
+
+    Args:
+        root: Folder of the run's checkpoints; leftovers of a killed writer are removed.
+        keep: Number of newest checkpoints to keep.
+
+    Raises:
+        CheckpointError: If older ones are to be removed but the newest is damaged.
+    """
+
+    def __init__(self, root: Path | str, *, keep: int) -> None:
+        self._root = Path(root)
+        self._keep = keep
+        self._writes = Ranks.current().rank == 0
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        if self._writes:
+            sweep(self._root)
+            existing = checkpoints(self._root)
+            if len(existing) > keep:  # the last run was killed before it could delete
+                check_folder(existing[-1])
+                self._remove_older()
+
+    def save(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:
+        """Start writing the checkpoint after ``step`` steps; wait for the previous write first.
+
+        Args:
+            snapshot: The trainer's state; its memory is freed after the write, unless the caller keeps it.
+            files: Further files of the same moment, by path inside the checkpoint.
+
+        Raises:
+            StorageError: If the disk has too little space, or the previous write failed; older checkpoints stay.
+            CheckpointError: If a checkpoint of this or a later step exists.
+        """
+        self.wait()
+        if not self._writes:
+            return
+        refuse_later(self._root, step - 1)
+        self._check_space(step, snapshot.num_bytes + sum(map(len, files.values())))
+        self._thread = threading.Thread(
+            target=self._run, args=(step, snapshot, files), name="areal-lite-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the current write.
+
+        Raises:
+            StorageError: If the write failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.wait()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"the last checkpoint was not written either: {failure}")
+
+    def _check_space(self, step: int, num_bytes: int) -> None:
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self._root).free
+        except OSError as error:
+            raise StorageError(f"checkpoints cannot be written to {self._root}: {error}") from error
+        if free < SPARE * num_bytes:
+            raise StorageError(
+                f"the checkpoint of step {step} takes {num_bytes} bytes and {self._root} has {free} free, but "
+                f"{SPARE} times its size is needed. Free disk space, or keep fewer with checkpoint.keep"
+            )
+
+    def _run(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:
+        try:
+            self._write(step, snapshot, files)
+        except Exception as error:  # the training thread raises it
+            self._error = error
+
+    def _write(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:
+        def write(temporary: Path) -> None:
+            write_snapshot(snapshot, temporary, step)
+            for name, content in files.items():
+                path = temporary / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            crash_point("checkpoint:after_files")
+
+        folder = checkpoint_folder(self._root, step)
+        write_folder(folder, write, kind="checkpoint", version=step)
+        try:
+            check_folder(folder)
+        except CheckpointError as error:
+            remove_folder(folder, kind="checkpoint")
+            raise StorageError(f"the new checkpoint cannot be read back: {error}: check the disk") from error
+        crash_point("checkpoint:before_delete")
+        self._remove_older()
+        crash_point("checkpoint:after_delete")
+
+    def _remove_older(self) -> None:
+        for older in checkpoints(self._root)[: -self._keep]:
+            remove_folder(older, kind="checkpoint")

@@ -1,16 +1,22 @@
-"""Metrics of a batch and of its timing: pure functions over sequences and seconds.
+"""Metrics of a batch: its data, its timing, and how far the engine's and the trainer's log-probs disagree.
 
 Knows nothing of models and losses. The names are those of docs/metrics.md, without their prefix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from areal_lite.api.trajectory import TokenSequence
+from areal_lite.trainer.objectives.aggregation import episode_mean, index_episodes
+from areal_lite.trainer.objectives.kl import kl_penalty
 
 Floats = NDArray[np.float32] | NDArray[np.float64]
 
@@ -34,10 +40,8 @@ def batch_metrics(
     wrote ``max_new_tokens`` tokens in one go.
 
     Args:
-        sequences: ``B`` of them, at least one.
         episodes: ``[B]`` the episode of each, numbered from 0.
         advantages: ``[T]``, one per trained token, sequence by sequence.
-        version: The trainer's policy version, for staleness.
         penalised_rewards: ``[E]`` rewards of episodes minus the KL penalty, if any.
         returns: ``[T]``, if there is a critic.
         values: ``[T]``, likewise.
@@ -51,9 +55,7 @@ def batch_metrics(
     counts = [sequence.num_trained_tokens for sequence in sequences]
     per_token = {"advantage": advantages, "return": returns, "value": values}
     for name, array in per_token.items():
-        _check_length(
-            f"{name}s", array, sum(counts), "one per trained token, as np.repeat(per_sequence, counts)"
-        )
+        _check_length(f"{name}s", array, sum(counts), "one per trained token: np.repeat(by_sequence, counts)")
     numbers = np.asarray(episodes)
     sizes = np.bincount(numbers)
     _check_length("penalised_rewards", penalised_rewards, len(sizes), "one per episode")
@@ -102,7 +104,6 @@ def timing_metrics(phases: Mapping[str, float], total: float, *, num_tokens: int
     """Return seconds and milliseconds per token by phase, and tokens per second of the whole.
 
     Args:
-        phases: Seconds by name.
         total: Seconds of the whole, at least the sum of the phases; above 0.
         num_tokens: Tokens that went through, prompts included; at least 1.
     """
@@ -135,3 +136,83 @@ def _longest_run(mask: NDArray[np.bool_]) -> int:
 def _check_length(name: str, array: Floats | None, length: int, fix: str) -> None:
     if array is not None and np.shape(array) != (length,):
         raise ValueError(f"{name} has shape {np.shape(array)}, it must be [{length}]: give {fix}")
+
+
+class PhaseClock:
+    """Sums up seconds by phase; on a GPU a phase ends when its work is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._began = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began
+
+    def metrics(self, *, num_tokens: int) -> dict[str, float]:
+        """Return seconds and milliseconds per token by phase, and tokens per second since the clock was made."""
+        return timing_metrics(self._seconds, time.perf_counter() - self._began, num_tokens=num_tokens)
+
+
+@torch.no_grad()
+def mismatch_statistics(
+    proximal: Tensor, behaviour: Tensor, versions: Tensor, episodes: Tensor, version: int
+) -> dict[str, float]:
+    """Return metrics under ``engine_mismatch/`` and ``staleness_drift/``.
+
+    Tokens sampled under the policy version at the start of the step should have the trainer's own log-probs: a
+    difference is numerics (kernels, precision, quantised weights, truncated sampling) and should be fixed. Older
+    tokens also differ because the policy has changed: that is staleness, which the corrections handle.
+
+    Each has ``kl_k1`` and ``kl_k3`` of behaviour against proximal (nats), ``log_prob_diff_mean`` and ``_max`` of
+    the absolute difference, ``prob_diff_mean``, ``_max`` and ``_std`` of probabilities, ``prob_pearson``,
+    ``proximal_perplexity`` and ``behaviour_perplexity`` (mean over episodes) and ``perplexity_ratio``, the mean over
+    episodes of the first over the second. A set without tokens is omitted, and so is the correlation of constant
+    probabilities.
+
+    Args:
+        proximal: ``[T]`` log-probs (nats) of the trainer at the start of the step.
+        behaviour: ``[T]`` log-probs the engine sampled with.
+        versions: ``[T]`` int, the policy version each token was sampled under.
+        episodes: ``[T]`` the episode of each token.
+        version: Policy version at the start of the step.
+    """
+    current = versions == version
+    metrics: dict[str, float] = {}
+    for name, chosen in (("engine_mismatch", current), ("staleness_drift", ~current)):
+        if chosen.any():
+            statistics = _disagreement(
+                proximal[chosen].double(), behaviour[chosen].double(), episodes[chosen]
+            )
+            metrics |= {f"{name}/{key}": value.item() for key, value in statistics.items()}
+    return metrics
+
+
+def _disagreement(proximal: Tensor, behaviour: Tensor, episodes: Tensor) -> dict[str, Tensor]:
+    difference = (proximal - behaviour).abs()
+    probabilities = torch.stack((proximal.exp(), behaviour.exp()))
+    apart = (probabilities[0] - probabilities[1]).abs()
+    metrics = {
+        "kl_k1": kl_penalty(behaviour, proximal, "k1").mean(),
+        "kl_k3": kl_penalty(behaviour, proximal, "k3").mean(),
+        "log_prob_diff_mean": difference.mean(),
+        "log_prob_diff_max": difference.max(),
+        "prob_diff_mean": apart.mean(),
+        "prob_diff_max": apart.max(),
+        "prob_diff_std": apart.std(correction=0),
+    }
+    if (probabilities.std(1, correction=0) > 0).all():
+        metrics["prob_pearson"] = torch.corrcoef(probabilities)[0, 1]
+    index, counts = index_episodes(episodes)
+    share = torch.ones_like(proximal) / counts[index] / len(counts)  # of a token in the mean over episodes
+    metrics["proximal_perplexity"] = (episode_mean(-proximal, episodes).exp() * share).sum()
+    metrics["behaviour_perplexity"] = (episode_mean(-behaviour, episodes).exp() * share).sum()
+    metrics["perplexity_ratio"] = (episode_mean(behaviour - proximal, episodes).exp() * share).sum()
+    return metrics

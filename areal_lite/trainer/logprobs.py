@@ -35,9 +35,6 @@ class TokenScorer(PackedModel):
     """A causal LM as a function from packed sequences to log-probs.
 
     Models that transform logits after the output embedding (soft caps, scales) compute full logits.
-
-    Raises:
-        ConfigError: If ``temperature`` is not above 0.
     """
 
     def __init__(self, model: Any, *, temperature: float) -> None:

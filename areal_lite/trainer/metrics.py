@@ -1,28 +1,38 @@
-"""metrics.jsonl: one JSON object per training step, also sent to the run's trackers.
+"""metrics.jsonl: one JSON object per training step, also sent to TensorBoard, Weights & Biases or trackio.
 
-Guarantees that every line is a complete record, or that the run ends with an error.
+Guarantees that every line is a complete record, or that the run ends with an error; that a tracker that cannot start
+is an error before the run does anything expensive, and that one that fails later never ends the run.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from typing import Any, Protocol
 
-from areal_lite.errors import StorageError
+import yaml
+
+from areal_lite.api.config import ExperimentConfig
+from areal_lite.api.config_loader import dump_config
+from areal_lite.errors import ConfigError, StorageError
 from areal_lite.trainer.crash_points import crash_point
-from areal_lite.trainer.tracking import Tracking
+
+logger = logging.getLogger(__name__)
+UPLOAD_TIMEOUT_S = 60
+"""How long the end of a run waits for an upload, in seconds; the rest stays on disk."""
 
 
 class MetricsWriter:
     """Appends records to ``run_dir/metrics.jsonl``; each line is one write, so readers see complete lines.
 
     Args:
-        run_dir: Folder of the run.
         last_step: Records after this step are removed, because they will be written again.
         tracking: Also receives each record; its owner closes it.
 
@@ -64,9 +74,7 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @contextmanager
@@ -97,3 +105,154 @@ def _cut_off(path: Path, last_step: int) -> None:
                 break
             end += len(line)
         file.truncate(end)
+
+
+class Tracker(Protocol):
+    """A destination of metrics."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Tracking:
+    """Trackers by name. Their exceptions are logged once per tracker and counted in ``failures``."""
+
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+        self.failures: Counter[str] = Counter()
+        """Calls that raised, by tracker."""
+        self._trackers = trackers
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, tracker in self._trackers.items():
+            self._attempt(name, tracker.log, step, metrics)
+
+    def close(self) -> None:
+        for name, tracker in self._trackers.items():
+            self._attempt(name, tracker.close)
+        for name, count in self.failures.items():
+            logger.warning("%s failed %d times in this run; metrics.jsonl has every record", name, count)
+
+    def _attempt(self, name: str, call: Callable[..., None], *arguments: object) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:  # a tracker must not stop the run
+            self.failures[name] += 1
+            if self.failures[name] == 1:
+                logger.warning(
+                    "%s failed, and the run continues: %s: %s; further failures are only counted",
+                    name,
+                    type(error).__name__,
+                    error,
+                )
+
+    def __enter__(self) -> Tracking:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def start_tracking(config: ExperimentConfig, run_dir: Path, *, last_step: int = 0) -> Tracking:
+    """Start the trackers of ``config.tracking``, as run ``trial_name`` of project ``experiment_name``.
+
+    They record the config; values that look like a key or token are masked.
+
+    Args:
+        run_dir: Folder of the run, which also holds the trackers' files.
+        last_step: The step that the run resumes from; 0 starts a new run.
+
+    Raises:
+        ConfigError: If a package is not installed, or a tracker cannot start.
+    """
+    trackers: dict[str, Tracker] = {}
+    for name in dict.fromkeys(config.tracking):
+        try:
+            trackers[name] = _TRACKERS[name](config, run_dir, last_step)
+        except Exception as error:
+            Tracking(trackers).close()
+            if isinstance(error, ImportError):
+                reason = f"it is not installed: pip install {name}"
+            else:
+                reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"tracking: {name} cannot start: {reason}, or leave {name} out") from error
+    return Tracking(trackers)
+
+
+class _TensorBoard:
+    def __init__(self, config: ExperimentConfig, run_dir: Path, last_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Events of later steps, from before a resume, are hidden.
+        self._events: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=last_step + 1)
+        self._events.add_text("config", f"```yaml\n{dump_config(config)}```")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._events.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._events.close()
+
+
+class _WeightsAndBiases:
+    def __init__(self, config: ExperimentConfig, run_dir: Path, last_step: int) -> None:
+        import wandb
+
+        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+            raise PermissionError(
+                "there is no API key: run `wandb login`, or set WANDB_MODE=offline and upload the run later with "
+                "`wandb sync`"
+            )
+        run_id = run_dir / "wandb_run_id"
+        if not run_id.exists():
+            run_id.write_text(secrets.token_hex(4))
+        self._run = wandb.init(
+            project=config.experiment_name,
+            name=config.trial_name,
+            config=_values(config),
+            dir=run_dir,
+            id=run_id.read_text(),
+            resume="allow",
+            settings=wandb.Settings(console="off", finish_timeout=UPLOAD_TIMEOUT_S),
+        )
+        # W&B drops metrics whose step is not above the last one, as after a resume; so step is a metric here.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Trackio:
+    def __init__(self, config: ExperimentConfig, run_dir: Path, last_step: int) -> None:
+        import trackio
+
+        self._run = trackio.init(
+            project=config.experiment_name,
+            name=config.trial_name,
+            config=_values(config),
+            resume="allow" if last_step else "never",
+            embed=False,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _values(config: ExperimentConfig) -> dict[str, Any]:
+    """Return the config as plain values, with keys and tokens masked."""
+    values: dict[str, Any] = yaml.safe_load(dump_config(config))
+    return values
+
+
+_TRACKERS: dict[str, Callable[[ExperimentConfig, Path, int], Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _WeightsAndBiases,
+    "trackio": _Trackio,
+}

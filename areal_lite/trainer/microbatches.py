@@ -71,7 +71,6 @@ def plan_blocks(
     longer. The blocks of a unit that needs several are one bundle; any other bundle is a single block.
 
     Args:
-        sequences: The step's sequences.
         chosen: Indices of those to compute; each has a trained token.
         max_tokens: Most tokens of a block.
         balance_length: Block length at which attention costs as much as the layers' matrices, about
@@ -179,7 +178,6 @@ def plan_microbatches(
 
     Args:
         lengths: Tokens of each item's longest block.
-        max_tokens: Most tokens of a micro-batch.
         num_blocks: Blocks of each item; None: one.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])

@@ -50,9 +50,7 @@ def pack(
     """Lay out the blocks: a shared prefix is stored once, and each sequence attends to it and to itself.
 
     Args:
-        sequences: The step's sequences.
         blocks: Which sequences to lay out, and the prefixes they share.
-        device: Where the tensors go.
         ragged: Put all blocks into one bin, without padding, instead of one bin per block.
     """
     lengths = [block.length for block in blocks]
@@ -118,11 +116,7 @@ def _segments(own: Sequence[tuple[NDArray[np.int64], int, int]], device: torch.d
 
 
 class PackedModel(nn.Module):
-    """A Hugging Face model that reads packed sequences.
-
-    Args:
-        model: Has a decoder (``get_decoder``) or a base model.
-    """
+    """A Hugging Face model that reads packed sequences."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

@@ -42,17 +42,12 @@ def load_policy(
 
 
 def load_scalar_model(auto_class: Any, model_path: str, *, what: str) -> tuple[Any, bool]:
-    """Return the model with a scalar head, and whether the folder had that head; a new head is zero.
-
-    Raises:
-        ConfigError: As :func:`load_policy`.
-    """
+    """Return the model with a scalar head, and whether the folder had that head; a new head is zero."""
     model, missing = load_pretrained(auto_class, model_path, what=what, num_labels=1)
     body = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
     if body:
         raise ConfigError(
-            f"model_path {model_path!r} has no weights for {body[:4]}: give the folder of a complete model, such as "
-            "the policy's"
+            f"model_path {model_path!r} has no weights for {body[:4]}: give the folder of a complete model"
         )
     with torch.no_grad():
         for name in missing:
@@ -61,11 +56,7 @@ def load_scalar_model(auto_class: Any, model_path: str, *, what: str) -> tuple[A
 
 
 def load_pretrained(auto_class: Any, model_path: str, *, what: str, **options: Any) -> tuple[Any, list[str]]:
-    """Return the model in float32 and the names of weights that the folder lacks.
-
-    Raises:
-        ConfigError: If ``model_path`` is neither a model folder nor a model on the hub or in its cache.
-    """
+    """Return the model in float32 and the names of weights that the folder lacks."""
     path = Path(model_path)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ConfigError(
@@ -118,15 +109,9 @@ def _without_load_report() -> Iterator[None]:
 
 
 def resolve_device(device: str, *, key: str = "trainer.device") -> torch.device:
-    """Return the torch device for ``auto``, ``cpu`` or ``cuda``; ``key`` is the config key, for errors.
-
-    Raises:
-        ConfigError: If ``device`` is ``cuda`` and there is no GPU.
-    """
+    """Return the torch device for ``auto``, ``cpu`` or ``cuda``; ``key`` is the config key, for errors."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"{key} is 'cuda' but torch sees no GPU: use 'auto' or 'cpu', or install torch for CUDA"
-        )
+        raise ConfigError(f"{key} is 'cuda' but torch sees no GPU: use 'auto', or install torch for CUDA")
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 

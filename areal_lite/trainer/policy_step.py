@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,12 +14,9 @@ from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.training_batch import training_sequences
 from areal_lite.errors import TrainingError
-from areal_lite.trainer.broadcast import gather_json
-from areal_lite.trainer.data_metrics import batch_metrics
+from areal_lite.trainer.data_metrics import PhaseClock, batch_metrics, mismatch_statistics
 from areal_lite.trainer.estimators.inputs import Turns
-from areal_lite.trainer.objectives.mismatch import mismatch_statistics
-from areal_lite.trainer.phase_clock import PhaseClock
-from areal_lite.trainer.ranks import Ranks
+from areal_lite.trainer.ranks import Ranks, gather_json
 from areal_lite.trainer.step_tokens import StepTokens, by_episode, number_episodes
 
 Batch = Sequence[Group] | DataProto
@@ -62,19 +60,16 @@ class Step:
         sequences = by_episode(training_sequences(batch))
         if not sequences:
             raise TrainingError(
-                f"step {version}: no group of the batch was accepted, so there is nothing to train: see the "
-                "dump for the reasons"
+                f"step {version}: no group of the batch was accepted, so nothing can train: the dump has the reasons"
             )
         episodes = number_episodes(sequences)
         rewards = torch.tensor([sequence.reward for sequence in sequences])
         numbers = torch.tensor(episodes)
         sizes = torch.bincount(numbers)
         scores = torch.zeros(len(sizes)).index_add_(0, numbers, rewards) / sizes
-        first = torch.zeros_like(scores).scatter_reduce(0, numbers, rewards, "amin", include_self=False)
-        alike = first == torch.zeros_like(scores).scatter_reduce(
-            0, numbers, rewards, "amax", include_self=False
-        )
-        scores = torch.where(alike, first, scores)  # a mean of equal rewards may differ in the last bit
+        extreme = partial(torch.zeros_like(scores).scatter_reduce, 0, numbers, rewards, include_self=False)
+        low, high = extreme(reduce="amin"), extreme(reduce="amax")
+        scores = torch.where(low == high, low, scores)  # a mean of equal rewards may differ in the last bit
         _refuse(
             "rewards", (~rewards.isfinite()).nonzero()[:, 0], _task_ids(sequences), version, _FIX_EPISODES
         )

@@ -26,15 +26,14 @@ from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.lora import adapters_off
 from areal_lite.trainer.objectives.aggregation import AggregationMode, aggregate, token_weights
 from areal_lite.trainer.objectives.kl import kl_penalty
-from areal_lite.trainer.objectives.policy_loss import PolicyInputs
-from areal_lite.trainer.objectives.value_loss import value_loss
+from areal_lite.trainer.objectives.policy_loss import PolicyInputs, value_loss
 from areal_lite.trainer.packed_model import PackedSequences
 from areal_lite.trainer.policy_model import load_policy, resolve_device
 from areal_lite.trainer.policy_step import Batch, Step
+from areal_lite.trainer.scalar_model import ValueScorer, load_critic
 from areal_lite.trainer.seeding import seed_process
 from areal_lite.trainer.sharding import shard
 from areal_lite.trainer.step_tokens import Microbatch, StepCut, split_groups
-from areal_lite.trainer.value_model import ValueScorer, load_critic
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,6 @@ class PolicyTrainer:
     A step is :meth:`begin`, the stages in source order, then :meth:`finish`; :meth:`train_step` runs all of them.
 
     Args:
-        config: The ``trainer:`` section of the run.
         model_path: Folder of a Hugging Face causal LM, or a hub name.
         seed: Seeds python, numpy and torch, and the order of minibatches.
         temperature: Sampling temperature of the inference engine; log-probs at use the same.
@@ -111,7 +109,6 @@ class PolicyTrainer:
         Args:
             batch: Groups as the engine returns them (only accepted ones train), or a ``DataProto`` with the keys of
                 :mod:`areal_lite.data.batch.training_batch`. Whole groups, in any order.
-            version: The trainer's policy version, for staleness.
 
         Raises:
             ValueError: If a ``DataProto`` breaks a rule of a training batch.

@@ -18,7 +18,7 @@ from areal_lite.trainer.objectives.aggregation import LossTerms
 from areal_lite.trainer.objectives.preference import dpo_loss, reward_model_loss
 from areal_lite.trainer.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.policy_model import resolve_device
-from areal_lite.trainer.reward_model import RewardScorer, ending, load_reward_model
+from areal_lite.trainer.scalar_model import RewardScorer, ending, load_reward_model
 from areal_lite.trainer.sharding import shard
 from areal_lite.trainer.step_tokens import Microbatch
 from areal_lite.trainer.supervised_trainer import C, Item, SupervisedStep, SupervisedTrainer, masked_sequence

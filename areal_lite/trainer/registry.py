@@ -16,22 +16,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Registry(Generic[F]):
-    """Functions of one kind by name.
-
-    Args:
-        kind: Kind of function, for errors: "advantage estimator".
-    """
+    """Functions of one kind by name."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._functions: dict[str, F] = {}
 
     def register(self, name: str) -> Callable[[F], F]:
-        """Return a decorator that registers a function as ``name``.
-
-        Raises:
-            ConfigError: If another function has that name.
-        """
+        """Return a decorator that registers a function as ``name``."""
 
         def decorate(function: F) -> F:
             if self._functions.setdefault(name, function) is not function:

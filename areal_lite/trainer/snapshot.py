@@ -2,7 +2,7 @@
 
 Guarantees that :func:`restore` gives a trainer the state that :func:`snapshot` took, bit for bit. Parameters are
 stored by name, independent of their order and of the number of ranks. Atomic writing is in
-:mod:`areal_lite.trainer.checkpoint_writer`.
+:mod:`areal_lite.trainer.checkpoint`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from areal_lite.errors import CheckpointError
-from areal_lite.trainer.broadcast import gather_json
 from areal_lite.trainer.crash_points import crash_point
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.lora import has_adapters, load_adapters
 from areal_lite.trainer.policy_model import load_pretrained, without_progress_bars
-from areal_lite.trainer.ranks import Ranks
+from areal_lite.trainer.ranks import Ranks, gather_json
 from areal_lite.trainer.seeding import restore_rng_state, rng_state
 from areal_lite.trainer.sharding import shard_like
 

@@ -158,10 +158,8 @@ class StepCut:
     """Cuts sequences of one step into this rank's micro-batches for one model.
 
     Args:
-        sequences: All sequences of the step, on every rank.
         model: Its attributes say which layouts it supports.
         ranks: Episodes are divided among them, with nearly equal numbers of tokens.
-        device: Where the micro-batches go.
         together: The unit of each sequence. A unit stays on one rank and in one micro-batch,
             which losses over pairs or whole episodes need. None: micro-batches may divide an episode.
     """
@@ -215,11 +213,9 @@ class StepCut:
         if self._ranks.size == 1:
             return chosen
         units: dict[Hashable, list[int]] = {}  # whole episodes, because their sequences share prefixes
-        for index in chosen:
-            unit = (
-                episode_of(self._sequences[index], index) if self._together is None else self._together[index]
-            )
-            units.setdefault(unit, []).append(index)
+        for i in chosen:
+            unit = episode_of(self._sequences[i], i) if self._together is None else self._together[i]
+            units.setdefault(unit, []).append(i)
         members = list(units.values())
         lengths = [tree_length(self._sequences, unit) for unit in members]
         lengths += [0] * (self._ranks.size - len(members))  # some ranks have nothing

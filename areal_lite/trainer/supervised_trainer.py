@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_lite.api.supervised_config import SupervisedTrainerConfig
+from areal_lite.api.supervised_config import SFTTrainerConfig, SupervisedTrainerConfig
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
-from areal_lite.trainer.objectives.aggregation import LossTerms, aggregate
+from areal_lite.trainer.microbatches import num_inputs, shared_prefix
+from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms, aggregate, token_weights
 from areal_lite.trainer.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.policy_model import load_policy, resolve_device
 from areal_lite.trainer.seeding import seed_process
@@ -32,6 +33,9 @@ from areal_lite.trainer.step_tokens import Microbatch, StepCut
 
 Item = dict[str, Tensor]
 C = TypeVar("C", bound=SupervisedTrainerConfig)
+WORTH_SHARING = 0.25
+"""Compute a batch's common prefix (such as a system prompt) once if it has at least this share of the mean length;
+for a shorter one the mask costs more than it saves."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -51,10 +55,7 @@ class SupervisedTrainer(ABC, Generic[C]):
     """Owns the model being trained.
 
     Args:
-        config: The ``trainer:`` section of the run.
         model_path: Folder of a Hugging Face causal LM, or a hub name.
-        seed: Seeds python, numpy and torch.
-        total_steps: Updates of the whole run.
         on_skip: Called with updates that were skipped: step, loss, gradient norm and the rows of the batch.
 
     Raises:
@@ -208,3 +209,28 @@ def masked_sequence(ids: Tensor, mask: Tensor, group: int) -> TokenSequence:
     return TokenSequence(
         input_ids=ids.numpy(), loss_mask=mask.numpy().astype(np.bool_), reward=0.0, group_id=str(group)
     )
+
+
+class SFTTrainer(SupervisedTrainer[SFTTrainerConfig]):
+    """Trains on items of an ``SFTDataset``; the loss is in nats, per token or per sequence."""
+
+    def _sequences(self, items: Sequence[Item]) -> list[TokenSequence]:
+        sequences = [masked_sequence(item["input_ids"], item["loss_mask"], group=0) for item in items]
+        mean_length = sum(map(num_inputs, sequences)) / len(sequences)
+        if shared_prefix(sequences) >= WORTH_SHARING * mean_length:
+            return sequences
+        return [dataclasses.replace(one, group_id=str(number)) for number, one in enumerate(sequences)]
+
+    def _weights(self, of_token: Tensor) -> Tensor:
+        by_token = self.config.averaging == "token"
+        mode = AggregationMode.TOKEN_MEAN if by_token else AggregationMode.SEQ_MEAN_TOKEN_MEAN
+        return token_weights(mode, of_token)
+
+    def _scores(self, packed: PackedSequences) -> Tensor:
+        logprobs: Tensor = self.scorer(packed).logprobs
+        return logprobs
+
+    def _terms(
+        self, scores: Tensor, step: SupervisedStep, microbatch: Microbatch
+    ) -> tuple[LossTerms, Tensor]:
+        return LossTerms(-scores, {}), step.weights[microbatch.tokens]

@@ -37,9 +37,6 @@ def validation_metrics(
         data_sources: ``[B]`` data source of each answer.
         predictions: ``[B]`` the prediction extracted from each answer; None omits maj@n.
 
-    Raises:
-        ValueError: If lengths differ.
-
     Source: the bootstrap of verl's validation.
     """
     columns = {

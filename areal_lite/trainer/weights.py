@@ -48,9 +48,7 @@ def publish_weights(
     if Ranks.current().rank:
         write_model(model, folder, dtype)
         return folder
-    write_folder(
-        folder, lambda temporary: write_model(model, temporary, dtype), kind="weights", version=version
-    )
+    write_folder(folder, lambda path: write_model(model, path, dtype), kind="weights", version=version)
     older = [
         path
         for path in root.iterdir()

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.agents.agent_doors import AgentAccess, AgentDoors
+from areal_lite.agents.agent_access import AgentAccess
+from areal_lite.agents.agent_doors import AgentDoors
 from areal_lite.agents.chat_renderer import ChatRenderer
 from areal_lite.agents.chat_request import parse_chat_request
 from areal_lite.agents.chat_session import ChatSession
@@ -433,13 +434,55 @@ def test_a_text_stream_gives_the_text_before_the_first_stop_and_never_takes_back
     vocabulary = tokenizer()
     ids = vocabulary.encode(text, add_special_tokens=False)
     stream = TextStream(vocabulary.decode, stops=["stop", "\n "], openings=["<tool"])
-    pieces, at, turn = "", 0, 0
+    at = turn = 0
     while at < len(ids):
         size = sizes[turn % len(sizes)] or 1
-        pieces += stream.feed(ids[at : at + size])
+        stream.feed(ids[at : at + size])
         at, turn = at + size, turn + 1
+    pieces = stream.sent
     content = vocabulary.decode(ids)
     for end in ("stop", "\n ", "<tool"):
         content = content.partition(end)[0]
     assert content.startswith(pieces)
-    assert pieces + stream.finish(content) == content
+    assert pieces + "".join(piece.text for piece in stream.finish(content)) == content
+
+
+THOUGHTS = "<think>\nFirst this,\nthen that.\n</think>\n\nThe answer is 3."
+
+
+def test_reasoning_is_streamed_apart_from_the_text_in_every_api() -> None:
+    async def steps(access: AgentAccess, session: ChatSession, engine: ScriptedEngine) -> None:
+        messages: list[Any] = [{"role": "user", "content": "hello"}]
+        client = openai_client(access, "transport")
+        stream = await client.chat.completions.create(model="m", messages=messages, stream=True)
+        deltas = [chunk.choices[0].delta async for chunk in stream]
+        thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+        assert "".join(thoughts) == "First this,\nthen that." and sum(map(bool, thoughts)) > 2
+        assert "".join(delta.content or "" for delta in deltas) == "The answer is 3."
+        async with client.responses.stream(model="m", input="hello") as responses:
+            kinds = [event.type async for event in responses]
+            final = await responses.get_final_response()
+        assert [item.type for item in final.output] == ["reasoning", "message"]
+        assert kinds.count("response.reasoning_text.delta") > 2
+        assert final.output_text == "The answer is 3."
+        async with anthropic_client(access, "transport").messages.stream(
+            model="m", max_tokens=64, messages=messages
+        ) as events:
+            message = await events.get_final_message()
+        thinking, text = message.content
+        assert (thinking.type, text.type) == ("thinking", "text")
+        assert thinking.thinking == "First this,\nthen that." and text.text == "The answer is 3."  # type: ignore[union-attr]
+        await client.responses.create(
+            model="m",
+            input=[{"role": "user", "content": "hello"}, *final.output, {"role": "user", "content": "go on"}],  # type: ignore[list-item]
+        )
+        assert (session.clean_turns, session.forks) == (4, 0)
+
+    async def run() -> None:
+        doors = await AgentDoors.open()
+        engine = ScriptedEngine([THOUGHTS] * 4, "qwen3")
+        session = ChatSession(engine, ChatRenderer(engine.tokenizer), GenerationHyperparameters())  # type: ignore[arg-type]
+        await steps(doors.access(doors.service.open(session)), session, engine)
+        await doors.aclose()
+
+    asyncio.run(run())

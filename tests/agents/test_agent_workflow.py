@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import torch
 from areal_lite.agents.agent_workflow import AgentWorkflow
 from areal_lite.api import episode_context
 from areal_lite.api.config import InferenceEngineConfig
-from areal_lite.api.episode_context import EpisodeContext
+from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.generation import GenerationHyperparameters
+from areal_lite.api.scalars import Scalars
 from areal_lite.api.tensor_dict import tensor_dict_of
+from areal_lite.api.trajectory import EpisodeStatus
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.errors import ConfigError, ContextOverflowError, ServerError
 from tests.agents.scripted_engine import ScriptedEngine, tokenizer
@@ -89,8 +92,9 @@ def test_a_dict_rewards_each_completion_as_a_row_of_its_own(config: Any) -> None
 
 @pytest.mark.parametrize(
     ("reward", "says"),
-    [(float("nan"), "the reward is nan"), (float("inf"), "the reward is inf"), ("1.0", "finite"), ([1.0], "finite"),
-     ({"chatcmpl-x": 1.0}, "not one of its completions"), ({}, "empty dict"), (1j, "must be a finite number")],
+    [(float("nan"), "the reward is nan"), (float("inf"), "the reward is inf"), ("1.0", "finite"),
+     ([1.0], "1 rewards for 2 answers"), ({"chatcmpl-x": 1.0}, "not one of its completions"), ({}, "empty dict"),
+     (1j, "must be a finite number")],
 )  # fmt: skip
 def test_what_is_no_reward_fails_the_episode(config: Any, reward: Any, says: str) -> None:
     async def run(data: dict[str, Any], **extra_kwargs: Any) -> Any:
@@ -191,3 +195,23 @@ def test_the_tokenizer_is_loaded_once_and_a_bad_path_is_named(config: Any, tmp_p
     ):
         with pytest.raises(ConfigError, match=says):
             run_episode(InferenceEngineConfig(tokenizer_path=path), run, ["a", "b"])
+
+
+def test_counts_and_parts_are_in_the_record_and_in_the_metrics(config: Any) -> None:
+    weighted = dataclasses.replace(config, reward_weights={"correct": 1.0, "short": 0.5})
+
+    async def run(data: dict[str, Any], **extra_kwargs: Any) -> dict[str, float]:
+        await two_turns(data, **extra_kwargs)
+        return {"correct": 1.0, "short": 0.5}
+
+    async def play() -> None:
+        episode, scalars = Episode(), Scalars()
+        episode_context.enter(EpisodeContext(episode=episode, scalars=scalars))
+        workflow = AgentWorkflow(FunctionAgent(run), weighted)
+        returned = await workflow.arun_episode(ScriptedEngine(["1", "2"]), {"question": "x"})  # type: ignore[arg-type]
+        assert [interaction.reward for interaction in (returned or {}).values()] == [1.25]
+        trajectory = episode.end(EpisodeStatus.ACCEPTED)
+        assert trajectory.counts["answers"] == 2 and trajectory.counts["reward/short"] == 0.5
+        assert scalars.take(is_eval=False) == {f"rollout/{key}": v for key, v in trajectory.counts.items()}
+
+    asyncio.run(play())

@@ -204,8 +204,9 @@ def test_no_text_fails_and_what_is_streamed_is_the_beginning_of_the_content(
         for character in text:
             stream.feed([ord(character)])
             assert parsed.content.startswith(stream.sent)
-        stream.finish(parsed.content)
-        assert stream.sent == parsed.content
+            assert parsed.reasoning.startswith(stream.reasoning)
+        stream.finish(parsed.content, parsed.reasoning)
+        assert (stream.sent, stream.reasoning) == (parsed.content, parsed.reasoning)
 
 
 def text_stream(parser: AnswerParser, *, tools: bool, thinking: bool = False) -> TextStream:

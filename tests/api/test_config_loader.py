@@ -98,7 +98,7 @@ trainer: [1]
     [
         ("", "run.yaml: the file is empty: write a mapping with at least experiment_name, model_path"),
         ("# nothing\n", "the file is empty"),
-        ("- 1\n", "run.yaml: the file holds a list: it must be a mapping"),
+        ("- 1\n", "run.yaml: the file holds a list: write a mapping"),
         ("seed: 1\nseed: 2\n", "run.yaml: line 2, column 1: duplicate key 'seed'"),
         (
             "rollout:\n  gconfig: {greedy: true, greedy: false}\n",
@@ -146,10 +146,14 @@ def test_the_kind_of_a_file_selects_its_class_and_reinforcement_learning_is_the_
         (
             "kind: sft\n",
             DPOConfig,
-            "run.yaml: kind: 'sft' is for another command: use areal-lite sft",
+            "run.yaml: kind: 'sft': use the command areal-lite sft",
         ),
-        ("kind: reward_model\n", RunConfig, "is for another command: use areal-lite reward-model"),
-        ("workflow: mine.Agent\n", SFTConfig, "a reinforcement learning run: use areal-lite train"),
+        ("kind: reward_model\n", RunConfig, "use the command areal-lite reward-model"),
+        (
+            "workflow: mine.Agent\n",
+            SFTConfig,
+            "a file with a workflow is reinforcement learning: use areal-lite train",
+        ),
         (
             "kind: rl\n",
             ExperimentConfig,

@@ -174,7 +174,7 @@ def test_retries_end_with_the_first_success(tmp_path):
 
 
 def test_a_lambda_is_refused_with_a_hint_and_runs_in_process():
-    with pytest.raises(ConfigError, match=r"no importable name.*top level of a module.*in_process=True"):
+    with pytest.raises(ConfigError, match=r"no importable name.*top of a module.*in_process=True"):
         AsyncRewardWrapper(lambda value: value)
     wrapper = AsyncRewardWrapper(lambda value: value, in_process=True)
     assert asyncio.run(wrapper(3)) == 3.0

@@ -123,7 +123,7 @@ def test_config_prints_every_kind_of_config_file():
     assert "  epochs: 3\n" in done.stdout
     other = areal_lite("train", "other.yaml")
     assert (other.returncode, other.stdout) == (64, "")
-    assert other.stderr.endswith("kind: 'dpo' is for another command: use areal-lite dpo\n")
+    assert other.stderr.endswith("kind: 'dpo': use the command areal-lite dpo\n")
 
 
 def test_a_bad_config_ends_with_64_and_one_line_per_error():

@@ -136,7 +136,7 @@ def test_a_run_without_data_or_folder_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("name", ["none/here.png", "picture.metrics"])
 def test_a_plot_that_cannot_be_written_is_an_error(tmp_path, name):
-    with pytest.raises(ConfigError, match=r"cannot be written: .* Use a \.png file in an existing folder"):
+    with pytest.raises(ConfigError, match=r"cannot be written: .* Use a \.png in an existing folder"):
         plot_metrics(rl_run(tmp_path), out=tmp_path / name)
 
 

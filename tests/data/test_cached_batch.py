@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from areal_lite.data.batch.cached_batch import BatchCache
 from areal_lite.data.batch.data_proto import DataProto
+from areal_lite.data.batch.data_proto_file import BatchCache
 from areal_lite.errors import ConfigError
 
 
@@ -44,7 +44,7 @@ def test_a_second_run_reads_the_batches_of_the_first(tmp_path):
 def test_batches_of_another_config_are_refused_with_the_differences(tmp_path):
     BatchCache(tmp_path, {"temperature": 1.0, "seed": 1, "old": 3}).batch(1, Rollout())
     with pytest.raises(
-        ConfigError, match=r"old was 3 and is None; temperature was 1.0 and is 0.5. Restore these values"
+        ConfigError, match=r"temperature was 1.0 and is 0.5; old was 3 and is None. Restore these values"
     ):
         BatchCache(tmp_path, {"temperature": 0.5, "seed": 1})
 

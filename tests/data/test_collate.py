@@ -39,7 +39,7 @@ def test_scalar_tensors_make_a_vector() -> None:
 
 def test_a_missing_key_is_named_with_its_rows() -> None:
     """V-B6"""
-    with pytest.raises(ConfigError, match=r"rows \[0, 2\] of 3 have no 'tools'.*None for missing values"):
+    with pytest.raises(ConfigError, match=r"rows \[0, 2\] of 3 have no 'tools'.*None for missing"):
         collate_fn([{"a": 1}, {"a": 1, "tools": []}, {"a": 1}])
 
 

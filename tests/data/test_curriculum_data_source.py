@@ -10,7 +10,7 @@ import pytest
 
 from areal_lite.api.config import DatasetConfig
 from areal_lite.data.rows.samplers import AbstractSampler
-from areal_lite.data.source.curriculum_data_source import CurriculumDataSource
+from areal_lite.data.source.buffered_data_source import CurriculumDataSource
 from areal_lite.errors import ConfigError
 
 ROWS = [{"prompt": str(number)} for number in range(6)]

@@ -73,7 +73,7 @@ def test_lists_and_arrays_of_any_shape_have_one_entry_per_item() -> None:
         ({"a": [1]}, {}, r"batch\['a'\] is a list: it must be a tensor"),
         ({}, {"a": np.array([1])}, "dtype int64 .* it must be an array of dtype object"),
         ({}, {"a": np.array([[1]], dtype=object)}, r"shape \[1, 1\].*make it with object_array"),
-        ({"a": torch.zeros(1)}, {"a": object_array([1])}, "a name has one column"),
+        ({"a": torch.zeros(1)}, {"a": object_array([1])}, "is in both batch and non_tensor_batch"),
     ],
 )
 def test_columns_that_break_the_shape_of_a_batch_are_named(tensors: Any, arrays: Any, message: str) -> None:
@@ -280,7 +280,7 @@ def test_columns_are_renamed_on_either_side() -> None:
     assert (list(renamed.batch), list(renamed.non_tensor_batch)) == (["y", "wide"], ["line", "nested"])
     assert items_of(renamed.rename({"y": "x", "line": "item"})) == items_of(batch) == [0, 1]
     assert list(batch.rename({"x": "wide", "wide": "x"}).batch) == ["wide", "x"]
-    with pytest.raises(ValueError, match="gives two columns the same name"):
+    with pytest.raises(ValueError, match="makes a name twice"):
         batch.rename({"x": "item"})
     with pytest.raises(KeyError, match="the batch has no 'z'"):
         batch.rename({"z": "x"})

@@ -234,7 +234,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
 def test_files_of_other_programs_are_refused(tmp_path: Path) -> None:
     tensors = {"x": torch.ones(1)}
     save_file(tensors, tmp_path / "model")
-    with pytest.raises(ConfigError, match="model holds tensors, but not a batch"):
+    with pytest.raises(ConfigError, match="model does not hold a batch"):
         load_data_proto(tmp_path / "model")
     save_file(tensors, tmp_path / "later", metadata={"format": "areal_lite.DataProto", "schema": "2"})
     with pytest.raises(ConfigError, match="later has schema 2, but this version reads 1"):

@@ -81,7 +81,7 @@ def test_template_and_its_variables_come_from_the_config(tokenizer: Any) -> None
 
 @pytest.mark.parametrize("row", [None, 3, []])
 def test_a_row_of_another_kind_is_refused(packer: DataPacker, row: Any) -> None:
-    with pytest.raises(ConfigError, match="it must be text or a list of one message or more"):
+    with pytest.raises(ConfigError, match="give text or a list of messages"):
         packer.get_rollout_input(row)
 
 

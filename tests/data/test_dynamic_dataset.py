@@ -101,9 +101,9 @@ def test_new_rows_are_filtered_and_may_be_empty(make, script, tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("text", "datagen Scripted, row 1: this is a text: each row must be an object"),
+        ("text", "datagen Scripted, row 1: a text: each row must be an object"),
         ({"prompts": "x"}, r"row 1: its columns are \['prompts'\], but .*rows.jsonl has \['prompt'\]"),
-        ({"prompt": "x", "when": object()}, "its rows cannot be saved.*use JSON values"),
+        ({"prompt": "x", "when": object()}, "cannot save its rows.*use JSON values"),
     ],
 )
 def test_a_value_that_is_not_a_row_is_refused(make, script, row, message):

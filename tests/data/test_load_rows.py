@@ -79,7 +79,7 @@ def test_max_samples_takes_the_first_rows_or_a_seeded_choice_in_order():
         ("numbers", {}, "do not fit: missing a required argument: 'count'"),
         ("numbers", {"count": 1, "end": 2}, "unexpected keyword argument 'end'"),
         ("numbers", {"count": 0}, "there are no rows"),
-        ("words", {}, "row 1: this is a text"),
+        ("words", {}, "row 1: a text"),
         ("lazily", {}, "it returned a generator: it must return a list"),
         ("NOT_CALLABLE", {}, "it must be a function"),
         ("nombers", {"count": 1}, "did you mean .*numbers"),

@@ -185,16 +185,21 @@ def test_an_iteration_ends_when_another_begins():
 @pytest.mark.parametrize(
     ("settings", "had"),
     [
-        ({"rows": 21}, "{'rows': 20, 'content': .*this one has {'rows': 21, 'content': "),
-        ({"batch_size": 4}, "{'batch_size': 3}"),
-        ({"seed": 2}, "{'seed': 1}"),
-        ({"shuffle": False}, "{'shuffle': True}"),
-        ({"drop_last": False}, "{'drop_last': True}"),
-        ({"shuffle": False, "sampler": Curriculum(range(20))}, "'sampler': 'EpochSampler'"),
+        ({"rows": 21}, "rows was 20 and is 21; content was "),
+        ({"batch_size": 4}, "batch_size was 3 and is 4"),
+        ({"seed": 2}, "seed was 1 and is 2"),
+        ({"shuffle": False}, "shuffle was True and is False"),
+        ({"drop_last": False}, "drop_last was True and is False"),
+        (
+            {"shuffle": False, "sampler": Curriculum(range(20))},
+            "sampler was 'EpochSampler' and is 'Curriculum'",
+        ),
     ],
 )
 def test_the_position_of_another_dataset_or_setting_is_refused(settings, had):  # V20
-    with pytest.raises(ConfigError, match=f"(?s)loader had.*{had}.*Use the same.*or start another trial"):
+    with pytest.raises(
+        ConfigError, match=f"(?s)loader does not fit: .*{had}.*Use the same.*or another trial"
+    ):
         resumed(make().state_dict(), **settings)
 
 
@@ -213,7 +218,7 @@ def test_the_position_of_equally_many_other_rows_is_refused(changed):  # V20, V5
 
     state = json.loads(json.dumps(loader(items()).state_dict()))
     loader(items()).load_state_dict(state)
-    with pytest.raises(ConfigError, match="had {'content': .*Use the same dataset"):
+    with pytest.raises(ConfigError, match="content was .*Use the same dataset"):
         loader(items(changed)).load_state_dict(state)
 
 

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from areal_lite.api.config import DatasetConfig
 from areal_lite.data.vision.multimodal import (
     build_messages,
     column_values,
@@ -35,7 +36,7 @@ RED = (200, 10, 20)
 
 
 def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
-    return build_messages(row, prompt_key="prompt", image_key="images", video_key="videos")
+    return build_messages(row, DatasetConfig(path=""))
 
 
 def picture(size: tuple[int, int] = (16, 8), color: tuple[int, int, int] = RED) -> Image.Image:
@@ -125,12 +126,12 @@ def test_placeholders_must_match_the_images(placeholders: int, images: int) -> N
     if placeholders == images:
         messages_of(row)
     else:
-        with pytest.raises(ConfigError, match=f"{placeholders} image placeholders, .*has {images} images"):
+        with pytest.raises(ConfigError, match=f"{placeholders} image placeholders, .*has {images}:"):
             messages_of(row)
 
 
 def test_placeholders_must_match_the_videos() -> None:
-    with pytest.raises(ConfigError, match="the prompt has 1 video placeholders, but 'videos' has 2 videos"):
+    with pytest.raises(ConfigError, match="the prompt has 1 video placeholders, but 'videos' has 2:"):
         messages_of({"prompt": "<video>", "videos": [["a"], ["b"]]})
 
 

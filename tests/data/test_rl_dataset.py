@@ -9,8 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from areal_lite.api.config import ClassConfig, DatasetConfig
-from areal_lite.data.rows.create_dataset import create_rl_dataset
-from areal_lite.data.rows.dynamic_dataset import AbstractDataGenerator, DynamicGenDataset
+from areal_lite.data.rows.dynamic_dataset import AbstractDataGenerator, DynamicGenDataset, create_rl_dataset
 from areal_lite.data.rows.rl_dataset import RLHFDataset
 from areal_lite.errors import ConfigError
 from tests.fixtures.tiny_model import CHAT_TEMPLATE, build_tiny_model
@@ -179,7 +178,7 @@ def test_tools_may_be_json_text(write, config, tokenizer):
         config(**settings),
     )
     assert orjson.loads(dataset[0]["full_prompts"].split("|")[0]) == [{"name": "f"}]
-    with pytest.raises(ConfigError, match="row 1: the tools in 'tools' are text that is not JSON"):
+    with pytest.raises(ConfigError, match="row 1: the tools in 'tools' are not JSON"):
         dataset[1]
 
 

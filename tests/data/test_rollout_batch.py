@@ -13,8 +13,8 @@ from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.data.batch.training_batch import check_training_batch, training_sequences
 from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.data.packer.data_packer import rollout_inputs, row_of, training_batch
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
-from areal_lite.data.packer.rollout_batch import rollout_inputs, row_of, training_batch
 from areal_lite.data.source.dynamic_filters import nonzero_reward_std
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.errors import ConfigError, TrainingError

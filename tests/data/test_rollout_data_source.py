@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
-from areal_lite.data.source.iterable_data_source import IterableDataSource
+from areal_lite.data.source.buffered_data_source import IterableDataSource, RolloutDataSourceWithBuffer
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.data.source.sample import Sample
 from areal_lite.errors import CheckpointError, ConfigError, StorageError

@@ -27,7 +27,7 @@ from areal_lite.launch.loop import Summary
 from areal_lite.launch.stopping import Stopped
 from areal_lite.launch.supervised import run_supervised
 from areal_lite.trainer.checkpoint import find_checkpoint
-from areal_lite.trainer.sft_trainer import SFTTrainer
+from areal_lite.trainer.supervised_trainer import SFTTrainer
 from examples.made_up import conversations
 from examples.smollm2 import smollm2
 
@@ -152,11 +152,11 @@ def test_resume_completes_a_run_stopped_during_evaluation_or_before_its_model_wa
 SLOW_DISK = """
 import os, signal, sys, time
 from areal_lite.launch import stopping
-from areal_lite.trainer import checkpoint_writer, metrics
+from areal_lite.trainer import checkpoint, metrics
 
 stopping.STOP_SECONDS = 1.0
-write = checkpoint_writer.write_snapshot
-checkpoint_writer.write_snapshot = lambda *a: (time.sleep(2.5), write(*a))
+write = checkpoint.write_snapshot
+checkpoint.write_snapshot = lambda *a: (time.sleep(2.5), write(*a))
 log = metrics.MetricsWriter.write
 
 def log_and_stop(self, step, values):
@@ -330,7 +330,7 @@ def test_a_checkpoint_of_other_rows_is_refused(sft_yaml: Path) -> None:
     rows.write_text("".join(json.dumps(row) + "\n" for row in kept))
     run(sft_yaml, *some, "trainer.total_steps=1")
     rows.write_text("".join(json.dumps(row) + "\n" for row in reversed(kept)))
-    with pytest.raises(ConfigError, match=r"loader had {'content': .*Use the same dataset"):
+    with pytest.raises(ConfigError, match=r"loader does not fit: content was .*Use the same dataset"):
         run(sft_yaml, *some, "trainer.total_steps=2")
 
 

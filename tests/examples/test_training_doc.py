@@ -11,8 +11,7 @@ import yaml
 from areal_lite.api.config_loader import load_config
 from areal_lite.api.trainer_config import CorrectionConfig, TrainerConfig
 from areal_lite.trainer.algorithm import Algorithm
-from areal_lite.trainer.estimators import EstimatorInputs
-from areal_lite.trainer.estimators.estimator import ESTIMATORS
+from areal_lite.trainer.estimators import ESTIMATORS, EstimatorInputs
 from areal_lite.trainer.objectives.policy_loss import POLICY_LOSSES
 
 REPOSITORY = Path(__file__).parents[2]

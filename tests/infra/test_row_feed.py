@@ -13,7 +13,7 @@ import pytest
 
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory
-from areal_lite.data.source.iterable_data_source import IterableDataSource
+from areal_lite.data.source.buffered_data_source import IterableDataSource
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.errors import ConfigError, StarvationError
 from areal_lite.infra import row_feed

@@ -29,8 +29,7 @@ from areal_lite.api.config import TrainerConfig
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.source.data_source_state import state_bytes, state_path
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
-from areal_lite.trainer.checkpoint import checkpoint_step, find_checkpoint, load_checkpoint
-from areal_lite.trainer.checkpoint_writer import CheckpointWriter
+from areal_lite.trainer.checkpoint import CheckpointWriter, checkpoint_step, find_checkpoint, load_checkpoint
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.metrics import MetricsWriter

@@ -11,8 +11,7 @@ import torch
 from areal_lite.api.trainer_config import CorrectionConfig, CriticConfig, KLConfig, TrainerConfig
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.algorithm import Algorithm
-from areal_lite.trainer.estimators import Estimate, EstimatorInputs
-from areal_lite.trainer.estimators.estimator import ESTIMATORS
+from areal_lite.trainer.estimators import ESTIMATORS, Estimate, EstimatorInputs
 from areal_lite.trainer.objectives import LossTerms, PolicyInputs
 from areal_lite.trainer.objectives.policy_loss import POLICY_LOSSES
 
@@ -43,7 +42,7 @@ def test_every_estimator_goes_with_every_loss(advantage: str, loss: str) -> None
         ({"advantage_kwargs": {"gama": 1}}, "trainer.advantage_kwargs: .* has no argument 'gama'"),
         ({"advantage": "reinforce", "advantage_kwargs": {"gamma": 2.0}}, "use 0 to 1"),
         ({"advantage": "gpg", "advantage_kwargs": {"f_norm": 0.0}}, "trainer.advantage"),
-        ({"loss_kwargs": {"clip_eps": -0.2}}, "trainer.loss_kwargs: clip_eps is -0.2"),
+        ({"loss_kwargs": {"clip_eps": -0.2}}, "trainer.loss_kwargs: clip_eps -0.2"),
         ({"loss_kwargs": {"clip_eps": "wide"}}, "trainer.loss 'ppo' does not work"),
         ({"loss_kwargs": {"dual_clip": 0.5}}, "dual_clip is 0.5"),
         ({"loss": "gspo", "loss_aggregation": "token-mean"}, "trainer.loss_aggregation"),

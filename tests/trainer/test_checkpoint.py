@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.trainer.checkpoint import (
+    CheckpointWriter,
     check_config,
     checkpoint_step,
     checkpoints,
     find_checkpoint,
     load_checkpoint,
 )
-from areal_lite.trainer.checkpoint_writer import CheckpointWriter
 from areal_lite.trainer.lora import has_adapters
 from areal_lite.trainer.seeding import restore_rng_state, rng_state, seed_process
 from areal_lite.trainer.snapshot import snapshot
@@ -159,9 +159,7 @@ def test_f50_a_changed_or_missing_file_is_detected_and_never_skipped(
     path = tmp_path / "step_00000002" / file
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(
-        CheckpointError, match="newest checkpoint.*changed or truncated.*resume from step_00000001"
-    ):
+    with pytest.raises(CheckpointError, match="newest checkpoint.*changed or cut.*resume from step_00000001"):
         find_checkpoint(tmp_path, "auto")
     path.unlink()
     with pytest.raises(CheckpointError, match="is incomplete"):
@@ -172,7 +170,7 @@ def test_f50_a_changed_or_missing_file_is_detected_and_never_skipped(
 
 def test_weights_alone_are_not_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
     folder = publish_weights(LoopTrainer(tiny).model, tmp_path / "weights", 3)
-    with pytest.raises(CheckpointError, match="v00000003 holds weights without trainer.json.*set model_path"):
+    with pytest.raises(CheckpointError, match="v00000003 has no trainer.json.*set model_path"):
         find_checkpoint(tmp_path / "checkpoints", str(folder))
 
 

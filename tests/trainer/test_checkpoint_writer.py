@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from areal_lite.errors import CheckpointError, StorageError, TrainingError
-from areal_lite.trainer import checkpoint_writer
-from areal_lite.trainer.checkpoint import find_checkpoint
-from areal_lite.trainer.checkpoint_writer import CheckpointWriter
+from areal_lite.trainer import checkpoint
+from areal_lite.trainer.checkpoint import CheckpointWriter, find_checkpoint
 from areal_lite.trainer.snapshot import Snapshot, snapshot
 from tests.trainer.resume_loop import LoopTrainer
 
@@ -30,13 +29,13 @@ def taken(tiny: Path) -> Snapshot:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Writes wait until it is set."""
     opened = threading.Event()
-    real = checkpoint_writer.write_snapshot
+    real = checkpoint.write_snapshot
 
     def waits(*args: Any) -> None:
         assert opened.wait(30)
         real(*args)
 
-    monkeypatch.setattr(checkpoint_writer, "write_snapshot", waits)
+    monkeypatch.setattr(checkpoint, "write_snapshot", waits)
     yield opened
     opened.set()
 
@@ -89,7 +88,7 @@ def test_a_failure_in_the_thread_is_raised_by_the_next_call_and_only_once(
     writer.save(1, taken, {})
     writer.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_writer, "write_snapshot", broken)
+        patch.setattr(checkpoint, "write_snapshot", broken)
         writer.save(2, taken, {})
         with pytest.raises(KeyError, match="no such weight"):
             writer.save(3, taken, {})
@@ -106,7 +105,7 @@ def test_a_failed_write_does_not_hide_the_error_that_ended_the_run(
     def broken(*args: Any) -> None:
         raise OSError("gone")
 
-    monkeypatch.setattr(checkpoint_writer, "write_snapshot", broken)
+    monkeypatch.setattr(checkpoint, "write_snapshot", broken)
     with (
         pytest.raises(TrainingError, match="diverged") as ended,
         CheckpointWriter(tmp_path, keep=1) as writer,

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from areal_lite.errors import StorageError
-from areal_lite.trainer.checkpoint import checkpoints, find_checkpoint
-from areal_lite.trainer.checkpoint_writer import CheckpointWriter
+from areal_lite.trainer.checkpoint import CheckpointWriter, checkpoints, find_checkpoint
 from areal_lite.trainer.snapshot import Snapshot, snapshot
 from tests.fixtures.tiny_model import build_tiny_model
 from tests.trainer.crash_states import Recorder, Tree, change_tree, files_end_at

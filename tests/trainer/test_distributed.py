@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.data_proto_file import load_data_proto
-from areal_lite.trainer.broadcast import broadcast_batch, broadcast_json, gather_json
-from areal_lite.trainer.ranks import Ranks, join_ranks
+from areal_lite.trainer.ranks import Ranks, broadcast_batch, broadcast_json, gather_json, join_ranks
 from areal_lite.trainer.snapshot import restore
 from areal_lite.trainer.weights import write_model
 from tests.trainer.rank_programs.training_cases import (

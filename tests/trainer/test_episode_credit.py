@@ -17,7 +17,7 @@ from areal_lite.api.trainer_config import CorrectionConfig, CriticConfig, KLConf
 from areal_lite.api.trajectory import Group
 from areal_lite.data.batch.data_proto_file import load_data_proto, save_data_proto
 from areal_lite.data.batch.training_batch import data_proto_of
-from areal_lite.trainer.estimators.estimator import ESTIMATORS
+from areal_lite.trainer.estimators import ESTIMATORS
 from areal_lite.trainer.objectives.aggregation import AggregationMode
 from areal_lite.trainer.policy_step import Batch, Step
 from areal_lite.trainer.policy_trainer import PolicyTrainer

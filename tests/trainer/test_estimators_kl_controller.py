@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.estimators.kl_controller import KLController, kl_in_reward, mean_kl
+from areal_lite.trainer.estimators.reward_penalties import KLController, kl_in_reward, mean_kl
 from tests.trainer.oracle_cases import assert_matches, case, inputs
 
 

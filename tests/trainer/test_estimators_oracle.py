@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_lite.trainer.estimators.estimator import ESTIMATORS, Estimate, EstimatorInputs
-from areal_lite.trainer.estimators.normalize import whiten
+from areal_lite.trainer.estimators import ESTIMATORS, Estimate, EstimatorInputs
+from areal_lite.trainer.estimators.grouping import whiten
 from tests.trainer.oracle_cases import DTYPES, assert_matches, case, inputs, keys
 from tests.trainer.turn_data import with_whole_turns
 

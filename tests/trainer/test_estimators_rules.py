@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.estimators.discounting import discounted_sums
-from areal_lite.trainer.estimators.estimator import ESTIMATORS, EstimatorInputs
+from areal_lite.trainer.estimators import ESTIMATORS, EstimatorInputs
+from areal_lite.trainer.estimators.return_estimators import discounted_sums
 from tests.trainer.turn_data import with_whole_turns
 
 GROUP_NAMES = ["grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"]

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.estimators import EstimatorInputs, Turns
-from areal_lite.trainer.estimators.estimator import COMPARES_GROUP, ESTIMATORS
+from areal_lite.trainer.estimators import COMPARES_GROUP, ESTIMATORS, EstimatorInputs, Turns
 from areal_lite.trainer.estimators.group_estimators import STD_FLOOR
 from tests.trainer.turn_data import (
     Episode,
@@ -220,8 +219,8 @@ def test_a_turn_discount_must_be_between_0_and_1(gamma: float) -> None:
         ({"index": torch.tensor([0, 1, -1])}, "turns.index must be 0 or more"),
         ({"of_token": torch.tensor([0, 2, 1])}, "turns.of_token go from 0 to 1: they must not decrease"),
         ({"of_token": torch.tensor([0, 1, 3])}, "between 0 and 2"),
-        ({"parents": torch.tensor([-1, -1, 3])}, "turns.parents must name turns of the same episode"),
-        ({"parents": torch.tensor([-1, -1, 1])}, "turns.parents must name turns of the same episode"),
+        ({"parents": torch.tensor([-1, -1, 3])}, "turns.parents must be turns of the same episode"),
+        ({"parents": torch.tensor([-1, -1, 1])}, "turns.parents must be turns of the same episode"),
         ({"parents": torch.tensor([1, -1, -1])}, "with a smaller index"),
     ],
 )

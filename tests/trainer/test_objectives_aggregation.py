@@ -11,8 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from areal_lite.trainer.objectives.aggregation import AggregationMode, aggregate, token_weights
-from areal_lite.trainer.objectives.per_episode import episode_max, episode_mean, episode_sum
+from areal_lite.trainer.objectives.aggregation import (
+    AggregationMode,
+    aggregate,
+    episode_max,
+    episode_mean,
+    episode_sum,
+    token_weights,
+)
 from tests.trainer.oracle_cases import DTYPES, assert_matches, case, inputs
 
 NORM = AggregationMode.SEQ_MEAN_TOKEN_SUM_NORM

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areal_lite.trainer.objectives.mismatch import mismatch_statistics
+from areal_lite.trainer.data_metrics import mismatch_statistics
 from tests.trainer.oracle_cases import case, inputs
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.objectives.overlong import overlong_penalty
+from areal_lite.trainer.estimators.reward_penalties import overlong_penalty
 
 
 def test_the_penalty_is_linear_within_the_buffer() -> None:
@@ -16,7 +16,5 @@ def test_the_penalty_is_linear_within_the_buffer() -> None:
 
 @pytest.mark.parametrize("buffer", [0, 11])
 def test_a_buffer_outside_1_to_the_limit_is_an_error(buffer: int) -> None:
-    with pytest.raises(
-        ConfigError, match=f"overlong buffer is {buffer} with a max_length of 10: choose 1 to 10"
-    ):
+    with pytest.raises(ConfigError, match=f"overlong buffer is {buffer}: choose 1 to 10 tokens"):
         overlong_penalty(torch.tensor([1]), max_length=10, buffer=buffer)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areal_lite.trainer.objectives.aggregation import AggregationMode, aggregate, token_weights
-from areal_lite.trainer.objectives.value_loss import value_loss
+from areal_lite.trainer.objectives.policy_loss import value_loss
 from tests.trainer.oracle_cases import DTYPES, assert_matches, case, inputs
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import get_scheduler
 
 from areal_lite.api.config import TrainerConfig
-from areal_lite.trainer.optimizer import learning_rate, make_optimizer
+from areal_lite.trainer.learner import learning_rate, make_optimizer
 
 
 def config(**changes: Any) -> TrainerConfig:

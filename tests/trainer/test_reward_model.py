@@ -12,7 +12,7 @@ from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.microbatches import plan_blocks
 from areal_lite.trainer.packed_model import pack
-from areal_lite.trainer.reward_model import RewardModel, RewardScorer, ending, load_reward_model
+from areal_lite.trainer.scalar_model import RewardModel, RewardScorer, ending, load_reward_model
 from areal_lite.trainer.weights import write_model
 from tests.trainer.training_data import drawn_batch, sequence
 

@@ -13,8 +13,7 @@ import pytest
 
 from areal_lite.api.config import DatasetConfig, RunConfig, TrainerConfig
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.metrics import MetricsWriter
-from areal_lite.trainer.tracking import Tracking, start_tracking
+from areal_lite.trainer.metrics import MetricsWriter, Tracking, start_tracking
 
 
 def config(*tracking: Any) -> RunConfig:
@@ -101,14 +100,16 @@ def test_a_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=f"pip install {name}, or remove {name} from tracking"):
+    with pytest.raises(ConfigError, match=f"pip install {name}, or leave {name} out"):
         start_tracking(config(name), tmp_path)
 
 
 def test_a_tracker_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     (tmp_path / "tensorboard").write_text("a file where the folder goes")
-    with pytest.raises(ConfigError, match=r"tensorboard cannot start: FileExistsError.*remove tensorboard"):
+    with pytest.raises(
+        ConfigError, match=r"tensorboard cannot start: FileExistsError.*leave tensorboard out"
+    ):
         start_tracking(config("tensorboard"), tmp_path)
 
 

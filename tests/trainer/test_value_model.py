@@ -10,8 +10,7 @@ import transformers
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.packed_model import PackedSequences
 from areal_lite.trainer.policy_model import load_policy
-from areal_lite.trainer.reward_model import load_reward_model
-from areal_lite.trainer.value_model import ValueScorer, load_critic
+from areal_lite.trainer.scalar_model import ValueScorer, load_critic, load_reward_model
 from areal_lite.trainer.weights import write_model
 from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sequence
 

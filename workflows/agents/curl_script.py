@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import os
 import re
 from typing import Any
 
 from areal_lite import workflow_context
 
 SCRIPT = """
-curl --silent --show-error --fail-with-body --no-buffer "$OPENAI_BASE_URL/chat/completions" \\
+printf %s "$REQUEST" | curl --silent --show-error --fail-with-body --no-buffer "$OPENAI_BASE_URL/chat/completions" \\
     -H "Authorization: Bearer $OPENAI_API_KEY" -H "Content-Type: application/json" --data @-
 """
 
@@ -31,20 +28,12 @@ class CurlAgent:
         self, data: dict[str, Any], base_url: Any = None, api_key: Any = None, http_client: Any = None
     ) -> float:
         messages = [{"role": "user", "content": data["question"]}]
-        body = {"model": "default", "messages": messages, "stream": self.stream}
-        pipe = asyncio.subprocess.PIPE
-        environment = {**os.environ, **workflow_context.get().agent.environment}
-        process = await asyncio.create_subprocess_exec(
-            "sh", "-c", SCRIPT, env=environment, stdin=pipe, stdout=pipe, stderr=pipe
-        )
-        try:
-            printed, errors = await process.communicate(json.dumps(body).encode())
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # it has ended
-                process.kill()
+        request = json.dumps({"model": "default", "messages": messages, "stream": self.stream})
+        agent = workflow_context.get().agent
+        process = await agent.run_process(["sh", "-c", SCRIPT], variables={"REQUEST": request})
         if process.returncode:
-            raise RuntimeError(f"curl exited with {process.returncode}: {errors.decode()} {printed.decode()}")
-        numbers = re.findall(r"-?\d+", self.answer(printed.decode()))
+            raise RuntimeError(f"curl exited with {process.returncode}: {process.stderr} {process.stdout}")
+        numbers = re.findall(r"-?\d+", self.answer(process.stdout))
         return float(bool(numbers) and numbers[-1] == data["answer"])
 
     def answer(self, printed: str) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -26,16 +24,25 @@ class MiniSweAgent:
     async def run(
         self, data: dict[str, Any], base_url: Any = None, api_key: Any = None, http_client: Any = None
     ) -> float:
+        run_process = workflow_context.get().agent.run_process
         with tempfile.TemporaryDirectory() as folder:
-            settings = {**SETTINGS, "MSWEA_GLOBAL_CONFIG_DIR": folder}
             repository = Path(folder) / "repository"
             await asyncio.to_thread(make_repository, repository, data["files"])
-            command = ["-m", "minisweagent.run.mini", *OPTIONS.split(), "-t", data["question"]]
-            code, printed = await python([*command, "-o", f"{folder}/run.json"], repository, settings)
-            if code:
-                raise RuntimeError(f"mini-swe-agent exited with {code}: {printed[-2000:]}")
-            code, _ = await python(["-c", data["test"]], repository, {})
-            return float(code == 0)
+            settings = {**SETTINGS, "MSWEA_GLOBAL_CONFIG_DIR": folder}
+            command = [
+                sys.executable,
+                "-m",
+                "minisweagent.run.mini",
+                *OPTIONS.split(),
+                "-t",
+                data["question"],
+            ]
+            output = ["-o", f"{folder}/run.json"]
+            process = await run_process([*command, *output], cwd=str(repository), variables=settings)
+            if process.returncode:
+                raise RuntimeError(f"mini-swe-agent exited with {process.returncode}: {process.stderr}")
+            test = [sys.executable, "-c", data["test"]]
+            return float((await run_process(test, cwd=str(repository), timeout_s=60)).returncode == 0)
 
 
 def make_repository(folder: Path, files: dict[str, str]) -> None:
@@ -45,16 +52,3 @@ def make_repository(folder: Path, files: dict[str, str]) -> None:
     author = ["-c", "user.name=a", "-c", "user.email=a@localhost"]
     for command in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "start"]):
         subprocess.run(["git", *command], cwd=folder, check=True)
-
-
-async def python(arguments: list[str], folder: Path, settings: dict[str, str]) -> tuple[int, str]:
-    """Run Python in ``folder``; return its exit code and what it printed."""
-    env = {**os.environ, **workflow_context.get().agent.environment, **settings}
-    pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, cwd=folder, env=env, **pipes)
-    try:
-        printed, _ = await process.communicate()
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            process.kill()
-    return process.returncode or 0, printed.decode(errors="replace")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +17,14 @@ class NodeAgent:
     """
 
     def __init__(self, script: str | Path = "node_agent.mjs", stream: bool = False) -> None:
-        self.script = script
+        self.script = Path(script).resolve()
         self.stream = stream
 
     async def run(
         self, data: dict[str, Any], base_url: Any = None, api_key: Any = None, http_client: Any = None
     ) -> float:
-        environment = {**os.environ, **workflow_context.get().agent.environment}
-        arguments = [str(self.script), data["question"], *(["stream"] if self.stream else [])]
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            "node", *arguments, env=environment, stdout=pipe, stderr=pipe
-        )
-        try:
-            printed, errors = await process.communicate()
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # it has ended
-                process.kill()
-        if process.returncode and b"SyntaxError" not in errors:  # JSON that the model wrote wrong
-            raise RuntimeError(f"node exited with {process.returncode}: {errors.decode()}")
-        return float(printed.decode().strip() == data["answer"])
+        command = ["node", str(self.script), data["question"], *(["stream"] if self.stream else [])]
+        process = await workflow_context.get().agent.run_process(command)
+        if process.returncode and "SyntaxError" not in process.stderr:  # JSON that the model wrote wrong
+            raise RuntimeError(f"node exited with {process.returncode}: {process.stderr}")
+        return float(process.stdout.strip() == data["answer"])

@@ -10,6 +10,7 @@ import orjson
 from areal_lite.agents.chat_request import ChatRequest
 from areal_lite.agents.chat_session import Answer, ChatSession
 from areal_lite.agents.request_fields import RequestError
+from areal_lite.agents.text_stream import Piece
 
 
 class EventStream(Protocol):
@@ -18,8 +19,8 @@ class EventStream(Protocol):
     def start(self, answer_id: str) -> bytes:
         """Return the events before the text."""
 
-    def text(self, index: int, piece: str) -> bytes:
-        """Return the events of a piece of text of choice ``index``."""
+    def text(self, index: int, piece: Piece) -> bytes:
+        """Return the events of a piece of text or reasoning of choice ``index``."""
 
     def end(self, answers: Sequence[Answer]) -> bytes:
         """Return the events that complete the answers, tool calls and usage included."""

@@ -10,6 +10,7 @@ from areal_lite.agents.apis.api import event, openai_error
 from areal_lite.agents.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.chat_session import Answer, ChatSession
 from areal_lite.agents.request_fields import RequestError
+from areal_lite.agents.text_stream import Piece
 
 
 class ChatCompletions:
@@ -19,7 +20,7 @@ class ChatCompletions:
 
     def parse(self, body: dict[str, Any], session: ChatSession) -> ChatRequest:
         """Return the checked request."""
-        return parse_chat_request(body)
+        return parse_chat_request(body, session.find_conversation)
 
     def reply(self, request: ChatRequest, answers: Sequence[Answer], session: ChatSession) -> dict[str, Any]:
         """Return a ``chat.completion``."""
@@ -73,16 +74,14 @@ class ChatCompletionStream:
         role = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(index, role) for index in range(self._request.n))
 
-    def text(self, index: int, piece: str) -> bytes:
-        """Return the chunk of a piece of text."""
-        return self._chunk(index, {"content": piece})
+    def text(self, index: int, piece: Piece) -> bytes:
+        """Return the chunk of a piece of text or reasoning."""
+        return self._chunk(index, {"reasoning_content" if piece.is_reasoning else "content": piece.text})
 
     def end(self, answers: Sequence[Answer]) -> bytes:
-        """Return reasoning, tool calls, finish reasons, usage and the end mark."""
+        """Return tool calls, finish reasons, usage and the end mark."""
         parts = []
         for index, answer in enumerate(answers):
-            if reasoning := answer.message.get("reasoning_content"):
-                parts.append(self._chunk(index, {"reasoning_content": reasoning}))
             if calls := answer.message.get("tool_calls"):
                 indexed = [{"index": place, **call} for place, call in enumerate(calls)]
                 parts.append(self._chunk(index, {"tool_calls": indexed}))

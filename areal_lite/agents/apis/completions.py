@@ -12,6 +12,7 @@ from areal_lite.agents.apis.chat_completions import openai_usage
 from areal_lite.agents.chat_request import MAX_TOP_LOGPROBS, ChatRequest, request_options
 from areal_lite.agents.chat_session import Answer, ChatSession
 from areal_lite.agents.request_fields import RequestError, short, whole
+from areal_lite.agents.text_stream import Piece
 
 
 class Completions:
@@ -70,9 +71,9 @@ class CompletionStream:
         self._head = _head(answer_id, self._request)
         return b""
 
-    def text(self, index: int, piece: str) -> bytes:
+    def text(self, index: int, piece: Piece) -> bytes:
         """Return the event of a piece of text."""
-        choice = {"index": index, "text": piece, "finish_reason": None, "logprobs": None}
+        choice = {"index": index, "text": piece.text, "finish_reason": None, "logprobs": None}
         return event({**self._head, "choices": [choice]})
 
     def end(self, answers: Sequence[Answer]) -> bytes:

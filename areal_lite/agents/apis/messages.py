@@ -11,6 +11,7 @@ from areal_lite.agents.apis.api import event
 from areal_lite.agents.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.chat_session import Answer, ChatSession
 from areal_lite.agents.request_fields import RequestError, short, typed
+from areal_lite.agents.text_stream import Piece
 
 _AS_CHAT = {
     "model": "model", "max_tokens": "max_tokens", "stop_sequences": "stop", "temperature": "temperature",
@@ -46,7 +47,7 @@ class Messages:
         output_format = config.get("format") or body.get("output_format")  # the second one in beta versions
         if output_format is not None:
             chat["response_format"] = output_format
-        return parse_chat_request(chat)
+        return parse_chat_request(chat, session.find_conversation)
 
     def reply(self, request: ChatRequest, answers: Sequence[Answer], session: ChatSession) -> dict[str, Any]:
         """Return a ``message``."""
@@ -77,7 +78,8 @@ class MessageStream:
     def __init__(self, request: ChatRequest) -> None:
         self._request = request
         self._block = -1
-        self._in_text = False
+        self._kind = ""
+        """Type of the open block; empty if none is open."""
 
     def start(self, answer_id: str) -> bytes:
         """Return message_start; the prompt's length is in message_delta."""
@@ -90,26 +92,30 @@ class MessageStream:
         }
         return _event("message_start", message=message)
 
-    def text(self, index: int, piece: str) -> bytes:
-        """Return the delta of a piece of text, in a block of its own."""
-        head = b"" if self._in_text else self._open({"type": "text", "text": ""})
-        self._in_text = True
-        return head + self._delta({"type": "text_delta", "text": piece})
+    def text(self, index: int, piece: Piece) -> bytes:
+        """Return the delta of a piece of text or thinking; each has a block of its own."""
+        kind = "thinking" if piece.is_reasoning else "text"
+        head = b""
+        if kind != self._kind:
+            block = {"type": kind, kind: ""}
+            head = self._close() + self._open({**block, "signature": ""} if piece.is_reasoning else block)
+        return head + self._delta({"type": f"{kind}_delta", kind: piece.text})
 
     def end(self, answers: Sequence[Answer]) -> bytes:
-        """Return the other blocks, the stop reason and usage."""
+        """Return the tool calls, the stop reason and usage."""
         (answer,) = answers
-        parts = [self._close()] if self._in_text else []
+        parts = [self._close()]
         for block in _blocks(answer.message):
             if block["type"] == "tool_use":
-                parts.append(self._open({**block, "input": {}}))
                 partial = orjson.dumps(block["input"]).decode()
-                parts.append(self._delta({"type": "input_json_delta", "partial_json": partial}))
-                parts.append(self._close())
+                parts += [
+                    self._open({**block, "input": {}}),
+                    self._delta({"type": "input_json_delta", "partial_json": partial}),
+                    self._close(),
+                ]
         response = answer.response
         usage = {"input_tokens": response.input_len, "output_tokens": response.output_len}
-        parts.append(_event("message_delta", delta=_stop(answer), usage=usage))
-        parts.append(_event("message_stop"))
+        parts += [_event("message_delta", delta=_stop(answer), usage=usage), _event("message_stop")]
         return b"".join(parts)
 
     def error(self, error: RequestError) -> bytes:
@@ -118,12 +124,16 @@ class MessageStream:
 
     def _open(self, block: dict[str, Any]) -> bytes:
         self._block += 1
+        self._kind = block["type"]
         return _event("content_block_start", index=self._block, content_block=block)
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _event("content_block_delta", index=self._block, delta=delta)
 
     def _close(self) -> bytes:
+        if not self._kind:
+            return b""
+        self._kind = ""
         return _event("content_block_stop", index=self._block)
 
 

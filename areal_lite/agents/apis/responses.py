@@ -11,6 +11,7 @@ from areal_lite.agents.apis.api import event, openai_error
 from areal_lite.agents.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.chat_session import Answer, ChatSession
 from areal_lite.agents.request_fields import RequestError, short, typed
+from areal_lite.agents.text_stream import Piece
 
 _AS_CHAT = {
     "model": "model", "max_output_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p",
@@ -65,7 +66,7 @@ class Responses:
         text = typed("text", body.get("text"), dict, "send an object with format") or {}
         if text.get("format") is not None:
             chat["response_format"] = text["format"]
-        return parse_chat_request(chat)
+        return parse_chat_request(chat, session.find_conversation)
 
     def _history(self, previous: Any, session: ChatSession) -> list[dict[str, Any]]:
         """Return the messages of an earlier response without its instructions, and its answer."""
@@ -105,8 +106,10 @@ class ResponseStream:
         self._request = request
         self._number = -1
         self._id = ""
-        self._item_id = ""
-        self._text = ""
+        self._item: dict[str, Any] = {}
+        """The open item of text or reasoning; empty if none is open."""
+        self._output: list[dict[str, Any]] = []
+        """Complete items."""
 
     def start(self, answer_id: str) -> bytes:
         """Return response.created and response.in_progress."""
@@ -116,52 +119,39 @@ class ResponseStream:
             "response.in_progress", response=response
         )
 
-    def text(self, index: int, piece: str) -> bytes:
-        """Return the delta of a piece of text, in an item of its own."""
+    def text(self, index: int, piece: Piece) -> bytes:
+        """Return the delta of a piece of text or reasoning; each has an item of its own."""
+        new = _reasoning("") if piece.is_reasoning else _message("")
         head = b""
-        if not self._item_id:
-            self._item_id = f"msg_{uuid.uuid4().hex}"
-            item = {"id": self._item_id, **_MESSAGE, "status": "in_progress", "content": []}
-            head = self._event("response.output_item.added", output_index=0, item=item)
-            head += self._event("response.content_part.added", **self._place(), part=_text_part(""))
-        self._text += piece
-        return head + self._event("response.output_text.delta", **self._place(), delta=piece, logprobs=[])
+        if self._item.get("type") != new["type"]:
+            head = self._close()
+            self._item = new
+            opened = {**new, "content": []}
+            head += self._event("response.output_item.added", output_index=len(self._output), item=opened)
+            head += self._event("response.content_part.added", **self._place(), part=new["content"][0])
+        part = self._item["content"][0]
+        part["text"] += piece.text
+        delta = self._event(f"response.{part['type']}.delta", **self._place(), delta=piece.text, logprobs=[])
+        return head + delta
 
     def end(self, answers: Sequence[Answer]) -> bytes:
         """Return the end of the text, the other items, and the whole response."""
         (answer,) = answers
-        parts = []
-        done: list[dict[str, Any]] = []
-        if self._item_id:
-            part = _text_part(self._text)
-            item = {"id": self._item_id, **_MESSAGE, "status": "completed", "content": [part]}
-            parts += [
-                self._event("response.output_text.done", **self._place(), text=self._text, logprobs=[]),
-                self._event("response.content_part.done", **self._place(), part=part),
-                self._event("response.output_item.done", output_index=0, item=item),
-            ]
-            done.append(item)
-        for item in _items(answer):
-            if item["type"] == "message" and self._item_id:
-                continue
-            output_index = len(done)
-            started = {**item, "arguments": ""} if item["type"] == "function_call" else item
-            parts.append(self._event("response.output_item.added", output_index=output_index, item=started))
+        parts = [self._close()]
+        items = _items(answer)
+        for item in items if not self._output else [i for i in items if i["type"] == "function_call"]:
+            place = {"output_index": len(self._output)}
+            opened = {**item, "arguments": ""} if item["type"] == "function_call" else item
+            parts.append(self._event("response.output_item.added", **place, item=opened))
             if item["type"] == "function_call":
-                place = {"item_id": item["id"], "output_index": output_index}
+                call = {**place, "item_id": item["id"]}
                 arguments = item["arguments"]
-                parts.append(self._event("response.function_call_arguments.delta", **place, delta=arguments))
-                parts.append(
-                    self._event(
-                        "response.function_call_arguments.done",
-                        **place,
-                        name=item["name"],
-                        arguments=arguments,
-                    )
-                )
-            parts.append(self._event("response.output_item.done", output_index=output_index, item=item))
-            done.append(item)
-        response = _response(self._id, self._request, answer, done)
+                done = {**call, "name": item["name"], "arguments": arguments}
+                parts.append(self._event("response.function_call_arguments.delta", **call, delta=arguments))
+                parts.append(self._event("response.function_call_arguments.done", **done))
+            parts.append(self._event("response.output_item.done", **place, item=item))
+            self._output.append(item)
+        response = _response(self._id, self._request, answer, self._output)
         parts.append(self._event(f"response.{response['status']}", response=response))
         return b"".join(parts)
 
@@ -169,19 +159,35 @@ class ResponseStream:
         """Return the error as an event."""
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
+    def _close(self) -> bytes:
+        if not self._item:
+            return b""
+        item, place = self._item, self._place()
+        part = item["content"][0]
+        events = self._event(f"response.{part['type']}.done", **place, text=part["text"], logprobs=[])
+        events += self._event("response.content_part.done", **place, part=part)
+        events += self._event("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+        self._item = {}
+        return events
+
     def _place(self) -> dict[str, Any]:
-        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        return {"item_id": self._item["id"], "output_index": len(self._output), "content_index": 0}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
         return event({"type": kind, "sequence_number": self._number, **fields}, kind)
 
 
-_MESSAGE = {"type": "message", "role": "assistant"}
+def _message(text: str) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    name = f"msg_{uuid.uuid4().hex}"
+    return {"id": name, "type": "message", "role": "assistant", "status": "completed", "content": [part]}
 
 
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _reasoning(text: str) -> dict[str, Any]:
+    part = {"type": "reasoning_text", "text": text}
+    return {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": [], "content": [part]}
 
 
 def _items(answer: Answer) -> list[dict[str, Any]]:
@@ -189,12 +195,10 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
     message = answer.message
     items: list[dict[str, Any]] = []
     if reasoning := message.get("reasoning_content"):
-        content = [{"type": "reasoning_text", "text": reasoning}]
-        items.append({"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": [], "content": content})
+        items.append(_reasoning(reasoning))
     calls = message.get("tool_calls") or []
     if message["content"] or not calls:
-        part = _text_part(message["content"] or "")
-        items.append({"id": f"msg_{uuid.uuid4().hex}", **_MESSAGE, "status": "completed", "content": [part]})
+        items.append(_message(message["content"] or ""))
     for call in calls:
         items.append(
             {

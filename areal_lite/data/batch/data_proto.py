@@ -48,10 +48,8 @@ class DataProto:
 
     batch: dict[str, Tensor] = field(default_factory=dict)
     """Tensors ``[B, ...]``."""
-
     non_tensor_batch: dict[str, ObjectArray] = field(default_factory=dict)
     """Arrays ``[B]`` of dtype object, made with :func:`~areal_lite.data.rows.collate.object_array`."""
-
     meta_info: dict[str, Any] = field(default_factory=dict)
     """Metadata of the whole batch; ``metrics`` is a dict of numbers that :meth:`concat` collects."""
 
@@ -88,20 +86,12 @@ class DataProto:
         return cls(dict(tensors or {}), arrays, dict(meta_info or {}))
 
     def check_consistency(self) -> None:
-        """Check every column, e.g. after changing one of the dicts directly.
-
-        Raises:
-            ValueError: With key, shape and fix.
-        """
+        """Check every column, e.g. after changing one of the dicts directly."""
         for key, tensor in self.batch.items():
             if not isinstance(tensor, Tensor) or tensor.ndim == 0:
-                raise ValueError(
-                    f"batch[{key!r}] is {form_of(tensor)}: it must be a tensor of shape [B, ...]"
-                )
+                raise ValueError(f"batch[{key!r}] is {form_of(tensor)}: it must be a tensor [B, ...]")
             if key in self.non_tensor_batch:
-                raise ValueError(
-                    f"{key!r} is in both batch and non_tensor_batch: a name has one column; rename one"
-                )
+                raise ValueError(f"{key!r} is in both batch and non_tensor_batch: rename one of them")
         for key, array in self.non_tensor_batch.items():
             if not isinstance(array, np.ndarray) or array.dtype != object or array.ndim != 1:
                 raise ValueError(
@@ -155,11 +145,7 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] = (),
         meta_info_keys: Sequence[str] = (),
     ) -> DataProto:
-        """Remove the named entries and return them as a batch; on an error nothing is removed.
-
-        Raises:
-            KeyError: If an entry does not exist.
-        """
+        """Remove the named entries and return them as a batch; on an error nothing is removed."""
         popped = self._entries(batch_keys, non_tensor_batch_keys, meta_info_keys)
         for mine, removed in zip(self._dicts(), popped._dicts(), strict=True):
             for key in removed:
@@ -172,11 +158,7 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
-        """Return a batch of the named entries only; None keeps a whole dict.
-
-        Raises:
-            KeyError: If an entry does not exist.
-        """
+        """Return a batch of the named entries only; None keeps a whole dict."""
         return self._entries(
             self.batch if batch_keys is None else batch_keys,
             self.non_tensor_batch if non_tensor_batch_keys is None else non_tensor_batch_keys,
@@ -187,7 +169,6 @@ class DataProto:
         """Return the batch with columns renamed, ``{old: new}``.
 
         Raises:
-            KeyError: If an old name does not exist.
             ValueError: If two columns would get the same name.
         """
         columns = dict(self._columns())
@@ -195,9 +176,7 @@ class DataProto:
             _lookup(columns, key, "the batch")
         renamed = {names.get(key, key): column for key, column in columns.items()}
         if len(renamed) < len(columns):
-            raise ValueError(
-                f"renaming {dict(names)} in {list(columns)} gives two columns the same name: choose another"
-            )
+            raise ValueError(f"renaming {dict(names)} in {list(columns)} makes a name twice: choose another")
         return DataProto.from_single_dict(renamed, self.meta_info)
 
     def union(self, other: DataProto) -> Self:
@@ -299,7 +278,7 @@ class DataProto:
         """Return the batch without its last ``pad_size`` items."""
         if not 0 <= pad_size <= len(self):
             raise ValueError(
-                f"pad_size is {pad_size} of {len(self)} items: pass the value that pad_to_divisor returned"
+                f"pad_size is {pad_size} of {len(self)} items: pass what pad_to_divisor returned"
             )
         return self[: len(self) - pad_size]
 
@@ -310,11 +289,7 @@ class DataProto:
 
         Args:
             mini_batch_size: Items of each; it must divide the batch, so every item has the same weight in a mean.
-            epochs: Passes over the batch.
             seed: Shuffles each epoch differently, but the same way in each run; None keeps the order.
-
-        Raises:
-            ValueError: If ``mini_batch_size`` does not divide the batch.
         """
         _at_least_one("mini_batch_size", mini_batch_size)
         _at_least_one("epochs", epochs)

@@ -1,4 +1,4 @@
-"""A batch in one file, without pickle: reading it runs no code.
+"""A batch in one file, without pickle: reading it runs no code; and a cache of batches, reused by later runs.
 
 Guarantees that the file is written atomically and that a batch reads back equal. Tensors and numeric arrays, including
 nested ones, are stored as safetensors; the rest is JSON in a tensor of bytes. Any safetensors reader finds the tensors
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.rows.collate import form_of, object_array
+from areal_lite.data.rows.fingerprint import differences
 from areal_lite.errors import ConfigError, StorageError
 
 _FORMAT = "areal_lite.DataProto"
@@ -30,6 +31,7 @@ _SCHEMA = "1"
 _JSON = "json"
 _KIND = "$"
 """``{"$": kind, "value": ...}`` stands for a value that JSON cannot express."""
+_MADE_UNDER = "cached_batch_made_under"
 
 
 def save_data_proto(batch: DataProto, path: Path | str) -> Path:
@@ -54,9 +56,7 @@ def save_data_proto(batch: DataProto, path: Path | str) -> Path:
             aside.replace(path)
     except KeyError as error:  # a dtype that safetensors does not support
         names = [name for name, tensor in tensors.items() if tensor.dtype in error.args]
-        raise ValueError(
-            f"{names} have dtype {error}, which safetensors does not support: convert them"
-        ) from error
+        raise ValueError(f"{names} have dtype {error}, which safetensors lacks: convert them") from error
     except (OSError, SafetensorError) as error:
         raise StorageError(
             f"the batch could not be written to {path}: {error}: free disk space or fix its permissions"
@@ -74,9 +74,7 @@ def load_data_proto(path: Path | str) -> DataProto:
         with safe_open(path, framework="pt") as file:
             mark = file.metadata() or {}
             if mark.get("format") != _FORMAT:
-                raise ConfigError(
-                    f"{path} holds tensors, but not a batch: name a file that save_data_proto wrote"
-                )
+                raise ConfigError(f"{path} does not hold a batch: name a file that save_data_proto wrote")
             if mark.get("schema") != _SCHEMA:
                 raise ConfigError(
                     f"{path} has schema {mark.get('schema')}, but this version reads {_SCHEMA}: use the version that "
@@ -91,11 +89,7 @@ def load_data_proto(path: Path | str) -> DataProto:
 
 
 def to_tensors(batch: DataProto) -> dict[str, Tensor]:
-    """Return the whole content of ``batch`` as named tensors, on the CPU and without shared storage.
-
-    Raises:
-        ValueError: If a value cannot be stored without pickle; with its key.
-    """
+    """Return the whole content of ``batch`` as named tensors, on the CPU and without shared storage."""
     batch.check_consistency()
     tensors = {f"batch/{key}": _dense(tensor) for key, tensor in batch.batch.items()}
     arrays = {key: list(array) for key, array in batch.non_tensor_batch.items()}
@@ -176,3 +170,49 @@ def _from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensors[inner].numpy()
     items = _from_json(inner, tensors)
     return {"float": float, "tuple": tuple, "dict": dict}[kind](items)
+
+
+class BatchCache:
+    """One file per training step.
+
+    Args:
+        made_under: Settings that a batch depends on, by name; JSON values.
+
+    Raises:
+        ConfigError: If the directory cannot be created, or holds batches made under other settings.
+    """
+
+    def __init__(self, directory: Path | str, made_under: Mapping[str, Any]) -> None:
+        self._directory = Path(directory)
+        self._made_under = orjson.loads(orjson.dumps(made_under))
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"rollout_cache {str(directory)!r} cannot be created: {error}: choose another folder"
+            ) from error
+        for path in sorted(self._directory.glob("step_*.safetensors"))[:1]:
+            self._load(path)
+
+    def batch(self, step: int, make: Callable[[], DataProto]) -> DataProto:
+        """Return the batch of a step; if there is no file, call ``make`` and store its result.
+
+        Raises:
+            ConfigError: If the file was made under other settings, or is not a complete batch.
+        """
+        path = self._directory / f"step_{step}.safetensors"
+        if path.exists():
+            return self._load(path)
+        batch = make()
+        marked = {**batch.meta_info, _MADE_UNDER: self._made_under}
+        save_data_proto(DataProto(batch.batch, batch.non_tensor_batch, marked), path)
+        return batch
+
+    def _load(self, path: Path) -> DataProto:
+        batch = load_data_proto(path)
+        if changed := differences(batch.meta_info.pop(_MADE_UNDER, {}), self._made_under):
+            raise ConfigError(
+                f"{path} was made under another config: {changed}. Restore these values, or choose "
+                "another rollout_cache"
+            )
+        return batch

@@ -24,10 +24,8 @@ class PackingPlan:
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
     """``[rank][mini-batch][sequence]`` indices. The ranks' i-th mini-batches have similar sizes, since ranks wait for
     each other."""
-
     lengths: tuple[int, ...]
     """Tokens of each sequence after padding, dummies included."""
-
     num_sequences: int
     """Number of real sequences; indices from here on are dummies."""
 
@@ -84,7 +82,6 @@ def plan_packing(
         lengths: Tokens of each sequence, 1 or more.
         max_tokens: Most tokens of a mini-batch, padding included: the capacity of a device times the devices that share
             a sequence. May differ between training and inference.
-        num_ranks: Data-parallel ranks.
         multiple_of: Lengths are rounded up to a multiple of this. With twice the sequence-parallel size, every device
             can take one piece of a sequence's head and one of its tail.
         pair: Keep sequences 2i and 2i+1 adjacent in one mini-batch; dummies too.
@@ -96,18 +93,12 @@ def plan_packing(
     for name, value in (("max_tokens", max_tokens), ("num_ranks", num_ranks), ("multiple_of", multiple_of)):
         if value < 1:
             raise ValueError(f"{name} is {value}: it must be 1 or more")
-    if not lengths or min(lengths) < 1:
-        what = (
-            f"sequence {lengths.index(min(lengths))} has {min(lengths)} tokens" if lengths else "no sequences"
-        )
-        raise ValueError(
-            f"{what}: packing needs at least one sequence and one token in each; drop empty ones"
-        )
+    if (least := min(lengths, default=0)) < 1:
+        what = f"sequence {lengths.index(least)} has {least} tokens" if lengths else "no sequences"
+        raise ValueError(f"{what}: give at least one sequence, and drop empty ones")
     group = 2 if pair else 1
     if len(lengths) % group:
-        raise ValueError(
-            f"{len(lengths)} sequences are not pairs: give an even number, with 2i and 2i+1 a pair"
-        )
+        raise ValueError(f"{len(lengths)} sequences are not pairs: give an even number, 2i and 2i+1 a pair")
 
     padded = [-(-length // multiple_of) * multiple_of for length in lengths]
     units = [sum(padded[start : start + group]) for start in range(0, len(padded), group)]

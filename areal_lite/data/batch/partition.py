@@ -25,7 +25,6 @@ def get_seqlen_balanced_partitions(
     unless ``equal_size`` makes the latter cheap.
 
     Args:
-        lengths: Length of each item, 0 or more.
         k_partitions: Number of parts; at most the number of items.
         equal_size: Parts also have equally many items, or counts that differ by one.
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import orjson
 
+from areal_lite.data.files import write_whole
 from areal_lite.data.rows.collate import form_of
-from areal_lite.data.whole_file import write_whole
 from areal_lite.errors import StorageError
 
 _JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
@@ -36,17 +36,10 @@ def dump_rollouts(
     arrays are written as JSON; NaN and inf become null.
 
     Args:
-        directory: Folder of all steps' files.
-        step: The training step.
-        inputs: ``[B]`` prompts, text or messages.
-        outputs: ``[B]`` answers.
-        gts: ``[B]`` ground truths.
-        scores: ``[B]`` rewards.
         extra: More columns ``[B]`` by name.
 
     Raises:
         ValueError: If a column has the wrong length, the name of a field above, or a value that is not JSON.
-        StorageError: If the disk is full or not writable.
     """
     columns = {"input": inputs, "output": outputs, "gts": gts, "score": scores, "step": [step] * len(inputs)}
     if taken := columns.keys() & (extra or {}).keys():
@@ -54,9 +47,7 @@ def dump_rollouts(
     columns |= extra or {}
     for name, column in columns.items():
         if len(column) != len(inputs):
-            raise ValueError(
-                f"step {step}: {name} has {len(column)} entries for {len(inputs)} inputs: give one per input"
-            )
+            raise ValueError(f"step {step}: {name} has {len(column)} entries for {len(inputs)} inputs")
     content = b"".join(
         orjson.dumps({name: _json(name, value) for name, value in zip(columns, values, strict=True)}) + b"\n"
         for values in zip(*columns.values(), strict=True)

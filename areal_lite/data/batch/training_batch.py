@@ -44,10 +44,7 @@ _DTYPES = {
 }
 """Dtypes of :func:`collate_sequences`; others of the same kind are converted when sequences are read."""
 _COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions")
-_REQUIRED = {
-    "loss_mask": "which tokens the policy sampled",
-    "rewards": "how good each sequence is",
-}
+_REQUIRED = {"loss_mask": "which tokens the policy sampled", "rewards": "how good each sequence is"}
 
 
 def collate_sequences(
@@ -56,7 +53,6 @@ def collate_sequences(
     """Return the training batch of ``sequences``, in order, for :meth:`DataProto.from_single_dict`.
 
     Args:
-        sequences: At least one.
         length: Tokens per sequence; shorter ones are padded on the right.
         pad_token_id: Fills ``input_ids`` there; the masks are False.
 
@@ -116,11 +112,7 @@ def _logprobs(sequence: TokenSequence) -> NDArray[Any]:
 
 
 def check_training_batch(batch: DataProto) -> None:
-    """Check every rule of a training batch.
-
-    Raises:
-        ValueError: With key, sequences and fix.
-    """
+    """Check every rule of a training batch."""
     batch.check_consistency()
     if not len(batch):
         raise ValueError("the training batch has no sequences: give at least one group")
@@ -180,7 +172,6 @@ def training_sequences(batch: Sequence[Group] | DataProto) -> list[TokenSequence
 
     Raises:
         ConfigError: If a trajectory has no loss mask or no reward.
-        ValueError: If a DataProto breaks a rule of a training batch.
     """
     if isinstance(batch, DataProto):
         check_training_batch(batch)
@@ -206,7 +197,6 @@ def data_proto_of(groups: Sequence[Group]) -> DataProto:
     """Return the accepted groups as a ``DataProto``, one item per sequence.
 
     Raises:
-        ConfigError: If a trajectory has no reward.
         ValueError: If nothing was accepted.
     """
     sequences = training_sequences(groups)

@@ -34,7 +34,6 @@ class ChatTokens(NamedTuple):
 
     input_ids: list[int]
     """``[T]``."""
-
     loss_mask: list[bool]
     """``[T]`` True where the token itself is trained; never the first token, which nothing predicts."""
 

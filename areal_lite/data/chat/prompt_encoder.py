@@ -1,19 +1,19 @@
 """A row's prompt as messages, as text rendered by the chat template, and as tokens.
 
-Guarantees the same tokens for measuring a prompt and for using it. Knows nothing of padding. Encoders are copied to
-worker processes, so they hold only their arguments.
+The only place where the data path calls a chat template. Guarantees the same tokens for measuring a prompt and for
+using it. Knows nothing of padding. Encoders are copied to worker processes, so they hold only their arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import orjson
 
 from areal_lite.api.config import DatasetConfig
-from areal_lite.data.chat.prompt_text import check_template, plain_messages, render_prompt
+from areal_lite.data.chat.hermes_tools import check_tools_are_rendered, in_hermes_form
 from areal_lite.data.vision.multimodal import (
     build_messages,
     column_values,
@@ -23,6 +23,87 @@ from areal_lite.data.vision.multimodal import (
     processor_inputs,
 )
 from areal_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_RESERVED = {"add_generation_prompt", "continue_final_message", "return_dict", "tokenize"}
+
+
+class TemplateError(ConfigError):
+    """A chat template rejected the messages of a row."""
+
+
+def check_template(renderer: Any, config: DatasetConfig) -> None:
+    """Check that there is a chat template and that the config sets no reserved variable."""
+    variables = config.apply_chat_template_kwargs
+    if wrong := sorted(_RESERVED & variables.keys()):
+        raise ConfigError(f"apply_chat_template_kwargs has {', '.join(wrong)}, which is reserved: remove it")
+    if not (variables.get("chat_template") or renderer.chat_template):
+        raise ConfigError(
+            f"the {type(renderer).__name__} has no chat template for messages: use the tokenizer of the model's chat "
+            "or instruct version, set apply_chat_template_kwargs.chat_template, or give prompts as text"
+        )
+
+
+def render_prompt(renderer: Any, messages: Any, *, config: DatasetConfig, tools: Any = None) -> str:
+    """Return ``messages`` as text that ends with the prompt for the assistant's answer.
+
+    Raises:
+        ConfigError: If there are no messages or no template, or the tools are not JSON or not rendered by it.
+        TemplateError: If the template rejects the messages.
+    """
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ConfigError(
+            f"a prompt is {str(messages)[:80]!r} ({type(messages).__name__}): give text or a list of messages"
+        )
+    check_template(renderer, config)
+    variables = dict(config.apply_chat_template_kwargs)
+    schemas = _schemas(tools, config.tools_key) or variables.pop("tools", None)
+    messages = plain_messages(messages)
+    if config.tools_in_system_prompt:
+        messages, schemas = in_hermes_form(messages, schemas), None
+    check_tools_are_rendered(renderer, schemas, variables)
+    if schemas:
+        variables["tools"] = schemas
+    try:
+        text: str = renderer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **variables
+        )
+    except Exception as error:  # a template is a program and may raise anything
+        raise TemplateError(
+            f"the chat template cannot write {str(messages)[:200]} ({type(error).__name__}: {error}): fix the row, or "
+            "use another template"
+        ) from error
+    return text
+
+
+def plain_messages(messages: Any) -> list[Any]:
+    """Return messages without keys that are None, which tables add to messages that lack them."""
+    return [
+        {key: value for key, value in message.items() if value is not None or key == "content"}
+        if isinstance(message, Mapping)
+        else message
+        for message in messages
+    ]
+
+
+def _schemas(tools: Any, key: str) -> Any:
+    if isinstance(tools, str):
+        try:
+            tools = orjson.loads(tools)
+        except orjson.JSONDecodeError as error:
+            raise ConfigError(
+                f"the tools in {key!r} are not JSON ({error}): write a list of schemas"
+            ) from None
+    return without_nulls(tools)
+
+
+def without_nulls(value: Any) -> Any:
+    """Return ``value`` without keys that are None, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +124,6 @@ class EncodedPrompt:
 class PromptEncoder:
     """Encodes the prompts of rows.
 
-    Args:
-        config: Column names and variables of the chat template.
-        tokenizer: Hugging Face tokenizer.
-        processor: Hugging Face processor if rows have images or videos, else None.
-
     Raises:
         ConfigError: If there is no chat template, or the config sets a reserved variable of the template.
     """
@@ -65,15 +141,9 @@ class PromptEncoder:
         return self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
 
     def messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the prompt's messages; text becomes one user message.
-
-        Raises:
-            ConfigError: If the prompt is neither text nor messages.
-        """
+        """Return the prompt's messages; text becomes one user message."""
         keys = self.config
-        messages = build_messages(
-            row, prompt_key=keys.prompt_key, image_key=keys.image_key, video_key=keys.video_key
-        )
+        messages = build_messages(row, keys)
         if not messages or not all(isinstance(message.get("role"), str) for message in messages):
             raise ConfigError(
                 f"the prompt in {keys.prompt_key!r} is {str(row[keys.prompt_key])[:80]!r}: it must be text or a "

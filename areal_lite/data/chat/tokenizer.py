@@ -15,11 +15,7 @@ _lock = threading.Lock()
 
 
 def load_tokenizer(path: str) -> Any:
-    """Return the Hugging Face tokenizer of ``path``, a folder or a hub name. Thread-safe.
-
-    Raises:
-        ConfigError: If there is none.
-    """
+    """Return the Hugging Face tokenizer of ``path``, a folder or a hub name. Thread-safe."""
     with _lock:
         return _load(path)
 
@@ -39,25 +35,15 @@ def _load(path: str) -> Any:
 
 
 def tokenizer_files(path: str) -> dict[str, bytes]:
-    """Return the tokenizer files of ``path`` by name, as they are stored beside a model's weights.
-
-    Raises:
-        ConfigError: If there is none.
-    """
+    """Return the tokenizer files of ``path`` by name, as they are stored beside a model's weights."""
     with TemporaryDirectory() as folder:
         load_tokenizer(path).save_pretrained(folder)
         return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
 
 def load_processor(path: str) -> Any:
-    """Return the multi-modal processor in the folder ``path``, or None if the model reads only text.
-
-    Raises:
-        ConfigError: If the processor cannot be loaded.
-    """
-    if not any(
-        (Path(path) / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
-    ):
+    """Return the multi-modal processor in the folder ``path``, or None if the model reads only text."""
+    if not any((Path(path) / f"{kind}_config.json").is_file() for kind in ("preprocessor", "processor")):
         return None
     with _lock:
         from transformers import AutoProcessor
@@ -73,11 +59,7 @@ def load_processor(path: str) -> Any:
 
 
 def model_type(path: str) -> str:
-    """Return ``model_type`` of the model's config, or "" if it has none.
-
-    Raises:
-        ConfigError: If there is no model config.
-    """
+    """Return ``model_type`` of the model's config, or "" if it has none."""
     with _lock:
         from transformers import PretrainedConfig
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from areal_lite.api.config import DatasetConfig
 from areal_lite.api.trajectory import TokenSequence
-from areal_lite.data.chat.prompt_text import render_prompt
+from areal_lite.data.chat.prompt_encoder import render_prompt
 from areal_lite.data.packer.data_packer import DataPacker, RolloutOutput
 from areal_lite.data.source.sample import Sample
 from areal_lite.errors import ConfigError
@@ -102,11 +102,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def row_sample(row: Any, config: DatasetConfig) -> Sample:
-    """Return a dataset row as a pending sample with its prompt and, if any, reward; a sample as it is.
-
-    Raises:
-        ConfigError: If a dict has no prompt column.
-    """
+    """Return a dataset row as a pending sample with its prompt and, if any, reward; a sample as it is."""
     if isinstance(row, Sample):
         return row
     if not isinstance(row, Mapping):
@@ -128,11 +124,7 @@ def as_sequence(output: Sample | TokenSequence) -> TokenSequence:
 def single_turn_sample(
     source: Sample, prompt_ids: Sequence[int], output: str | list[int], tokenizer: Any
 ) -> Sample:
-    """Return a new sample of one turn: the prompt, and ``output`` as what was sampled.
-
-    Raises:
-        TypeError: If ``output`` is neither ids nor text.
-    """
+    """Return a new sample of one turn: the prompt, and ``output`` as what was sampled."""
     if isinstance(output, str):
         output = encode(tokenizer, output)
     elif not isinstance(output, list):
@@ -167,23 +159,14 @@ def mask_prefix(sequence: TokenSequence, n_ignore_prefix_tokens: int) -> TokenSe
 
 
 def longest_length(sequences: Sequence[TokenSequence]) -> int:
-    """Return the length, in tokens, of the longest sequence.
-
-    Raises:
-        ValueError: If there are no sequences.
-    """
+    """Return the length, in tokens, of the longest sequence."""
     if not sequences:
         raise ValueError("there are no sequences to collate: give at least one")
     return max(map(len, sequences))
 
 
 def collate(sequences: Sequence[TokenSequence], length: int, tokenizer: Any) -> dict[str, Any]:
-    """Return the training batch of ``sequences``, each padded on the right to ``length`` tokens.
-
-    Raises:
-        ValueError: If there are no sequences, or one is longer.
-        ConfigError: If the tokenizer has neither a padding nor an end token.
-    """
+    """Return the training batch of ``sequences``, each padded on the right to ``length`` tokens."""
     from areal_lite.data.batch.training_batch import collate_sequences
 
     if length < longest_length(sequences):

@@ -40,8 +40,7 @@ def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         missing = [number for number, row in enumerate(rows) if key not in row]
         if missing:
             raise ConfigError(
-                f"rows {missing[:8]} of {len(rows)} have no {key!r}: give every row the same keys, with None for "
-                "missing values"
+                f"rows {missing[:8]} of {len(rows)} have no {key!r}: give all rows the same keys (None for missing)"
             )
         values = [row[key] for row in rows]
         if any(isinstance(value, torch.Tensor) for value in values):

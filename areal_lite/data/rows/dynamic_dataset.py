@@ -1,30 +1,29 @@
-"""Training rows that grow: the user's generator adds rows at the start and after each step.
+"""The dataset that a config names: fixed rows, growing rows, or the user's own class.
 
-Guarantees that a resumed run has the rows it had generated. Knows nothing about the order of rows.
+A user's generator adds rows at the start and after each step. Guarantees that a resumed run has the rows it had
+generated. Knows nothing about the order of rows.
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
+from torch.utils.data import Dataset
 
 from areal_lite.api.config import DatasetConfig
+from areal_lite.api.dotted_path import load_class
 from areal_lite.data.rows.load_rows import Row
 from areal_lite.data.rows.rl_dataset import RLHFDataset
 from areal_lite.data.rows.text_rows import checked_row, different_columns
-from areal_lite.data.rows.user_class import load_class
 from areal_lite.errors import ConfigError
 
 
 class AbstractDataGenerator(ABC):
-    """Base class of a user's generator of training rows.
-
-    Args:
-        config: The training dataset's config section.
-    """
+    """Base class of a user's generator of training rows."""
 
     def __init__(self, config: DatasetConfig) -> None:
         self.config = config
@@ -39,9 +38,6 @@ class DynamicGenDataset(RLHFDataset):
 
     ``rows`` is one object that grows at its end. New rows pass the same filter as the others. The arguments are those
     of :class:`RLHFDataset`.
-
-    Raises:
-        ConfigError: As for :class:`RLHFDataset`; also if the generator cannot be loaded.
     """
 
     def __init__(
@@ -87,7 +83,7 @@ class DynamicGenDataset(RLHFDataset):
             rows = orjson.loads(orjson.dumps(rows))
         except TypeError as error:
             raise ConfigError(
-                f"{where}: its rows cannot be saved ({error}): use JSON values and text keys"
+                f"{where}: cannot save its rows ({error}): use JSON values, text keys"
             ) from error
         columns = self.rows[0].keys()
         for number, row in enumerate(rows, 1):
@@ -116,3 +112,45 @@ class _GrowingRows(Sequence[Row]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Row]:
         return [self[index] for index in indices]
+
+
+def create_rl_dataset(
+    data_paths: str | Sequence[str],
+    data_config: DatasetConfig,
+    tokenizer: Any,
+    processor: Any,
+    is_train: bool = True,
+    max_samples: int = -1,
+    seed: int = 1,
+) -> Dataset[Any]:
+    """Return the dataset that ``data_config`` names.
+
+    ``custom_cls`` takes precedence, for training and held-out rows. ``datagen`` applies to training rows only. The
+    default is :class:`RLHFDataset`. A user's class is called with data_files, tokenizer, processor and config, and
+    with max_samples and seed if it accepts them.
+
+    Args:
+        tokenizer: Hugging Face tokenizer; None if only raw rows are needed.
+        max_samples: Rows to use; -1 uses ``data_config.max_samples``.
+        seed: Chooses the rows if ``data_config.shuffle`` is set.
+
+    Raises:
+        ConfigError: If the class cannot be loaded, is not a torch dataset, or does not accept a max_samples that
+            was given.
+    """
+    cls: type = RLHFDataset
+    if data_config.custom_cls is not None:
+        cls = load_class(data_config.custom_cls, Dataset, where="custom_cls")
+    elif data_config.datagen is not None and is_train:
+        cls = DynamicGenDataset
+    optional = {"max_samples": max_samples, "seed": seed}
+    parameters = inspect.signature(cls).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        optional = {name: value for name, value in optional.items() if name in parameters}
+    if max_samples != -1 and "max_samples" not in optional:
+        raise ConfigError(
+            f"max_samples is {max_samples}, but {cls.__name__} takes no max_samples: add the argument or leave it unset"
+        )
+    return cls(  # type: ignore[no-any-return]
+        data_files=data_paths, tokenizer=tokenizer, processor=processor, config=data_config, **optional
+    )

@@ -32,6 +32,15 @@ def content_hash(values: Iterable[Any]) -> str:
     return digest.hexdigest()[:16]
 
 
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return how the values of two mappings differ, as text; empty if they are equal."""
+    return "; ".join(
+        f"{key} was {then.get(key)!r} and is {now.get(key)!r}"
+        for key in {**then, **now}
+        if then.get(key) != now.get(key)
+    )
+
+
 def _as_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)

@@ -32,7 +32,6 @@ def load_rows(config: RowsConfig, *, seed: int = 1) -> Sequence[Row]:
     The rows of a reasoning-gym task have the keys question, answer, metadata and task.
 
     Args:
-        config: Uses path, kwargs, max_samples, shuffle and cache_dir.
         seed: Chooses the rows if ``max_samples`` and ``shuffle`` are set; they keep their order.
 
     Raises:
@@ -72,9 +71,6 @@ def check_held_out(train: DatasetConfig, held_out: DatasetConfig) -> None:
     """Check that held-out rows of a reasoning-gym task are not training rows too.
 
     Row i of a task comes from ``seed + i``, so two seeds closer than the size share rows.
-
-    Raises:
-        ConfigError: If the seeds overlap.
     """
     if train.path != held_out.path or not (isinstance(train.path, str) and train.path.startswith(_GYM)):
         return
@@ -100,14 +96,13 @@ def _reasoning_gym(path: str, kwargs: dict[str, Any]) -> list[Row]:
         from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"dataset {path} needs {error.name}, which is not installed: pip install {error.name}"
+            f"dataset {path} needs {error.name}, not installed: pip install {error.name}"
         ) from None
     task = path.removeprefix(_GYM)
     if task not in DATASETS:
         close = difflib.get_close_matches(task, DATASETS, 3)
-        hint = (
-            f"did you mean {' or '.join(close)}?" if close else f"the tasks are {', '.join(sorted(DATASETS))}"
-        )
+        tasks = f"the tasks are {', '.join(sorted(DATASETS))}"
+        hint = f"did you mean {' or '.join(close)}?" if close else tasks
         raise ConfigError(f"dataset {path}: reasoning-gym has no task {task!r}; {hint}")
     if "seed" not in kwargs:
         raise ConfigError(
@@ -124,9 +119,7 @@ def _reasoning_gym(path: str, kwargs: dict[str, Any]) -> list[Row]:
 def _function(path: str, kwargs: dict[str, Any]) -> list[Row]:
     function = load_object(path, where="dataset path")
     if not callable(function):
-        raise ConfigError(
-            f"dataset {path}: is a {kind_of(function)}: it must be a function that returns rows"
-        )
+        raise ConfigError(f"dataset {path}: a {kind_of(function)}: it must be a function that returns rows")
     try:
         inspect.signature(function).bind(**kwargs)
     except TypeError as error:

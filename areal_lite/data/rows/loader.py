@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from areal_lite.data.rows.fingerprint import content_hash, spread_positions
+from areal_lite.data.rows.fingerprint import content_hash, differences, spread_positions
 from areal_lite.data.rows.samplers import AbstractSampler, EpochSampler
 from areal_lite.errors import ConfigError
 
@@ -49,7 +49,6 @@ class ResumableLoader:
         sampler: The order, e.g. from :func:`areal_lite.data.rows.samplers.create_rl_sampler`. None uses an
             :class:`EpochSampler` with ``shuffle`` and ``seed``.
         shuffle: Draw each epoch in a new order; only without ``sampler``.
-        seed: Determines the order and seeds the worker processes.
         num_workers: Processes that load rows; 0 loads them on demand in this process. Workers import the main script,
             so it needs ``if __name__ == "__main__"``.
         drop_last: Drop an incomplete last batch of an epoch: True for training, False for validation.
@@ -75,9 +74,7 @@ class ResumableLoader:
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}: use 1 or more, or None for the whole dataset")
         if sampler is not None and shuffle:
-            raise ValueError(
-                "both sampler and shuffle are set, but the sampler decides the order: remove shuffle"
-            )
+            raise ValueError("both sampler and shuffle are set: the sampler sets the order, remove shuffle")
         if isinstance(sampler, AbstractSampler) and num_workers:
             raise ConfigError(
                 f"num_workers is {num_workers} with the curriculum {type(sampler).__name__}: workers would draw rows "
@@ -170,12 +167,9 @@ class ResumableLoader:
         Raises:
             ConfigError: If rows, batch size, sampler, shuffle or seed have changed.
         """
-        saved, current = state["fingerprint"], self._fingerprint()
-        if changed := [name for name in {**saved, **current} if saved.get(name) != current.get(name)]:
-            had, has = ({name: values.get(name) for name in changed} for values in (saved, current))
+        if changed := differences(state["fingerprint"], self._fingerprint()):
             raise ConfigError(
-                f"the checkpoint's loader had {had}, this one has {has}: its position does not apply here. Use the "
-                "same dataset and settings, or start another trial"
+                f"the checkpoint's loader does not fit: {changed}. Use the same dataset and settings, or another trial"
             )
         self._iteration = None
         self._set_position(int(state["epoch"]), int(state["batches"]), int(state["epoch_rows"]))

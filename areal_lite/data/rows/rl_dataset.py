@@ -18,9 +18,8 @@ import torch
 from torch.utils.data import Dataset
 
 from areal_lite.api.config import DatasetConfig
-from areal_lite.data.chat.prompt_encoder import EncodedPrompt, PromptEncoder
+from areal_lite.data.chat.prompt_encoder import EncodedPrompt, PromptEncoder, TemplateError
 from areal_lite.data.chat.prompt_tensors import compute_position_id_with_mask, postprocess_data
-from areal_lite.data.chat.prompt_text import TemplateError
 from areal_lite.data.rows.load_rows import Row, load_rows, select_rows
 from areal_lite.data.vision.rope_positions import multimodal_position_ids
 from areal_lite.errors import ConfigError
@@ -45,7 +44,6 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         config: Column names and settings; ``data_files`` replaces its path.
         processor: Hugging Face processor of a model that reads images or videos.
         max_samples: Rows before filtering; -1 uses ``config.max_samples``.
-        seed: Chooses the rows if ``config.shuffle`` is set.
 
     Raises:
         ConfigError: If the rows cannot be loaded, all are dropped, or, with a tokenizer, the prompt column is missing.
@@ -64,9 +62,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         if max_samples != -1 and max_samples < 1:
             raise ValueError(f"max_samples is {max_samples}: it must be 1 or more, or -1 for all")
         path = data_files if isinstance(data_files, str) else list(data_files)
-        self.config = replace(
-            config, path=path, max_samples=config.max_samples if max_samples == -1 else max_samples
-        )
+        most = config.max_samples if max_samples == -1 else max_samples
+        self.config = replace(config, path=path, max_samples=most)
         self.processor = processor
         self.tokenizer = tokenizer
         self.encoder = None if tokenizer is None else PromptEncoder(self.config, tokenizer, processor)
@@ -131,11 +128,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         return item
 
     def without_overlong(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Return the rows that pass the config's filter; the others are counted in ``dropped``.
-
-        Raises:
-            ConfigError: If a prompt is malformed; with its row.
-        """
+        """Return the rows that pass the config's filter; the others are counted in ``dropped``."""
         if not self.config.filter_overlong_prompts:
             return rows
         limit = self.config.max_prompt_length
@@ -183,8 +176,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             close = difflib.get_close_matches(key, row, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(
-                f"dataset {self.config.path}: no column {key!r} ({setting}); the columns are "
-                f"{sorted(row)}{hint}"
+                f"dataset {self.config.path}: no column {key!r} ({setting}); the columns are {sorted(row)}{hint}"
             )
 
     def _tensors(self, prompt: EncodedPrompt) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Rows from files, folders and the hub, as one ``datasets.Dataset`` that stays on disk.
 
 Guarantees that everything named is read, in the order given, or an error says what cannot be read. ``text_rows`` reads
-JSON and CSV; ``file_cache`` copies remote files.
+JSON and CSV; ``files`` copies remote ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_lite.data.rows.file_cache import local_copies
+from areal_lite.data.files import local_copies
 from areal_lite.data.rows.text_rows import COMPRESSIONS, different_columns, kind_of, text_table
 from areal_lite.errors import ConfigError
 

@@ -14,7 +14,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from areal_lite.api.config import DatasetConfig
-from areal_lite.data.rows.user_class import load_class
+from areal_lite.api.dotted_path import load_class
 from areal_lite.errors import ConfigError
 
 
@@ -48,8 +48,6 @@ class EpochSampler(Sampler[int]):
 
     Args:
         data_source: Anything with a length; rows added later are drawn from the next ``set_epoch`` on.
-        shuffle: False keeps the order of the rows.
-        seed: Determines the order.
     """
 
     def __init__(self, data_source: Sized, *, shuffle: bool, seed: int) -> None:

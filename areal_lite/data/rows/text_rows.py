@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import orjson
 
-from areal_lite.data.rows.file_cache import cached_file
+from areal_lite.data.files import cached_file
 from areal_lite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -150,8 +150,7 @@ def _add_value(columns: dict[str, _Column], name: str, value: Any, where: str) -
         columns[name] = _Column(kind, type_, where)
     elif kind not in ("null", column.kind):
         raise ConfigError(
-            f"dataset {where}: column {name!r} is a {kind}, but a {column.kind} in {column.where}: use one "
-            "kind in all rows"
+            f"dataset {where}: column {name!r} is a {kind}, but a {column.kind} in {column.where}: use one kind"
         )
     elif type_ not in ("null", column.type):
         column.type = "json"  # integers and floats mixed, or unsigned 64-bit integers
@@ -224,9 +223,7 @@ def _json_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Row]]:
         except ConfigError as error:
             if line.endswith(b"\n"):
                 raise
-            raise ConfigError(
-                f"{error}. It is the last line and may be truncated: complete or remove it"
-            ) from None
+            raise ConfigError(f"{error}. The last line may be truncated: complete or remove it") from None
 
 
 def _parsed(text: bytes, where: str) -> Any:
@@ -234,7 +231,7 @@ def _parsed(text: bytes, where: str) -> Any:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise ConfigError(
-            f"dataset {where}: not JSON: {error}: write one object per line, or one list of objects"
+            f"dataset {where}: not JSON: {error}: write an object per line, or a list of them"
         ) from None
     if _LONG_NUMBER.search(text):
         json.loads(text, parse_int=partial(_check_size, where))
@@ -244,7 +241,7 @@ def _parsed(text: bytes, where: str) -> Any:
 def _check_size(where: str, digits: str) -> None:
     if len(digits) > 20 or int(digits) not in _WHOLE:
         raise ConfigError(
-            f"dataset {where}: the number {digits:.40} has more than 64 bits: write it in quotes, as text"
+            f"dataset {where}: the number {digits:.40} exceeds 64 bits: write it in quotes, as text"
         )
 
 
@@ -255,9 +252,7 @@ def checked_row(row: Any, where: str) -> Row:
         ConfigError: If it is not.
     """
     if not isinstance(row, dict):
-        raise ConfigError(
-            f'dataset {where}: this is a {kind_of(row)}: each row must be an object, {{"key": value}}'
-        )
+        raise ConfigError(f'dataset {where}: a {kind_of(row)}: each row must be an object, {{"key": value}}')
     return row
 
 

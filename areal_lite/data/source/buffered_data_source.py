@@ -1,15 +1,20 @@
-"""A data source that also takes samples back: stopped groups with their tokens, surplus groups, finished ones."""
+"""Data sources that also take samples back: stopped groups with their tokens, surplus groups, finished ones.
+
+Rows come from a dataset, in the order of a curriculum, or from any iterable.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from areal_lite.api.dotted_path import load_object
+from areal_lite.data.rows.samplers import AbstractSampler
 from areal_lite.data.source.data_source_state import group_to_json
 from areal_lite.data.source.rollout_data_source import RolloutDataSource, SampleGroup, group_index_of
 from areal_lite.data.source.sample import Sample
@@ -50,9 +55,6 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     Args:
         buffer_filter: Chooses from the buffer: a function or its dotted path; None is :func:`pop_first`.
         **settings: Those of :class:`RolloutDataSource`.
-
-    Raises:
-        ConfigError: If the filter cannot be loaded or is not a function.
     """
 
     supports_buffer = True
@@ -104,9 +106,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     def _check_group(self, place: int, group: SampleGroup) -> None:
         if not all(isinstance(sample, Sample) for sample in group):
-            raise ValueError(
-                f"group {place} holds {[type(sample).__name__ for sample in group]}, not Samples"
-            )
+            raise ValueError(f"group {place} holds {[type(sample).__name__ for sample in group]}, not Sample")
         indices = [sample.index for sample in group]
         members = len({*indices} - {None}) + indices.count(None)
         if members != self.n_samples_per_prompt:
@@ -161,3 +161,93 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         with self._lock:
             super().load_state_dict(state)
             self.buffer = self._groups_from_json(state.get("buffer", []))
+
+
+class CurriculumDataSource(RolloutDataSourceWithBuffer):
+    """Draws a row when its group is requested; groups that were given back still come first.
+
+    Args:
+        sampler: The order of each epoch; it need not give every row.
+        **settings: Those of :class:`RolloutDataSourceWithBuffer`.
+    """
+
+    def __init__(self, dataset: Any, *, sampler: AbstractSampler, **settings: Any) -> None:
+        super().__init__(dataset, **settings)
+        self._sampler = sampler
+        self._indices: Iterator[int] = iter(sampler)
+
+    def update(self, batch: Any) -> None:
+        """Let the curriculum learn from a batch that was trained."""
+        with self._lock:
+            self._sampler.update(batch)
+
+    def __len__(self) -> int:
+        """Return the number of rows in one epoch."""
+        return len(self._sampler)
+
+    def _read_ahead(self, count: int) -> None:
+        position = next(self._indices, None)
+        if position is None:
+            self.epoch_id, self.sample_offset = self.epoch_id + 1, 0
+            self._indices = iter(self._sampler)
+            position = next(self._indices, None)
+        if position is None:
+            raise ConfigError(
+                f"train_dataset.sampler: {type(self._sampler).__name__} gives no row in epoch {self.epoch_id}: its "
+                "__iter__ must yield at least one index"
+            )
+        (row,) = self._read([position])
+        self._ahead.append((position, row))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as JSON values, with the curriculum's state if it has one."""
+        with self._lock:
+            state = getattr(self._sampler, "state_dict", None)
+            return super().state_dict() | {"sampler": state() if callable(state) else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from ``state``; a curriculum without a state restarts its epoch and skips rows."""
+        with self._lock:
+            super().load_state_dict(state)
+            if state.get("sampler") is None:
+                self._indices = itertools.islice(iter(self._sampler), self.sample_offset, None)
+            else:
+                self._sampler.load_state_dict(state["sampler"])  # type: ignore[attr-defined]
+                self._indices = iter(self._sampler)
+
+
+class IterableDataSource(RolloutDataSourceWithBuffer):
+    """An iterable restarts each time it ends; an iterator ends for good.
+
+    Args:
+        rows: Rows, or batches of rows as a data loader gives them: a list is a batch.
+    """
+
+    def __init__(self, rows: Iterable[Any], *, n_samples_per_prompt: int = 1) -> None:
+        super().__init__(n_samples_per_prompt=n_samples_per_prompt)
+        self._source = rows
+        self._iterator: Iterator[Any] = iter(rows)
+        self._endless = self._iterator is not rows
+        self.ended = False
+        """Whether the rows have ended."""
+
+    def _read_ahead(self, count: int) -> None:
+        """Read one row or batch, if there is one."""
+        while not self._ahead and not self.ended:
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                if not self._endless or self.sample_offset == 0:
+                    self.ended = True
+                else:
+                    self._iterator, self.sample_offset = iter(self._source), 0
+                    self.epoch_id += 1
+            except BaseException:
+                self.ended = True
+                raise
+            else:
+                self._ahead.extend((None, row) for row in (item if isinstance(item, list) else [item]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raise: an iterable has no position to save."""
+        raise ConfigError("an iterable has no position to save: use RolloutDataSource over a list or dataset")

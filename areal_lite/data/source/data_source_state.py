@@ -8,8 +8,9 @@ from typing import Any
 
 import orjson
 
+from areal_lite.data.files import write_whole
+from areal_lite.data.rows.fingerprint import differences
 from areal_lite.data.source.sample import Sample, SampleStatus
-from areal_lite.data.whole_file import write_whole
 from areal_lite.errors import CheckpointError, ConfigError, StorageError
 
 
@@ -19,26 +20,17 @@ def state_path(directory: Path | str, rollout_id: int) -> Path:
 
 
 def state_bytes(state: Mapping[str, Any]) -> bytes:
-    """Return what :func:`write_state` writes.
-
-    Raises:
-        ConfigError: If a value of ``state`` is not JSON.
-    """
+    """Return what :func:`write_state` writes."""
     try:
         return orjson.dumps(state, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
         raise ConfigError(
-            f"the data state is not JSON ({error}): keep plain values in metadata and rewards"
+            f"the data state is not JSON ({error}): keep JSON in metadata and rewards"
         ) from error
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write ``state`` to ``path`` atomically; on failure keep the old file.
-
-    Raises:
-        ConfigError: If a value is not JSON.
-        StorageError: If it cannot be written.
-    """
+    """Write ``state`` to ``path`` atomically; on failure keep the old file."""
     content = state_bytes(state)
     try:
         write_whole(path, content)
@@ -47,11 +39,7 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return what :func:`write_state` wrote.
-
-    Raises:
-        CheckpointError: If it is missing or broken.
-    """
+    """Return what :func:`write_state` wrote."""
     try:
         state: dict[str, Any] = orjson.loads(path.read_bytes())
     except FileNotFoundError:
@@ -64,19 +52,10 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def check_fingerprint(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Check that the state was made with this data.
-
-    Raises:
-        ConfigError: With every difference.
-    """
-    differences = [
-        f"{key} was {then.get(key)!r} and is {now.get(key)!r}"
-        for key in {**then, **now}
-        if then.get(key) != now.get(key)
-    ]
-    if differences:
+    """Check that the state was made with this data."""
+    if changed := differences(then, now):
         raise ConfigError(
-            f"the state was made with other data: {'; '.join(differences)}. Use the data and settings of the run "
+            f"the state was made with other data: {changed}. Use the data and settings of the run "
             "that saved it, or start another trial"
         )
 

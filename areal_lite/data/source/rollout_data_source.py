@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_lite.data.packer.data_packer import DataPacker
-from areal_lite.data.packer.rollout_batch import rollout_inputs
+from areal_lite.data.packer.data_packer import DataPacker, rollout_inputs
 from areal_lite.data.rows.fingerprint import FINGERPRINT_ROWS, content_hash, spread_positions
 from areal_lite.data.source.data_source_state import (
     check_fingerprint,
@@ -48,7 +47,6 @@ class RolloutDataSource:
         dataset: Rows by position: a list, a ``datasets.Dataset``, or an object whose attribute ``rows`` is
             one; it may grow at its end, and new rows are drawn from the next epoch on. None gives samples without
             a row, for tests.
-        n_samples_per_prompt: Samples in a group.
         seed: Determines the order of the epochs.
         shuffle: False keeps the order of the rows in every epoch.
         prompt_key: Column that becomes ``Sample.prompt``; a row without it has an empty prompt.
@@ -257,11 +255,7 @@ class RolloutDataSource:
                 self._returned.append(restarted(group))
 
     def add_samples(self, samples: list[SampleGroup]) -> None:
-        """Raise: this source has no buffer.
-
-        Raises:
-            RuntimeError: Always.
-        """
+        """Raise: this source has no buffer."""
         raise RuntimeError(
             f"Cannot add samples to {type(self).__name__}. This is a read-only data source: give_back() returns "
             "rows, RolloutDataSourceWithBuffer takes samples"
@@ -319,8 +313,7 @@ class RolloutDataSource:
         """
         if state.get("schema", SCHEMA) != SCHEMA:
             raise ConfigError(
-                f"the data state has schema {state['schema']} and this version reads {SCHEMA}: resume with the "
-                "version that wrote it"
+                f"the data state has schema {state['schema']}, this version reads {SCHEMA}: use the one that wrote it"
             )
         with self._lock:
             check_fingerprint(state.get("fingerprint", self._fingerprint), self._fingerprint)
@@ -360,8 +353,6 @@ class RolloutDataSource:
         Loads nothing without a dataset or directory.
 
         Args:
-            rollout_id: The number it was saved under.
-            directory: The directory it was saved in.
             strict: False keeps the fresh state if the file is missing.
 
         Raises:

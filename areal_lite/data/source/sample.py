@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Real
 from typing import Any, NamedTuple, Self
@@ -47,15 +46,6 @@ class Span(NamedTuple):
     """stop, length, or abort if the call was cut off."""
 
 
-@dataclass(slots=True)
-class _Columns:
-    tokens: list[int] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-
-
 class Sample:
     """slime's view of one episode of a group: its row and one linear token sequence.
 
@@ -64,7 +54,6 @@ class Sample:
         group_index: Number or name of its group in the run.
         position: Place of its row in the dataset; None without a dataset.
         row: The dataset row; copied on first access.
-        prompt: Text or messages.
         label: Reference to judge the answer by.
         metadata: Anything; JSON values survive a restart.
     """
@@ -72,20 +61,9 @@ class Sample:
     Status = SampleStatus
 
     __slots__ = (
-        "_columns",
-        "_row",
-        "_shared_row",
-        "attempts",
-        "group_index",
-        "index",
-        "label",
-        "metadata",
-        "position",
-        "prompt",
-        "response",
-        "reward",
-        "status",
-    )
+        "_row", "_shared_row", "attempts", "group_index", "index", "label", "logprobs", "loss_mask", "metadata",
+        "position", "prompt", "response", "reward", "spans", "status", "tokens", "versions",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -111,7 +89,16 @@ class Sample:
         self.status = SampleStatus.PENDING
         self.attempts = 0
         """Times its episode failed."""
-        self._columns: _Columns | None = None  # most samples alive are pending, and there may be thousands
+        self.tokens: list[int] = []
+        """``[T]`` ids of prompt, answers and the text between them."""
+        self.loss_mask: list[int] = []
+        """``[T]`` 1 where the policy sampled the token and it trains."""
+        self.logprobs: list[float] = []
+        """``[T]`` behaviour log-probs in nats, 0 where not sampled, NaN where not recorded."""
+        self.versions: list[int] = []
+        """``[T]`` policy version of each sampled token, -1 elsewhere."""
+        self.spans: list[Span] = []
+        """The sampled spans, one per model call, in order."""
 
     def sibling(self, index: int | None) -> Sample:
         """Return another pending sample of the same row and group, with ``metadata`` and ``attempts``."""
@@ -132,31 +119,6 @@ class Sample:
         return self._row
 
     @property
-    def tokens(self) -> Sequence[int]:
-        """``[T]`` ids of prompt, answers and the text between them."""
-        return self._columns.tokens if self._columns else []
-
-    @property
-    def loss_mask(self) -> Sequence[int]:
-        """``[T]`` 1 where the policy sampled the token and it trains."""
-        return self._columns.loss_mask if self._columns else []
-
-    @property
-    def logprobs(self) -> Sequence[float]:
-        """``[T]`` behaviour log-probs in nats, 0 where not sampled, NaN where not recorded."""
-        return self._columns.logprobs if self._columns else []
-
-    @property
-    def versions(self) -> Sequence[int]:
-        """``[T]`` policy version of each sampled token, -1 elsewhere."""
-        return self._columns.versions if self._columns else []
-
-    @property
-    def spans(self) -> Sequence[Span]:
-        """The sampled spans, one per model call, in order."""
-        return self._columns.spans if self._columns else []
-
-    @property
     def response_length(self) -> int:
         """Number of tokens from the first sampled one to the end."""
         return len(self.tokens) - self.spans[0].start if self.spans else 0
@@ -174,7 +136,6 @@ class Sample:
         """Add tokens at the end; all or, on an error, none.
 
         Args:
-            tokens: Ids.
             logprobs: Behaviour log-probs in nats, one per token; only of sampled tokens.
             versions: Policy versions, one per token; only of sampled tokens.
             sampled: Whether the policy wrote them: they become a span.
@@ -196,29 +157,22 @@ class Sample:
             )
         for name, values in (("logprobs", logprobs), ("versions", versions)):
             if values is not None and len(values) != count:
-                raise ValueError(
-                    f"{self._name()}: {name} has {len(values)} entries for {count} tokens: give one per token"
-                )
+                raise ValueError(f"{self._name()}: {name} has {len(values)} entries for {count} tokens")
         if any(type(token) is not int or token < 0 for token in tokens):
-            raise ValueError(
-                f"{self._name()}: a token id is a plain int from 0, not one of {tokens[:8]!r}..."
-            )
+            raise ValueError(f"{self._name()}: a token id is an int from 0, not one of {tokens[:8]!r}...")
         if logprobs is not None and not all(map(math.isfinite, logprobs)):
-            raise ValueError(
-                f"{self._name()}: log-probs must be finite: keep them as the server returned them"
-            )
-        columns = self._columns = self._columns or _Columns()
-        start = len(columns.tokens)
-        columns.tokens.extend(tokens)
-        columns.loss_mask.extend([int(trained)] * count)
-        columns.logprobs.extend(logprobs if logprobs is not None else [math.nan if sampled else 0.0] * count)
-        columns.versions.extend(versions if versions is not None else [-1] * count)
+            raise ValueError(f"{self._name()}: log-probs must be finite: keep the server's values")
+        start = len(self.tokens)
+        self.tokens.extend(tokens)
+        self.loss_mask.extend([int(trained)] * count)
+        self.logprobs.extend(logprobs if logprobs is not None else [math.nan if sampled else 0.0] * count)
+        self.versions.extend(versions if versions is not None else [-1] * count)
         if sampled:
-            columns.spans.append(Span(start, start + count, stop_reason))
+            self.spans.append(Span(start, start + count, stop_reason))
 
     def reset(self) -> None:
         """Discard what was sampled: the sample is pending again."""
-        self._columns = None
+        self.tokens, self.loss_mask, self.logprobs, self.versions, self.spans = [], [], [], [], []
         self.response, self.reward, self.status = "", None, SampleStatus.PENDING
 
     def get_reward_value(self, reward_key: str | None = None) -> float:
@@ -318,12 +272,12 @@ class Sample:
         for span in spans:
             if not end <= span.start <= span.end <= len(tokens):
                 raise ValueError(
-                    f"{sample._name()}: the sampled span {tuple(span)} does not fit {len(tokens)} tokens"
+                    f"{sample._name()}: the span {tuple(span)} does not fit {len(tokens)} tokens"
                 )
             end = span.end
-        if tokens:
-            logprobs = [math.nan if value is None else value for value in aligned["logprobs"]]
-            sample._columns = _Columns(tokens, aligned["loss_mask"], logprobs, aligned["versions"], spans)
+        sample.tokens, sample.spans = tokens, spans
+        sample.loss_mask, sample.versions = aligned["loss_mask"], aligned["versions"]
+        sample.logprobs = [math.nan if value is None else value for value in aligned["logprobs"]]
         return sample
 
     def _name(self) -> str:

@@ -15,13 +15,7 @@ import torch
 
 from areal_lite.api.supervised_config import PreferenceDatasetConfig
 from areal_lite.data.chat.chat_tokens import ChatTokens, Message, conversation_sequences
-from areal_lite.data.supervised.tokenized_dataset import (
-    BaseDataset,
-    Item,
-    Row,
-    config_with_length,
-    from_json,
-)
+from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item, Row, config_with_length, from_json
 from areal_lite.errors import ConfigError
 
 Pair = tuple[ChatTokens, ChatTokens]
@@ -43,7 +37,6 @@ class PreferenceDataset(BaseDataset[Pair]):
         tokenizer: A fast Hugging Face tokenizer with a chat template.
         max_length: Longest sequence in tokens; None uses ``config.max_length``.
         config: Names of columns and the other settings; needed if ``max_length`` is None.
-        seed: Chooses the rows if ``config`` sets ``max_samples`` and ``shuffle``.
 
     Raises:
         ConfigError: If a row is not a pair (with its number from 0), or all rows are skipped.

@@ -14,13 +14,7 @@ import torch
 
 from areal_lite.api.supervised_config import SFTDatasetConfig
 from areal_lite.data.chat.chat_tokens import ChatTokens, Message, conversation_sequences
-from areal_lite.data.supervised.tokenized_dataset import (
-    BaseDataset,
-    Item,
-    Row,
-    config_with_length,
-    from_json,
-)
+from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item, Row, config_with_length, from_json
 from areal_lite.errors import ConfigError
 
 
@@ -39,7 +33,6 @@ class SFTDataset(BaseDataset[ChatTokens]):
         tokenizer: A fast Hugging Face tokenizer with a chat template.
         max_length: Longest item in tokens; None uses ``config.max_length``.
         config: Names of columns and the other settings; needed if ``max_length`` is None.
-        seed: Chooses the rows if ``config`` sets ``max_samples`` and ``shuffle``.
 
     Raises:
         ConfigError: If a row is not a conversation (with its number from 0), or no row has a token to train.

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 from areal_lite.api.supervised_config import ConversationsConfig
-from areal_lite.data.chat.prompt_text import without_nulls
+from areal_lite.data.chat.prompt_encoder import without_nulls
 from areal_lite.data.rows.load_rows import load_rows
 from areal_lite.errors import ConfigError
 
@@ -119,20 +119,14 @@ def config_with_length(record: type[C], config: C | None, max_length: int | None
             raise ConfigError("neither max_length nor config is given: give one")
         return config
     if max_length < 2:
-        raise ConfigError(
-            f"max_length is {max_length}: the first token of a sequence is never trained, so use 2 or more"
-        )
+        raise ConfigError(f"max_length is {max_length}: the first token is never trained, so use 2 or more")
     return (
         record(path="", max_length=max_length) if config is None else replace(config, max_length=max_length)
     )
 
 
 def from_json(row: Row, key: str) -> Any:
-    """Return a column that holds a list, or JSON text of a list.
-
-    Raises:
-        ConfigError: If its text is not JSON.
-    """
+    """Return a column that holds a list, or JSON text of a list."""
     value = row.get(key)
     if not isinstance(value, str):
         return value

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from areal_lite.api.config import DatasetConfig
 from areal_lite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,33 +30,25 @@ DOWNLOAD_TIMEOUT_S = 30.0
 _PLACEHOLDER = re.compile("<(image|video)>")
 
 
-def build_messages(
-    row: Mapping[str, Any], *, prompt_key: str, image_key: str, video_key: str
-) -> list[dict[str, Any]]:
+def build_messages(row: Mapping[str, Any], keys: DatasetConfig) -> list[dict[str, Any]]:
     """Return the row's prompt as messages with each image and video as a separate part.
 
     If the row has a column of images, "Look: <image>" becomes the parts ``{"type": "text", "text": "Look: "}`` and
     ``{"type": "image"}``; the same for videos. Content that is a list of parts is kept, without the None keys that
     tables add.
 
-    Args:
-        row: A dataset row; not modified.
-        prompt_key: Column of the prompt: messages, or the text of one user message.
-        image_key: Column of images; may be missing or None.
-        video_key: Column of videos; may be missing or None.
-
     Raises:
         ConfigError: If the prompt is neither messages nor text, or the numbers of placeholders and media differ.
     """
-    prompt = row.get(prompt_key)
+    prompt = row.get(keys.prompt_key)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list | tuple) or not all(isinstance(message, Mapping) for message in prompt):
         raise ConfigError(
-            f"the prompt in {prompt_key!r} is {str(prompt)[:80]!r} ({type(prompt).__name__}): it must be text or a "
-            "list of messages, {role, content}"
+            f"the prompt in {keys.prompt_key!r} is {str(prompt)[:80]!r} ({type(prompt).__name__}): it must be text or "
+            "a list of messages, {role, content}"
         )
-    columns = {"image": image_key, "video": video_key}
+    columns = {"image": keys.image_key, "video": keys.video_key}
     split = {kind for kind, key in columns.items() if row.get(key) is not None}
     messages = [{**message, "content": _parts(message.get("content"), split)} for message in prompt]
     for kind, key in columns.items():
@@ -63,8 +56,7 @@ def build_messages(
         needed = sum(_inline(part, kind) is None for part in _parts_of(messages, kind))
         if needed != len(values):
             raise ConfigError(
-                f"the prompt has {needed} {kind} placeholders, but {key!r} has {len(values)} {kind}s: write one "
-                f"<{kind}> for each"
+                f"the prompt has {needed} {kind} placeholders, but {key!r} has {len(values)}: write a <{kind}> for each"
             )
     return messages
 
@@ -73,7 +65,6 @@ def media_values(messages: Sequence[Mapping[str, Any]], kind: str, column: Seque
     """Return the images or videos of ``messages`` in the order of their parts, not yet loaded.
 
     Args:
-        messages: Messages with lists of parts, see :func:`build_messages`.
         kind: ``"image"`` or ``"video"``; a part without a value of its own takes the next one of ``column``.
         column: One value per such part.
     """
@@ -151,10 +142,7 @@ def processor_inputs(
     """Return the processor's model inputs for one sequence.
 
     Args:
-        processor: A Hugging Face processor of images, videos and text.
         text: Text with one of the model's placeholder tokens per image and video.
-        images: PIL images.
-        videos: Lists of frames.
 
     Returns:
         ``input_ids`` and ``attention_mask`` ``[1, T]`` with placeholders expanded; for images also ``pixel_values``

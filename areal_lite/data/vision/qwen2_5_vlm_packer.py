@@ -15,7 +15,7 @@ import numpy as np
 
 from areal_lite.api.config import DatasetConfig
 from areal_lite.api.trajectory import TokenSequence
-from areal_lite.data.chat.prompt_text import render_prompt
+from areal_lite.data.chat.prompt_encoder import render_prompt
 from areal_lite.data.packer.data_packer import DataPacker, RolloutOutput
 from areal_lite.data.packer.decoder_only_llm_packer import (
     as_sequence,
@@ -75,9 +75,7 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
         if isinstance(item, Mapping) and "multi_modal_data" in item:
             return dict(item)
         row = item if isinstance(item, Mapping) else {config.prompt_key: item}
-        messages = build_messages(
-            row, prompt_key=config.prompt_key, image_key=config.image_key, video_key=config.video_key
-        )
+        messages = build_messages(row, config)
         images = media_values(messages, "image", column_values(row, config.image_key))
         videos = media_values(messages, "video", column_values(row, config.video_key))
         data = {"image": load_images(images), "video": load_videos(videos)}
@@ -98,7 +96,6 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
         Args:
             sample: What :meth:`get_rollout_input` takes, or a :class:`Sample` with it as its row or prompt.
             rollout_output: As for decoder-only models; the images are those of ``sample``.
-            n_ignore_prefix_tokens: Number of the answer's first tokens to mask.
 
         Raises:
             As for decoder-only models, and:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from areal_lite.trainer.estimators.grouping import Grouping
+from areal_lite.trainer.estimators.grouping import Grouping, whiten
 from areal_lite.trainer.estimators.inputs import Estimate, EstimatorInputs
-from areal_lite.trainer.estimators.normalize import whiten
 
 STD_FLOOR = 1e-6
 """Added to a group's standard deviation, as in verl."""
@@ -43,9 +42,6 @@ def dr_grpo(inputs: EstimatorInputs) -> Estimate:
 
 def grpo_passk(inputs: EstimatorInputs, *, divide_by_std: bool = True) -> Estimate:
     """Return, for the best episode of each group, its reward minus the second best; 0 for the others.
-
-    Args:
-        divide_by_std: Divide by the group's unbiased standard deviation.
 
     Source: arXiv:2503.19595.
     """

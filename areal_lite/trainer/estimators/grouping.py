@@ -1,16 +1,22 @@
-"""Means, deviations and ranges of values by group.
+"""Means, deviations and ranges of values by group, and normalization over tokens.
 
 Sums are float64 and variances take two passes, so that 10000.1 and 10000.2 keep their difference. The mean of equal
-values is that value to the last bit, so a group of one and a group of equal values deviate by exactly 0.
+values is that value to the last bit, so a group of one and a group of equal values deviate by exactly 0; nothing is
+divided by a deviation of 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Level = Literal["none", "group", "batch"]
+VARIANCE_FLOOR = 1e-8
+"""Added to a variance before taking its root, as in verl."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +25,6 @@ class Grouping:
 
     group: Tensor
     """``[K]`` int64."""
-
     size: Tensor
     """``[G]`` int64, number of values in each group."""
 
@@ -63,13 +68,61 @@ class Grouping:
         return values - self.spread(self.means(values, weights))
 
     def deviations(self, centred: Tensor) -> Tensor:
-        """Return ``[G]`` float64, the unbiased standard deviation of each group; 0 in a group of one.
-
-        Args:
-            centred: The result of :meth:`centred`.
-        """
+        """Return ``[G]`` float64, the unbiased standard deviation of each group; 0 in a group of one."""
         return (self.sums(centred.square()) / (self.size - 1).clamp(min=1)).sqrt()
 
     def spread(self, group_values: Tensor) -> Tensor:
         """Return ``[K]``, the entry of ``group_values [G]`` for each value's group."""
         return group_values.index_select(0, self.group)
+
+
+def normalize_advantages(
+    advantages: Tensor,
+    episodes: Tensor,
+    group_ids: Sequence[str],
+    *,
+    mean: Level = "none",
+    std: Level = "none",
+) -> Tensor:
+    """Return advantages minus a mean and divided by a standard deviation, both over tokens.
+
+    Args:
+        advantages: ``[T]`` float.
+        episodes: ``[T]`` int64, episode of each token.
+        group_ids: ``[E]`` group of each episode.
+        mean: Subtract nothing, the mean of the token's group, or the mean of the batch.
+        std: Divide by nothing, or by the unbiased deviation of the group or the batch around its own mean.
+    """
+    centred = {"none": advantages.double()}
+    if "batch" in (mean, std):
+        centred["batch"] = _centred(advantages)
+    if "group" in (mean, std):
+        groups = Grouping.numbered(Grouping.by_id(group_ids, episodes.device).group.index_select(0, episodes))
+        centred["group"] = groups.centred(advantages)
+
+    result = centred[mean]
+    if std == "batch":
+        result = result * _scale(_variance(centred["batch"]))
+    elif std == "group":
+        result = result * groups.spread(_scale(groups.deviations(centred["group"]).square()))
+    return result.to(advantages.dtype)
+
+
+def whiten(values: Tensor) -> Tensor:
+    """Return ``[T]`` values scaled to mean 0 and deviation 1 over the batch; exactly 0 if all are equal."""
+    centred = _centred(values)
+    return (centred * _scale(_variance(centred))).to(values.dtype)
+
+
+def _centred(values: Tensor) -> Tensor:
+    if not len(values) or values.min() == values.max():
+        return torch.zeros_like(values, dtype=torch.float64)
+    return values - values.mean(dtype=torch.float64)
+
+
+def _variance(centred: Tensor) -> Tensor:
+    return centred.square().sum() / max(len(centred) - 1, 1)
+
+
+def _scale(variances: Tensor) -> Tensor:
+    return torch.where(variances > 0, (variances + VARIANCE_FLOOR).rsqrt(), 1.0)

@@ -52,16 +52,12 @@ class Turns:
 
     of_token: Tensor
     """``[T]`` int64, the turn that each token is credited to; non-decreasing."""
-
     rewards: Tensor
     """``[S]`` float, reward of each turn."""
-
     episodes: Tensor
     """``[S]`` int64, episode of each turn."""
-
     index: Tensor
     """``[S]`` int64, how many model calls came before the turn on its path, from 0."""
-
     parents: Tensor
     """``[S]`` int64, the rewarded turn that the turn's path extends; -1 for none."""
 
@@ -83,9 +79,7 @@ class Turns:
             and torch.equal(self.episodes[parents], self.episodes[children])
             and bool((self.index[parents] < self.index[children]).all())
         ):
-            raise ValueError(
-                "turns.parents must name turns of the same episode with a smaller index, or be -1 for none"
-            )
+            raise ValueError("turns.parents must be turns of the same episode with a smaller index, or -1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +92,10 @@ class EstimatorInputs:
 
     scores: Tensor
     """``[E]`` float, reward of each episode."""
-
     group_ids: Sequence[str]
     """``[E]`` group of each episode, in any order."""
-
     episodes: Tensor
     """``[T]`` int64, episode of each token; non-decreasing."""
-
     token_rewards: Tensor
     """``[T]`` float, reward of each token: the score on its episode's last token, minus any KL penalty.
     Advantages have its dtype."""
@@ -113,19 +104,14 @@ class EstimatorInputs:
 
     values: Tensor | None = None
     """``[T]`` float, the critic's estimates."""
-
     baselines: Tensor | None = None
     """``[E]`` float, reward of the greedy answer (ReMax)."""
-
     proximal_logprobs: Tensor | None = None
     """``[T]`` float, nats."""
-
     sum_squared_probs: Tensor | None = None
     """``[T]`` float, sum over the vocabulary of the squared probabilities where the token was sampled."""
-
     importance_weights: Tensor | None = None
     """``[T]`` float, proximal / behaviour."""
-
     turns: Turns | None = None
     """Rewards per turn."""
 
@@ -184,11 +170,7 @@ class EstimatorInputs:
         return torch.where(self.lengths() > 0, sums, self.scores.double())
 
     def turn_rewards(self) -> Tensor:
-        """Return ``[S]`` float64, the reward of each turn minus the KL penalty of its tokens.
-
-        Raises:
-            MissingInput: If there are no turns.
-        """
+        """Return ``[S]`` float64, the reward of each turn minus the KL penalty of its tokens."""
         turns, lengths = self.needed("turns"), self.lengths()
         last = (lengths.cumsum(0) - 1)[lengths > 0]
         penalties = self.token_rewards.double().index_add(0, last, -self.scores[lengths > 0].double())
@@ -216,7 +198,6 @@ class Estimate:
 
     advantages: Tensor
     """``[T]`` float."""
-
     returns: Tensor | None = None
     """``[T]`` float; None where the estimator does not compute them."""
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from areal_lite.trainer.estimators.discounting import check_discount
 from areal_lite.trainer.estimators.group_estimators import STD_FLOOR
 from areal_lite.trainer.estimators.grouping import Grouping
 from areal_lite.trainer.estimators.inputs import Estimate, EstimatorInputs, Turns
+from areal_lite.trainer.estimators.return_estimators import check_discount
 
 
 def turn_grpo(inputs: EstimatorInputs, *, divide_by_std: bool = True) -> Estimate:
@@ -28,9 +28,6 @@ def turn_grpo(inputs: EstimatorInputs, *, divide_by_std: bool = True) -> Estimat
 
     Args:
         divide_by_std: False only subtracts the baseline.
-
-    Raises:
-        ConfigError: If there are no rewards of turns.
 
     Source: the turn-level advantage of MT-GRPO (arXiv:2505.11821), for any number of turns and without its outcome
     term; the weighting of trees is ours.
@@ -48,9 +45,6 @@ def turn_returns(inputs: EstimatorInputs, *, gamma: float = 1.0, divide_by_std: 
     Args:
         gamma: Discount per rewarded turn, 0 to 1.
         divide_by_std: False only subtracts the baseline.
-
-    Raises:
-        ConfigError: If gamma is outside 0 to 1, or there are no rewards of turns.
 
     Source: group-normalised discounted returns of turns, as in GTPO (arXiv:2511.14846); the mean over continuations
     is ours.

@@ -13,31 +13,48 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from areal_lite.trainer.objectives.per_episode import index_episodes
+
+def index_episodes(episodes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``[T]``, each token's episode numbered from 0, and ``[E]``, the tokens of each episode."""
+    _, index, counts = torch.unique(episodes, return_inverse=True, return_counts=True)
+    return index, counts
+
+
+def episode_sum(values: Tensor, episodes: Tensor) -> Tensor:
+    """Return ``[T]``, the sum of ``values`` over the token's episode."""
+    return _reduce(values, episodes, "sum")
+
+
+def episode_mean(values: Tensor, episodes: Tensor) -> Tensor:
+    """Return ``[T]``, the mean of ``values`` over the token's episode."""
+    return _reduce(values, episodes, "mean")
+
+
+def episode_max(values: Tensor, episodes: Tensor) -> Tensor:
+    """Return ``[T]``, the largest of ``values`` in the token's episode."""
+    return _reduce(values, episodes, "amax")
+
+
+def _reduce(values: Tensor, episodes: Tensor, how: str) -> Tensor:
+    index, counts = index_episodes(episodes)
+    per_episode = values.new_zeros(len(counts)).scatter_reduce(0, index, values, how, include_self=False)
+    return per_episode[index]
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """Losses of single tokens (or pairs), not yet summed.
-
-    Raises:
-        ValueError: If a shape differs.
-    """
+    """Losses of single tokens (or pairs), not yet summed."""
 
     losses: Tensor
     """``[T]``; carries gradient."""
-
     statistics: dict[str, Tensor] = field(default_factory=dict)
     """Each ``[T]``, without gradient; the metric of that name is the mean over the update's tokens."""
-
     chosen: Tensor | None = None
     """``[T]`` bool, the tokens chosen by a loss that chooses among a whole minibatch; None for other losses."""
 
     def __post_init__(self) -> None:
         if self.losses.ndim != 1:
-            raise ValueError(
-                f"losses are {list(self.losses.shape)}: give [T], one for each token, not averaged"
-            )
+            raise ValueError(f"losses are {list(self.losses.shape)}: give [T], one per token, not averaged")
         for name, values in {**self.statistics, "chosen": self.chosen}.items():
             if values is None:
                 continue
@@ -59,13 +76,10 @@ class AggregationMode(StrEnum):
 
     TOKEN_MEAN = "token-mean"
     """Every token counts the same (DAPO, arXiv:2503.14476)."""
-
     SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"
     """Sum over an episode, mean over episodes."""
-
     SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"
     """Every episode counts the same, however long (GRPO, arXiv:2402.03300)."""
-
     SEQ_MEAN_TOKEN_SUM_NORM = "seq-mean-token-sum-norm"
     """Sum over all tokens, divided by a constant length (Dr. GRPO, arXiv:2503.20783)."""
 
@@ -84,7 +98,6 @@ def token_weights(
     sequence or several. To leave tokens out, pass the episodes of the others only.
 
     Args:
-        mode: How tokens and episodes are averaged.
         episodes: ``[T]`` int, the episode of each token; whole episodes.
         num_tokens: Trained tokens of the update over all micro-batches and ranks. None: ``episodes``
             is the whole update, as for the next two.
@@ -130,13 +143,8 @@ def aggregate(losses: Tensor, weights: Tensor) -> Tensor:
     Args:
         losses: ``[T]``; carries gradient.
         weights: ``[T]`` from :func:`token_weights`, times any correction weights.
-
-    Raises:
-        ValueError: If the shapes differ.
     """
     if losses.shape != weights.shape:
-        raise ValueError(
-            f"losses are {list(losses.shape)}, weights {list(weights.shape)}: give one weight per loss"
-        )
+        raise ValueError(f"losses are {list(losses.shape)}, weights {list(weights.shape)}: give as many")
     weights = weights.to(losses.dtype)
     return torch.where(weights != 0, losses * weights, 0.0).sum()

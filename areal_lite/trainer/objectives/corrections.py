@@ -1,8 +1,8 @@
 """Weights and masks for tokens sampled by another policy than the one at the start of the step.
 
 The behaviour policy (which sampled) and the proximal policy (start of the step) differ when data is stale and when
-engine and trainer compute differently. All functions take detached log-probs in nats; the caller multiplies the
-losses by the weights and drops rejected tokens.
+engine and trainer compute differently. All functions take detached log-probs ``[T]`` in nats and, as ``episodes``, the
+episode of each token; the caller multiplies the losses by the weights and drops rejected tokens.
 
 Source: truncated importance sampling as in AReaL (arXiv:2505.24298) and IcePop ("Every Step
 Evolves", arXiv:2510.18855); rejection options named as in verl.
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from areal_lite.errors import ConfigError
+from areal_lite.trainer.objectives.aggregation import episode_max, episode_mean, episode_sum, index_episodes
 from areal_lite.trainer.objectives.kl import MAX_LOG_RATIO, clamped_log_ratio, kl_penalty
-from areal_lite.trainer.objectives.per_episode import episode_max, episode_mean, episode_sum, index_episodes
 
 
 class WeightLevel(StrEnum):
@@ -41,9 +41,6 @@ def importance_weights(
     """Return ``proximal / behaviour``, truncated from above.
 
     Args:
-        proximal: ``[T]`` log-probs at the start of the step.
-        behaviour: ``[T]`` log-probs the engine sampled with.
-        episodes: ``[T]`` the episode of each token.
         level: A ratio per token, or the product over the episode for each of its tokens.
         max_weight: Upper bound; a ratio of 3 with a bound of 2 becomes 2.
         normalize: Divide by the mean (over tokens, or over episodes) to keep the step size.
@@ -90,13 +87,6 @@ def rejection_mask(
 
     ``token_k1`` with ``0.5_1.2`` keeps a ratio of 0.6 and rejects 1.6; ``seq_mean_k3,token_k2`` takes
     ``0.05,0.4``.
-
-    Args:
-        proximal: ``[T]`` log-probs at the start of the step.
-        behaviour: ``[T]`` log-probs the engine sampled with.
-        episodes: ``[T]`` the episode of each token.
-        option: One or more options, joined by commas.
-        bounds: One bound per option, joined by commas.
 
     Returns:
         ``[T]`` bool.

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms
+from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms, episode_mean, episode_sum
 from areal_lite.trainer.objectives.kl import MAX_LOG_RATIO, clamped_log_ratio
-from areal_lite.trainer.objectives.per_episode import episode_mean, episode_sum
 from areal_lite.trainer.registry import Registry
 
 POLICY_LOSSES: Registry[Callable[..., LossTerms]] = Registry("policy loss")
@@ -37,27 +36,18 @@ VANISHES_WITHOUT_ADVANTAGE = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyInputs:
-    """Inputs of a policy loss: ``[T]`` each, one entry per trained token, whole episodes.
-
-    Raises:
-        ValueError: If the shapes differ.
-    """
+    """Inputs of a policy loss: ``[T]`` each, one entry per trained token, whole episodes."""
 
     policy: Tensor
     """Log-probs (nats) under the weights being trained; the only input with gradient."""
-
     proximal: Tensor
     """Log-probs under the weights at the start of the step."""
-
     behaviour: Tensor
     """Log-probs the engine sampled with."""
-
     advantages: Tensor
     """Equal along an episode that is rewarded as a whole."""
-
     episodes: Tensor
     """int64, the episode of each token."""
-
     chosen: Tensor | None = None
     """bool, the loss's choice among the tokens of the minibatch; None when the inputs are the whole minibatch."""
 
@@ -122,7 +112,6 @@ def gspo(inputs: PolicyInputs, *, clip_eps: float = 3e-4, clip_eps_high: float |
 
     Args:
         clip_eps: As in :func:`ppo`; ratios of episodes vary far less than those of tokens.
-        clip_eps_high: Upper half-width.
 
     Source: GSPO (arXiv:2507.18071).
     """
@@ -161,7 +150,6 @@ def cispo(inputs: PolicyInputs, *, clip_eps: float = 1.0, clip_eps_high: float |
 
     Args:
         clip_eps: As in :func:`ppo`; 1 leaves ratios below 1 unclipped.
-        clip_eps_high: Upper half-width.
 
     Source: CISPO, MiniMax-M1 (arXiv:2506.13585).
     """
@@ -215,8 +203,6 @@ def clip_cov(
     between the bounds. The draw depends on their behaviour log-probs alone.
 
     Args:
-        clip_eps: As in :func:`ppo`.
-        clip_eps_high: As in :func:`ppo`.
         token_share: Share of the minibatch's tokens to drop; at least one, if any qualifies.
         min_covariance: Exclusive lower bound.
         max_covariance: Exclusive upper bound.
@@ -231,9 +217,8 @@ def clip_cov(
         candidates = (covariance > min_covariance) & (covariance < max_covariance) & ~clipped
         order = _draw(inputs).masked_fill(~candidates, torch.iinfo(torch.int64).max).argsort(stable=True)
         dropped = _mask_at(order[: max(1, int(token_share * len(order)))], candidates) & candidates
-    return LossTerms(
-        torch.where(dropped, 0.0, losses), _statistics(log_ratio, clip_fraction=dropped), dropped
-    )
+    losses = torch.where(dropped, 0.0, losses)
+    return LossTerms(losses, _statistics(log_ratio, clip_fraction=dropped), dropped)
 
 
 @POLICY_LOSSES.register("kl_cov")
@@ -281,7 +266,7 @@ def m2po(inputs: PolicyInputs, *, max_second_moment: float = 0.04) -> LossTerms:
 def _clip(ratio: Tensor, eps: float, eps_high: float | None) -> Tensor:
     if eps < 0 or (eps_high is not None and eps_high < 0):
         raise ConfigError(
-            f"trainer.loss_kwargs: clip_eps is {eps} and clip_eps_high {eps_high}: use 0 or more"
+            f"trainer.loss_kwargs: clip_eps {eps} and clip_eps_high {eps_high} must not be below 0"
         )
     return ratio.clamp(1 - eps, 1 + (eps if eps_high is None else eps_high))
 
@@ -322,3 +307,30 @@ def _statistics(log_ratio: Tensor, **shares: Tensor) -> dict[str, Tensor]:
     ratio = log_ratio.exp()
     shares = {name: chosen.to(ratio.dtype) for name, chosen in shares.items()}
     return {"ratio": ratio, "approx_kl": ratio - 1 - log_ratio.detach(), **shares}
+
+
+def value_loss(
+    values: Tensor, proximal_values: Tensor, returns: Tensor, *, clip: float | None = None
+) -> LossTerms:
+    """Return half the squared error of each token's value, with the values clipped around their proximal values.
+
+    The loss is the larger of the errors of the free and of the clipped value, so there is no gain in leaving the band.
+
+    Args:
+        values: ``[T]`` predictions of the weights being trained; carries gradient.
+        proximal_values: ``[T]`` predictions at the start of the step.
+        returns: ``[T]`` targets.
+        clip: Half-width of the band, in units of reward. None: no clipping.
+
+    Returns:
+        Losses ``[T]``; statistic ``value_clip_fraction``, 1 where the clipped value had the larger error.
+
+    Source: PPO's reference code (arXiv:1707.06347; arXiv:2005.12729 measures the effect of clipping).
+    """
+    error = (values - returns).square()
+    clipped_error = error
+    if clip is not None:
+        clipped = torch.clamp(values, proximal_values - clip, proximal_values + clip)
+        clipped_error = (clipped - returns).square()
+    statistics = {"value_clip_fraction": (clipped_error > error).to(values.dtype)}
+    return LossTerms(torch.maximum(error, clipped_error) / 2, statistics)

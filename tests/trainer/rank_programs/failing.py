@@ -12,7 +12,7 @@ import torch
 
 from areal_lite.launch import stopping
 from areal_lite.trainer import ranks
-from areal_lite.trainer.broadcast import broadcast_json
+from areal_lite.trainer.ranks import broadcast_json
 
 stopping.STOP_SECONDS = 0.5
 ranks._TIMEOUT = timedelta(seconds=8)  # long enough to meet on a loaded machine

@@ -20,10 +20,9 @@ from areal_lite.api.trainer_config import CriticConfig, KLConfig, LoRAConfig, Tr
 from areal_lite.api.trajectory import Group
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.data_proto_file import save_data_proto
-from areal_lite.trainer.broadcast import broadcast_batch, broadcast_json, gather_json
 from areal_lite.trainer.policy_step import Batch
 from areal_lite.trainer.policy_trainer import PolicyTrainer
-from areal_lite.trainer.ranks import join_ranks
+from areal_lite.trainer.ranks import broadcast_batch, broadcast_json, gather_json, join_ranks
 from areal_lite.trainer.snapshot import restore, snapshot, write_snapshot
 from areal_lite.trainer.supervised_trainer import SupervisedTrainer
 from areal_lite.trainer.weights import write_model

@@ -1,7 +1,7 @@
-"""A reward model: a language model with a scalar head, read at the last token of a whole sequence.
+"""Language models with a scalar head: critics and reward models.
 
-Value models read the position before a trained token, so :func:`ending` appends one trained token; blocks,
-micro-batches and shared prompts then work as for any other model.
+A critic gives the value before each trained token. A reward model is read at the last token of a whole sequence:
+:func:`ending` appends one trained token, so blocks, micro-batches and shared prompts work as for any other model.
 """
 
 from __future__ import annotations
@@ -12,15 +12,49 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import AutoModelForSequenceClassification
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import ConfigError
+from areal_lite.trainer.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.policy_model import load_scalar_model, prepare
 from areal_lite.trainer.ranks import Ranks
 from areal_lite.trainer.step_tokens import StepCut
-from areal_lite.trainer.value_model import ValueScorer
+
+
+def load_critic(model_path: str, *, device: torch.device, gradient_checkpointing: bool = False) -> Any:
+    """Return a critic in float32 on ``device``, without dropout, from a folder of a causal LM, critic or reward model.
+
+    The scalar head is loaded if the folder has one; otherwise it is zero, and so are all values.
+    """
+    model, _ = load_scalar_model(AutoModelForTokenClassification, model_path, what="critic")
+    return prepare(model, device=device, gradient_checkpointing=gradient_checkpointing)
+
+
+class ValueScorer(PackedModel):
+    """A model with a scalar head as a function from packed sequences to values.
+
+    Raises:
+        ConfigError: If the head is not a single linear layer with one output.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        heads = [head for head in model.children() if isinstance(head, nn.Linear) and head.out_features == 1]
+        if len(heads) != 1:
+            raise ConfigError(
+                f"{type(model).__name__} has {len(heads)} linear heads with one output, and a critic needs exactly "
+                "one: use another kind of model"
+            )
+        self._head = (heads[0],)  # a tuple, or the head would be registered twice
+
+    def forward(self, packed: PackedSequences) -> Tensor:
+        """Return ``[N]`` float32, the value at the position before each trained token."""
+        states = self.states(packed)
+        with torch.autocast(states.device.type, enabled=False):  # bfloat16 has only three digits
+            values: Tensor = self._head[0](states.float())
+        return values[:, 0].clone()  # FSDP cannot guard a view
 
 
 def load_reward_model(
@@ -30,8 +64,6 @@ def load_reward_model(
 
     Args:
         model_path: Folder of a Hugging Face sequence classifier of one label, or a hub name.
-        device: Where it runs.
-        gradient_checkpointing: Recompute activations in the backward pass.
         new_head: Accept a causal LM to be trained; its head starts at 0.
 
     Raises:
@@ -67,11 +99,7 @@ class RewardScorer(ValueScorer):
 
 
 class RewardModel:
-    """Rewards whole sequences.
-
-    Args:
-        model: As :func:`load_reward_model` returns it.
-    """
+    """Rewards whole sequences."""
 
     def __init__(self, model: Any) -> None:
         self.scorer = RewardScorer(model)
@@ -83,9 +111,6 @@ class RewardModel:
         Args:
             sequences: In any order; those of one group compute shared prefixes once.
             max_tokens: Most tokens of a forward pass, padding included.
-
-        Raises:
-            ValueError: If a sequence has no token.
         """
         device: torch.device = self.scorer.model.device
         cut = StepCut([ending(sequence) for sequence in sequences], self.scorer, ranks=Ranks(), device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_lite.errors import ConfigError
-from areal_lite.trainer.expiry import expires_soon
+from areal_lite.launch.stopping import expires_soon
 
 NAMES = [
     "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",

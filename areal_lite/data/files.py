@@ -1,7 +1,7 @@
-"""A cache of files on this machine: copies of remote files and tables made from text files.
+"""Files written whole: atomic replacement, and a cache of remote files and of tables made from text files.
 
-Guarantees that cached files are complete: each is written under a temporary name and then renamed. Does not notice
-when a remote file changes; delete the copy to download it again.
+A file under its final name is complete: it is written under a temporary name and then renamed. Does not notice when a
+remote file changes; delete the copy to download it again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,22 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from areal_lite.errors import ConfigError
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replace ``path`` with ``content`` atomically and sync it to disk; on failure keep the old file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fchmod(descriptor, 0o644)
+            os.fsync(descriptor)
+        Path(aside).replace(path)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise
 
 
 def cached_file(path: Path, write: Callable[[Path], None]) -> Path:

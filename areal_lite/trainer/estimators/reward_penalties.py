@@ -1,6 +1,6 @@
-"""The coefficient of a KL penalty in the reward: fixed, or adapted to a target.
+"""Penalties in the reward: the KL to a reference, with its fixed or adapted coefficient, and DAPO's for long answers.
 
-A step's penalty uses the coefficient from before the step; the caller updates it afterwards.
+A step's KL penalty uses the coefficient from before the step; the caller updates it afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ class KLController:
     """A coefficient that rises while the KL is above its target and falls while below; constant without a target.
 
     Args:
-        coef: Initial coefficient.
         target: Target KL in nats per token.
         horizon: Episodes over which the coefficient adapts.
 
@@ -73,3 +72,26 @@ def mean_kl(kl: Tensor, episodes: Tensor) -> float:
     counts = torch.bincount(episodes)
     means = torch.bincount(episodes, weights=kl.double()) / counts
     return means[counts > 0].mean().item() if len(episodes) else 0.0
+
+
+def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor:
+    """Return the penalty to add to each answer's score: 0 up to the buffer, then linear to -1 at the limit.
+
+    With ``max_length=10, buffer=4`` lengths ``[6, 8, 10, 12]`` give ``[0, -0.5, -1, -1]``.
+
+    Args:
+        lengths: ``[E]`` sampled tokens of each episode.
+        max_length: Limit in tokens.
+        buffer: Number of tokens before the limit over which the penalty grows.
+
+    Returns:
+        ``[E]`` float32 in ``[-1, 0]``.
+
+    Raises:
+        ConfigError: If the buffer is not between 1 and the limit.
+
+    Source: DAPO (arXiv:2503.14476), overlong reward shaping.
+    """
+    if not 1 <= buffer <= max_length:
+        raise ConfigError(f"overlong buffer is {buffer}: choose 1 to {max_length} tokens, the max_length")
+    return ((max_length - buffer - lengths).float() / buffer).clamp(-1.0, 0.0)

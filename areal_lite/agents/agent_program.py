@@ -1,0 +1,220 @@
+"""Programs that an agent runs: few variables, a folder of their own, limits, and no process left behind.
+
+Guarantees that the program and what it started in its process group are killed when the program ends, at its timeout,
+when its episode is stopped, and when this process dies. It limits accidents; it is not a sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, TypeVar
+
+from areal_lite.api import episode_context
+from areal_lite.api.trajectory import ProcessRecord
+
+T = TypeVar("T")
+
+KEPT_BYTES = 64 * 1024
+"""Bytes kept of each output, the last ones."""
+_LAUNCHER = """
+import fcntl, json, os, resource, sys
+for name, limit in json.loads(sys.argv[1]).items():
+    kind = getattr(resource, name, None)
+    if limit is not None and kind is not None:
+        hard = resource.getrlimit(kind)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
+# Nobody writes to this pipe: SIGIO, which ends a process, comes to the whole group when the other end closes.
+line = int(sys.argv[2])
+fcntl.fcntl(line, fcntl.F_SETOWN, -os.getpid())
+fcntl.fcntl(line, fcntl.F_SETFL, fcntl.fcntl(line, fcntl.F_GETFL) | os.O_ASYNC)
+try:
+    os.execvp(sys.argv[3], sys.argv[3:])
+except OSError as error:
+    sys.exit(f"{sys.argv[3]}: {error.strerror}")
+"""
+"""Sets limits, then becomes the program: a fork with code in between is unsafe beside threads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessLimits:
+    """What one program may use; None is unlimited."""
+
+    cpu_s: int | None = 3600
+    """CPU seconds of each process."""
+    memory_bytes: int | None = 8 * 2**30
+    """Data memory of each process; libraries that are only mapped do not count."""
+    file_bytes: int | None = 2**30
+    """Size of each file it writes."""
+    processes: int | None = 8192
+    """Processes and threads of the user, all programs together; no limit for root."""
+
+
+async def run_program(
+    command: Sequence[str],
+    *,
+    cwd: str | None,
+    inherit: Sequence[str],
+    variables: Mapping[str, str],
+    limits: ProcessLimits,
+    timeout_s: float | None,
+) -> ProcessRecord:
+    """Run a program and return how it ended; also recorded in the running episode.
+
+    Raises:
+        FileNotFoundError: If there is no such program or folder.
+    """
+    async with _folder(cwd) as folder:
+        environment = {
+            "PATH": os.environ.get("PATH", os.defpath),
+            "LANG": os.environ.get("LANG", "C.UTF-8"),
+            **{name: os.environ[name] for name in inherit if name in os.environ},
+            "HOME": folder,
+            **variables,
+        }
+        _check_command(command, folder, environment["PATH"])
+        program = _Program(command, folder, environment, limits)
+        timed_out = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await _in_thread(program.wait)
+            timed_out = False
+        except TimeoutError:
+            pass
+        finally:  # also when the episode is stopped
+            program.kill()
+            record = await _in_thread(lambda: program.finish(timed_out=timed_out))
+            if (episode := episode_context.current().episode) is not None:
+                episode.processes.append(record)
+        return record
+
+
+def _check_command(command: Sequence[str], folder: str, path: str) -> None:
+    if isinstance(command, str) or not command:
+        raise ValueError(f"the command is {command!r}: give a list, such as ['bash', '-c', 'make test']")
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"cwd {folder!r} is no folder")
+    name = str(command[0])
+    if shutil.which(str(Path(folder, name)) if "/" in name else name, path=path) is None:
+        raise FileNotFoundError(f"no program {name!r} in {path if '/' not in name else folder}")
+
+
+@asynccontextmanager
+async def _folder(cwd: str | None) -> AsyncIterator[str]:
+    if cwd is not None:
+        yield cwd
+        return
+    made = tempfile.mkdtemp(prefix="areal-lite-")
+    try:
+        yield made
+    finally:
+        threading.Thread(target=shutil.rmtree, args=(made, True)).start()
+
+
+class _Program:
+    """A running program, the leader of its process group."""
+
+    def __init__(
+        self, command: Sequence[str], folder: str, environment: Mapping[str, str], limits: ProcessLimits
+    ) -> None:
+        self._command = [str(part) for part in command]
+        self._started = time.monotonic()
+        names = dict(zip(asdict(limits), ("CPU", "DATA", "FSIZE", "NPROC"), strict=True))
+        resources = {f"RLIMIT_{names[key]}": value for key, value in asdict(limits).items()}
+        life_line, self._held_open = os.pipe()
+        launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, json.dumps(resources), str(life_line)]
+        try:
+            self._process = subprocess.Popen(
+                [*launcher, *self._command],
+                cwd=folder,
+                env=dict(environment),
+                pass_fds=(life_line,),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(self._held_open)
+            raise
+        finally:
+            os.close(life_line)
+        self._outputs = [_Output(self._process.stdout), _Output(self._process.stderr)]
+
+    def wait(self) -> None:
+        """Wait until the program ends; it stays unreaped, so that its process group still exists."""
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+
+    def kill(self) -> None:
+        """Kill what still runs of the process group."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+
+    def finish(self, *, timed_out: bool) -> ProcessRecord:
+        """Reap the killed program and return what it left."""
+        self._process.wait()
+        os.close(self._held_open)
+        seconds = time.monotonic() - self._started
+        stdout, stderr = (output.text() for output in self._outputs)
+        return ProcessRecord(
+            command=self._command,
+            returncode=self._process.returncode,
+            timed_out=timed_out,
+            seconds=seconds,
+            stdout=stdout,
+            stderr=stderr,
+        )
+
+
+class _Output:
+    """Reads an output to its end and keeps the last ``KEPT_BYTES``."""
+
+    def __init__(self, pipe: IO[bytes] | None) -> None:
+        assert pipe is not None
+        self._kept = bytearray()
+        self._pipe = pipe
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with self._pipe:
+            while piece := os.read(self._pipe.fileno(), 1 << 16):
+                self._kept += piece
+                del self._kept[:-KEPT_BYTES]
+
+    def text(self) -> str:
+        """Return the last bytes as text; does not wait for a program that left the process group."""
+        self._thread.join(timeout=1)
+        return bytes(self._kept).decode(errors="replace")
+
+
+async def _in_thread(function: Callable[[], T]) -> T:
+    """Run ``function`` in a thread of its own: the loop's own few threads may all wait for programs."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def end(result: T) -> None:
+        if not done.done():
+            done.set_result(result)
+
+    def run() -> None:
+        result = function()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(end, result)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done

@@ -1,0 +1,66 @@
+"""What an agent's ``run()`` returned, as the rewards of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from areal_lite.agents.chat_session import ChatSession, Interactions
+from areal_lite.api.reward_worker import as_reward
+
+
+def rewarded(
+    session: ChatSession, reward: Any, weights: Mapping[str, float] | None = None
+) -> tuple[Interactions, dict[str, float]]:
+    """Return the sequences of an ended session with their rewards, and the parts of the reward by name.
+
+    | ``run()`` returns | rewards |
+    |---|---|
+    | a number | the episode; all answers are trained as conversations |
+    | a dict by completion id | these answers, each a sequence of its own; others are not trained |
+    | a list with a number or None per answer, in order | the same by place |
+    | a dict by name of ``rollout.reward_weights`` | the episode with the weighted sum |
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    if isinstance(reward, Mapping):
+        if not reward:
+            raise ValueError("run() returned an empty dict: return None to reject the episode")
+        if weights and reward.keys() <= weights.keys():
+            parts = {str(name): as_reward(value) for name, value in reward.items()}
+            total = sum(weights[name] * value for name, value in parts.items())
+            return _of_episode(session, as_reward(total)), parts
+        return _of_answers(session, reward, weights), {}
+    if isinstance(reward, Sequence) and not isinstance(reward, str | bytes):
+        ids = list(session.interactions)
+        if len(reward) != len(ids):
+            raise ValueError(
+                f"run() returned {len(reward)} rewards for {len(ids)} answers: return one number or None for each"
+            )
+        by_id = {key: value for key, value in zip(ids, reward, strict=True) if value is not None}
+        if not by_id:
+            raise ValueError("run() rewards no answer: return None to reject the episode")
+        return _of_answers(session, by_id, None), {}
+    return _of_episode(session, as_reward(reward)), {}
+
+
+def _of_episode(session: ChatSession, reward: float) -> Interactions:
+    return {key: replace(answer, reward=reward) for key, answer in session.export("concat").items()}
+
+
+def _of_answers(
+    session: ChatSession, rewards: Mapping[Any, Any], weights: Mapping[str, float] | None
+) -> Interactions:
+    answers = session.export("individual")
+    if unknown := [key for key in rewards if key not in answers]:
+        names = f", and rollout.reward_weights names {list(weights)}" if weights else ""
+        raise ValueError(
+            f"run() rewards {unknown[0]!r}, which is not one of its completions: {list(answers)}{names}"
+        )
+    return {
+        key: replace(answer, reward=as_reward(rewards[key]))
+        for key, answer in answers.items()
+        if key in rewards
+    }

@@ -1,0 +1,99 @@
+"""What run() returns becomes rewards, their parts and the session's counts: in the record, the dump and the metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_lite.agents.chat_renderer import ChatRenderer
+from areal_lite.agents.chat_session import ChatSession
+from areal_lite.agents.episode_reward import rewarded
+from areal_lite.api.generation import GenerationHyperparameters
+from tests.agents.scripted_engine import ScriptedEngine, create
+
+WEIGHTS = {"correct": 1.0, "format": 0.2}
+
+
+def two_answers() -> ChatSession:
+    async def play() -> ChatSession:
+        engine = ScriptedEngine(["one", "two"])
+        session = ChatSession(engine, ChatRenderer(engine.tokenizer), GenerationHyperparameters())  # type: ignore[arg-type]
+        messages: list[Any] = [{"role": "user", "content": "hello"}]
+        for _ in range(2):
+            completion = await create(session, {"messages": messages})
+            messages += [completion["choices"][0]["message"], {"role": "user", "content": "again"}]
+        return session
+
+    return asyncio.run(play())
+
+
+def rewards_of(reward: Any, weights: Any = None) -> list[float | None]:
+    sequences, _ = rewarded(two_answers(), reward, weights)
+    return [sequence.reward for sequence in sequences.values()]
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (0.5, [0.5]),
+        (np.array([0.25]), [0.25]),
+        ([0.1, 1], [0.1, 1.0]),
+        ([None, 1], [1.0]),
+        ({"correct": 1, "format": True}, [1.2]),
+        ({"format": 0.5}, [0.1]),
+    ],
+)
+def test_forms_of_a_reward(reward: Any, expected: list[float]) -> None:
+    assert rewards_of(reward, WEIGHTS) == pytest.approx(expected)
+
+
+def test_completions_are_rewarded_by_id_beside_named_parts() -> None:
+    session = two_answers()
+    first, _ = session.interactions
+    sequences, parts = rewarded(session, {first: 0.75}, WEIGHTS)
+    assert [sequence.reward for sequence in sequences.values()] == [0.75]
+    assert parts == {}
+
+
+def test_parts_are_returned_unweighted() -> None:
+    assert rewarded(two_answers(), {"correct": 1, "format": 0.5}, WEIGHTS)[1] == {"correct": 1, "format": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        ([1.0], "returned 1 rewards for 2 answers"),
+        ([None, None], "rewards no answer"),
+        ({}, "empty dict"),
+        ({"corect": 1.0}, "rollout.reward_weights names"),
+        ({"correct": float("nan")}, "finite number"),
+        ("1", "finite number"),
+    ],
+)
+def test_what_is_not_a_reward_is_refused(reward: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        rewards_of(reward, WEIGHTS)
+
+
+def test_forked_tokens_are_those_that_are_not_continued() -> None:
+    async def play() -> None:
+        engine = ScriptedEngine(["one", "two"])
+        session = ChatSession(engine, ChatRenderer(engine.tokenizer), GenerationHyperparameters())  # type: ignore[arg-type]
+        hello = {"role": "user", "content": "hello"}
+        await create(session, {"messages": [hello]})
+        assert session.counts() == {"answers": 1, "forks": 0, "forked_tokens": 0, "tool_parse_errors": 0}
+        edited = {"role": "assistant", "content": "two"}
+        await create(session, {"messages": [hello, edited, hello]})
+        first = engine.responses[0]
+        ids = first.input_tokens + first.output_tokens
+        common = next(
+            i for i, (a, b) in enumerate(zip(ids, engine.requests[1].input_ids, strict=False)) if a != b
+        )
+        assert common >= first.input_len
+        counts = session.counts()
+        assert (counts["forks"], counts["forked_tokens"]) == (1, len(ids) - common)
+
+    asyncio.run(play())
