@@ -2,11 +2,12 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/installed
+AGENTS := .venv-agents
 # One thread per process, and none that spins while it waits: two processes of tests share the cores, and one waits for
 # servers to start while the other computes.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
-.PHONY: install demo test test-slow lint format bench clean
+.PHONY: install demo test test-slow test-agents lint format bench clean
 
 install: $(STAMP)
 
@@ -25,6 +26,18 @@ test: install
 
 test-slow: install
 	$(TEST_ENV) $(BIN)/python -m pytest -m slow
+
+# The SDKs of agents, in an environment of their own; npm's openai if there is a node.
+test-agents: $(AGENTS)/installed
+	$(TEST_ENV) $(AGENTS)/bin/python -m pytest -m agents tests/agents
+
+$(AGENTS)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(AGENTS)
+	$(AGENTS)/bin/python -m pip install -q torch==2.13.0 -c constraints.txt
+	$(AGENTS)/bin/python -m pip install -q -e '.[agents]' hypothesis pytest pytest-timeout -c constraints.txt
+	mkdir -p $(AGENTS)/node
+	-npm install --silent --prefix $(AGENTS)/node openai@6.49.0
+	touch $@
 
 lint: install
 	$(BIN)/ruff format --check .
@@ -49,4 +62,4 @@ bench: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/advantages.py
 
 clean:
-	rm -rf .venv build dist ./*.egg-info
+	rm -rf .venv $(AGENTS) build dist ./*.egg-info

@@ -25,8 +25,7 @@ def answer_grammar(body: dict[str, Any], tools: list[dict[str, Any]] | None) -> 
     found = [
         grammar
         for grammar in (
-            _response_format(body.get("response_format")),
-            _forced_call(body.get("tool_choice"), tools),
+            _call_or_format(body.get("tool_choice"), body.get("response_format"), tools),
             _structured(body.get("structured_outputs")),
             *(_structured({kind: body[name]}) for name, kind in _SERVER_FIELDS.items() if body.get(name)),
             *(
@@ -44,26 +43,42 @@ def answer_grammar(body: dict[str, Any], tools: list[dict[str, Any]] | None) -> 
     return found[0] if found else {}
 
 
-def _response_format(raw: Any) -> dict[str, str]:
+def _call_or_format(choice: Any, response_format: Any, tools: list[dict[str, Any]] | None) -> dict[str, str]:
+    """Return the schema of the answer that tools and ``response_format`` ask for together.
+
+    A required call goes before the format. A model that may call tools writes either a call, as bare JSON, or an
+    answer in the format.
+    """
+    schema = _response_format(response_format)
+    calls = _calls(choice, tools)
+    if schema is not None and choice in (None, "auto"):
+        calls = [_call(tool["function"]) for tool in tools or ()]
+    elif calls:
+        schema = None
+    schemas = calls if schema is None else [*calls, schema]
+    return {"json_schema": orjson.dumps(_any_of(schemas)).decode()} if schemas else {}
+
+
+def _response_format(raw: Any) -> dict[str, Any] | None:
     kind = raw.get("type") if isinstance(raw, dict) else raw
     if kind is None or kind == "text":
-        return {}
+        return None
     if kind == "json_object":
-        return {"json_schema": '{"type":"object"}'}
+        return {"type": "object"}
     if kind == "json_schema":
         schema = raw.get("json_schema", raw)  # the Responses API has no inner object
         if isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
-            return {"json_schema": orjson.dumps(schema["schema"]).decode()}
+            return dict(schema["schema"])
     raise RequestError(
         f"response_format is {short(raw)}: send type text, json_object, or json_schema with its schema",
         param="response_format",
     )
 
 
-def _forced_call(choice: Any, tools: list[dict[str, Any]] | None) -> dict[str, str]:
-    """Return the schema of a tool call as bare JSON, if ``tool_choice`` requires one."""
+def _calls(choice: Any, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Return the schemas of the calls of which ``tool_choice`` requires one; none if it requires no call."""
     if choice is None or choice in ("auto", "none"):
-        return {}
+        return []
     functions = [tool["function"] for tool in tools or ()]
     if isinstance(choice, dict) and choice.get("type") == "function":
         name = (choice.get("function") or choice).get("name")
@@ -78,22 +93,35 @@ def _forced_call(choice: Any, tools: list[dict[str, Any]] | None) -> dict[str, s
         raise RequestError(
             f"tool_choice is {short(choice)} but tools has no such function", param="tool_choice"
         )
+    return [_call(function) for function in functions]
+
+
+def _call(function: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a call as bare JSON; definitions of its arguments move to the root."""
+    arguments = dict(function.get("parameters") or {"type": "object"})
+    definitions = arguments.pop("$defs", {})
+    properties = {"name": {"const": function["name"]}, "arguments": arguments}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+        "$defs": definitions,
+    }
+
+
+def _any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a schema that any of ``schemas`` satisfies; references start at the root, so it has all definitions."""
     definitions: dict[str, Any] = {}
-    calls = []
-    for function in functions:
-        arguments = dict(function.get("parameters") or {"type": "object"})
-        definitions |= arguments.pop("$defs", {})  # references start at the root of the schema
-        properties = {"name": {"const": function["name"]}, "arguments": arguments}
-        calls.append(
-            {
-                "type": "object",
-                "properties": properties,
-                "required": list(properties),
-                "additionalProperties": False,
-            }
-        )
-    schema = {"anyOf": calls} if len(calls) > 1 else calls[0]
-    return {"json_schema": orjson.dumps({**schema, "$defs": definitions} if definitions else schema).decode()}
+    for schema in schemas:
+        for name, definition in (schema.get("$defs") or {}).items():
+            if definitions.setdefault(name, definition) != definition:
+                raise RequestError(
+                    f"two schemas define $defs.{short(name)} differently: rename one of them", param="tools"
+                )
+    bodies = [{name: value for name, value in schema.items() if name != "$defs"} for schema in schemas]
+    joined = bodies[0] if len(bodies) == 1 else {"anyOf": bodies}
+    return {**joined, "$defs": definitions} if definitions else joined
 
 
 def _structured(raw: Any) -> dict[str, str]:

@@ -1,25 +1,23 @@
 """An ``httpx`` client that calls the agent service in this process: no sockets, and only JSON bodies are serialized.
 
-The OpenAI SDK uses ``httpx`` up to version 2 and ``httpx2`` since. If ``httpx`` is installed, a client built on it
-works with both and with other vendors' SDKs.
+It is a client of the library that the installed OpenAI SDK uses: ``httpx`` up to version 2, ``httpx2`` since. Other
+vendors' SDKs that use the same library take it, too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_lite.agents.agent_service import AgentService, EventBody
 
-if TYPE_CHECKING:
+if TYPE_CHECKING or int(importlib.metadata.version("openai").partition(".")[0]) > 2:
     import httpx2 as httpx
 else:
-    try:
-        import httpx
-    except ModuleNotFoundError:
-        import httpx2 as httpx
+    import httpx
 
 T = TypeVar("T")
 

@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from areal_lite.agents.agent_access import AgentAccess
 from areal_lite.agents.agent_doors import AgentDoors
 from areal_lite.agents.chat_renderer import ChatRenderer
+from areal_lite.agents.chat_request import parse_chat_request
 from areal_lite.agents.chat_session import ChatSession
+from areal_lite.agents.request_fields import RequestError
 from areal_lite.agents.text_stream import TextStream
 from areal_lite.api import episode_context
 from areal_lite.api.episode_context import Episode, EpisodeContext
@@ -280,6 +282,46 @@ def test_constraints_and_wishes_reach_the_engine() -> None:
         assert engine.requests[-1].top_logprobs == 3
 
     play(["{}", "c", '{"name": "add", "arguments": {"a": 1}}', "fine"], steps)
+
+
+NUMBER = {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"type": "integer"}}}
+NUMBER_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": NUMBER}}
+
+
+def grammar_of(**fields: Any) -> Any:
+    body = {"messages": [{"role": "user", "content": "x"}], "response_format": NUMBER_FORMAT, **fields}
+    return json.loads(parse_chat_request(body).grammar["json_schema"])
+
+
+def test_with_tools_and_a_format_the_model_may_call_or_answer() -> None:
+    call = {
+        "type": "object",
+        "properties": {"name": {"const": "add"}, "arguments": PARAMETERS},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+    body = {name: value for name, value in NUMBER.items() if name != "$defs"}
+    either = {"anyOf": [call, body], "$defs": NUMBER["$defs"]}
+    assert grammar_of(tools=[CHAT_TOOL]) == grammar_of(tools=[CHAT_TOOL], tool_choice="auto") == either
+    assert grammar_of(tools=[CHAT_TOOL], tool_choice="none") == grammar_of() == NUMBER
+    assert grammar_of(tools=[CHAT_TOOL], tool_choice="required") == call
+    parameters = {**PARAMETERS, "$defs": {"X": {"type": "string"}}}
+    other = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    with pytest.raises(RequestError, match="rename one"):
+        grammar_of(tools=[other])
+
+
+def test_messages_constrain_an_answer_by_its_format() -> None:
+    async def steps(access: AgentAccess, session: ChatSession, engine: ScriptedEngine) -> None:
+        client = anthropic_client(access, "transport")
+        common: Any = {"model": "m", "max_tokens": 64, "messages": [{"role": "user", "content": "hello"}]}
+        output_format = {"type": "json_schema", "schema": NUMBER}
+        await client.messages.create(**common, output_config={"format": output_format, "effort": "low"})
+        assert json.loads(engine.requests[-1].gconfig.json_schema or "") == NUMBER
+        with pytest.raises(anthropic.BadRequestError, match="send type text, json_object, or json_schema"):
+            await client.messages.create(**common, output_config={"format": {"type": "xml"}})
+
+    play(['{"x": 1}'], steps)
 
 
 def test_errors_before_the_first_token_have_a_status_and_later_ones_an_event() -> None:

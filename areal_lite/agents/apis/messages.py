@@ -18,8 +18,8 @@ _AS_CHAT = {
     "top_p": "top_p", "top_k": "top_k", "stream": "stream",
 }  # fmt: skip
 """Fields with the same meaning as a chat completion's, by their name there."""
-_READ = {*_AS_CHAT, "messages", "system", "tools", "tool_choice"}
-_IGNORED = {"metadata", "service_tier", "thinking", "output_config", "cache_control", "context_management"}
+_READ = {*_AS_CHAT, "messages", "system", "tools", "tool_choice", "output_config", "output_format"}
+_IGNORED = {"metadata", "service_tier", "thinking", "cache_control", "context_management"}
 """Fields without effect on the tokens: accepted and ignored."""
 _ERROR_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
@@ -43,6 +43,10 @@ class Messages:
             chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
         if choice := typed("tool_choice", body.get("tool_choice"), dict, "send an object with a type"):
             chat["tool_choice"] = _tool_choice(choice)
+        config = typed("output_config", body.get("output_config"), dict, "send an object with format") or {}
+        output_format = config.get("format") or body.get("output_format")  # the second one in beta versions
+        if output_format is not None:
+            chat["response_format"] = output_format
         return parse_chat_request(chat, session.find_conversation)
 
     def reply(self, request: ChatRequest, answers: Sequence[Answer], session: ChatSession) -> dict[str, Any]:
