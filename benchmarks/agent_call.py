@@ -1,12 +1,13 @@
 """CPU of one model call by an agent, against the bare OpenAI SDK calling a local HTTP stub.
 
-    python benchmarks/agent_call.py [--calls 1000] [--rounds 5] [--tokenizer FOLDER]
+    python benchmarks/agent_call.py [--calls 1000] [--rounds 5] [--tokenizer FOLDER] [--smoke]
 
-Both arms use the same SDK, the same messages and the same answer; the stub runs in a process of its own, so
-only the caller's CPU is counted. `bare` POSTs to the stub's /v1/chat/completions over the SDK's own HTTP
-client. `session` is an episode's call: SDK, in-process transport, session with exact tokens, and a
-keep-alive POST of the token ids to the stub's /generate. `no engine` leaves that POST out. The arms
-take turns, the best round of each counts, and a second table shows the cost of turn 1, 10, 100, ...
+All arms use the same SDK, the same messages and the same answer; the stub runs in a process of its own, so
+only the CPU of agent and service is counted. `bare` POSTs to the stub's /v1/chat/completions over the SDK's
+own HTTP client. `session` is an episode's call: SDK, in-process transport, session with exact tokens, and a
+keep-alive POST of the token ids to the stub's /generate. `listener` is the same call through the loopback
+listener with the SDK's own HTTP client. `no engine` is `session` without the POST. The arms take turns, the
+best round of each counts, and a second table shows the cost of turn 1, 10, 100, ...
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import asyncio
 import gc
 import multiprocessing
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -24,7 +26,8 @@ import openai
 import orjson
 from aiohttp import web
 
-from areal_lite.agents.agent_service import AgentService
+from areal_lite.agents.agent_doors import AgentDoors
+from areal_lite.agents.apis.chat_completions import ChatCompletions
 from areal_lite.agents.chat_renderer import ChatRenderer
 from areal_lite.agents.chat_session import ChatSession
 from areal_lite.agents.http_transport import BASE_URL, SharedClient
@@ -105,6 +108,13 @@ def make_tokenizer(path: str | None) -> Any:
     return tokenizer
 
 
+async def create(session: ChatSession, messages: list[Any]) -> dict[str, Any]:
+    """Answer a chat completion without HTTP."""
+    api = ChatCompletions()
+    request = api.parse({"model": "default", "messages": messages}, session)
+    return api.reply(request, await session.answer(request, f"chatcmpl-{uuid.uuid4().hex}"), session)
+
+
 async def cpu_per_call(call: Callable[[], Awaitable[Any]], calls: int) -> float:
     """Return this process's CPU seconds per call, ``CONCURRENCY`` of them at once."""
 
@@ -119,8 +129,10 @@ async def cpu_per_call(call: Callable[[], Awaitable[Any]], calls: int) -> float:
 
 
 async def measure(args: argparse.Namespace, renderer: ChatRenderer, output_ids: list[int], port: int) -> None:
-    service = AgentService()
+    doors = await AgentDoors.open()
+    service = doors.service
     shared: Any = SharedClient(service)
+    pool = openai.AsyncOpenAI(base_url=doors.access("").base_url, api_key="none")
     stub = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=CONCURRENCY)) as http:
         url = f"http://127.0.0.1:{port}/generate"
@@ -138,9 +150,20 @@ async def measure(args: argparse.Namespace, renderer: ChatRenderer, output_ids: 
 
             return call
 
+        def through_listener(engine: Any) -> Callable[[], Awaitable[None]]:
+            async def call() -> None:  # one connection pool for all episodes, as in `bare`
+                session = ChatSession(engine, renderer, GenerationHyperparameters())
+                key = doors.service.open(session)
+                client = pool.copy(api_key=key)
+                await client.chat.completions.create(model="default", messages=MESSAGES)
+                doors.service.close(key)
+
+            return call
+
         arms = {
             "bare": bare,
             "session": episode(HttpEngine(http, url, output_ids)),
+            "listener": through_listener(HttpEngine(http, url, output_ids)),
             "no engine": episode(HttpEngine(None, url, output_ids)),
         }
         best = dict.fromkeys(arms, float("inf"))
@@ -151,7 +174,9 @@ async def measure(args: argparse.Namespace, renderer: ChatRenderer, output_ids: 
         for name, seconds in best.items():
             print(f"{name:<12}{seconds * 1e3:>12.3f}{seconds / best['bare']:>8.2f}")
         await per_turn(HttpEngine(None, url, output_ids), renderer)
+    await pool.close()
     await stub.close()
+    await doors.aclose()
 
 
 async def per_turn(engine: Any, renderer: ChatRenderer) -> None:
@@ -164,7 +189,7 @@ async def per_turn(engine: Any, renderer: ChatRenderer) -> None:
         for turn in range(1, shown[-1] + 1):
             messages.append({"role": "user", "content": f"Which is the largest number: 12, 89, 41, {turn}?"})
             start = time.process_time()
-            completion = await session.create({"model": "default", "messages": messages})
+            completion = await create(session, messages)
             if turn in spent:
                 spent[turn] = min(spent[turn], time.process_time() - start)
             messages.append(completion["choices"][0]["message"])
@@ -181,14 +206,17 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokenizer")
+    parser.add_argument("--smoke", action="store_true", help="a size that only shows that it runs")
     args = parser.parse_args()
+    if args.smoke:
+        args.calls, args.rounds = CONCURRENCY, 1
     renderer = ChatRenderer(make_tokenizer(args.tokenizer))
     text = "The largest of these numbers is eighty-nine. " * 4
     output_ids = renderer.tokenizer.encode(text, add_special_tokens=False)[: OUTPUT_TOKENS - 1]
     output_ids.append(renderer.stop_ids[0])
     generated = {"text": "", "meta_info": {"output_token_logprobs": [[-0.5, i, None] for i in output_ids]}}
     session = ChatSession(HttpEngine(None, "", output_ids), renderer, GenerationHyperparameters())  # type: ignore[arg-type]
-    completion = asyncio.run(session.create({"model": "default", "messages": MESSAGES}))
+    completion = asyncio.run(create(session, MESSAGES))
     parent, child = multiprocessing.Pipe()
     server = multiprocessing.get_context("spawn").Process(
         target=serve_stub, args=(child, orjson.dumps(completion), orjson.dumps(generated)), daemon=True
