@@ -175,8 +175,12 @@ async def _stream(api: Api, request: ChatRequest, session: ChatSession, answer_i
             yield writer.start(answer_id)
             piece = first
             while piece is not None:
-                yield writer.text(*piece)
-                piece = await pieces.get()
+                ready = [writer.text(*piece)]
+                while not pieces.empty() and (piece := pieces.get_nowait()) is not None:
+                    ready.append(writer.text(*piece))
+                yield b"".join(ready)  # one write for all that came meanwhile
+                if piece is not None:
+                    piece = await pieces.get()
             try:
                 yield writer.end(_result(task))
             except RequestError as error:
