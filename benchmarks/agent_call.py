@@ -2,12 +2,14 @@
 
     python benchmarks/agent_call.py [--calls 1000] [--rounds 5] [--tokenizer FOLDER] [--smoke]
 
-All arms use the same SDK, the same messages and the same answer; the stub runs in a process of its own, so
-only the CPU of agent and service is counted. `bare` POSTs to the stub's /v1/chat/completions over the SDK's
-own HTTP client. `session` is an episode's call: SDK, in-process transport, session with exact tokens, and a
-keep-alive POST of the token ids to the stub's /generate. `listener` is the same call through the loopback
-listener with the SDK's own HTTP client. `no engine` is `session` without the POST. The arms take turns, the
-best round of each counts, and a second table shows the cost of turn 1, 10, 100, ...
+All arms run the same agent, one call with an SDK client that it makes around its HTTP client, with the same
+messages and the same answer; the stub runs in a process of its own, so only the CPU of agent and service is
+counted. `bare` POSTs to the stub's /v1/chat/completions. `session` is an episode's call: in-process
+transport, session with exact tokens, and a keep-alive POST of the token ids to the stub's /generate.
+`listener` is the same through the loopback listener. `no engine` is `session` without the POST. In `bare`
+and `listener` every concurrent agent has an HTTP client of its own, as separate programs have; one pool for
+all would cost more per call the more of its connections are idle. The arms take turns, the best round of
+each counts, and a second table shows the cost of turn 1, 10, 100, ...
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ from areal_lite.agents.agent_doors import AgentDoors
 from areal_lite.agents.apis.chat_completions import ChatCompletions
 from areal_lite.agents.chat_renderer import ChatRenderer
 from areal_lite.agents.chat_session import ChatSession
-from areal_lite.agents.http_transport import BASE_URL, SharedClient
 from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.data.chat.tokenizer import load_tokenizer
@@ -130,41 +131,41 @@ async def cpu_per_call(call: Callable[[], Awaitable[Any]], calls: int) -> float:
 
 async def measure(args: argparse.Namespace, renderer: ChatRenderer, output_ids: list[int], port: int) -> None:
     doors = await AgentDoors.open()
-    service = doors.service
-    shared: Any = SharedClient(service)
-    pool = openai.AsyncOpenAI(base_url=doors.access("").base_url, api_key="none")
-    stub = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+    through_socket = [openai.DefaultAsyncHttpxClient() for _ in range(CONCURRENCY)]
+    access = doors.access("")
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=CONCURRENCY)) as http:
-        url = f"http://127.0.0.1:{port}/generate"
+        engine = HttpEngine(http, f"http://127.0.0.1:{port}/generate", output_ids)
+        no_engine = HttpEngine(None, "", output_ids)
 
-        async def bare() -> None:
-            await stub.chat.completions.create(model="default", messages=MESSAGES)
+        async def agent(base_url: str, key: str, http_client: Any) -> None:
+            client = openai.AsyncOpenAI(base_url=base_url, api_key=key, http_client=http_client)
+            await client.chat.completions.create(model="default", messages=MESSAGES)
 
-        def episode(engine: Any) -> Callable[[], Awaitable[None]]:
-            async def call() -> None:  # with all an episode costs: session, key, client
-                session = ChatSession(engine, renderer, GenerationHyperparameters())
-                key = service.open(session)
-                client = openai.AsyncOpenAI(base_url=BASE_URL, api_key=key, http_client=shared)
-                await client.chat.completions.create(model="default", messages=MESSAGES)
-                service.close(key)
+        async def own_socket(base_url: str, key: str) -> None:
+            http_client = through_socket.pop()
+            await agent(base_url, key, http_client)
+            through_socket.append(http_client)
 
-            return call
-
-        def through_listener(engine: Any) -> Callable[[], Awaitable[None]]:
-            async def call() -> None:  # one connection pool for all episodes, as in `bare`
+        def episode(engine: Any, run: Callable[[str], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
+            async def call() -> None:
                 session = ChatSession(engine, renderer, GenerationHyperparameters())
                 key = doors.service.open(session)
-                client = pool.copy(api_key=key)
-                await client.chat.completions.create(model="default", messages=MESSAGES)
+                await run(key)
                 doors.service.close(key)
 
             return call
 
-        arms = {
-            "bare": bare,
-            "session": episode(HttpEngine(http, url, output_ids)),
-            "listener": through_listener(HttpEngine(http, url, output_ids)),
-            "no engine": episode(HttpEngine(None, url, output_ids)),
+        async def in_process(key: str) -> None:
+            await agent(access.base_url, key, access.http_client)
+
+        async def listener(key: str) -> None:
+            await own_socket(access.base_url, key)
+
+        arms: dict[str, Callable[[], Awaitable[None]]] = {
+            "bare": lambda: own_socket(f"http://127.0.0.1:{port}/v1", "none"),
+            "session": episode(engine, in_process),
+            "listener": episode(engine, listener),
+            "no engine": episode(no_engine, in_process),
         }
         best = dict.fromkeys(arms, float("inf"))
         for _ in range(args.rounds):
@@ -173,9 +174,9 @@ async def measure(args: argparse.Namespace, renderer: ChatRenderer, output_ids: 
         print(f"{'arm':<12}{'CPU ms/call':>12}{'ratio':>8}")
         for name, seconds in best.items():
             print(f"{name:<12}{seconds * 1e3:>12.3f}{seconds / best['bare']:>8.2f}")
-        await per_turn(HttpEngine(None, url, output_ids), renderer)
-    await pool.close()
-    await stub.close()
+        await per_turn(no_engine, renderer)
+    for http_client in through_socket:
+        await http_client.aclose()
     await doors.aclose()
 
 

@@ -172,19 +172,19 @@ async def _stream(api: Api, request: ChatRequest, session: ChatSession, answer_i
     async def events() -> AsyncIterator[bytes]:
         writer = api.stream(request, session)
         try:
-            yield writer.start(answer_id)
+            ready = [writer.start(answer_id)]  # one write for all that came meanwhile
             piece = first
             while piece is not None:
-                ready = [writer.text(*piece)]
-                while not pieces.empty() and (piece := pieces.get_nowait()) is not None:
-                    ready.append(writer.text(*piece))
-                yield b"".join(ready)  # one write for all that came meanwhile
-                if piece is not None:
-                    piece = await pieces.get()
+                ready.append(writer.text(*piece))
+                if pieces.empty():
+                    yield b"".join(ready)
+                    ready.clear()
+                piece = await pieces.get()
             try:
-                yield writer.end(_result(task))
+                ready.append(writer.end(_result(task)))
             except RequestError as error:
-                yield writer.error(error)
+                ready.append(writer.error(error))
+            yield b"".join(ready)
         finally:
             task.cancel()
 

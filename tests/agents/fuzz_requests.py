@@ -12,7 +12,20 @@ PATHS = [
     CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/models", "/",
     "*", "/v1/../v1/models", "//v1/models", "/v1/%6dodels", "/s/", "/s//v1/models", "/s/x/../../v1/models",
 ]  # fmt: skip
-METHODS = ["POST", "POST", "POST", "GET", "HEAD", "OPTIONS", "PUT", "DELETE", "CONNECT", "TRACE", "PRI", "post"]
+METHODS = [
+    "POST",
+    "POST",
+    "POST",
+    "GET",
+    "HEAD",
+    "OPTIONS",
+    "PUT",
+    "DELETE",
+    "CONNECT",
+    "TRACE",
+    "PRI",
+    "post",
+]
 HEADERS = [
     b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip, chunked", b"Content-Length: 3", b"Content-Length: x",
     b"Expect: 100-continue", b"Connection: close", b"Connection: Upgrade", b"Upgrade: websocket", b"Upgrade: h2c",
@@ -92,7 +105,9 @@ def _body(draw: random.Random, path: str, word: str) -> object:
     if path == CHAT and draw.random() < 0.3:
         body["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     if draw.random() < 0.3:
-        body[draw.choice([*body, "temperature", "stop", "seed", "n", "logprobs", "tools", "x"])] = _json(draw, 3)
+        body[draw.choice([*body, "temperature", "stop", "seed", "n", "logprobs", "tools", "x"])] = _json(
+            draw, 3
+        )
     return body
 
 
@@ -101,5 +116,15 @@ def _json(draw: random.Random, depth: int) -> object:
     if kind == 6:
         return [_json(draw, depth - 1) for _ in range(draw.randrange(4))]
     if kind >= 7:
-        return {draw.choice(["role", "content", "type", "text", "name", "a"]): _json(draw, depth - 1) for _ in range(3)}
-    return [None, True, draw.randrange(-(2**63), 2**63), draw.random() * 1e300, "", "x" * draw.randrange(2000)][kind]
+        return {
+            draw.choice(["role", "content", "type", "text", "name", "a"]): _json(draw, depth - 1)
+            for _ in range(3)
+        }
+    return [
+        None,
+        True,
+        draw.randrange(-(2**63), 2**63),
+        draw.random() * 1e300,
+        "",
+        "x" * draw.randrange(2000),
+    ][kind]
