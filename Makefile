@@ -7,7 +7,7 @@ AGENTS := .venv-agents
 # servers to start while the other computes.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
-.PHONY: install demo test test-slow test-agents lint format bench clean
+.PHONY: install demo test test-slow test-agents fuzz lint format bench clean
 
 install: $(STAMP)
 
@@ -39,6 +39,9 @@ $(AGENTS)/installed: pyproject.toml constraints.txt
 	-npm install --silent --prefix $(AGENTS)/node openai@6.49.0
 	touch $@
 
+fuzz: install
+	$(TEST_ENV) $(BIN)/python -m pytest -m fuzz
+
 lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -53,6 +56,7 @@ bench: install
 	$(BIN)/python examples/smollm2.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/engine_throughput.py --in-flight 256 2048 8192
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/agent_call.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/agent_streams.py
 	$(BIN)/python benchmarks/embedded_throughput.py --model runs/models/SmolLM2-135M-Instruct
 	$(BIN)/python benchmarks/train_step.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/data_source.py

@@ -1,12 +1,15 @@
 """CPU of one model call by an agent, against the bare OpenAI SDK calling a local HTTP stub.
 
-    python benchmarks/agent_call.py [--calls 1000] [--rounds 5] [--tokenizer FOLDER]
+    python benchmarks/agent_call.py [--calls 1000] [--rounds 5] [--tokenizer FOLDER] [--smoke]
 
-Both arms use the same SDK, the same messages and the same answer; the stub runs in a process of its own, so
-only the caller's CPU is counted. `bare` POSTs to the stub's /v1/chat/completions over the SDK's own HTTP
-client. `session` is an episode's call: SDK, in-process transport, session with exact tokens, and a
-keep-alive POST of the token ids to the stub's /generate. `no engine` leaves that POST out. The arms
-take turns, the best round of each counts, and a second table shows the cost of turn 1, 10, 100, ...
+All arms run the same agent, one call with an SDK client that it makes around its HTTP client, with the same
+messages and the same answer; the stub runs in a process of its own, so only the CPU of agent and service is
+counted. `bare` POSTs to the stub's /v1/chat/completions. `session` is an episode's call: in-process
+transport, session with exact tokens, and a keep-alive POST of the token ids to the stub's /generate.
+`listener` is the same through the loopback listener. `no engine` is `session` without the POST. In `bare`
+and `listener` every concurrent agent has an HTTP client of its own, as separate programs have; one pool for
+all would cost more per call the more of its connections are idle. The arms take turns, the best round of
+each counts, and a second table shows the cost of turn 1, 10, 100, ...
 """
 
 from __future__ import annotations
@@ -25,11 +28,10 @@ import openai
 import orjson
 from aiohttp import web
 
-from areal_lite.agents.agent_service import AgentService
+from areal_lite.agents.agent_doors import AgentDoors
 from areal_lite.agents.apis.chat_completions import ChatCompletions
 from areal_lite.agents.chat_renderer import ChatRenderer
 from areal_lite.agents.chat_session import ChatSession
-from areal_lite.agents.http_transport import BASE_URL, SharedClient
 from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.data.chat.tokenizer import load_tokenizer
@@ -107,6 +109,13 @@ def make_tokenizer(path: str | None) -> Any:
     return tokenizer
 
 
+async def create(session: ChatSession, messages: list[Any]) -> dict[str, Any]:
+    """Answer a chat completion without HTTP."""
+    api = ChatCompletions()
+    request = api.parse({"model": "default", "messages": messages}, session)
+    return api.reply(request, await session.answer(request, f"chatcmpl-{uuid.uuid4().hex}"), session)
+
+
 async def cpu_per_call(call: Callable[[], Awaitable[Any]], calls: int) -> float:
     """Return this process's CPU seconds per call, ``CONCURRENCY`` of them at once."""
 
@@ -121,29 +130,42 @@ async def cpu_per_call(call: Callable[[], Awaitable[Any]], calls: int) -> float:
 
 
 async def measure(args: argparse.Namespace, renderer: ChatRenderer, output_ids: list[int], port: int) -> None:
-    service = AgentService()
-    shared: Any = SharedClient(service)
-    stub = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+    doors = await AgentDoors.open()
+    through_socket = [openai.DefaultAsyncHttpxClient() for _ in range(CONCURRENCY)]
+    access = doors.access("")
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=CONCURRENCY)) as http:
-        url = f"http://127.0.0.1:{port}/generate"
+        engine = HttpEngine(http, f"http://127.0.0.1:{port}/generate", output_ids)
+        no_engine = HttpEngine(None, "", output_ids)
 
-        async def bare() -> None:
-            await stub.chat.completions.create(model="default", messages=MESSAGES)
+        async def agent(base_url: str, key: str, http_client: Any) -> None:
+            client = openai.AsyncOpenAI(base_url=base_url, api_key=key, http_client=http_client)
+            await client.chat.completions.create(model="default", messages=MESSAGES)
 
-        def episode(engine: Any) -> Callable[[], Awaitable[None]]:
-            async def call() -> None:  # with all an episode costs: session, key, client
+        async def own_socket(base_url: str, key: str) -> None:
+            http_client = through_socket.pop()
+            await agent(base_url, key, http_client)
+            through_socket.append(http_client)
+
+        def episode(engine: Any, run: Callable[[str], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
+            async def call() -> None:
                 session = ChatSession(engine, renderer, GenerationHyperparameters())
-                key = service.open(session)
-                client = openai.AsyncOpenAI(base_url=BASE_URL, api_key=key, http_client=shared)
-                await client.chat.completions.create(model="default", messages=MESSAGES)
-                service.close(key)
+                key = doors.service.open(session)
+                await run(key)
+                doors.service.close(key)
 
             return call
 
-        arms = {
-            "bare": bare,
-            "session": episode(HttpEngine(http, url, output_ids)),
-            "no engine": episode(HttpEngine(None, url, output_ids)),
+        async def in_process(key: str) -> None:
+            await agent(access.base_url, key, access.http_client)
+
+        async def listener(key: str) -> None:
+            await own_socket(access.base_url, key)
+
+        arms: dict[str, Callable[[], Awaitable[None]]] = {
+            "bare": lambda: own_socket(f"http://127.0.0.1:{port}/v1", "none"),
+            "session": episode(engine, in_process),
+            "listener": episode(engine, listener),
+            "no engine": episode(no_engine, in_process),
         }
         best = dict.fromkeys(arms, float("inf"))
         for _ in range(args.rounds):
@@ -152,15 +174,10 @@ async def measure(args: argparse.Namespace, renderer: ChatRenderer, output_ids: 
         print(f"{'arm':<12}{'CPU ms/call':>12}{'ratio':>8}")
         for name, seconds in best.items():
             print(f"{name:<12}{seconds * 1e3:>12.3f}{seconds / best['bare']:>8.2f}")
-        await per_turn(HttpEngine(None, url, output_ids), renderer)
-    await stub.close()
-
-
-async def create(session: ChatSession, body: dict[str, Any]) -> dict[str, Any]:
-    """Answer a chat completion without HTTP."""
-    api = ChatCompletions()
-    request = api.parse(body, session)
-    return api.reply(request, await session.answer(request, f"chatcmpl-{uuid.uuid4().hex}"), session)
+        await per_turn(no_engine, renderer)
+    for http_client in through_socket:
+        await http_client.aclose()
+    await doors.aclose()
 
 
 async def per_turn(engine: Any, renderer: ChatRenderer) -> None:
@@ -172,9 +189,9 @@ async def per_turn(engine: Any, renderer: ChatRenderer) -> None:
         messages: list[Any] = []
         for turn in range(1, shown[-1] + 1):
             messages.append({"role": "user", "content": f"Which is the largest number: 12, 89, 41, {turn}?"})
-            body = orjson.loads(orjson.dumps({"model": "default", "messages": messages}))  # new objects
+            sent = orjson.loads(orjson.dumps(messages))  # new objects, as from HTTP
             start = time.process_time()
-            completion = await create(session, body)
+            completion = await create(session, sent)
             if turn in spent:
                 spent[turn] = min(spent[turn], time.process_time() - start)
             messages.append(completion["choices"][0]["message"])
@@ -192,14 +209,17 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokenizer")
+    parser.add_argument("--smoke", action="store_true", help="a size that only shows that it runs")
     args = parser.parse_args()
+    if args.smoke:
+        args.calls, args.rounds = CONCURRENCY, 1
     renderer = ChatRenderer(make_tokenizer(args.tokenizer))
     text = "The largest of these numbers is eighty-nine. " * 4
     output_ids = renderer.tokenizer.encode(text, add_special_tokens=False)[: OUTPUT_TOKENS - 1]
     output_ids.append(renderer.stop_ids[0])
     generated = {"text": "", "meta_info": {"output_token_logprobs": [[-0.5, i, None] for i in output_ids]}}
     session = ChatSession(HttpEngine(None, "", output_ids), renderer, GenerationHyperparameters())  # type: ignore[arg-type]
-    completion = asyncio.run(create(session, {"model": "default", "messages": MESSAGES}))
+    completion = asyncio.run(create(session, MESSAGES))
     parent, child = multiprocessing.Pipe()
     server = multiprocessing.get_context("spawn").Process(
         target=serve_stub, args=(child, orjson.dumps(completion), orjson.dumps(generated)), daemon=True

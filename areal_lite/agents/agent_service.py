@@ -95,11 +95,12 @@ class AgentService:
 
         Args:
             method: HTTP method in upper case.
-            path: Path without the query. ``/s/KEY/v1/...`` carries the key for clients that can send no header.
+            path: Path without the query, not decoded. ``/s/KEY/v1/...`` carries the key for clients that can send no
+                header.
             headers: Lower-case names, or a mapping that ignores case.
             body: Raw bytes.
         """
-        key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        key = headers.get("x-api-key") or _bearer(headers.get("authorization", ""))
         if path.startswith("/s/"):
             key, _, rest = path[3:].partition("/")
             path = f"/{rest}"
@@ -125,10 +126,7 @@ class AgentService:
                 return await _stream(api, request, session, answer_id)
             return _json(api.reply(request, await session.answer(request, answer_id), session))
         except RequestError as error:
-            reply = (
-                _APIS["/v1/messages"] if path.startswith("/v1/messages") else _APIS["/v1/chat/completions"]
-            )
-            return Reply(error.status, JSON_HEADERS, orjson.dumps(reply.error(error)))
+            return error_reply(path, error)
 
     def _session(self, key: str) -> ChatSession:
         digest = _digest(key)
@@ -146,6 +144,14 @@ class AgentService:
             status=401,
             code="invalid_api_key",
         )
+
+
+def error_reply(path: str, error: RequestError) -> Reply:
+    """Return an error in the form of the API that serves ``path``."""
+    if path.startswith("/s/"):
+        path = f"/{path[3:].partition('/')[2]}"
+    api = _APIS["/v1/messages" if path.startswith("/v1/messages") else "/v1/chat/completions"]
+    return Reply(error.status, JSON_HEADERS, orjson.dumps(api.error(error)))
 
 
 async def _stream(api: Api, request: ChatRequest, session: ChatSession, answer_id: str) -> Reply:
@@ -167,15 +173,19 @@ async def _stream(api: Api, request: ChatRequest, session: ChatSession, answer_i
     async def events() -> AsyncIterator[bytes]:
         writer = api.stream(request, session)
         try:
-            yield writer.start(answer_id)
+            ready = [writer.start(answer_id)]  # one write for all that came meanwhile
             arrived = first
             while arrived is not None:
-                yield writer.text(*arrived)
+                ready.append(writer.text(*arrived))
+                if pieces.empty():
+                    yield b"".join(ready)
+                    ready.clear()
                 arrived = await pieces.get()
             try:
-                yield writer.end(_result(task))
+                ready.append(writer.end(_result(task)))
             except RequestError as error:
-                yield writer.error(error)
+                ready.append(writer.error(error))
+            yield b"".join(ready)
         finally:
             task.cancel()
 
@@ -214,6 +224,11 @@ _MODEL = {"id": "default", "object": "model", "created": int(time.time()), "owne
 
 def _models() -> dict[str, Any]:
     return {"object": "list", "data": [_MODEL]}
+
+
+def _bearer(header: str) -> str:
+    scheme, _, key = header.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _digest(key: str) -> bytes:

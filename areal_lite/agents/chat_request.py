@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from areal_lite.agents.answer_grammar import answer_grammar
-from areal_lite.agents.request_fields import RequestError, number, short, typed, whole
+from areal_lite.agents.request_fields import RequestError, is_token_id, number, short, typed, whole
 
 MAX_TOOLS = 128
 MAX_CHOICES = 128
@@ -326,7 +326,7 @@ def _stop(raw: Any) -> list[str]:
 def _ids(name: str, raw: Any) -> list[int]:
     if raw is None:
         return []
-    if not isinstance(raw, list) or not all(type(token) is int and token >= 0 for token in raw):
+    if not isinstance(raw, list) or not all(is_token_id(token) for token in raw):
         raise RequestError(f"{name} is {short(raw)}: send a list of token ids", param=name)
     return raw
 

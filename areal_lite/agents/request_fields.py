@@ -45,6 +45,11 @@ def whole(name: str, value: Any, minimum: int, maximum: int = 2**63 - 1) -> int 
     return value
 
 
+def is_token_id(value: Any) -> bool:
+    """Return whether a value can be a token id; tokenizers raise on larger numbers."""
+    return type(value) is int and 0 <= value < 2**31
+
+
 def number(name: str, value: Any, low: float, high: float) -> float:
     """Return a finite number from ``low`` to ``high``; raises RequestError for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

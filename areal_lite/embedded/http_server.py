@@ -1,7 +1,8 @@
 """SGLang's native HTTP dialect in front of the scheduler.
 
-Guarantees: an invalid request gets a 4xx with a JSON body and never reaches the model; when a client disconnects, its
-requests are aborted; ``/health`` answers at once in every state. The scheduler owns sampling, batching and weights.
+Guarantees: an invalid request gets a 4xx with a JSON body and never reaches the model; a web page's request is refused;
+when a client disconnects, its requests are aborted; ``/health`` answers at once in every state. The scheduler owns
+sampling, batching and weights.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import orjson
 from aiohttp import web
 
 from areal_lite import __version__
+from areal_lite.api.browser_guard import loopback_names, refusal_of
 from areal_lite.embedded import checkpoint
 from areal_lite.embedded.generate_body import GenerateCall, Limits, parse_generate
 from areal_lite.embedded.generation_request import Decode, GenerationRequest
@@ -74,9 +76,12 @@ class SGLangDialect:
         # One thread: a tokenizer is not thread-safe, and a long text must not block the event loop.
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
-    def app(self) -> web.Application:
-        """Return the application with all routes."""
-        app = web.Application(middlewares=[_errors_as_json], client_max_size=_MAX_BODY_BYTES)
+    def app(self, *, host: str) -> web.Application:
+        """Return the application with all routes, for a server bound to ``host``."""
+        app = web.Application(
+            middlewares=[_programs_only(loopback_names(host)), _errors_as_json],
+            client_max_size=_MAX_BODY_BYTES,
+        )
         both = ("GET", "POST")
         for methods, path, handler in (
             (("POST", "PUT"), "/generate", self._generate),
@@ -360,6 +365,19 @@ async def _stream_error(request: web.Request, message: str) -> web.StreamRespons
     response = await _open_stream(request)
     await response.write(b"data: " + orjson.dumps({"error": error}) + b"\n\ndata: [DONE]\n\n")
     return response
+
+
+def _programs_only(host_names: frozenset[str]) -> Any:
+    """Return a middleware that refuses what a web page makes a browser send."""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        refusal = refusal_of(request.headers, has_body=request.can_read_body, host_names=host_names)
+        if refusal is not None:
+            return _reply_json({"error": {"message": refusal.message}}, status=refusal.status)
+        return await handler(request)
+
+    return guard
 
 
 @web.middleware

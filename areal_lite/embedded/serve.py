@@ -180,7 +180,9 @@ async def listening(
 ) -> AsyncIterator[int]:
     """Answer requests inside the ``async with``; yields the port."""
     scheduler.start(asyncio.get_running_loop())
-    runner = web.AppRunner(dialect.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        dialect.app(host=host), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+    )
     await runner.setup()
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

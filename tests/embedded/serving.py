@@ -81,7 +81,9 @@ async def serving(
     )
     async with (
         listening(dialect, scheduler, host="127.0.0.1", port=0) as port,
-        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
+        aiohttp.ClientSession(
+            f"http://127.0.0.1:{port}", headers={"Content-Type": "application/json"}
+        ) as session,
     ):
         yield Client(session, scheduler, f"127.0.0.1:{port}")
 

@@ -11,7 +11,7 @@ from areal_lite.agents.apis.api import event, openai_error
 from areal_lite.agents.apis.chat_completions import openai_usage
 from areal_lite.agents.chat_request import MAX_TOP_LOGPROBS, ChatRequest, request_options
 from areal_lite.agents.chat_session import Answer, ChatSession
-from areal_lite.agents.request_fields import RequestError, short, whole
+from areal_lite.agents.request_fields import RequestError, is_token_id, short, whole
 from areal_lite.agents.text_stream import Piece
 
 
@@ -25,7 +25,7 @@ class Completions:
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
-        ids = isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt)
+        ids = isinstance(prompt, list) and all(is_token_id(token) for token in prompt)
         if not prompt or not (ids or isinstance(prompt, str)):
             raise RequestError(
                 f"prompt is {short(prompt)}: send one prompt per call, a string or a list of token ids",

@@ -1,0 +1,55 @@
+"""Tell a program's HTTP request from one that a web page makes a browser send.
+
+Guarantees that a page in a browser on this machine cannot use a server that listens here: pages cannot avoid the Origin
+or Sec-Fetch-Site header, cannot send JSON's content type without a preflight request, and after DNS rebinding they send
+their own Host. Knows no HTTP library.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Refusal(NamedTuple):
+    """Why a request is refused."""
+
+    status: int
+    message: str
+
+
+def refusal_of(headers: Mapping[str, str], *, has_body: bool, host_names: frozenset[str]) -> Refusal | None:
+    """Return why a request is refused; None if a program sent it.
+
+    Args:
+        headers: A mapping that ignores case.
+        has_body: Whether the request has a body; it must be JSON then.
+        host_names: Allowed hosts in lower case, without port; empty allows all.
+    """
+    host = headers.get("Host", "")
+    if host_names and _name(host) not in host_names:
+        return Refusal(403, f"the Host is {host[:80]!r}: use {sorted(host_names)[0]}")
+    if "Origin" in headers or headers.get("Sec-Fetch-Site", "none") != "none":
+        return Refusal(403, "requests of web pages are not served: send no Origin and no Sec-Fetch-Site")
+    kind = headers.get("Content-Type", "")
+    if has_body and kind.partition(";")[0].strip().lower() != "application/json":
+        return Refusal(415, f"the content type is {kind[:80]!r}: send application/json")
+    return None
+
+
+def loopback_names(host: str) -> frozenset[str]:
+    """Return the hosts that clients may name for a server bound to ``host``; empty unless that is loopback."""
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    return frozenset({host, "127.0.0.1", "::1", "localhost"}) if loopback else frozenset()
+
+
+def _name(host: str) -> str:
+    """Return a Host header without port and brackets."""
+    if host.startswith("["):
+        name, bracket, port = host[1:].lower().partition("]")
+        return name if bracket and port[:1] in ("", ":") else ""
+    return host.partition(":")[0].lower()
