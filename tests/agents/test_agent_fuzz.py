@@ -182,8 +182,10 @@ def test_3_000_cases_of_the_description_get_no_server_error() -> None:
     try:
         assert started.wait(30)
         url, key = address
-        schema = schemathesis_openapi.from_dict(openapi())
-        operations = [one.ok() for one in schema.get_all_operations()]
+        description = openapi()
+        del description["security"]  # else many cases carry a drawn key
+        schema = schemathesis_openapi.from_dict(description)
+        operations = [one.ok() for one in schema.get_all_operations() if one.ok().method == "post"]
         statuses: Counter[int] = Counter()
         for operation in operations:
 
@@ -203,7 +205,7 @@ def test_3_000_cases_of_the_description_get_no_server_error() -> None:
 
             check()
         print(f"statuses {dict(statuses)}")
-        assert statuses[200] > 500
+        assert statuses[200] > 1000 and not statuses[401]
     finally:
         stopped.set()
         server.join()
