@@ -73,12 +73,14 @@ def _distribution(
         "top_p": gconfig.top_p,
         "top_k": gconfig.top_k or -1,
         "frequency_penalty": gconfig.frequency_penalty,
-        "repetition_penalty": 1,
+        "presence_penalty": gconfig.presence_penalty,
+        "repetition_penalty": gconfig.repetition_penalty,
+        "min_p": gconfig.min_p,
     }
-    ignored = {name: value for name, value in asked.items() if value != run_values.get(name, 0)}
+    ignored = {name: value for name, value in asked.items() if value != run_values[name]}
     applied: dict[str, Any] = {}
     if agent_samples:
-        for name in ("temperature", "top_p", "top_k", "frequency_penalty"):
+        for name in run_values:
             if name in ignored:
                 applied[name] = ignored.pop(name)
         if "temperature" in applied:
