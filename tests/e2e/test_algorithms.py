@@ -103,6 +103,7 @@ def test_documented_metrics_are_exactly_those_that_runs_write(run_yaml: Path) ->
         written |= {name for line in records(run_training(config).run_dir) for name in line}
     written -= {"step", "time"}
     if_any = {"episodes/rejected", "episodes/failed", "episodes/cancelled"}
+    if_any |= {"rollout/blocked_s", "rollout/abandoned_threads"}
     assert documented - if_any == written - if_any
 
 
