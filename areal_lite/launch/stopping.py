@@ -112,7 +112,8 @@ class StopOnSignal:
     def _watch(self) -> None:
         first, began, shown = self._next_signal(), time.monotonic(), False
         last = first
-        sys.stderr.write("stopping; signal again to stop at once\n")  # one write: the process may end at any moment
+        # One write: the process may end at any moment.
+        sys.stderr.write("stopping; signal again to stop at once\n")
         sys.stderr.flush()
         self._watched.settimeout(STOP_SECONDS)
         while True:
