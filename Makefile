@@ -29,7 +29,7 @@ test-slow: install
 
 # The SDKs of agents, in an environment of their own; npm's openai if there is a node.
 test-agents: $(AGENTS)/installed
-	$(TEST_ENV) $(AGENTS)/bin/python -m pytest -m agents tests/agents
+	$(TEST_ENV) $(AGENTS)/bin/python -m pytest -m agents tests/agents/test_agent_examples.py
 
 $(AGENTS)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(AGENTS)
