@@ -21,6 +21,7 @@ from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.failure import FailureKind, attributed_to
+from areal_lite.api.scalars import scope_name
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.data.chat.tokenizer import load_tokenizer
@@ -167,7 +168,7 @@ def _count(context: EpisodeContext, counts: dict[str, float]) -> None:
     if context.episode is not None:
         context.episode.counts |= counts
     if context.scalars is not None and counts:
-        scope = "eval-rollout" if context.is_eval else "rollout"
+        scope = scope_name(context.is_eval)
         context.scalars.add(
             {f"{scope}/{name}": value for name, value in counts.items()}, is_eval=context.is_eval
         )

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class RequestError(Exception):
-    """An invalid request, answered with HTTP ``status`` and OpenAI's error object."""
+    """An invalid request, answered with HTTP ``status`` and the API's error object."""
 
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
@@ -19,11 +19,6 @@ class RequestError(Exception):
         self.status = status
         self.param = param
         self.code = code
-
-    def body(self) -> dict[str, Any]:
-        """Return ``{"error": {message, type, param, code}}``."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def typed(name: str, value: Any, kind: type[T], hint: str) -> T | None:

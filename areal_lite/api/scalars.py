@@ -29,6 +29,11 @@ class Scalars:
         return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
 
 
+def scope_name(is_eval: bool) -> str:
+    """Return the folder and metric scope of training or evaluation episodes."""
+    return "eval-rollout" if is_eval else "rollout"
+
+
 def record_scalars(values: Mapping[str, float]) -> None:
     """Record numbers of the running episode, by metric name.
 

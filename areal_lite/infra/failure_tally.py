@@ -50,15 +50,6 @@ class FailureTally:
         by_kind = {f"failed_episodes/{kind}": float(count) for kind, count in self.episodes.items()}
         return {"failed_episodes": float(self.episodes.total()), **by_kind}
 
-    @property
-    def is_passing(self) -> bool:
-        """Whether every failure was of a kind that may pass, such as a server that is down."""
-        return self.episodes.total() > 0 and self.episodes.keys() <= PASSING
-
-    def causes(self, limit: int = 3) -> str:
-        """Return the most common causes in one line."""
-        return "; ".join(f"{count} x {cause.summary}" for cause, count in self._causes.most_common(limit))
-
     def table(self, limit: int = 10) -> str:
         """Return the causes as lines of text, with the traceback of the most common one; empty without failures."""
         if not self._causes:

@@ -19,9 +19,9 @@ import numpy as np
 import orjson
 
 from areal_lite.api.config import InferenceEngineConfig
+from areal_lite.api.scalars import scope_name
 from areal_lite.api.trajectory import Group, TokenSequence, Trajectory, TurnRole
 from areal_lite.data.chat.tokenizer import load_tokenizer
-from areal_lite.infra.workflow_context import scope_name
 
 logger = logging.getLogger(__name__)
 

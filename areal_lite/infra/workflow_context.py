@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from areal_lite.api.episode_context import EpisodeContext as WorkflowContext
 from areal_lite.api.episode_context import current as get
 from areal_lite.api.episode_context import enter as set
-from areal_lite.api.scalars import record_scalars
+from areal_lite.api.scalars import record_scalars, scope_name
 from areal_lite.api.shared_resources import SharedResources
 
 if TYPE_CHECKING:
@@ -40,11 +40,6 @@ def record(**values: float) -> None:
         RuntimeError: Outside an episode.
     """
     record_scalars({f"{stat_scope()}/{name}": value for name, value in values.items()})
-
-
-def scope_name(is_eval: bool) -> str:
-    """Return the folder and metric scope of training or evaluation episodes."""
-    return "eval-rollout" if is_eval else "rollout"
 
 
 async def get_aiohttp_session() -> aiohttp.ClientSession:

@@ -99,7 +99,7 @@ def test_tools_that_the_template_does_not_render_are_refused_with_the_way_out(fa
     session, _ = make_session(family, ["hm</think>hi" if family == "deepseek_r1" else "hi"])
     with pytest.raises(RequestError, match="rollout.tools_in_system_prompt to true") as refused:
         ask(session, QUESTION, tools=[CALCULATOR])
-    assert (refused.value.status, refused.value.body()["error"]["param"]) == (400, "tools")
+    assert (refused.value.status, refused.value.param) == (400, "tools")
     assert ask(session, QUESTION)["content"] == "hi"
 
 
