@@ -116,9 +116,7 @@ def _supervised(config: SFTConfig | DPOConfig | RewardModelConfig) -> None:
 
     if _is_first_rank():
         _config(config)
-    summary = run_supervised(
-        config, on_step=lambda step, metrics: print(progress_line(step, metrics), flush=True)
-    )
+    summary = run_supervised(config, on_step=lambda step, metrics: print(progress_line(step, metrics), flush=True))
     if _is_first_rank():
         print(f"{summary.steps} steps in {summary.seconds:.0f} s, written to {summary.run_dir}")
 
@@ -198,16 +196,12 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run, root=root)
     commands.add_parser("serve", help="serve a model over SGLang's HTTP API, without SGLang", add_help=False)
     command = commands.add_parser("view", help="show dumped episodes in the terminal")
-    command.add_argument(
-        "path", type=Path, metavar="PATH", help="a .jsonl dump, or a folder that contains dumps"
-    )
+    command.add_argument("path", type=Path, metavar="PATH", help="a .jsonl dump, or a folder that contains dumps")
     command.add_argument(
         "--limit", type=positive_integer, default=10, metavar="N", help="show at most N episodes (default 10)"
     )
     command = commands.add_parser("plot", help="draw the metrics of one or several runs")
-    command.add_argument(
-        "run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="a folder with a metrics.jsonl"
-    )
+    command.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="a folder with a metrics.jsonl")
     command.add_argument(
         "--out",
         type=Path,

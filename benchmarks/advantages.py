@@ -80,9 +80,7 @@ def milliseconds(call: Callable[[], object], repeats: int) -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
     repeats = parser.parse_args().repeats
     torch.set_num_threads(1)
@@ -109,9 +107,7 @@ def main() -> None:
     flat = milliseconds(partial(ESTIMATORS.bound("gae", {"lam": LAM}, where="advantage"), long), repeats)
     columns = (long.token_rewards.view(32, -1), long.values.view(32, -1))
     loop = milliseconds(partial(loop_gae, *columns), max(3, repeats // 3))
-    print(
-        f"GAE with whitening {flat:.1f}, a loop over tokens {loop:.1f} without: {loop / flat:.0f} times as long"
-    )
+    print(f"GAE with whitening {flat:.1f}, a loop over tokens {loop:.1f} without: {loop / flat:.0f} times as long")
 
 
 if __name__ == "__main__":

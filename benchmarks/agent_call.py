@@ -102,9 +102,7 @@ def make_tokenizer(path: str | None) -> Any:
     backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", bos_token="<|im_start|>"
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", bos_token="<|im_start|>")
     tokenizer.chat_template = CHATML
     return tokenizer
 
@@ -203,9 +201,7 @@ async def per_turn(engine: Any, renderer: ChatRenderer) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokenizer")

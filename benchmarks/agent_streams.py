@@ -105,8 +105,7 @@ def serve_agents(ready: Connection, server_port: int, sessions: int, one_core: b
         ) as http:
             engine: Any = StreamingEngine(http, f"http://127.0.0.1:{server_port}/generate")
             keys = [
-                doors.service.open(ChatSession(engine, renderer, GenerationHyperparameters()))
-                for _ in range(sessions)
+                doors.service.open(ChatSession(engine, renderer, GenerationHyperparameters())) for _ in range(sessions)
             ]
             ready.send((doors.access("").base_url.removesuffix("/v1"), keys))
             while True:
@@ -123,9 +122,7 @@ def run_clients(results: Connection, url: str, keys: list[str], text: str) -> No
     """Stream once with each key, all at the same time; send ``(first token, whole text?)`` for each."""
 
     async def main() -> None:
-        results.send(
-            await asyncio.gather(*(one_stream(url, key, text, delay=i * 5e-4) for i, key in enumerate(keys)))
-        )
+        results.send(await asyncio.gather(*(one_stream(url, key, text, delay=i * 5e-4) for i, key in enumerate(keys))))
 
     allow_sockets()
     asyncio.run(main())
@@ -253,9 +250,7 @@ def measure_streams(args: argparse.Namespace, tokens: list[int], text: str) -> N
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--interval-ms", type=float, default=50)

@@ -106,16 +106,12 @@ def rows_of(workload: str, args: argparse.Namespace) -> Iterator[Row]:
     normal = NormalDist()
     while True:
         if workload == "tools":
-            block = [
-                {"call_s": CALL_S, "calls": 2, "tool_s": TOOL_S * (n == 0), "slow": n == 0} for n in range(8)
-            ]
+            block = [{"call_s": CALL_S, "calls": 2, "tool_s": TOOL_S * (n == 0), "slow": n == 0} for n in range(8)]
         elif workload == "lognormal":
             # One of each eighth of the distribution: the sample's shares are the distribution's.
             quantiles = [(n + rng.random()) / 8 for n in range(8)]
             seconds = [args.median_s * 2.718281828 ** normal.inv_cdf(q) for q in quantiles]
-            block = [
-                {"call_s": s, "calls": 1, "slow": q >= 0.75} for s, q in zip(seconds, quantiles, strict=True)
-            ]
+            block = [{"call_s": s, "calls": 1, "slow": q >= 0.75} for s, q in zip(seconds, quantiles, strict=True)]
         else:
             block = [{"call_s": args.train_s / 2, "calls": 1, "slow": False}] * 8
         rng.shuffle(block)
@@ -203,9 +199,7 @@ def floor_of(setting: Setting, args: argparse.Namespace) -> float:
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--train-s", type=float, default=0.05)
     parser.add_argument("--median-s", type=float, default=0.15)

@@ -36,9 +36,7 @@ def main() -> None:
         del made
         dataset = datasets.load_from_disk(folder)
         memory, clock = _memory_mib(), time.perf_counter()
-        source = RolloutDataSourceWithBuffer(
-            dataset, n_samples_per_prompt=MEMBERS, seed=1, shuffle=True, name=folder
-        )
+        source = RolloutDataSourceWithBuffer(dataset, n_samples_per_prompt=MEMBERS, seed=1, shuffle=True, name=folder)
         print(f"{args.rows:,} rows, construction: {time.perf_counter() - clock:.3f} s, ", end="")
         print(f"{_memory_mib() - memory:.0f} MiB more at the peak")
         draws, saves = [], []
@@ -50,12 +48,8 @@ def main() -> None:
             source.save(step, Path(folder))
             saves.append(1e3 * (time.perf_counter() - clock))
             source.mark_trained(groups)
-        print(
-            f"get_samples({GROUPS}) x {MEMBERS}: median {statistics.median(draws):.2f} ms, worst {max(draws):.2f} ms"
-        )
-        print(
-            f"state save, {GROUPS} groups owed: median {statistics.median(saves):.2f} ms, worst {max(saves):.2f} ms"
-        )
+        print(f"get_samples({GROUPS}) x {MEMBERS}: median {statistics.median(draws):.2f} ms, worst {max(draws):.2f} ms")
+        print(f"state save, {GROUPS} groups owed: median {statistics.median(saves):.2f} ms, worst {max(saves):.2f} ms")
 
 
 def _memory_mib() -> float:

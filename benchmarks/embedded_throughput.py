@@ -52,9 +52,7 @@ async def embedded(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16")
@@ -71,9 +69,7 @@ def main() -> None:
     prompts = [[draw.randrange(100, 5000) for _ in range(length)] for length in lengths]
     rounds = [[draw.randrange(100, 5000) for _ in p] for _ in range(args.rounds) for p in prompts]
     groups = [prompt for prompt in rounds[:: args.group] for _ in range(args.group)]
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {args.threads} threads, {args.dtype}"
-    )
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {args.threads} threads, {args.dtype}")
 
     server = EmbeddedServer(
         model_path=args.model,
@@ -86,9 +82,7 @@ def main() -> None:
     with server:
         for name, sent in (("embedded", rounds), ("embedded, groups", groups)):
             seconds = asyncio.run(
-                embedded(
-                    server.address, sent, in_flight=args.batch, new_tokens=args.new_tokens, arrival_s=0.01
-                )
+                embedded(server.address, sent, in_flight=args.batch, new_tokens=args.new_tokens, arrival_s=0.01)
             )
             figures[name] = len(sent) * args.new_tokens / seconds
 

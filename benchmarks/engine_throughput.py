@@ -45,9 +45,7 @@ PROMPT = list(range(1, 129))
 SOCKETS = 512
 
 
-def tensors(
-    prompt: list[int], tokens: list[int], logprobs: list[float], versions: list[int]
-) -> dict[str, Any]:
+def tensors(prompt: list[int], tokens: list[int], logprobs: list[float], versions: list[int]) -> dict[str, Any]:
     """Return the row both sides build."""
     length, sampled = len(prompt) + len(tokens), len(tokens)
     head = length - sampled
@@ -84,15 +82,11 @@ async def bare_loop(url: str, episodes: int, in_flight: int) -> int:
     )
     rows: list[dict[str, Any]] = []
     left = iter(range(episodes))
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, limit_per_host=SOCKETS)
-    ) as session:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, limit_per_host=SOCKETS)) as session:
 
         async def worker() -> None:
             for _ in left:
-                async with session.post(
-                    url, data=body, headers={"Content-Type": "application/json"}
-                ) as reply:
+                async with session.post(url, data=body, headers={"Content-Type": "application/json"}) as reply:
                     answer = orjson.loads(await reply.read())
                 pairs = answer["meta_info"]["output_token_logprobs"]
                 tokens, logprobs = [p[1] for p in pairs], [p[0] for p in pairs]
@@ -138,9 +132,7 @@ def engine_round(address: str, episodes: int, in_flight: int, root: str | None =
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=4000)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[256])
     parser.add_argument("--rounds", type=int, default=5)
@@ -151,9 +143,7 @@ def main() -> None:
         port = probe.getsockname()[1]
     # In memory: creating a file on a disk costs 20 to 600 us, by file system and by what else writes to it.
     dumps = tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
-    stub = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parents[1] / "tests/stub_server.py"), str(port)]
-    )
+    stub = subprocess.Popen([sys.executable, str(Path(__file__).parents[1] / "tests/stub_server.py"), str(port)])
     try:
         wait_for(port)
         for in_flight in args.in_flight:

@@ -97,16 +97,12 @@ def run_trl(path: Path, model: str, steps: int) -> None:
             save_strategy="no",
             report_to=[],
         )
-        trainer = GRPOTrainer(
-            model=model, reward_funcs=reward, args=config, train_dataset=dataset, callbacks=[Clock()]
-        )
+        trainer = GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=dataset, callbacks=[Clock()])
         trainer.train()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python")
     parser.add_argument("--trl-child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--model", default="runs/models/SmolLM2-135M-Instruct")

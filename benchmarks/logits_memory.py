@@ -60,9 +60,7 @@ def peak() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--hidden", type=int, default=256)
@@ -81,9 +79,7 @@ def main() -> None:
         took[way] = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         print(f"{way:>20}: {took[way]:7.0f} MiB, {took[way] / took['decoder']:.2f} times the decoder's own")
     logits = arguments.tokens * arguments.vocabulary * 4 / MEBIBYTE
-    print(
-        f"{'full logits':>20}: {3 * logits:7.0f} MiB for three float32 copies (logits, log-softmax, gradient)"
-    )
+    print(f"{'full logits':>20}: {3 * logits:7.0f} MiB for three float32 copies (logits, log-softmax, gradient)")
 
 
 if __name__ == "__main__":

@@ -85,8 +85,7 @@ def padded(lengths: list[int]) -> Plan:
 
 def padded_by_8(lengths: list[int]) -> Plan:
     return [
-        [alone(i, lengths) for i in range(start, min(start + 8, len(lengths)))]
-        for start in range(0, len(lengths), 8)
+        [alone(i, lengths) for i in range(start, min(start + 8, len(lengths)))] for start in range(0, len(lengths), 8)
     ]
 
 
@@ -97,8 +96,7 @@ def bucketed(lengths: list[int]) -> Plan:
 def masked(lengths: list[int]) -> Plan:
     (batches,) = plan_packing(lengths, max_tokens=MAX_TOKENS).ranks
     return [
-        [Block(tuple(batch), (0,) * len(batch), sum(lengths[i] for i in batch), is_chain=False)]
-        for batch in batches
+        [Block(tuple(batch), (0,) * len(batch), sum(lengths[i] for i in batch), is_chain=False)] for batch in batches
     ]
 
 
@@ -137,9 +135,7 @@ def run(
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")

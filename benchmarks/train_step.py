@@ -70,9 +70,7 @@ def make_batch(seed: int) -> list[TokenSequence]:
         for member in range(8):
             ids = np.concatenate([prompt, rng.integers(3, 49152, rng.integers(2, 17))])
             mask = np.arange(len(ids)) >= len(prompt)
-            batch.append(
-                TokenSequence(input_ids=ids, loss_mask=mask, reward=float(member % 2), group_id=str(group))
-            )
+            batch.append(TokenSequence(input_ids=ids, loss_mask=mask, reward=float(member % 2), group_id=str(group)))
     return batch
 
 
@@ -115,9 +113,7 @@ class PlainTrainer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)

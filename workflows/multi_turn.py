@@ -57,9 +57,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
     ) -> dict[str, InteractionWithTokenLogpReward]:
         client = ArealOpenAI(engine, self.tokenizer, self.gconfig)
         messages = self._first_messages(data)
-        row = {
-            k: v for k, v in data.items() if k not in ("prompt", "completion", "prompt_ids", "completion_ids")
-        }
+        row = {k: v for k, v in data.items() if k not in ("prompt", "completion", "prompt_ids", "completion_ids")}
         discount, reward = 1.0, 0.0
         for turn in range(self.max_turns):
             if turn:
@@ -83,8 +81,6 @@ class MultiTurnWorkflow(RolloutWorkflow):
             return list(row["messages"])
         text = row.get("prompt", row.get("question"))
         if not isinstance(text, str):
-            raise ValueError(
-                f"the row has {sorted(row)}: it needs 'messages', or a text in 'prompt' or 'question'"
-            )
+            raise ValueError(f"the row has {sorted(row)}: it needs 'messages', or a text in 'prompt' or 'question'")
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         return [*system, {"role": "user", "content": text}]

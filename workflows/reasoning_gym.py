@@ -24,9 +24,7 @@ class ReasoningGymAgent:
         timeout_seconds: Time limit for scoring an answer, which runs in a worker process.
     """
 
-    def __init__(
-        self, task: str | None = None, system_prompt: str = SYSTEM, timeout_seconds: float = 15
-    ) -> None:
+    def __init__(self, task: str | None = None, system_prompt: str = SYSTEM, timeout_seconds: float = 15) -> None:
         self.task = task
         self.system_prompt = system_prompt
         self.score = AsyncRewardWrapper(score, timeout_seconds=timeout_seconds)

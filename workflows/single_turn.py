@@ -56,9 +56,7 @@ class SingleTurnWorkflow(RolloutWorkflow):
             ModelRequest(input_ids=prompt_ids, gconfig=self.gconfig, tokenizer=self.tokenizer)
         )
         completion = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
-        row = {
-            k: v for k, v in data.items() if k not in ("prompt", "completion", "prompt_ids", "completion_ids")
-        }
+        row = {k: v for k, v in data.items() if k not in ("prompt", "completion", "prompt_ids", "completion_ids")}
         reward = await self.reward(prompt, completion, prompt_ids, response.output_tokens, **row)
 
         prompt_len, answer_len = response.input_len, response.output_len

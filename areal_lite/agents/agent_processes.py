@@ -61,9 +61,7 @@ def pickled_agent(agent: Any) -> PickledAgent:
         for key in main_keys:  # running the script in every process may load torch
             del preparation[key]
     elif not main_keys:
-        raise ConfigError(
-            f"agent {name} lives in an interactive session, which no process can import. {hint}"
-        )
+        raise ConfigError(f"agent {name} lives in an interactive session, which no process can import. {hint}")
     return PickledAgent(hashlib.sha256(pickled).digest(), preparation, pickled)
 
 
@@ -78,9 +76,7 @@ class AgentProcesses:
         self._free = asyncio.Semaphore(size or 2 * (os.cpu_count() or 1))
         self._idle: list[_Process] = []
 
-    async def run(
-        self, agent: PickledAgent, data: dict[str, Any], access: AgentAccess, context: EpisodeContext
-    ) -> Any:
+    async def run(self, agent: PickledAgent, data: dict[str, Any], access: AgentAccess, context: EpisodeContext) -> Any:
         """Return the reward of one episode; what its agent ran is added to the context's episode.
 
         Raises:
@@ -148,9 +144,7 @@ class _Process:
                 raise ConnectionResetError("not an answer")
             reply: dict[str, Any] = json.loads(await self._read(size))
         except OSError as error:
-            raise RuntimeError(
-                f"the agent's process died before run() returned ({type(error).__name__})"
-            ) from None
+            raise RuntimeError(f"the agent's process died before run() returned ({type(error).__name__})") from None
         if reply["loaded"]:
             self._loaded.add(agent.key)
         return reply
@@ -169,9 +163,7 @@ class _Process:
         """Kill the process and its group."""
         self._socket.close()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(
-                self._process.pid, signal.SIGKILL
-            )  # its leader is not reaped yet, so the group is there
+            os.killpg(self._process.pid, signal.SIGKILL)  # its leader is not reaped yet, so the group is there
         os.close(self._held_open)
         # Gigabytes take the kernel a while to free; the event loop must not wait for it.
         threading.Thread(target=self._process.wait).start()

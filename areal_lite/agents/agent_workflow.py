@@ -125,9 +125,7 @@ class AgentWorkflow(RolloutWorkflow):
             return await processes.run(self._pickled, data, access, episode_context.current())
 
         def call(http_client: Any = access.http_client) -> Any:
-            return self.agent.run(
-                data, base_url=access.base_url, api_key=access.api_key, http_client=http_client
-            )
+            return self.agent.run(data, base_url=access.base_url, api_key=access.api_key, http_client=http_client)
 
         if self._config.agent_isolation == "inline":
             return await call()
@@ -169,6 +167,4 @@ def _count(context: EpisodeContext, counts: dict[str, float]) -> None:
         context.episode.counts |= counts
     if context.scalars is not None and counts:
         scope = scope_name(context.is_eval)
-        context.scalars.add(
-            {f"{scope}/{name}": value for name, value in counts.items()}, is_eval=context.is_eval
-        )
+        context.scalars.add({f"{scope}/{name}": value for name, value in counts.items()}, is_eval=context.is_eval)

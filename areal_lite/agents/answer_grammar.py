@@ -28,11 +28,7 @@ def answer_grammar(body: dict[str, Any], tools: list[dict[str, Any]] | None) -> 
             _call_or_format(body.get("tool_choice"), body.get("response_format"), tools),
             _structured(body.get("structured_outputs")),
             *(_structured({kind: body[name]}) for name, kind in _SERVER_FIELDS.items() if body.get(name)),
-            *(
-                _structured({name[7:]: body[name]})
-                for name in ("guided_json", "guided_choice")
-                if body.get(name)
-            ),
+            *(_structured({name[7:]: body[name]}) for name in ("guided_json", "guided_choice") if body.get(name)),
         )
         if grammar
     ]
@@ -90,9 +86,7 @@ def _calls(choice: Any, tools: list[dict[str, Any]] | None) -> list[dict[str, An
             param="tool_choice",
         )
     if not functions:
-        raise RequestError(
-            f"tool_choice is {short(choice)} but tools has no such function", param="tool_choice"
-        )
+        raise RequestError(f"tool_choice is {short(choice)} but tools has no such function", param="tool_choice")
     return [_call(function) for function in functions]
 
 

@@ -149,9 +149,7 @@ class ArealOpenAI(AsyncOpenAI):
         try:
             return next(reversed(self.session.interactions))
         except StopIteration:
-            raise ValueError(
-                "there is no completion to reward yet: call chat.completions.create() first"
-            ) from None
+            raise ValueError("there is no completion to reward yet: call chat.completions.create() first") from None
 
 
 class _Chat(AsyncChat):

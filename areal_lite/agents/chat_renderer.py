@@ -141,9 +141,7 @@ class ChatRenderer:
         """Return the text of ``ids``."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
-    def visible_text(
-        self, ids: list[int], *, skip_special_tokens: bool, tools: bool, ended: bool = False
-    ) -> str:
+    def visible_text(self, ids: list[int], *, skip_special_tokens: bool, tools: bool, ended: bool = False) -> str:
         """Return the text of an answer for ``answer_parser``.
 
         Args:
@@ -189,9 +187,7 @@ class ChatRenderer:
                 failure = failure or error
             else:
                 return str(text)
-        raise RequestError(
-            f"the chat template rejects these messages: {failure}"[:500], param="messages"
-        ) from failure
+        raise RequestError(f"the chat template rejects these messages: {failure}"[:500], param="messages") from failure
 
     async def _ids(self, text: str) -> list[int]:
         try:
@@ -199,9 +195,7 @@ class ChatRenderer:
                 return self._encode(text)
             return await asyncio.to_thread(self._encode, text)
         except (UnicodeError, TypeError) as error:  # lone surrogates
-            raise RequestError(
-                f"the messages cannot be tokenized: {error}"[:500], param="messages"
-            ) from error
+            raise RequestError(f"the messages cannot be tokenized: {error}"[:500], param="messages") from error
 
     def _encode(self, text: str) -> list[int]:
         if self._backend is not None:
@@ -244,13 +238,9 @@ def _argument_forms(messages: list[Any]) -> Iterator[list[Any]]:
     yield messages
     arguments = [call["function"]["arguments"] for m in messages for call in m.get("tool_calls") or ()]
     if any(not isinstance(value, str) for value in arguments):
-        yield _with_arguments(
-            messages, lambda value: value if isinstance(value, str) else json.dumps(value or {})
-        )
+        yield _with_arguments(messages, lambda value: value if isinstance(value, str) else json.dumps(value or {}))
     if any(isinstance(value, str) for value in arguments):
-        yield _with_arguments(
-            messages, lambda value: {"arguments": value} if isinstance(value, str) else value
-        )
+        yield _with_arguments(messages, lambda value: {"arguments": value} if isinstance(value, str) else value)
 
 
 def _with_arguments(messages: list[Any], convert: Callable[[Any], Any]) -> list[Any]:

@@ -189,9 +189,7 @@ def _sampling(body: dict[str, Any]) -> dict[str, float]:
         if name in _SAMPLING:
             sampling[name] = number(name, value, *_SAMPLING[name])
         elif name not in _ALLOWED:
-            raise RequestError(
-                f"unknown field {short(name)}: leave it out", param=name[:80], code="unknown_parameter"
-            )
+            raise RequestError(f"unknown field {short(name)}: leave it out", param=name[:80], code="unknown_parameter")
         elif value not in _ALLOWED[name]:
             raise RequestError(f"{name} is {short(value)}: {_HINTS.get(name, 'leave it out')}", param=name)
     return sampling
@@ -265,13 +263,9 @@ def _tool_calls(raw: Any, where: str) -> tuple[list[dict[str, Any]], Hashable]:
         name = function.get("name") if isinstance(function, dict) else None
         arguments = function.get("arguments") if isinstance(function, dict) else None
         if not isinstance(name, str) or not isinstance(arguments, str | dict | None):
-            raise RequestError(
-                f"{where} has {short(call)}: send id, function.name, function.arguments", param=where
-            )
+            raise RequestError(f"{where} has {short(call)}: send id, function.name, function.arguments", param=where)
         if isinstance(arguments, str):
-            with contextlib.suppress(
-                ValueError, RequestError
-            ):  # not JSON, or too deep: the template gets the text
+            with contextlib.suppress(ValueError, RequestError):  # not JSON, or too deep: the template gets the text
                 parsed = orjson.loads(arguments)
                 _canonical(parsed)
                 arguments = parsed
@@ -286,9 +280,7 @@ def _tools(raw: Any) -> list[dict[str, Any]] | None:
     if raw is None or raw == []:
         return None
     if not isinstance(raw, list) or len(raw) > MAX_TOOLS:
-        raise RequestError(
-            f"tools is {short(raw)}: send a list of at most {MAX_TOOLS} functions", param="tools"
-        )
+        raise RequestError(f"tools is {short(raw)}: send a list of at most {MAX_TOOLS} functions", param="tools")
     for index, tool in enumerate(raw):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -302,17 +294,13 @@ def _tools(raw: Any) -> list[dict[str, Any]] | None:
 def _template_kwargs(raw: Any) -> dict[str, Any]:
     if raw is None:
         return {}
-    if not isinstance(raw, dict) or not all(
-        isinstance(v, str | int | float | bool | None) for v in raw.values()
-    ):
+    if not isinstance(raw, dict) or not all(isinstance(v, str | int | float | bool | None) for v in raw.values()):
         raise RequestError(
             f"chat_template_kwargs is {short(raw)}: send an object of plain values",
             param="chat_template_kwargs",
         )
     if taken := _RESERVED_TEMPLATE_NAMES & raw.keys():
-        raise RequestError(
-            f"chat_template_kwargs sets {sorted(taken)}: leave these out", param="chat_template_kwargs"
-        )
+        raise RequestError(f"chat_template_kwargs sets {sorted(taken)}: leave these out", param="chat_template_kwargs")
     return raw
 
 

@@ -130,9 +130,7 @@ class ChatSession:
         self.refusal: RequestError | None = None
         """The latest invalid request."""
 
-    async def answer(
-        self, request: ChatRequest, answer_id: str, *, on_text: OnText | None = None
-    ) -> list[Answer]:
+    async def answer(self, request: ChatRequest, answer_id: str, *, on_text: OnText | None = None) -> list[Answer]:
         """Return ``request.n`` answers to one prompt.
 
         Args:
@@ -143,13 +141,9 @@ class ChatSession:
         Raises:
             RequestError: If the request is bad (400) or no server answers (503).
         """
-        if (
-            episode_context.current().episode is not self._episode
-        ):  # the call came through a socket or a thread
+        if episode_context.current().episode is not self._episode:  # the call came through a socket or a thread
             context = self._context.copy()
-            task = asyncio.get_running_loop().create_task(
-                self._answers(request, answer_id, on_text), context=context
-            )
+            task = asyncio.get_running_loop().create_task(self._answers(request, answer_id, on_text), context=context)
             self.own(task)
             try:
                 return await task
@@ -168,9 +162,7 @@ class ChatSession:
             else:
                 async with asyncio.TaskGroup() as tasks:
                     running = [
-                        tasks.create_task(
-                            self._answer(request, k, f"{answer_id}-{k}" if k else answer_id, on_text)
-                        )
+                        tasks.create_task(self._answer(request, k, f"{answer_id}-{k}" if k else answer_id, on_text))
                         for k in range(request.n)
                     ]
                 answers = [task.result() for task in running]
@@ -183,9 +175,7 @@ class ChatSession:
                 self.refusal = error
                 raise error from None
             self.error = error
-            raise RequestError(
-                f"the engine failed: {type(error).__name__}: {error}"[:500], status=503
-            ) from error
+            raise RequestError(f"the engine failed: {type(error).__name__}: {error}"[:500], status=503) from error
         self.error = None
         return answers
 
@@ -213,13 +203,9 @@ class ChatSession:
         for task in self._tasks:
             task.cancel()
 
-    async def _answer(
-        self, request: ChatRequest, index: int, answer_id: str, on_text: OnText | None
-    ) -> Answer:
+    async def _answer(self, request: ChatRequest, index: int, answer_id: str, on_text: OnText | None) -> Answer:
         prompt, parent, is_fork = await self._find_prompt(request)
-        gconfig = request_gconfig(
-            self._gconfig, request, prompt_tokens=len(prompt), agent_samples=self._agent_samples
-        )
+        gconfig = request_gconfig(self._gconfig, request, prompt_tokens=len(prompt), agent_samples=self._agent_samples)
         if request.n > 1 and gconfig.seed is not None:
             gconfig = gconfig.new(seed=gconfig.seed + index)
         stops = [*(self._gconfig.stop or []), *request.stop]
@@ -268,9 +254,7 @@ class ChatSession:
             )
         return answer
 
-    async def _find_prompt(
-        self, request: ChatRequest
-    ) -> tuple[list[int], InteractionWithTokenLogpReward | None, bool]:
+    async def _find_prompt(self, request: ChatRequest) -> tuple[list[int], InteractionWithTokenLogpReward | None, bool]:
         """Return the prompt's ids, the answer they extend, and whether the prompt renders an answer from text."""
         if request.prompt is not None:
             return *await self._raw_prompt(request.prompt), False
@@ -282,9 +266,7 @@ class ChatSession:
         is_fork = bool(self.interactions) and any(message["role"] == "assistant" for message in new)
         return prompt, parent, is_fork
 
-    async def _raw_prompt(
-        self, prompt: str | list[int]
-    ) -> tuple[list[int], InteractionWithTokenLogpReward | None]:
+    async def _raw_prompt(self, prompt: str | list[int]) -> tuple[list[int], InteractionWithTokenLogpReward | None]:
         """Return the ids of a prompt without template, and the answer that it continues exactly."""
         longest: tuple[list[int], str | list[int], InteractionWithTokenLogpReward | None] = [], prompt, None
         for text, answer in self._raw:
@@ -406,9 +388,7 @@ class ChatSession:
                 logger.debug("the new messages cannot be rendered alone", exc_info=True)
         return await self._renderer.prompt(request.messages, request.tools, request.template_kwargs), None
 
-    def _read(
-        self, request: ChatRequest, response: ModelResponse, answer_id: str, stops: list[str]
-    ) -> Answer:
+    def _read(self, request: ChatRequest, response: ModelResponse, answer_id: str, stops: list[str]) -> Answer:
         """Return the answer with its message, a view of the ids."""
         text = self._renderer.visible_text(
             response.output_tokens,

@@ -50,17 +50,9 @@ def _of_episode(session: ChatSession, reward: float) -> Interactions:
     return {key: replace(answer, reward=reward) for key, answer in session.export("concat").items()}
 
 
-def _of_answers(
-    session: ChatSession, rewards: Mapping[Any, Any], weights: Mapping[str, float] | None
-) -> Interactions:
+def _of_answers(session: ChatSession, rewards: Mapping[Any, Any], weights: Mapping[str, float] | None) -> Interactions:
     answers = session.export("individual")
     if unknown := [key for key in rewards if key not in answers]:
         names = f", and rollout.reward_weights names {list(weights)}" if weights else ""
-        raise ValueError(
-            f"run() rewards {unknown[0]!r}, which is not one of its completions: {list(answers)}{names}"
-        )
-    return {
-        key: replace(answer, reward=as_reward(rewards[key]))
-        for key, answer in answers.items()
-        if key in rewards
-    }
+        raise ValueError(f"run() rewards {unknown[0]!r}, which is not one of its completions: {list(answers)}{names}")
+    return {key: replace(answer, reward=as_reward(rewards[key])) for key, answer in answers.items() if key in rewards}

@@ -40,9 +40,7 @@ class ServiceTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Answer one request; ``httpx`` calls this."""
         body = await request.aread()
-        reply = await self._on_loop(
-            self._service.handle(request.method, request.url.path, request.headers, body)
-        )
+        reply = await self._on_loop(self._service.handle(request.method, request.url.path, request.headers, body))
         headers = dict(reply.headers)
         if isinstance(reply.body, bytes):
             return httpx.Response(reply.status, headers=headers, content=reply.body)
@@ -57,9 +55,7 @@ class ServiceTransport(httpx.AsyncBaseTransport):
 
 
 class _Stream(httpx.AsyncByteStream):
-    def __init__(
-        self, body: EventBody, on_loop: Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
-    ) -> None:
+    def __init__(self, body: EventBody, on_loop: Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]) -> None:
         self._body = body
         self._events = aiter(body)
         self._on_loop = on_loop

@@ -38,9 +38,7 @@ class Listener:
         max_connections: Connections at once; further ones get status 503.
     """
 
-    def __init__(
-        self, service: AgentService, *, request_timeout_s: float = 30.0, max_connections: int = 8192
-    ) -> None:
+    def __init__(self, service: AgentService, *, request_timeout_s: float = 30.0, max_connections: int = 8192) -> None:
         self._service = service
         self._request_timeout_s = request_timeout_s
         self._max_connections = max_connections
@@ -95,9 +93,7 @@ class Listener:
 
     async def _read(self, request: web.BaseRequest) -> bytes:
         if (request.content_length or 0) > MAX_BODY_BYTES:
-            raise RequestError(
-                f"the body has {request.content_length} bytes: at most {MAX_BODY_BYTES}", status=413
-            )
+            raise RequestError(f"the body has {request.content_length} bytes: at most {MAX_BODY_BYTES}", status=413)
         if request.headers.get("Expect", "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0
@@ -109,9 +105,7 @@ class Listener:
                     if len(body) > MAX_BODY_BYTES:
                         raise RequestError(f"the body has more than {MAX_BODY_BYTES} bytes", status=413)
         except TimeoutError:
-            raise RequestError(
-                f"the body did not arrive within {self._request_timeout_s:g} s", status=408
-            ) from None
+            raise RequestError(f"the body did not arrive within {self._request_timeout_s:g} s", status=408) from None
         except web.RequestPayloadError:
             raise RequestError("the body is not valid HTTP: send what Content-Length announces") from None
         return bytes(body)

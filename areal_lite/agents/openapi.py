@@ -158,9 +158,7 @@ def openapi() -> dict[str, Any]:
         },
         "paths": {
             "/v1/chat/completions": _operation("createChatCompletion", chat, ["messages"], {}),
-            "/v1/completions": _operation(
-                "createCompletion", completion_names, ["prompt"], _COMPLETION_FIELDS
-            ),
+            "/v1/completions": _operation("createCompletion", completion_names, ["prompt"], _COMPLETION_FIELDS),
             "/v1/responses": _operation("createResponse", response_names, ["input"], _RESPONSE_FIELDS),
             "/v1/messages": message,
             "/v1/messages/count_tokens": count,

@@ -11,9 +11,7 @@ T = TypeVar("T")
 class RequestError(Exception):
     """An invalid request, answered with HTTP ``status`` and the API's error object."""
 
-    def __init__(
-        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.status = status
@@ -34,9 +32,7 @@ def whole(name: str, value: Any, minimum: int, maximum: int = 2**63 - 1) -> int 
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
         limit = "" if maximum == 2**63 - 1 else f" and at most {maximum}"
-        raise RequestError(
-            f"{name} is {short(value)}: send a whole number of at least {minimum}{limit}", param=name
-        )
+        raise RequestError(f"{name} is {short(value)}: send a whole number of at least {minimum}{limit}", param=name)
     return value
 
 

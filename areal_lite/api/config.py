@@ -137,10 +137,7 @@ class InferenceEngineConfig(RunIdentity):
     """Default sampling parameters of evaluation episodes."""
 
     tool_parser: (
-        Literal[
-            "hermes", "qwen3_coder", "function_tag", "llama3", "mistral", "deepseek", "glm45", "fenced_json"
-        ]
-        | None
+        Literal["hermes", "qwen3_coder", "function_tag", "llama3", "mistral", "deepseek", "glm45", "fenced_json"] | None
     ) = None
     """Format of the tool calls in an agent's answers. Null chooses it by the chat template."""
 

@@ -49,9 +49,7 @@ def describe_fields(root: type[Any], prefix: str = "") -> Iterator[FieldHelp]:
             continue
         info: FieldInfo = root.__pydantic_fields__[field.name]
         key = prefix + field.name
-        section = next(
-            (k for k in (hints[field.name], *typing.get_args(hints[field.name])) if _is_record(k)), None
-        )
+        section = next((k for k in (hints[field.name], *typing.get_args(hints[field.name])) if _is_record(k)), None)
         meaning = meaning_of(root, field.name)
         if section is None:
             default = None if info.is_required() else _yaml_word(info.get_default(call_default_factory=True))
@@ -90,9 +88,7 @@ def _type_words(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         constraints = [c for extra in arguments[1:] for c in getattr(extra, "metadata", [extra])]
-        limits = [
-            f"{_BOUNDS[type(c)]} {dataclasses.astuple(c)[0]}" for c in constraints if type(c) in _BOUNDS
-        ]
+        limits = [f"{_BOUNDS[type(c)]} {dataclasses.astuple(c)[0]}" for c in constraints if type(c) in _BOUNDS]
         return " ".join([_type_words(arguments[0]), " and ".join(limits)]).rstrip()
     if origin is Literal:
         return " | ".join(str(a) for a in arguments)

@@ -68,9 +68,7 @@ for _class in (_Loader, _Dumper):
 def load_config(path: str | Path, overrides: Sequence[str] = ...) -> RunConfig: ...
 @overload
 def load_config(path: str | Path, overrides: Sequence[str] = ..., *, root: type[C]) -> C: ...
-def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, root: type[Any] = RunConfig
-) -> ExperimentConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, root: type[Any] = RunConfig) -> ExperimentConfig:
     """Return the validated config of the file ``path`` with ``overrides`` applied.
 
     The ``rollout`` of a RunConfig inherits the experiment name, trial name, fileroot and seed of the run, and the
@@ -148,9 +146,7 @@ def _parse(text: str, *, where: str) -> Any:
         raise ConfigError(f"{where}: nested too deeply to be a config") from None
 
 
-def _config_class(
-    values: dict[Any, Any], overrides: Sequence[str], root: type[Any], *, where: str
-) -> type[Any]:
+def _config_class(values: dict[Any, Any], overrides: Sequence[str], root: type[Any], *, where: str) -> type[Any]:
     """Return the config class of the file's ``kind``, which must be a subclass of ``root``."""
     kinds = [values["kind"]] if "kind" in values else []
     kinds += [override.removeprefix("kind=") for override in overrides if override.startswith("kind=")]
@@ -161,9 +157,7 @@ def _config_class(
                 "learning"
             )
         if issubclass(root, SupervisedConfig) and "workflow" in values:
-            raise ConfigError(
-                f"{where}: a file with a workflow is reinforcement learning: use areal-lite train"
-            )
+            raise ConfigError(f"{where}: a file with a workflow is reinforcement learning: use areal-lite train")
         return RunConfig if root is ExperimentConfig else root
     kind = kinds[-1]
     if kind not in list(KINDS):
@@ -204,9 +198,7 @@ def _apply_override(values: dict[Any, Any], override: str, root: type[Any], *, w
     return key
 
 
-def _messages(
-    error: ValidationError, root: type[Any], path: str, sources: Mapping[str, str]
-) -> Iterator[str]:
+def _messages(error: ValidationError, root: type[Any], path: str, sources: Mapping[str, str]) -> Iterator[str]:
     for entry in error.errors(include_url=False):
         keys = [str(part) for part in entry["loc"]]
         dotted = ".".join(keys)

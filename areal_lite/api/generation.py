@@ -71,9 +71,7 @@ class GenerationHyperparameters:
     def __post_init__(self) -> None:
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(
-                f"{' and '.join(given)} are both set: an answer follows one of them. Remove the others"
-            )
+            raise ValueError(f"{' and '.join(given)} are both set: an answer follows one of them. Remove the others")
         if self.json_schema is not None:
             try:
                 schema = json.loads(self.json_schema)
@@ -122,11 +120,7 @@ class GenerationHyperparameters:
             "logit_bias": ("logit_bias", _text_keys(self.logit_bias)),
             "seed": ("seed", self.seed),
         }
-        return {
-            name: value
-            for key, (name, value) in named.items()
-            if key not in exclude_args and value is not None
-        }
+        return {name: value for key, (name, value) in named.items() if key not in exclude_args and value is not None}
 
     @property
     def effective_temperature(self) -> float:

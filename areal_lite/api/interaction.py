@@ -53,8 +53,7 @@ class InteractionWithTokenLogpReward:
         if self.reward is None:
             name = getattr(self.completion, "id", None) or (self.completion or {}).get("id", "?")
             raise ValueError(
-                f"the interaction {name} has no reward: call set_reward() or "
-                "set_last_reward() before exporting"
+                f"the interaction {name} has no reward: call set_reward() or set_last_reward() before exporting"
             )
         response = self.model_response
         ids = response.input_tokens + response.output_tokens

@@ -77,9 +77,7 @@ class AsyncRewardWrapper:
         self._timeout_s = float(timeout_seconds)
         self._max_workers = max_workers or max(2, (os.cpu_count() or 2) // 2)
         self._max_retries = max_retries
-        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            type(function).__call__
-        )
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         self._in_process = in_process
         self._sendable = None if self._is_async or in_process else _Sendable(function, self._name)
 
@@ -144,9 +142,7 @@ class _Sendable:
             for key in main_keys:  # running the script in every worker may load torch
                 del preparation[key]
         elif not main_keys:
-            raise ConfigError(
-                f"reward_fn {name} lives in an interactive session: no worker can import it. {hint}"
-            )
+            raise ConfigError(f"reward_fn {name} lives in an interactive session: no worker can import it. {hint}")
         elif not _is_guarded(script := str(sys.modules["__main__"].__file__)):
             raise ConfigError(
                 f"reward_fn {name} lives in {script}, which every reward worker would run again as a whole: put the "

@@ -6,9 +6,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-STRICT = ConfigDict(
-    extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, use_attribute_docstrings=True
-)
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, use_attribute_docstrings=True)
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]

@@ -64,9 +64,7 @@ def check_returned(returned: Any) -> bool:
     for name, interaction in returned.items():
         reward = interaction.reward
         if reward is None or not abs(reward) <= LARGEST_REWARD:
-            raise ValueError(
-                f"interaction {name} has the reward {reward}: give each a finite number with set_reward()"
-            )
+            raise ValueError(f"interaction {name} has the reward {reward}: give each a finite number with set_reward()")
     return True
 
 
@@ -198,9 +196,7 @@ def check_tensor_dict(tensors: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
         if not shape:
             shape = array.shape
         elif array.shape != shape:
-            raise ValueError(
-                f"{key} has shape {list(array.shape)} but input_ids has {list(shape)}: make them equal"
-            )
+            raise ValueError(f"{key} has shape {list(array.shape)} but input_ids has {list(shape)}: make them equal")
     if 0 in shape:
         raise ValueError(f"input_ids has shape {list(shape)}: return None for an empty trajectory")
     _check_values(arrays)
@@ -238,9 +234,7 @@ def _check_values(arrays: dict[str, np.ndarray[Any, Any]]) -> None:
         and not math.isfinite(np.add.reduce(logprobs, None))
         and not math.isfinite(logprobs[mask].sum(dtype="float64"))
     ):
-        raise ValueError(
-            "logprobs holds nan or inf at a trained token: keep the log-probs as the server returned them"
-        )
+        raise ValueError("logprobs holds nan or inf at a trained token: keep the log-probs as the server returned them")
 
 
 def _as_numpy(key: str, value: Any) -> np.ndarray[Any, Any]:

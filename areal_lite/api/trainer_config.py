@@ -9,9 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from areal_lite.api.schema import STRICT, Above0, AtLeast0, Count, Fraction, Positive
 
-AggregationMode = Literal[
-    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
+AggregationMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 def _refuse(faults: dict[str, bool]) -> None:

@@ -329,9 +329,7 @@ class Group:
                 if sequence.reward is None:
                     sequence.reward = trajectory.reward
 
-    def end_as(
-        self, status: EpisodeStatus, *, failure: Failure | None = None, rejection: str | None = None
-    ) -> None:
+    def end_as(self, status: EpisodeStatus, *, failure: Failure | None = None, rejection: str | None = None) -> None:
         """Change how an accepted group ends: rejected as stale, or cancelled."""
         self.status, self.failure, self.rejection = status, failure, rejection
         self._name_parts()

@@ -54,9 +54,7 @@ def trajectory_of(
                 arrays = check_tensor_dict(returned)
                 sequences.extend(_row_sequences(arrays))
                 trajectory.has_loss_mask = "loss_mask" in arrays
-                trajectory.extras = {
-                    key: value for key, value in returned.items() if key not in SEQUENCE_KEYS
-                }
+                trajectory.extras = {key: value for key, value in returned.items() if key not in SEQUENCE_KEYS}
         trajectory.average_rewards()
         owner = weakref.ref(trajectory)
         for sequence in sequences:
@@ -65,13 +63,9 @@ def trajectory_of(
     return trajectory
 
 
-def unfinished_trajectory(
-    calls: Sequence[ModelResponse], *, member_idx: int, status: EpisodeStatus
-) -> Trajectory:
+def unfinished_trajectory(calls: Sequence[ModelResponse], *, member_idx: int, status: EpisodeStatus) -> Trajectory:
     """Return the trajectory of an episode that failed or was stopped: model calls, but no sequences."""
-    return Trajectory(
-        member_idx=member_idx, status=status, make_turns=partial(_make_turns, (), (), list(calls))
-    )
+    return Trajectory(member_idx=member_idx, status=status, make_turns=partial(_make_turns, (), (), list(calls)))
 
 
 def _make_turns(

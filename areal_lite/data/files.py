@@ -63,8 +63,7 @@ def local_copies(url: str, cache: Path) -> list[Path]:
         files, pattern = fsspec.url_to_fs(url)
         remotes = sorted(files.glob(pattern)) if "*" in url else [pattern]
         copies = [
-            _copy(files, remote, files.unstrip_protocol(remote) if "*" in url else url, cache)
-            for remote in remotes
+            _copy(files, remote, files.unstrip_protocol(remote) if "*" in url else url, cache) for remote in remotes
         ]
     except Exception as error:  # each protocol raises its own errors and may need a package
         raise ConfigError(

@@ -42,9 +42,7 @@ def argument_parser() -> argparse.ArgumentParser:
         default=0,
         help="Seed for requests without a seed of their own, in order of arrival (default 0)",
     )
-    parser.add_argument(
-        "--weight-version", default="0", metavar="NAME", help="Name of the first weights; default 0"
-    )
+    parser.add_argument("--weight-version", default="0", metavar="NAME", help="Name of the first weights; default 0")
     parser.add_argument(
         "--deterministic",
         action="store_true",

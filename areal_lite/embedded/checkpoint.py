@@ -115,9 +115,7 @@ def check_manifest(path: Path) -> None:
             raise ConfigError(f"{file} has SHA-256 {digest}, {manifest.name} says {sha256}; save it again.")
 
 
-def check_weights(
-    header: CheckpointHeader, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]
-) -> None:
+def check_weights(header: CheckpointHeader, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> None:
     """Check that a checkpoint fits the served model.
 
     Args:
@@ -143,9 +141,7 @@ def check_weights(
                 "weights. Save the whole model, with the architecture of the served one."
             )
     for second, first in tied.items():
-        if {first, second} <= set(header.shapes) and _tensor_hash(header, first) != _tensor_hash(
-            header, second
-        ):
+        if {first, second} <= set(header.shapes) and _tensor_hash(header, first) != _tensor_hash(header, second):
             raise ConfigError(
                 f"checkpoint {str(header.path)!r} has different tensors for {first!r} and {second!r}, which the served "
                 "model ties; the server keeps its weights. Train with tied embeddings, or serve an untied model."

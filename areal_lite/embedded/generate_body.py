@@ -81,9 +81,7 @@ def parse_generate(
         raise wrong_type(f"the body must be a JSON object, got {type(body).__name__}.")
     for name in _UNSUPPORTED:
         if body.get(name):
-            raise invalid_value(
-                f"{name} is not supported by the embedded server; leave it out, or serve with SGLang."
-            )
+            raise invalid_value(f"{name} is not supported by the embedded server; leave it out, or serve with SGLang.")
     prompts, is_batch = _prompts(body, encode)
     options = _options(body, len(prompts), is_batch, limits)
     stream, incremental = _flag(body, "stream"), _flag(body, "incremental_streaming_output")
@@ -144,9 +142,7 @@ def _requests(
             params=params,
             seed=seed,
             return_logprob=option.return_logprob,
-            logprob_start=option.logprob_start
-            if option.return_logprob and option.logprob_start >= 0
-            else None,
+            logprob_start=option.logprob_start if option.return_logprob and option.logprob_start >= 0 else None,
             top_logprobs_num=option.top_logprobs_num if option.return_logprob else 0,
             stream=stream,
             num_continued=option.num_continued,
@@ -214,9 +210,7 @@ def _check_logprob_options(prompt: list[int], option: _PromptOptions, limits: Li
             f"logprob_start_len must be -1 (off) or in [0, {len(prompt)}) for this prompt, got {start}."
         )
     if not 0 <= option.num_continued < len(prompt):
-        raise invalid_value(
-            f"num_continued must be in [0, {len(prompt)}) for this prompt, got {option.num_continued}."
-        )
+        raise invalid_value(f"num_continued must be in [0, {len(prompt)}) for this prompt, got {option.num_continued}.")
     if not 0 <= top <= limits.vocab_size:
         raise invalid_value(f"top_logprobs_num must be in [0, {limits.vocab_size}], got {top}.")
 

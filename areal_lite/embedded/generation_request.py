@@ -165,8 +165,7 @@ class GenerationRequest:
             meta["output_token_logprobs"] = [(logprob, token, None) for logprob, token in entries]
             if self.top_logprobs_num:
                 meta["output_top_logprobs"] = [
-                    [(logprob, token, None) for logprob, token in top]
-                    for top in self.output_top_logprobs[start:count]
+                    [(logprob, token, None) for logprob, token in top] for top in self.output_top_logprobs[start:count]
                 ]
         return {"output_ids": ids, "meta_info": meta}
 

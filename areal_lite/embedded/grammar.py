@@ -95,9 +95,7 @@ class GrammarCompiler:
         try:
             if self._tokenizer is None:
                 eos = sorted(self._eos_ids) or None
-                self._tokenizer = hf.from_tokenizer(
-                    self._hf_tokenizer, n_vocab=self._vocab_size, eos_token=eos
-                )
+                self._tokenizer = hf.from_tokenizer(self._hf_tokenizer, n_vocab=self._vocab_size, eos_token=eos)
             matcher = LLMatcher(self._tokenizer, grammar_from(_FORMATS[name], text), log_level=0)
         except Exception as error:  # the library raises many kinds for texts it cannot read
             raise invalid_value(f"{name} cannot be used: {error}") from error

@@ -303,9 +303,7 @@ class SGLangDialect:
 
     async def _loads(self, _request: web.Request) -> web.Response:
         load = {"timestamp": time.time(), "dp_rank": 0, **self._load_numbers()}
-        return _reply_json(
-            {"timestamp": time.time(), "version": __version__, "num_accelerators": 1, "loads": [load]}
-        )
+        return _reply_json({"timestamp": time.time(), "version": __version__, "num_accelerators": 1, "loads": [load]})
 
     def _load_numbers(self) -> dict[str, Any]:
         scheduler = self._scheduler

@@ -43,9 +43,7 @@ class ModelRunner:
         return (hidden[torch.arange(hidden.shape[0], device=hidden.device), self._last][:, None], *inputs[1:])
 
     @torch.inference_mode()
-    def forward(
-        self, slots: list[int], tokens: list[list[int]], past: list[int], *, all_positions: bool
-    ) -> Tensor:
+    def forward(self, slots: list[int], tokens: list[list[int]], past: list[int], *, all_positions: bool) -> Tensor:
         """Run ``tokens`` after the first ``past`` columns of each of the ``slots``, and store their KV.
 
         Args:

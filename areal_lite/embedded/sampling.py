@@ -78,9 +78,7 @@ def _take(values: Tensor, numbers: list[int]) -> Tensor:
     return values if len(numbers) == values.shape[0] else values[numbers]
 
 
-def _shaped(
-    logits: Tensor, logprobs: Tensor, requests: Sequence[GenerationRequest], eos_ids: frozenset[int]
-) -> Tensor:
+def _shaped(logits: Tensor, logprobs: Tensor, requests: Sequence[GenerationRequest], eos_ids: frozenset[int]) -> Tensor:
     """Return the log-probs to sample from: after penalties, biases, constraints and ``min_new_tokens``."""
     shaped = logprobs
     for i, request in enumerate(requests):
@@ -90,9 +88,7 @@ def _shaped(
             if shaped is logprobs:
                 shaped = logprobs.clone()
             stops = eos_ids | params.stop_token_ids if early else frozenset()
-            shaped[i] = torch.log_softmax(
-                _shaped_logits(logits[i], request, stops) / (params.temperature or 1.0), -1
-            )
+            shaped[i] = torch.log_softmax(_shaped_logits(logits[i], request, stops) / (params.temperature or 1.0), -1)
     return shaped
 
 
@@ -121,17 +117,13 @@ def _shaped_logits(logits: Tensor, request: GenerationRequest, stops: frozenset[
 def _uniforms(requests: Sequence[GenerationRequest]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Return one number in [0, 1) per request: the splitmix64 hash of its seed and position."""
     seeds = np.array([request.seed for request in requests], dtype=np.uint64)
-    positions = np.array(
-        [request.num_continued + len(request.output_ids) + 1 for request in requests], dtype=np.uint64
-    )
+    positions = np.array([request.num_continued + len(request.output_ids) + 1 for request in requests], dtype=np.uint64)
     for addend in (positions, np.uint64(1)):
         seeds = seeds + addend * np.uint64(0x9E3779B97F4A7C15)
         seeds = (seeds ^ (seeds >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         seeds = (seeds ^ (seeds >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         seeds = seeds ^ (seeds >> np.uint64(31))
-    uniforms: np.ndarray[tuple[int], np.dtype[np.float64]] = (seeds >> np.uint64(11)).astype(
-        np.float64
-    ) * 2.0**-53
+    uniforms: np.ndarray[tuple[int], np.dtype[np.float64]] = (seeds >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return uniforms
 
 

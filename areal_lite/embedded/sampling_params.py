@@ -29,9 +29,7 @@ def invalid_value(message: str, *, status: int = 400) -> BadRequest:
 
 def wrong_type(message: str) -> BadRequest:
     """Return the error for a value of the wrong type, as SGLang sends it: ``{"object": "error", ...}``."""
-    return BadRequest(
-        {"object": "error", "message": message, "type": "Bad Request", "param": None, "code": 400}
-    )
+    return BadRequest({"object": "error", "message": message, "type": "Bad Request", "param": None, "code": 400})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,9 +112,7 @@ def parse_sampling_params(given: Any, *, vocab_size: int) -> SamplingParams:
     values = {name: value for name, value in given.items() if value is not None}
     for name, defaults in _UNSUPPORTED.items():
         if values.pop(name, None) not in defaults:
-            raise invalid_value(
-                f"{name} is not supported by the embedded server; leave it out, or serve with SGLang."
-            )
+            raise invalid_value(f"{name} is not supported by the embedded server; leave it out, or serve with SGLang.")
     for name, check in _CHECKS:
         if name in values:
             values[name] = check(name, values[name])

@@ -388,14 +388,10 @@ class Scheduler:
     def _finish_reason(self, request: GenerationRequest) -> FinishReason | None:
         params, count, token = request.params, len(request.output_ids), request.output_ids[-1]
         if request.grammar is not None:
-            if fault := request.grammar.advance(
-                [token]
-            ):  # a limit of the library; the sampler obeys the grammar
+            if fault := request.grammar.advance([token]):  # a limit of the library; the sampler obeys the grammar
                 reason = aborted(f"the constraint failed: {fault}")
                 return reason | {"status_code": 400, "err_type": "BadRequestError"}
-            if request.grammar.is_complete and (
-                token in self._eos_ids or params.ignore_eos or not self._eos_ids
-            ):
+            if request.grammar.is_complete and (token in self._eos_ids or params.ignore_eos or not self._eos_ids):
                 return {"type": "stop", "matched": token if token in self._eos_ids else None}
         if count >= params.min_new_tokens:
             if token in params.stop_token_ids or (token in self._eos_ids and not params.ignore_eos):

@@ -67,9 +67,7 @@ def serve(
     directory = resolve_model_path(model_path)
     check_port(config.host, config.port)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    dialect, scheduler = build(
-        config, directory, seed=seed, weight_version=weight_version, deterministic=deterministic
-    )
+    dialect, scheduler = build(config, directory, seed=seed, weight_version=weight_version, deterministic=deterministic)
     asyncio.run(_serve_until_signal(config, dialect, scheduler, on_ready))
 
 
@@ -115,9 +113,7 @@ def build(
     max_total_tokens = config.max_total_tokens or batch_size * context_length
 
     def decode(ids: list[int], skip_special_tokens: bool) -> str:
-        return str(
-            tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
-        )
+        return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
 
     eos_ids = eos_token_ids(model, tokenizer)
     scheduler = Scheduler(
@@ -136,9 +132,7 @@ def build(
         decode=decode,
         grammars=GrammarCompiler(tokenizer, vocab_size=runner.vocab_size, eos_ids=eos_ids),
         model_path=str(directory),
-        limits=Limits(
-            context_length=context_length, vocab_size=runner.vocab_size, max_total_tokens=max_total_tokens
-        ),
+        limits=Limits(context_length=context_length, vocab_size=runner.vocab_size, max_total_tokens=max_total_tokens),
         seed=seed,
         description={
             "model_type": model.config.model_type,
@@ -175,14 +169,10 @@ async def _serve_until_signal(
 
 
 @asynccontextmanager
-async def listening(
-    dialect: SGLangDialect, scheduler: Scheduler, *, host: str, port: int
-) -> AsyncIterator[int]:
+async def listening(dialect: SGLangDialect, scheduler: Scheduler, *, host: str, port: int) -> AsyncIterator[int]:
     """Answer requests inside the ``async with``; yields the port."""
     scheduler.start(asyncio.get_running_loop())
-    runner = web.AppRunner(
-        dialect.app(host=host), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
-    )
+    runner = web.AppRunner(dialect.app(host=host), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

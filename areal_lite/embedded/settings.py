@@ -61,13 +61,9 @@ def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer:
             )
         return
     if not (path / "config.json").is_file():
-        raise ConfigError(
-            f"{key} {model_path!r} has no config.json: give the directory that save_pretrained wrote."
-        )
+        raise ConfigError(f"{key} {model_path!r} has no config.json: give the directory that save_pretrained wrote.")
     if not any(path.glob("*.safetensors")):
-        raise ConfigError(
-            f"{key} {model_path!r} has no *.safetensors file: save the model with save_pretrained."
-        )
+        raise ConfigError(f"{key} {model_path!r} has no *.safetensors file: save the model with save_pretrained.")
     if has_tokenizer and not any(
         (path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     ):

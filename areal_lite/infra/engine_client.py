@@ -333,12 +333,7 @@ class EngineClient:
     def _seed(self, episode: Episode | None) -> int | None:
         """Return the seed of the episode's next call, equal in every run with the same seed."""
         config = self._config
-        if (
-            episode is None
-            or episode.seed_name is None
-            or config.seed is None
-            or config.backend != "embedded"
-        ):
+        if episode is None or episode.seed_name is None or config.seed is None or config.backend != "embedded":
             return None
         name = f"{config.seed}/{episode.seed_name}/{episode.member_idx}/{episode.num_calls}"
         episode.num_calls += 1
@@ -448,9 +443,7 @@ class EngineClient:
         if stream is None:
             chunk = self._dialect.parse_generate(orjson.loads(reply), top_logprobs=top_logprobs)
             self._check_vocabulary(chunk)
-            if (
-                chunk.versions is not None or not chunk.tokens
-            ):  # vLLM reports none for an answer without tokens
+            if chunk.versions is not None or not chunk.tokens:  # vLLM reports none for an answer without tokens
                 return chunk
             chunk = replace(chunk, versions=[sent_version] * len(chunk.tokens))
         else:
@@ -471,9 +464,7 @@ class EngineClient:
     async def _count_break(self, call: _Call, last: str) -> None:
         call.broken_streams += 1
         if call.broken_streams >= self._config.request_retries:
-            raise ServerError(
-                f"the stream of request {call.rid} broke {call.broken_streams} times; the last: {last}"
-            )
+            raise ServerError(f"the stream of request {call.rid} broke {call.broken_streams} times; the last: {last}")
         await asyncio.sleep(random.uniform(0, min(5.0, 0.1 * 2**call.broken_streams)))
 
     def _check_vocabulary(self, chunk: Chunk) -> None:
@@ -490,9 +481,7 @@ class EngineClient:
         self._silences.add(request)
         server.outstanding += 1
         try:
-            async with self._session.post(
-                server.url + path, data=body, headers=_JSON, allow_redirects=False
-            ) as reply:
+            async with self._session.post(server.url + path, data=body, headers=_JSON, allow_redirects=False) as reply:
                 if stream is not None and reply.status == 200:
                     await self._feed(stream, reply, request)
                     return 200, b"", 0.0
@@ -525,9 +514,7 @@ class EngineClient:
         last = ""
         for attempt in range(self._config.request_retries):
             try:
-                async with self._session.get(
-                    server.url + self._dialect.info_path, allow_redirects=False
-                ) as reply:
+                async with self._session.get(server.url + self._dialect.info_path, allow_redirects=False) as reply:
                     body = await reply.read()
                     if reply.status == 200:
                         server.info = self._dialect.parse_info(orjson.loads(body))
@@ -552,9 +539,7 @@ class EngineClient:
         """
         self.hold()
         try:
-            errors = await asyncio.gather(
-                *(self._update_one(server, path, version) for server in self.pool.servers)
-            )
+            errors = await asyncio.gather(*(self._update_one(server, path, version) for server in self.pool.servers))
         finally:
             self.release()
         if all(errors):  # none is behind another, so all keep serving the weights they have
@@ -562,9 +547,7 @@ class EngineClient:
         for server, error in zip(self.pool.servers, errors, strict=True):
             server.behind = error
             if error is not None:
-                logger.error(
-                    "%s failed to load version %d and gets no requests: %s", server.url, version, error
-                )
+                logger.error("%s failed to load version %d and gets no requests: %s", server.url, version, error)
 
     async def _update_one(self, server: Server, path: str, version: int) -> str | None:
         keep = any(call.must_stay and call.server is server for call in self._calls)

@@ -98,9 +98,7 @@ class GroupRunner:
                     f"task_id {task_id!r} names a file: use letters, digits, '.', '_' and '-', at most 100"
                 )
             elif task_id in self.live:
-                raise ConfigError(
-                    f"task_id {task_id!r} has not ended yet: use another, or None for a fresh one"
-                )
+                raise ConfigError(f"task_id {task_id!r} has not ended yet: use another, or None for a fresh one")
             if isinstance(task_id, int):
                 self._next_task_id = max(self._next_task_id, task_id + 1)
             submission = self.live[task_id] = Submission(
@@ -110,8 +108,7 @@ class GroupRunner:
                 deliver=deliver,
                 training=training,
                 episodes=[
-                    Episode(member_idx=i, seed_name=seed_name or f"task {task_id}")
-                    for i in range(recipe.group_size)
+                    Episode(member_idx=i, seed_name=seed_name or f"task {task_id}") for i in range(recipe.group_size)
                 ],
                 submitted=time.monotonic(),
                 **drawn,

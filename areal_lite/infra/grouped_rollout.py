@@ -65,9 +65,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         errors: list[Exception] = []
 
         async def run_one(episode: Episode) -> dict[str, Any] | None:
-            episode_context.enter(
-                context._replace(member_idx=episode.member_idx, episode=episode, episodes=[episode])
-            )
+            episode_context.enter(context._replace(member_idx=episode.member_idx, episode=episode, episodes=[episode]))
             try:
                 returned = await self.workflow.arun_episode(engine, with_own_containers(dict(data)))
                 episode.trajectory = trajectory_of(returned, episode.calls, member_idx=episode.member_idx)

@@ -51,9 +51,7 @@ class LoopThread:
             self._leave(pending)
             raise
 
-    async def acall(
-        self, coroutine: Coroutine[Any, Any, T], unclaimed: Callable[[T], object] | None = None
-    ) -> T:
+    async def acall(self, coroutine: Coroutine[Any, Any, T], unclaimed: Callable[[T], object] | None = None) -> T:
         """Run ``coroutine`` on the loop from any loop; cancelling the caller acts as in :meth:`call`."""
         if self.is_current():
             return await coroutine

@@ -64,9 +64,7 @@ class LoopWatchdog:
         name, line = place
         agent = _running_context(self._loop.thread).agent
         fix = "set rollout.agent_isolation: thread" if agent else "move it into asyncio.to_thread"
-        message = (
-            f"{name} blocks the event loop of all episodes at {line}: await an async call there, or {fix}"
-        )
+        message = f"{name} blocks the event loop of all episodes at {line}: await an async call there, or {fix}"
         if line not in self._named:
             self._named.add(line)
             logger.warning("%s", message)

@@ -101,9 +101,7 @@ class RemoteInfEngine(InferenceEngine):
             ConfigError: If dumps are to show text and ``tokenizer_path`` holds no tokenizer.
         """
         if self._loop is not None:
-            raise ConfigError(
-                "the engine is initialized already: call destroy() before a second initialize()"
-            )
+            raise ConfigError("the engine is initialized already: call destroy() before a second initialize()")
         if self.config.dump_to_file:
             self._dumper = TrajectoryDumper(self.config)
         self._loop = LoopThread("areal-lite-rollout")
@@ -175,9 +173,7 @@ class RemoteInfEngine(InferenceEngine):
         size = self.config.group_size if group_size is None else group_size
         if size != 1:
             resolved = GroupedRolloutWorkflow(resolved, size, self.config.on_error)
-        return EpisodeRecipe(
-            workflow=resolved, should_accept_fn=should_accept_fn, group_size=size, is_eval=is_eval
-        )
+        return EpisodeRecipe(workflow=resolved, should_accept_fn=should_accept_fn, group_size=size, is_eval=is_eval)
 
     def _wrap_agent(self, agent: Any) -> RolloutWorkflow:
         wrapper = load_object(self.config.agent_workflow, where="rollout.agent_workflow")
@@ -226,9 +222,7 @@ class RemoteInfEngine(InferenceEngine):
         """Queue one row and return its task id at once; from any thread, also inside an episode."""
         return self.submit(data, workflow, workflow_kwargs, should_accept_fn, group_size, task_id, is_eval)
 
-    def _wait(
-        self, count: int = 1, timeout: float | None = None, raise_timeout: bool = True
-    ) -> Operation[list[Group]]:
+    def _wait(self, count: int = 1, timeout: float | None = None, raise_timeout: bool = True) -> Operation[list[Group]]:
         """Return ``count`` groups of :meth:`submit`; see ``InferenceEngine.wait``."""
 
         async def wait() -> list[Group]:
@@ -264,9 +258,7 @@ class RemoteInfEngine(InferenceEngine):
     ) -> Operation[list[Group]]:
         """Return ``consumer_batch_size`` accepted groups; see ``InferenceEngine.prepare_batch``."""
         recipe = self._recipe(workflow, workflow_kwargs, should_accept_fn, group_size)
-        return Operation(
-            self._executor.prepare_batch(source, recipe), partial(self._executor.batch_unclaimed, source)
-        )
+        return Operation(self._executor.prepare_batch(source, recipe), partial(self._executor.batch_unclaimed, source))
 
     def _close_source(self, source: Iterable[Any]) -> Operation[None]:
         """Stop drawing from ``source``, cancel its groups that are in no batch yet, and give them back to it."""

@@ -63,9 +63,7 @@ def cut_batch(
 def _mask_older(group: Group, oldest_version: int) -> int:
     """Mask older tokens, unless none would remain; return how many."""
     kept = [
-        (sequence, sequence.versions >= oldest_version)
-        for sequence in group.sequences
-        if sequence.versions is not None
+        (sequence, sequence.versions >= oldest_version) for sequence in group.sequences if sequence.versions is not None
     ]
     before = sum(sequence.num_trained_tokens for sequence, _ in kept)
     after = sum(int((sequence.loss_mask & newer).sum()) for sequence, newer in kept)
@@ -245,10 +243,7 @@ class RowFeed:
 
         def condition() -> bool:
             return (
-                self._complete(count)
-                or self.error is not None
-                or self._misses.total() >= max_misses
-                or self._ended()
+                self._complete(count) or self.error is not None or self._misses.total() >= max_misses or self._ended()
             )
 
         return condition
@@ -285,11 +280,7 @@ class RowFeed:
             self._missed_kinds.clear()
             return
         if self._ended():
-            what = (
-                "has no rows"
-                if not self.source.sample_index
-                else f"ended with {len(self.box.groups)} groups left"
-            )
+            what = "has no rows" if not self.source.sample_index else f"ended with {len(self.box.groups)} groups left"
             raise ConfigError(
                 f"the source of rows {what}, fewer than consumer_batch_size={count}: give an iterable that can be "
                 "iterated again (a list), more rows, or a smaller batch"

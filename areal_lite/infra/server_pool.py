@@ -39,9 +39,7 @@ class ServerPool:
             )
         self.servers = [Server(_url(address)) for address in addresses]
 
-    def pick(
-        self, now: float, *, preferred: Server | None = None, avoid: Sequence[Server] = ()
-    ) -> Server | None:
+    def pick(self, now: float, *, preferred: Server | None = None, avoid: Sequence[Server] = ()) -> Server | None:
         """Return the server for a request, None if no server has usable weights.
 
         ``preferred`` wins while it is healthy; ``avoid`` (servers that just failed this request) are
@@ -49,9 +47,7 @@ class ServerPool:
         """
         if preferred is None and len(self.servers) == 1:
             preferred = self.servers[0]
-        if preferred is not None and not (
-            preferred.behind or preferred.rest_until > now or preferred in avoid
-        ):
+        if preferred is not None and not (preferred.behind or preferred.rest_until > now or preferred in avoid):
             return preferred
         return min(
             (server for server in self.servers if server.behind is None),
@@ -74,7 +70,5 @@ def _url(address: str) -> str:
     url = address if "://" in address else f"http://{address}"
     host, _, port = url.split("://", 1)[1].rstrip("/").rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(
-            f"rollout.addresses holds {address!r}: write host:port, for example 127.0.0.1:30000"
-        )
+        raise ConfigError(f"rollout.addresses holds {address!r}: write host:port, for example 127.0.0.1:30000")
     return url.rstrip("/")

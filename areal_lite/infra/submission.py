@@ -54,9 +54,7 @@ class Submission:
         versions = [e.oldest_version for e in self.episodes if e.oldest_version is not None]
         return min(versions, default=None)
 
-    def group(
-        self, status: EpisodeStatus, failure: Failure | None = None, rejection: str | None = None
-    ) -> Group:
+    def group(self, status: EpisodeStatus, failure: Failure | None = None, rejection: str | None = None) -> Group:
         """Return the ended group; episodes with data share its status, others keep their own."""
         trajectories = [episode.end(status, failure) for episode in self.episodes]
         if status in (EpisodeStatus.FAILED, EpisodeStatus.CANCELLED):  # trains nothing, whatever had finished

@@ -67,9 +67,7 @@ class TrajectoryDumper:
             except Exception:  # a failed dump must not fail the run
                 self.failures += 1
                 if self.failures == 1:
-                    logger.exception(
-                        "episode %s could not be dumped; further failures are only counted", group.task_id
-                    )
+                    logger.exception("episode %s could not be dumped; further failures are only counted", group.task_id)
 
     def _write(self, group: Group) -> None:
         path = self.path_of(group)
@@ -140,9 +138,7 @@ def dump_lines(group: Group, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
         }
 
 
-def _turn(
-    trajectory: Trajectory, place: int, sequence: TokenSequence | None, tokenizer: Any
-) -> dict[str, Any]:
+def _turn(trajectory: Trajectory, place: int, sequence: TokenSequence | None, tokenizer: Any) -> dict[str, Any]:
     turn = trajectory.turns[place]
     ids: list[int] = turn.ids.tolist()
     # A turn that several sequences share trains in one of them.

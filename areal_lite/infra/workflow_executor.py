@@ -150,9 +150,7 @@ class WorkflowExecutor:
 
         for index, row in enumerate(rows):
             name = f"row {index}"
-            self.enqueue(
-                self._runner.make(row, recipe, partial(deliver, index), training=False, seed_name=name)
-            )
+            self.enqueue(self._runner.make(row, recipe, partial(deliver, index), training=False, seed_name=name))
         if rows:
             await done
         return [group for group in groups if group is not None]
@@ -308,9 +306,7 @@ class WorkflowExecutor:
         if version < 0:
             raise ConfigError(f"the policy version is {version}: it starts at 0 and grows")
         self.gate.set_version(version)
-        if (
-            self._feeds and self._asking.locked()
-        ):  # a batch is being waited for: its oldest groups have changed
+        if self._feeds and self._asking.locked():  # a batch is being waited for: its oldest groups have changed
             feed, _ = next(reversed(self._feeds.values()))
             self._wait_for_oldest(feed)
             feed.box.changed()
@@ -404,9 +400,7 @@ class WorkflowExecutor:
             feed.accept(group)
             return
         if group.status is EpisodeStatus.FAILED and self.config.on_error == "raise":
-            feed.error = EpisodeError(
-                f"episode {group.task_id} failed and rollout.on_error is raise:\n{group.error}"
-            )
+            feed.error = EpisodeError(f"episode {group.task_id} failed and rollout.on_error is raise:\n{group.error}")
         feed.miss(group)
 
     def _close(self, group: Group) -> None:

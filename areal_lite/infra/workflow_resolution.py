@@ -55,11 +55,7 @@ def check_workflow(
     Raises:
         ConfigError: As :func:`resolve_workflow`.
     """
-    name = (
-        repr(workflow)
-        if isinstance(workflow, str)
-        else getattr(workflow, "__name__", type(workflow).__name__)
-    )
+    name = repr(workflow) if isinstance(workflow, str) else getattr(workflow, "__name__", type(workflow).__name__)
     target: Any = load_object(workflow, where="workflow") if isinstance(workflow, str) else workflow
     if target is None:
         raise ConfigError(f"workflow is None: {_FORMS}")
@@ -72,11 +68,7 @@ def check_workflow(
             f"workflow {name} is already an instance, so workflow_kwargs {sorted(workflow_kwargs)} have nowhere to "
             "go: pass the class, or drop workflow_kwargs"
         )
-    if not (
-        issubclass(target, RolloutWorkflow)
-        if inspect.isclass(target)
-        else isinstance(target, RolloutWorkflow)
-    ):
+    if not (issubclass(target, RolloutWorkflow) if inspect.isclass(target) else isinstance(target, RolloutWorkflow)):
         _check_run(target, name, allow_sync)
     return target
 
@@ -113,9 +105,7 @@ def _check_run(target: Any, name: str, allow_sync: bool) -> None:
 def _check_constructor(cls: type[Any], kwargs: Mapping[str, Any], name: str) -> None:
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
-        raise ConfigError(
-            f"workflow {name} does not define {missing}: write `async def {missing}(self, engine, data)`"
-        )
+        raise ConfigError(f"workflow {name} does not define {missing}: write `async def {missing}(self, engine, data)`")
     signature = inspect.signature(cls)
     try:
         signature.bind(**kwargs)

@@ -84,9 +84,7 @@ def metrics_figure(*run_dirs: str | Path) -> Any:
         "/".join(Path(folder).resolve().parts[-2:]): list(read_records(Path(folder) / "metrics.jsonl"))
         for folder in run_dirs
     }
-    panels = [
-        panel for panel in PANELS if any(_points(r, name) for r in runs.values() for name in panel.curves)
-    ]
+    panels = [panel for panel in PANELS if any(_points(r, name) for r in runs.values() for name in panel.curves)]
     stacks = {run: phases for run, records in runs.items() if (phases := _phases(records))}
     count = len(panels) + len(stacks)
     if not count:

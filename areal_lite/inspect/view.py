@@ -33,9 +33,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                     if not line.endswith(b"\n"):
                         return
                     begin = file.tell() - len(line)
-                    raise ConfigError(
-                        f"{path}, line {number}: not JSON: {error}; it begins at byte {begin}"
-                    ) from None
+                    raise ConfigError(f"{path}, line {number}: not JSON: {error}; it begins at byte {begin}") from None
                 if not isinstance(record, dict):
                     raise ConfigError(f"{path}, line {number}: not an object but a {type(record).__name__}")
                 yield record

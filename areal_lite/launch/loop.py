@@ -81,9 +81,7 @@ class RunFiles:
 
 
 @contextmanager
-def open_run_files(
-    config: RunConfig | SupervisedConfig, start: Start, on_step: OnStep | None
-) -> Iterator[RunFiles]:
+def open_run_files(config: RunConfig | SupervisedConfig, start: Start, on_step: OnStep | None) -> Iterator[RunFiles]:
     """Lock the run's folder, start the trackers and open the files; call it after the ranks have joined."""
     run_dir, metrics = config.run_dir, None
     with ExitStack() as stack:
@@ -254,7 +252,5 @@ def with_prefix(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
 def with_scalars(metrics: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
     """Return the run's metrics with the numbers that episodes recorded; a name of the run's own stays the run's."""
     if taken := sorted(metrics.keys() & scalars.keys()):
-        logger.warning(
-            "episodes recorded %s, which are metrics of the run: use other names", ", ".join(taken)
-        )
+        logger.warning("episodes recorded %s, which are metrics of the run: use other names", ", ".join(taken))
     return {**scalars, **metrics}

@@ -72,9 +72,7 @@ def load_rollout_inputs(config: RunConfig, start: Start, *, baselines: bool) -> 
 class RolloutDriver:
     """Makes the batches of a run and reports trained ones to its data source."""
 
-    def __init__(
-        self, config: RunConfig, run_dir: Path, *, engine: RemoteInfEngine, inputs: RolloutInputs
-    ) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path, *, engine: RemoteInfEngine, inputs: RolloutInputs) -> None:
         self.engine = engine
         self.data = inputs.data
         self._config = config
@@ -195,9 +193,7 @@ class RolloutDriver:
 
     def _dump(self, step: int) -> None:
         tokenizer = load_tokenizer(tokenizer_path(self._config))
-        lines = [
-            (g, s, t.prompt_len(s.path)) for g in self._groups for t in g.trajectories for s in t.sequences
-        ]
+        lines = [(g, s, t.prompt_len(s.path)) for g in self._groups for t in g.trajectories for s in t.sequences]
         dump_rollouts(
             self._run_dir / "scores",
             step,

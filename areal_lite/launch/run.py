@@ -69,9 +69,7 @@ def run_evaluation(config: RunConfig) -> Evaluation:
         EpisodeError: If no episode gave a reward.
     """
     if config.eval_dataset is None:
-        raise ConfigError(
-            "eval_dataset is missing: give the rows to evaluate on (eval_dataset.path=rows.jsonl)"
-        )
+        raise ConfigError("eval_dataset is missing: give the rows to evaluate on (eval_dataset.path=rows.jsonl)")
     check_startable(config)
     rows = workflow_rows(config, config.eval_dataset, is_train=False)
     with (

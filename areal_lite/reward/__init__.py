@@ -45,8 +45,7 @@ class MathVerifyWorker:
         from math_verify import parse, verify
 
         truth, answer = (
-            parse(text, extraction_config=self._formats, parsing_timeout=None)
-            for text in (ground_truth, response)
+            parse(text, extraction_config=self._formats, parsing_timeout=None) for text in (ground_truth, response)
         )
         if not truth:
             raise ValueError(f"no number or formula in the reference answer {ground_truth[:200]!r}")

@@ -53,16 +53,12 @@ class Algorithm:
     def __init__(self, config: TrainerConfig, *, max_new_tokens: int | None) -> None:
         self.config = config
         self._max_new_tokens = max_new_tokens
-        self._estimate = ESTIMATORS.bound(
-            config.advantage, config.advantage_kwargs, where="trainer.advantage"
-        )
+        self._estimate = ESTIMATORS.bound(config.advantage, config.advantage_kwargs, where="trainer.advantage")
         self._loss = POLICY_LOSSES.bound(config.loss, config.loss_kwargs, where="trainer.loss")
         mode = None if config.loss_aggregation is None else AggregationMode(config.loss_aggregation)
         self.aggregation = aggregation_of(config.loss, mode, where="trainer.loss_aggregation")
         kl = config.kl
-        self.kl_controller = (
-            KLController(kl.coef, target=kl.target, horizon=kl.horizon) if kl else KLController(0.0)
-        )
+        self.kl_controller = KLController(kl.coef, target=kl.target, horizon=kl.horizon) if kl else KLController(0.0)
         self.needs: frozenset[str] = frozenset()
         """Inputs that the estimator requests."""
         self.chooses = self._dry_run().chosen is not None
@@ -167,9 +163,7 @@ class Algorithm:
         limit = self.config.correction.max_episode_kl
         if limit is None:
             return terms
-        drifted = drifted_episodes(
-            inputs.policy, inputs.behaviour, inputs.advantages, inputs.episodes, max_kl=limit
-        )
+        drifted = drifted_episodes(inputs.policy, inputs.behaviour, inputs.advantages, inputs.episodes, max_kl=limit)
         statistics = terms.statistics | {"drifted_fraction": drifted.to(terms.losses.dtype)}
         return LossTerms(torch.where(drifted, 0.0, terms.losses), statistics, terms.chosen)
 
@@ -201,9 +195,7 @@ class Algorithm:
         kind, names, hint = _RETURNS[key]
         where = f"trainer.{key} {getattr(self.config, key)!r} returns"
         if not isinstance(returned, kind):
-            raise ConfigError(
-                f"{where} a {type(returned).__name__}: return {kind.__name__}({', '.join(names)})"
-            )
+            raise ConfigError(f"{where} a {type(returned).__name__}: return {kind.__name__}({', '.join(names)})")
         for name in names:
             values = getattr(returned, name)
             if values is None:
@@ -226,9 +218,7 @@ class Algorithm:
         tokens.correction.fill_(1.0)
         tokens.returns.fill_(torch.nan)
         if config.overlong_buffer and self._max_new_tokens is None:
-            raise ConfigError(
-                "trainer.overlong_buffer needs the length limit: give the trainer a max_new_tokens"
-            )
+            raise ConfigError("trainer.overlong_buffer needs the length limit: give the trainer a max_new_tokens")
         self.shape_rewards(scores, tokens)
         try:
             self.correction(logprobs, logprobs, episodes)

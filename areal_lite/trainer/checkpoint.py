@@ -158,11 +158,7 @@ def _fixed_values(config: Mapping[str, Any]) -> dict[str, Any]:
         **{name: config[name] for name in _TOP_LEVEL_FIXED if name in config},
         **{f"trainer.{name}": value for name, value in trainer.items() if name not in _MAY_CHANGE},
         **{f"rollout.{name}": rollout[name] for name in _ROLLOUT_FIXED if name in rollout},
-        **{
-            f"train_dataset.{name}": value
-            for name, value in dataset.items()
-            if name not in _DATASET_MAY_CHANGE
-        },
+        **{f"train_dataset.{name}": value for name, value in dataset.items() if name not in _DATASET_MAY_CHANGE},
     }
 
 

@@ -85,9 +85,7 @@ def _ages(sequences: Sequence[TokenSequence], version: int) -> dict[str, float]:
     return {"staleness_mean": float(np.mean(ages)), "staleness_max": float(max(ages))}
 
 
-def _lengths(
-    sequences: Sequence[TokenSequence], counts: Sequence[int], max_new_tokens: int | None
-) -> dict[str, float]:
+def _lengths(sequences: Sequence[TokenSequence], counts: Sequence[int], max_new_tokens: int | None) -> dict[str, float]:
     trained = [sequence.loss_mask for sequence, count in zip(sequences, counts, strict=True) if count]
     prompts = np.array([mask.argmax() for mask in trained])
     lengths = {
@@ -188,9 +186,7 @@ def mismatch_statistics(
     metrics: dict[str, float] = {}
     for name, chosen in (("engine_mismatch", current), ("staleness_drift", ~current)):
         if chosen.any():
-            statistics = _disagreement(
-                proximal[chosen].double(), behaviour[chosen].double(), episodes[chosen]
-            )
+            statistics = _disagreement(proximal[chosen].double(), behaviour[chosen].double(), episodes[chosen])
             metrics |= {f"{name}/{key}": value.item() for key, value in statistics.items()}
     return metrics
 

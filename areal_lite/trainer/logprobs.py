@@ -93,8 +93,7 @@ class ChunkedScores(torch.autograd.Function):
         states, weight = states.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
         chunks = [
-            _chunk_scores(states[here], weight, bias, targets[here], temperature)
-            for here in _chunks(states, weight)
+            _chunk_scores(states[here], weight, bias, targets[here], temperature) for here in _chunks(states, weight)
         ]
         chosen, entropy, squared = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         ctx.save_for_backward(states, weight, bias, targets, entropy)

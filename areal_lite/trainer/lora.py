@@ -70,9 +70,7 @@ def plain_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]
     Adapters are merged in float32, one layer at a time, into new tensors.
     """
     layers = {
-        f"{name}.base_layer.weight": module
-        for name, module in model.named_modules()
-        if hasattr(module, "base_layer")
+        f"{name}.base_layer.weight": module for name, module in model.named_modules() if hasattr(module, "base_layer")
     }
     seen: set[int] = set()
     for name, parameter in model.state_dict(keep_vars=True).items():
@@ -123,9 +121,7 @@ def load_adapters(model: Any, folder: Path) -> None:
 def _layer_names(model: Any, wanted: str | list[str]) -> list[str]:
     head = model.get_output_embeddings()
     linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head
     ]
     last = sorted({name.rpartition(".")[2] for name in linear})
     if wanted == "all-linear":

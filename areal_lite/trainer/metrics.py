@@ -40,9 +40,7 @@ class MetricsWriter:
         StorageError: If the file cannot be opened, or a complete line up to ``last_step`` is not a record.
     """
 
-    def __init__(
-        self, run_dir: Path | str, *, last_step: int | None = None, tracking: Tracking | None = None
-    ) -> None:
+    def __init__(self, run_dir: Path | str, *, last_step: int | None = None, tracking: Tracking | None = None) -> None:
         self._path = Path(run_dir) / "metrics.jsonl"
         self._tracking = tracking
         with self._disk_errors():

@@ -173,9 +173,7 @@ class PackedModel(nn.Module):
     def _packing_is_exact(self) -> bool:
         if set(getattr(self._config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
             return False
-        if getattr(self._config, "sliding_window", None) and getattr(
-            self._config, "use_sliding_window", True
-        ):
+        if getattr(self._config, "sliding_window", None) and getattr(self._config, "use_sliding_window", True):
             return False
         if "position_ids" not in inspect.signature(self._decoder[0].forward).parameters:
             return False

@@ -70,9 +70,7 @@ class Step:
         extreme = partial(torch.zeros_like(scores).scatter_reduce, 0, numbers, rewards, include_self=False)
         low, high = extreme(reduce="amin"), extreme(reduce="amax")
         scores = torch.where(low == high, low, scores)  # a mean of equal rewards may differ in the last bit
-        _refuse(
-            "rewards", (~rewards.isfinite()).nonzero()[:, 0], _task_ids(sequences), version, _FIX_EPISODES
-        )
+        _refuse("rewards", (~rewards.isfinite()).nonzero()[:, 0], _task_ids(sequences), version, _FIX_EPISODES)
         step = cls(
             sequences=sequences,
             episodes=episodes,

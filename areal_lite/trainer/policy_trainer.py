@@ -82,9 +82,7 @@ class PolicyTrainer:
         self._reference: TokenScorer | None = None
         if config.kl is not None:
             # Under adapters the reference is the model without them.
-            self._reference = (
-                self._policy if config.lora else shard(copy.deepcopy(self._policy).requires_grad_(False))
-            )
+            self._reference = self._policy if config.lora else shard(copy.deepcopy(self._policy).requires_grad_(False))
         self.learner = Learner(self._policy, config, config, total_steps=config.total_steps)
         self.critic: Learner | None = None
         if config.critic is not None:
@@ -251,8 +249,7 @@ class PolicyTrainer:
 
         rate = critic.learning_rate
         updates = [
-            self._update(step, critic, chosen, chosen, AggregationMode.TOKEN_MEAN, loss)
-            for chosen in step.minibatches
+            self._update(step, critic, chosen, chosen, AggregationMode.TOKEN_MEAN, loss) for chosen in step.minibatches
         ]
         critic.steps_done += 1
         step.metrics |= {f"critic_{name}": value for name, value in _mean_update(updates, rate).items()}
@@ -428,9 +425,7 @@ class PolicyTrainer:
         losses = tokens.correction[at] * terms.losses
         if config.kl is not None:
             behaviour = tokens.behaviour_or_proximal()[at] if config.kl.unbiased else None
-            penalty = kl_penalty(
-                scores.logprobs, tokens.reference[at], config.kl.estimator, behaviour=behaviour
-            )
+            penalty = kl_penalty(scores.logprobs, tokens.reference[at], config.kl.estimator, behaviour=behaviour)
             step.record_statistics(at, {"kl": penalty})
             if not self.algorithm.penalizes_reward:
                 losses = losses + config.kl.coef * penalty

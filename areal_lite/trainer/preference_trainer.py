@@ -61,9 +61,7 @@ class DPOTrainer(PreferenceTrainer[DPOTrainerConfig]):
         logprobs: Tensor = self.scorer(packed).logprobs
         return logprobs - reference
 
-    def _terms(
-        self, scores: Tensor, step: SupervisedStep, microbatch: Microbatch
-    ) -> tuple[LossTerms, Tensor]:
+    def _terms(self, scores: Tensor, step: SupervisedStep, microbatch: Microbatch) -> tuple[LossTerms, Tensor]:
         chosen, rejected = _pair_sums(scores, step.of_token[microbatch.tokens])
         terms = dpo_loss(
             chosen,
@@ -107,9 +105,7 @@ class RewardModelTrainer(PreferenceTrainer[RewardModelTrainerConfig]):
         rewards: Tensor = self.scorer(packed)
         return rewards
 
-    def _terms(
-        self, scores: Tensor, step: SupervisedStep, microbatch: Microbatch
-    ) -> tuple[LossTerms, Tensor]:
+    def _terms(self, scores: Tensor, step: SupervisedStep, microbatch: Microbatch) -> tuple[LossTerms, Tensor]:
         terms = reward_model_loss(*_pair_sums(scores, step.of_token[microbatch.tokens]))
         return terms, step.weights[: len(terms.losses)]
 

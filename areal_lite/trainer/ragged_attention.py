@@ -81,15 +81,11 @@ def _by_kernel(query: Tensor, key: Tensor, value: Tensor, segments: Segments, sc
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
     parts = []
-    for queries, keys in zip(
-        pairwise(segments.query_ends.tolist()), pairwise(segments.key_ends.tolist()), strict=True
-    ):
+    for queries, keys in zip(pairwise(segments.query_ends.tolist()), pairwise(segments.key_ends.tolist()), strict=True):
         q = query[slice(*queries)].transpose(0, 1)
         k, v = (heads[slice(*keys)].transpose(0, 1) for heads in (key, value))
         bias = causal_lower_right(q.shape[1], k.shape[1])
-        parts.append(
-            F.scaled_dot_product_attention(q[None], k[None], v[None], bias, scale=scale, enable_gqa=True)
-        )
+        parts.append(F.scaled_dot_product_attention(q[None], k[None], v[None], bias, scale=scale, enable_gqa=True))
     return torch.cat(parts, 2)[0].transpose(0, 1)
 
 

@@ -69,9 +69,7 @@ class Snapshot:
     @property
     def num_bytes(self) -> int:
         """Size of the tensors, in memory and on disk."""
-        tensors = (
-            t for one in self.learners.values() for t in (*one.weights.values(), *one.optimizer.values())
-        )
+        tensors = (t for one in self.learners.values() for t in (*one.weights.values(), *one.optimizer.values()))
         return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
 

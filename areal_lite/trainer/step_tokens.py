@@ -136,9 +136,7 @@ class Microbatch:
     """False for a dummy that keeps this rank in step with the others; its loss is 0."""
 
 
-def split_groups(
-    sequences: Sequence[TokenSequence], count: int, *, rng: np.random.Generator
-) -> list[list[int]]:
+def split_groups(sequences: Sequence[TokenSequence], count: int, *, rng: np.random.Generator) -> list[list[int]]:
     """Return ``count`` shares of whole groups in random order; shares without a trained token are dropped.
 
     Which groups share an update does not depend on the order of the batch.

@@ -159,9 +159,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         """Return a number ``[N]`` for each trained token, with gradient."""
 
     @abstractmethod
-    def _terms(
-        self, scores: Tensor, step: SupervisedStep, microbatch: Microbatch
-    ) -> tuple[LossTerms, Tensor]:
+    def _terms(self, scores: Tensor, step: SupervisedStep, microbatch: Microbatch) -> tuple[LossTerms, Tensor]:
         """Return the losses of a micro-batch, and the weight of each."""
 
     def _lay_out(self, items: Sequence[Item]) -> SupervisedStep:
@@ -230,7 +228,5 @@ class SFTTrainer(SupervisedTrainer[SFTTrainerConfig]):
         logprobs: Tensor = self.scorer(packed).logprobs
         return logprobs
 
-    def _terms(
-        self, scores: Tensor, step: SupervisedStep, microbatch: Microbatch
-    ) -> tuple[LossTerms, Tensor]:
+    def _terms(self, scores: Tensor, step: SupervisedStep, microbatch: Microbatch) -> tuple[LossTerms, Tensor]:
         return LossTerms(-scores, {}), step.weights[microbatch.tokens]

@@ -62,9 +62,7 @@ def validation_metrics(
     return {name: float(np.mean(numbers)) for name, numbers in metrics.items()}
 
 
-def _prompt_metrics(
-    scores: NDArray[np.float64], votes: NDArray[np.int64] | None
-) -> Iterator[tuple[str, float]]:
+def _prompt_metrics(scores: NDArray[np.float64], votes: NDArray[np.int64] | None) -> Iterator[tuple[str, float]]:
     """Yield the metrics of one prompt."""
     count = len(scores)
     yield f"mean@{count}", scores.mean()

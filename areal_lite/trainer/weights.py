@@ -50,9 +50,7 @@ def publish_weights(
         return folder
     write_folder(folder, lambda path: write_model(model, path, dtype), kind="weights", version=version)
     older = [
-        path
-        for path in root.iterdir()
-        if (match := _VERSION_FOLDER.fullmatch(path.name)) and int(match[1]) < version
+        path for path in root.iterdir() if (match := _VERSION_FOLDER.fullmatch(path.name)) and int(match[1]) < version
     ]
     for path in sorted(older)[: -(_KEPT - 1)]:
         remove_folder(path, kind="weights")
@@ -60,9 +58,7 @@ def publish_weights(
     return folder
 
 
-def save_model(
-    model: Any, tokenizer: Any, directory: Path | str, *, dtype: torch.dtype = torch.bfloat16
-) -> Path:
+def save_model(model: Any, tokenizer: Any, directory: Path | str, *, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write model and tokenizer atomically to ``directory``, replacing weights saved there before.
 
     Adapters are merged, and also written to ``directory/adapters`` in peft's format. Every rank must call this; the
@@ -89,9 +85,7 @@ def save_model(
     return folder
 
 
-def write_model(
-    model: Any, folder: Path, dtype: torch.dtype, *, max_shard_bytes: float = MAX_SHARD_BYTES
-) -> None:
+def write_model(model: Any, folder: Path, dtype: torch.dtype, *, max_shard_bytes: float = MAX_SHARD_BYTES) -> None:
     """Write the weights in ``dtype``, with adapters merged, and the config as a Hugging Face folder.
 
     Every rank must call this; rank 0 writes. Besides the model it needs memory for one file of weights.

@@ -19,9 +19,7 @@ def apply_chat_template(
 
 
 @functools.cache
-def load_hf_tokenizer(
-    model_name_or_path: str, fast_tokenizer: bool = True, padding_side: str | None = None
-) -> Any:
+def load_hf_tokenizer(model_name_or_path: str, fast_tokenizer: bool = True, padding_side: str | None = None) -> Any:
     """Return the tokenizer of a folder or hub name; without a pad token, its end token pads.
 
     Args:

@@ -105,9 +105,7 @@ def _body(draw: random.Random, path: str, word: str) -> object:
     if path == CHAT and draw.random() < 0.3:
         body["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     if draw.random() < 0.3:
-        body[draw.choice([*body, "temperature", "stop", "seed", "n", "logprobs", "tools", "x"])] = _json(
-            draw, 3
-        )
+        body[draw.choice([*body, "temperature", "stop", "seed", "n", "logprobs", "tools", "x"])] = _json(draw, 3)
     return body
 
 
@@ -116,10 +114,7 @@ def _json(draw: random.Random, depth: int) -> object:
     if kind == 6:
         return [_json(draw, depth - 1) for _ in range(draw.randrange(4))]
     if kind >= 7:
-        return {
-            draw.choice(["role", "content", "type", "text", "name", "a"]): _json(draw, depth - 1)
-            for _ in range(3)
-        }
+        return {draw.choice(["role", "content", "type", "text", "name", "a"]): _json(draw, depth - 1) for _ in range(3)}
     return [
         None,
         True,

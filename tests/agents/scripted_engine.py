@@ -125,9 +125,7 @@ class ScriptedEngine:
         family: Tokenizer.
     """
 
-    def __init__(
-        self, answers: Iterable[Any] | Callable[[ModelRequest], Any], family: str = "chatml"
-    ) -> None:
+    def __init__(self, answers: Iterable[Any] | Callable[[ModelRequest], Any], family: str = "chatml") -> None:
         self.tokenizer = tokenizer(family)
         self._answers = answers if callable(answers) else iter(answers)
         self.requests: list[ModelRequest] = []

@@ -36,9 +36,7 @@ DOORS = pytest.mark.parametrize("door", ["transport", "listener"])
 
 
 @asynccontextmanager
-async def opened(
-    answers: Any, **kwargs: Any
-) -> AsyncIterator[tuple[AgentAccess, ChatSession, ScriptedEngine]]:
+async def opened(answers: Any, **kwargs: Any) -> AsyncIterator[tuple[AgentAccess, ChatSession, ScriptedEngine]]:
     doors = await AgentDoors.open()
     engine = ScriptedEngine(answers)
     session = ChatSession(
@@ -69,9 +67,7 @@ def openai_client(access: AgentAccess, door: str) -> openai.AsyncOpenAI:
 
 def anthropic_client(access: AgentAccess, door: str) -> anthropic.AsyncAnthropic:
     client = access.http_client if door == "transport" else None
-    return anthropic.AsyncAnthropic(
-        base_url=access.anthropic_base_url, api_key=access.api_key, http_client=client
-    )
+    return anthropic.AsyncAnthropic(base_url=access.anthropic_base_url, api_key=access.api_key, http_client=client)
 
 
 def one_sequence(session: ChatSession, engine: ScriptedEngine) -> None:
@@ -123,9 +119,7 @@ def test_responses_continue_by_id_and_by_items(door: str) -> None:
         (call,) = first.output
         assert call.type == "function_call" and json.loads(call.arguments) == {"a": 1, "b": [2, "ü"]}
         output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
-        second = await client.responses.create(
-            model="m", input=[output], tools=[tool], previous_response_id=first.id
-        )
+        second = await client.responses.create(model="m", input=[output], tools=[tool], previous_response_id=first.id)
         assert second.output_text == "It is 3." and second.status == "completed"
         items: list[Any] = [
             {"role": "user", "content": "hello"},
@@ -168,9 +162,7 @@ def test_messages_with_tools_streamed_and_whole(door: str) -> None:
         tools: Any = [{"name": "add", "description": "adds", "input_schema": PARAMETERS}]
         common: Any = {"model": "m", "max_tokens": 64, "system": "be kind", "tools": tools}
         messages: list[Any] = [{"role": "user", "content": "hello"}]
-        counted = await client.messages.count_tokens(
-            model="m", messages=messages, system="be kind", tools=tools
-        )
+        counted = await client.messages.count_tokens(model="m", messages=messages, system="be kind", tools=tools)
         first = await client.messages.create(messages=messages, **common)
         assert counted.input_tokens == first.usage.input_tokens == len(engine.requests[0].input_ids)
         text, call = first.content
@@ -216,9 +208,7 @@ def test_completions_of_text_and_of_ids_continue_what_was_sampled() -> None:
         choice = first.choices[0]
         assert choice.logprobs is not None
         assert choice.logprobs.token_logprobs == engine.responses[0].output_logprobs
-        await client.completions.create(
-            model="m", prompt="once upon" + choice.text + " and so on", max_tokens=5
-        )
+        await client.completions.create(model="m", prompt="once upon" + choice.text + " and so on", max_tokens=5)
         recorded = engine.responses[0].input_tokens + engine.responses[0].output_tokens
         assert engine.requests[1].input_ids[: len(recorded)] == recorded
         ids = engine.responses[1].input_tokens + engine.responses[1].output_tokens
@@ -276,9 +266,7 @@ def test_constraints_and_wishes_reach_the_engine() -> None:
         required = json.loads(engine.requests[-1].gconfig.json_schema or "")
         assert required["properties"] == {"name": {"const": "add"}, "arguments": PARAMETERS}
         assert completion.choices[0].message.tool_calls is not None
-        completion = await client.chat.completions.create(
-            model="m", messages=messages, logprobs=True, top_logprobs=3
-        )
+        completion = await client.chat.completions.create(model="m", messages=messages, logprobs=True, top_logprobs=3)
         assert engine.requests[-1].top_logprobs == 3
 
     play(["{}", "c", '{"name": "add", "arguments": {"a": 1}}', "fine"], steps)
@@ -332,9 +320,7 @@ def test_errors_before_the_first_token_have_a_status_and_later_ones_an_event() -
             reply = await client.post(f"{access.base_url}/chat/completions", json=body)
             assert reply.status_code == 503 and "no server is left" in reply.json()["error"]["message"]
             key = {"x-api-key": access.api_key}
-            reply = await client.post(
-                f"{access.anthropic_base_url}/v1/messages", json={"bad": 1}, headers=key
-            )
+            reply = await client.post(f"{access.anthropic_base_url}/v1/messages", json={"bad": 1}, headers=key)
             assert reply.status_code == 400 and reply.json()["error"]["type"] == "invalid_request_error"
             by_path = f"{access.anthropic_base_url}/s/{access.api_key}/v1/models"
             assert (await httpx2.AsyncClient().get(by_path)).json()["data"][0]["id"] == "default"
@@ -428,9 +414,7 @@ def test_calls_through_the_listener_belong_to_the_episode() -> None:
     text=st.text(st.sampled_from("ab <stop>tool_cüé🙂\n "), max_size=40),
     sizes=st.lists(st.integers(0, 5), min_size=1),
 )
-def test_a_text_stream_gives_the_text_before_the_first_stop_and_never_takes_back(
-    text: str, sizes: list[int]
-) -> None:
+def test_a_text_stream_gives_the_text_before_the_first_stop_and_never_takes_back(text: str, sizes: list[int]) -> None:
     vocabulary = tokenizer()
     ids = vocabulary.encode(text, add_special_tokens=False)
     stream = TextStream(vocabulary.decode, stops=["stop", "\n "], openings=["<tool"])

@@ -167,9 +167,7 @@ class Watch:
     def used_a_tool(self) -> bool:
         """Whether a call of the model got its result back."""
         assert self.session is not None
-        answers = [
-            message for row in self.session.interactions.values() for message in row.output_message_list
-        ]
+        answers = [message for row in self.session.interactions.values() for message in row.output_message_list]
         results = [message for message in self.requests[-1].messages if message["role"] in ("tool", "user")]
         return any(message.get("tool_calls") for message in answers) and len(results) > 1
 

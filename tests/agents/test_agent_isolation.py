@@ -207,9 +207,7 @@ def test_a_process_that_dies_fails_its_episode_alone(start: Start) -> None:
 
 
 @ISOLATIONS
-def test_an_agent_that_awaits_ends_when_its_episode_is_stopped(
-    start: Start, isolation: str, tmp_path: Path
-) -> None:
+def test_an_agent_that_awaits_ends_when_its_episode_is_stopped(start: Start, isolation: str, tmp_path: Path) -> None:
     engine = start(isolation)
     pid = tmp_path / "pid"
     engine.submit({"wait": str(pid)}, AsyncAgent)
@@ -263,9 +261,7 @@ def test_what_cannot_be_isolated_is_refused_with_the_fix(start: Start) -> None:
         async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
             return 1.0
 
-    with pytest.raises(
-        ConfigError, match="agent Nested cannot be sent to a process.*agent_isolation: thread"
-    ):
+    with pytest.raises(ConfigError, match="agent Nested cannot be sent to a process.*agent_isolation: thread"):
         pickled_agent(Nested())
     with pytest.raises(ConfigError, match="not async.*or set rollout.agent_isolation: thread"):
         start().rollout_batch([{}], PlainAgent)
@@ -280,9 +276,7 @@ def test_a_sync_client_that_waits_for_the_loop_it_blocks_fails_with_the_reason(
     (group,) = engine.rollout_batch([{}], agent)
     assert time.monotonic() - began < 20  # alone it takes 1.5 s
     assert group.failure is not None
-    assert group.failure.type == (
-        "InternalServerError" if agent is BlockingAgent else "ServiceUnavailableError"
-    )
+    assert group.failure.type == ("InternalServerError" if agent is BlockingAgent else "ServiceUnavailableError")
     for part in (
         f"{agent.__name__}.run blocks the event loop",
         "test_agent_isolation.py:",
@@ -294,9 +288,7 @@ def test_a_sync_client_that_waits_for_the_loop_it_blocks_fails_with_the_reason(
     assert record.levelno == logging.WARNING
 
 
-def test_a_blocked_loop_is_named_and_serves_the_others_later(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_blocked_loop_is_named_and_serves_the_others_later(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     engine = start()
     groups = engine.rollout_batch([{"sleep": 2.5}, *[{}] * 5], OneConversation)
     assert [end_of(group) for group in groups] == ["accepted"] * 6
@@ -390,9 +382,7 @@ CALL = (
 
 
 @pytest.mark.parametrize("isolation", ["inline", "thread", "process"])
-def test_a_program_calls_the_model_without_arguments_and_its_output_is_kept(
-    start: Start, isolation: str
-) -> None:
+def test_a_program_calls_the_model_without_arguments_and_its_output_is_kept(start: Start, isolation: str) -> None:
     engine = start(isolation)
     (group,) = engine.rollout_batch([{"command": [sys.executable, "-c", CALL], "call": False}], ProgramAgent)
     (trajectory,) = group.trajectories
@@ -407,14 +397,10 @@ def run_one(start: Start, *command: str, **options: Any) -> Any:
     return group.trajectories[0].processes[0]
 
 
-def test_a_program_sees_few_variables_and_a_folder_of_its_own(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_sees_few_variables_and_a_folder_of_its_own(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SECRET", "hidden")
     monkeypatch.setenv("MY_FLAG", "shown")
-    process = run_one(
-        start, "sh", "-c", "env; pwd; ls -A; touch x", inherit=["MY_FLAG"], variables={"A": "1"}
-    )
+    process = run_one(start, "sh", "-c", "env; pwd; ls -A; touch x", inherit=["MY_FLAG"], variables={"A": "1"})
     lines = process.stdout.split()
     names = {line.partition("=")[0] for line in lines if "=" in line}
     assert names - {"PWD", "SHLVL", "_", "OLDPWD"} == {

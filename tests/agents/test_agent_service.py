@@ -49,9 +49,7 @@ def call(body: Any, *, key: str | None = None, method: str = "POST", path: str =
 def test_the_plain_sdk_works_end_to_end() -> None:
     async def play() -> None:
         service = AgentService()
-        session = new_session(
-            ["hi there", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "bye"]
-        )
+        session = new_session(["hi there", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "bye"])
         client_options: dict[str, Any] = {"base_url": BASE_URL, "http_client": SharedClient(service)}
         tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
         async with openai.AsyncOpenAI(api_key=service.open(session), **client_options) as client:
@@ -98,9 +96,7 @@ def test_the_sdk_sees_our_errors_once() -> None:
         with pytest.raises(openai.APIStatusError, match="has ended") as ended:
             await client.chat.completions.create(**HELLO)  # type: ignore[call-overload]
         assert (ended.value.status_code, ended.value.code) == (410, "session_ended")  # type: ignore[attr-defined]
-        wrong = openai.AsyncOpenAI(
-            api_key="al_guess", base_url=BASE_URL, http_client=http_client, max_retries=5
-        )
+        wrong = openai.AsyncOpenAI(api_key="al_guess", base_url=BASE_URL, http_client=http_client, max_retries=5)
         with pytest.raises(openai.AuthenticationError):
             await wrong.chat.completions.create(**HELLO)  # type: ignore[call-overload]
 
@@ -220,15 +216,11 @@ def test_hundreds_of_sessions_at_once_are_isolated() -> None:
 
         async def episode(index: int) -> ChatSession:
             session = new_session([f"answer {index} {turn}" for turn in range(3)])
-            client = openai.AsyncOpenAI(
-                api_key=service.open(session), base_url=BASE_URL, http_client=http_client
-            )
+            client = openai.AsyncOpenAI(api_key=service.open(session), base_url=BASE_URL, http_client=http_client)
             messages: list[Any] = []
             for turn in range(3):
                 messages.append({"role": "user", "content": f"question {index}"})
-                message = (
-                    (await client.chat.completions.create(model="m", messages=messages)).choices[0].message
-                )
+                message = (await client.chat.completions.create(model="m", messages=messages)).choices[0].message
                 assert message.content == f"answer {index} {turn}"
                 messages.append(message)
             return session

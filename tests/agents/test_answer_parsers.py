@@ -22,9 +22,7 @@ KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: 
 KINDS[type(None)] = "null"
 texts = st.text(st.sampled_from("ab 1\n\"'{}[]:,;\\/<>`é水😀\u2028"), max_size=12)
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts
-values = st.recursive(
-    scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(texts, v, max_size=3), max_leaves=8
-)
+values = st.recursive(scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(texts, v, max_size=3), max_leaves=8)
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.:-]{0,20}", fullmatch=True)
 calls = st.tuples(names, st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), values, max_size=4))
 
@@ -35,9 +33,7 @@ def tool(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def calls_of(answer: ParsedAnswer) -> list[tuple[str, Any]]:
-    return [
-        (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in answer.tool_calls
-    ]
+    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in answer.tool_calls]
 
 
 def parser_of(name: str, reasoning: str = "none") -> AnswerParser:
@@ -49,9 +45,7 @@ def parser_of(name: str, reasoning: str = "none") -> AnswerParser:
 @given(data=st.data())
 def test_calls_rendered_by_a_template_are_parsed_back(family_name: str, data: st.DataObject) -> None:
     family = TOOL_FAMILIES[family_name]
-    drawn = data.draw(
-        st.lists(calls, min_size=1, max_size=1 if family.one_call else 3, unique_by=lambda c: c[0])
-    )
+    drawn = data.draw(st.lists(calls, min_size=1, max_size=1 if family.one_call else 3, unique_by=lambda c: c[0]))
     content = data.draw(st.sampled_from(["", "Let me see. Ä {x}"])) if family.content_with_calls else ""
     tools = [tool(*call) for call in drawn]
     renderer = ChatRenderer(tool_tokenizer(family_name))
@@ -74,10 +68,7 @@ def test_calls_rendered_by_a_template_are_parsed_back(family_name: str, data: st
 def test_function_tags_and_fences_are_parsed_back(drawn: list[tuple[str, Any]], before: bool) -> None:
     tools = [tool(*call) for call in drawn]
     intro = "first\n" if before else ""
-    tags = [
-        f"<function={name}>{json.dumps(arguments, ensure_ascii=False)}</function>"
-        for name, arguments in drawn
-    ]
+    tags = [f"<function={name}>{json.dumps(arguments, ensure_ascii=False)}</function>" for name, arguments in drawn]
     parsed = parser_of("function_tag").parse(intro + "\n".join(tags), tools)
     assert (calls_of(parsed), parsed.content, parsed.unparsable) == (drawn, intro.strip(), False)
     fences = [f"```json\n{json.dumps({'name': n, 'arguments': a}, indent=1)}\n```" for n, a in drawn]
@@ -234,9 +225,7 @@ def test_the_template_chooses_the_parsers(family_name: str) -> None:
     assert parser.tool_format is TOOL_FORMATS[family.parser]
     assert parser.splits_reasoning == ("<think>" in family.template)
     assert set(parser.starts) >= set(TOOL_FORMATS[family.parser].starts)
-    named = ChatRenderer(
-        tool_tokenizer(family_name), tool_parser="mistral", reasoning_parser="none"
-    ).answer_parser
+    named = ChatRenderer(tool_tokenizer(family_name), tool_parser="mistral", reasoning_parser="none").answer_parser
     assert (named.tool_format, named.splits_reasoning) == (TOOL_FORMATS["mistral"], False)
 
 

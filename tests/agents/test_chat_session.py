@@ -85,12 +85,8 @@ def test_every_sampled_token_is_kept_extended_and_trained_once(family: str, seed
                 prefix = recorded.input_tokens + recorded.output_tokens
                 assert engine.requests[-1].input_ids[: len(prefix)] == prefix
             else:
-                whole = tokenizer(family).apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True
-                )
-                assert engine.requests[-1].input_ids == tokenizer(family).encode(
-                    whole, add_special_tokens=False
-                )
+                whole = tokenizer(family).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                assert engine.requests[-1].input_ids == tokenizer(family).encode(whole, add_special_tokens=False)
             assert completion["usage"]["completion_tokens"] == engine.responses[-1].output_len
             histories.append(([*messages, answer_of(completion)], len(engine.responses) - 1))
         assert trained(session, "concat") == trained(session, "individual") == sampled(engine)
@@ -103,15 +99,11 @@ def test_every_sampled_token_is_kept_extended_and_trained_once(family: str, seed
 @pytest.mark.parametrize("family", ["chatml", "llama3", "mistral"])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_where_the_answer_is_the_templates_text_the_ids_are_its_full_render(
-    family: str, data: st.DataObject
-) -> None:
+def test_where_the_answer_is_the_templates_text_the_ids_are_its_full_render(family: str, data: st.DataObject) -> None:
     words = st.text("abc xyz,.?!\nÄ水", max_size=12).map(lambda s: f"w{s}w")
     pairs = data.draw(st.lists(st.tuples(words, words), min_size=2, max_size=5))
     has_system = family != "mistral" and data.draw(st.booleans())
-    cut = data.draw(
-        st.integers(0, len(pairs) - 1)
-    )  # this answer lacks its end token: it is supplied, untrained
+    cut = data.draw(st.integers(0, len(pairs) - 1))  # this answer lacks its end token: it is supplied, untrained
 
     async def play() -> None:
         encode = tokenizer(family).encode
@@ -121,9 +113,7 @@ def test_where_the_answer_is_the_templates_text_the_ids_are_its_full_render(
         for question, _ in pairs:
             messages.append(user(question))
             messages.append(answer_of(await create(session, {"messages": messages})))
-            whole = tokenizer(family).apply_chat_template(
-                messages[:-1], tokenize=False, add_generation_prompt=True
-            )
+            whole = tokenizer(family).apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
             assert engine.requests[-1].input_ids == encode(whole, add_special_tokens=False)
         assert (session.clean_turns, session.forks, len(session.export("concat"))) == (len(pairs), 0, 1)
         assert trained(session) == sampled(engine)
@@ -148,9 +138,7 @@ def test_tool_rounds_are_one_sequence_equal_to_the_full_render() -> None:
             for call in message.get("tool_calls", []):
                 call["function"]["arguments"] = {"expression": "1 + 2"}
             message["content"] = message["content"] or ""
-        whole = tokenizer().apply_chat_template(
-            messages[:-1], tools=[TOOL], tokenize=False, add_generation_prompt=True
-        )
+        whole = tokenizer().apply_chat_template(messages[:-1], tools=[TOOL], tokenize=False, add_generation_prompt=True)
         assert engine.requests[-1].input_ids == tokenizer().encode(whole, add_special_tokens=False)
         assert (session.clean_turns, session.forks, len(session.export("concat"))) == (3, 0, 1)
         assert trained(session) == sampled(engine)
@@ -213,9 +201,7 @@ def test_arguments_that_are_not_json_reach_the_agent_as_written_and_continue_the
 def test_300_levels_of_nesting_in_arguments_are_a_call_and_continue_the_conversation() -> None:
     async def play() -> None:
         nested = '{"x": ' + "[" * 300 + "]" * 300 + "}"
-        session, _ = make_session(
-            ['<tool_call>{"name": "calculator", "arguments": ' + nested + "}</tool_call>", "ok"]
-        )
+        session, _ = make_session(['<tool_call>{"name": "calculator", "arguments": ' + nested + "}</tool_call>", "ok"])
         message = answer_of(await create(session, {"messages": [user("?")], "tools": [TOOL]}))
         (call,) = message["tool_calls"]
         assert json.loads(call["function"]["arguments"]) == json.loads(nested)
@@ -268,9 +254,7 @@ def test_an_edited_history_is_forked_and_counted_and_a_new_conversation_is_not()
         assert (session.clean_turns, session.forks) == (2, 1)
         await create(session, {"messages": [user("another conversation")]})
         assert (session.clean_turns, session.forks) == (3, 1)
-        await create(
-            session, {"messages": [user("1"), first, user("2")], "tools": [TOOL]}
-        )  # rendered differently
+        await create(session, {"messages": [user("1"), first, user("2")], "tools": [TOOL]})  # rendered differently
         assert (session.clean_turns, session.forks) == (3, 2)
         assert len(session.export("concat")) == 4
 
@@ -444,9 +428,9 @@ def test_a_prompt_that_is_too_long_says_context_length_exceeded(by: str) -> None
 
 def test_logprobs_are_given_when_asked() -> None:
     session, _ = make_session(["hello", "hello"])
-    content = asyncio.run(create(session, {"messages": [user("1")], "logprobs": True}))["choices"][0][
-        "logprobs"
-    ]["content"]
+    content = asyncio.run(create(session, {"messages": [user("1")], "logprobs": True}))["choices"][0]["logprobs"][
+        "content"
+    ]
     assert "".join(token["token"] for token in content) == "hello<|im_end|>"
     assert content[1]["logprob"] == -2 / 1024
 

@@ -89,9 +89,7 @@ def test_forked_tokens_are_those_that_are_not_continued() -> None:
         await create(session, {"messages": [hello, edited, hello]})
         first = engine.responses[0]
         ids = first.input_tokens + first.output_tokens
-        common = next(
-            i for i, (a, b) in enumerate(zip(ids, engine.requests[1].input_ids, strict=False)) if a != b
-        )
+        common = next(i for i, (a, b) in enumerate(zip(ids, engine.requests[1].input_ids, strict=False)) if a != b)
         assert common >= first.input_len
         counts = session.counts()
         assert (counts["forks"], counts["forked_tokens"]) == (1, len(ids) - common)

@@ -92,9 +92,7 @@ def test_calls_in_an_edited_history_are_rendered_by_every_family(family: str) ->
         assert "1 + 2" in prompt_of(engine)
 
 
-@pytest.mark.parametrize(
-    "family", [name for name, family in TOOL_FAMILIES.items() if not family.renders_tools]
-)
+@pytest.mark.parametrize("family", [name for name, family in TOOL_FAMILIES.items() if not family.renders_tools])
 def test_tools_that_the_template_does_not_render_are_refused_with_the_way_out(family: str) -> None:
     session, _ = make_session(family, ["hm</think>hi" if family == "deepseek_r1" else "hi"])
     with pytest.raises(RequestError, match="rollout.tools_in_system_prompt to true") as refused:
@@ -139,9 +137,7 @@ def test_the_calculator_runs_with_a_template_without_tools(
     config = InferenceEngineConfig(tokenizer_path=str(tmp_path), tools_in_system_prompt=in_system_prompt)
     engine = ScriptedEngine([CALLS["hermes"], "It is 3."])
     engine.tokenizer = tool_tokenizer("smollm2")
-    episode = AgentWorkflow(CalculatorAgent(), config).arun_episode(
-        engine, {"question": "1 + 2?", "answer": "3"}
-    )  # type: ignore[arg-type]
+    episode = AgentWorkflow(CalculatorAgent(), config).arun_episode(engine, {"question": "1 + 2?", "answer": "3"})  # type: ignore[arg-type]
     if reward is None:
         with pytest.raises(Exception, match="rollout.tools_in_system_prompt"):
             asyncio.run(episode)
@@ -224,9 +220,7 @@ def test_an_edited_history_shows_reasoning_where_the_template_does() -> None:
 
 
 @pytest.mark.parametrize(("parser", "reasoning"), [(None, None), ("qwen3", None), ("think", "hm")])
-def test_areals_client_keeps_reasoning_in_the_content_unless_asked(
-    parser: str | None, reasoning: str | None
-) -> None:
+def test_areals_client_keeps_reasoning_in_the_content_unless_asked(parser: str | None, reasoning: str | None) -> None:
     async def run() -> Any:
         engine = ScriptedEngine(["<think>hm</think>3"])
         engine.tokenizer = tool_tokenizer("qwen3")
@@ -259,15 +253,11 @@ def test_a_message_of_the_sdk_sent_back_with_its_reasoning_is_a_clean_turn() -> 
 def test_streamed_text_is_the_content_without_reasoning_and_calls(family: str, text: str) -> None:
     parser = TOOL_FAMILIES[family].parser
     text = ("hm</think>\n" if family == "deepseek_r1" else "<think>hm</think>\n") + text.format(CALLS[parser])
-    session, _ = make_session(
-        family, [text], tools_in_system_prompt=True, tool_parser=parser, reasoning_parser="think"
-    )
+    session, _ = make_session(family, [text], tools_in_system_prompt=True, tool_parser=parser, reasoning_parser="think")
     pieces: list[Piece] = []
     request = parse_chat_request({"messages": [QUESTION], "tools": [CALCULATOR]})
     (answer,) = asyncio.run(session.answer(request, "id", on_text=lambda _, piece: pieces.append(piece)))
-    assert "".join(piece.text for piece in pieces if not piece.is_reasoning) == (
-        answer.message["content"] or ""
-    )
+    assert "".join(piece.text for piece in pieces if not piece.is_reasoning) == (answer.message["content"] or "")
     assert "".join(piece.text for piece in pieces if piece.is_reasoning) == "hm"
     assert answer.message["reasoning_content"] == "hm"
     is_call = CALLS[parser] in text or (text.endswith("{}}") and TOOL_FORMATS[parser].bare_json)
@@ -277,9 +267,7 @@ def test_streamed_text_is_the_content_without_reasoning_and_calls(family: str, t
 @pytest.mark.parametrize("family", ["mistral_v3", "qwen3_coder", "deepseek_r1"])
 def test_a_forced_call_is_json_in_every_format_and_has_no_reasoning(family: str) -> None:
     bare = '{"name": "calculator", "arguments": {"expression": "1"}}'
-    session, _ = make_session(
-        family, [bare], tools_in_system_prompt=True, tool_parser=TOOL_FAMILIES[family].parser
-    )
+    session, _ = make_session(family, [bare], tools_in_system_prompt=True, tool_parser=TOOL_FAMILIES[family].parser)
     answer = ask(session, QUESTION, tools=[CALCULATOR], tool_choice="required")
     assert [call["function"]["name"] for call in answer["tool_calls"]] == ["calculator"]
     assert "reasoning_content" not in answer

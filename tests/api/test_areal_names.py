@@ -18,9 +18,7 @@ from areal_lite.infra.remote_inf_engine import GroupedRolloutWorkflow, RemoteInf
 from tests.stub_server import StubServer, StubThread
 
 
-def reward_fn(
-    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
-) -> float:
+def reward_fn(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
     """Reward by the number of tokens."""
     return float(len(completion_ids) == data["length"])
 
@@ -49,12 +47,8 @@ class RLVRWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Ask once."""
-        input_ids = self.tokenizer.apply_chat_template(
-            data["messages"], tokenize=True, add_generation_prompt=True
-        )
-        req = ModelRequest(
-            rid=uuid.uuid4().hex, input_ids=input_ids, gconfig=self.gconfig, tokenizer=self.tokenizer
-        )
+        input_ids = self.tokenizer.apply_chat_template(data["messages"], tokenize=True, add_generation_prompt=True)
+        req = ModelRequest(rid=uuid.uuid4().hex, input_ids=input_ids, gconfig=self.gconfig, tokenizer=self.tokenizer)
         resp = await engine.agenerate(req)
         assert workflow_context.stat_scope() == "rollout"
         assert workflow_context.get().task_id is not None

@@ -279,9 +279,7 @@ configs = st.builds(
     seed=st.integers(0),
     workflow=st.text(),
     workflow_kwargs=kwargs,
-    train_dataset=st.builds(
-        DatasetConfig, path=st.text(), kwargs=kwargs, max_samples=st.none() | st.integers(1)
-    ),
+    train_dataset=st.builds(DatasetConfig, path=st.text(), kwargs=kwargs, max_samples=st.none() | st.integers(1)),
     eval_dataset=st.none() | st.builds(DatasetConfig, path=st.text()),
     rollout=st.builds(
         InferenceEngineConfig,
@@ -315,11 +313,7 @@ ascii_text = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_siz
 
 @given(
     value=st.recursive(
-        st.none()
-        | st.booleans()
-        | st.integers()
-        | st.floats(allow_nan=False, allow_infinity=False)
-        | ascii_text,
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | ascii_text,
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ascii_text, inner, max_size=3),
         max_leaves=6,
     )
@@ -360,9 +354,7 @@ REFUSED_SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("override", "says"), REFUSED_SETTINGS, ids=[override for override, _ in REFUSED_SETTINGS]
-)
+@pytest.mark.parametrize(("override", "says"), REFUSED_SETTINGS, ids=[override for override, _ in REFUSED_SETTINGS])
 def test_contradictory_and_unused_settings_are_refused(write, override, says):
     key, _, value = override.partition("=")
     if key == "trainer":

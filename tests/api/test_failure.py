@@ -59,16 +59,12 @@ class TestKind:
 
     def test_an_exception_group_counts_as_its_first_leaf(self) -> None:
         inner = ExceptionGroup("inner", [raised(ValueError("first"), FailureKind.REWARD), KeyError("second")])
-        failure = Failure.of(
-            raised(ExceptionGroup("outer", [inner, ServerError("third")]), FailureKind.OUTPUT)
-        )
+        failure = Failure.of(raised(ExceptionGroup("outer", [inner, ServerError("third")]), FailureKind.OUTPUT))
         assert (failure.kind, failure.type, failure.message) == ("reward", "ValueError", "first")
         assert "second" in failure.traceback and "third" in failure.traceback
 
     def test_an_exception_group_from_a_boundary_has_the_boundarys_kind(self) -> None:
-        error = raised(
-            ExceptionGroup("outer", [ExceptionGroup("inner", [ValueError("x")])]), FailureKind.DATA
-        )
+        error = raised(ExceptionGroup("outer", [ExceptionGroup("inner", [ValueError("x")])]), FailureKind.DATA)
         assert Failure.of(error).kind is FailureKind.DATA
 
     def test_a_boundary_does_not_claim_a_cancellation(self) -> None:
@@ -315,9 +311,7 @@ class TestAgents:
         assert agent_failure(tmp_path, run, []).kind == "agent"
 
     @pytest.mark.parametrize("swallow", [False, True])
-    def test_an_engine_error_stays_an_engine_failure_if_the_agent_wraps_it(
-        self, tmp_path: Any, swallow: bool
-    ) -> None:
+    def test_an_engine_error_stays_an_engine_failure_if_the_agent_wraps_it(self, tmp_path: Any, swallow: bool) -> None:
         def broken(request: ModelRequest) -> str:
             raise RuntimeError("cuda")
 

@@ -26,8 +26,6 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def test_there_is_no_import_circle() -> None:
-    graph = {
-        name: {module for module in imports(path) if module in FILES} - {name} for name, path in FILES.items()
-    }
+    graph = {name: {module for module in imports(path) if module in FILES} - {name} for name, path in FILES.items()}
     order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError with the circle
     assert len(order) == len(FILES) > 100

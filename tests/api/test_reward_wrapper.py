@@ -30,9 +30,7 @@ def test_every_finite_real_number_is_a_reward(value):
     assert as_reward(value) == float(value)
 
 
-@pytest.mark.parametrize(
-    "value", [np.float32(0.5), np.float64(0.5), np.bool_(True), np.int64(3), Fraction(1, 2)]
-)
+@pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), np.bool_(True), np.int64(3), Fraction(1, 2)])
 def test_numpy_scalars_and_fractions_are_rewards(value):
     assert as_reward(value) == float(value)
 

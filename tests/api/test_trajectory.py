@@ -197,9 +197,7 @@ class TestCallsOfTensorDicts:
         check_paths(trajectory)
 
     def test_a_call_without_an_answer_is_not_on_a_sequences_path(self) -> None:
-        trajectory = trajectory_of(
-            rows([1, 2, 11, 12], masks=[[0, 0, 1, 1]]), [call([1, 2], [], "none"), FIRST]
-        )
+        trajectory = trajectory_of(rows([1, 2, 11, 12], masks=[[0, 0, 1, 1]]), [call([1, 2], [], "none"), FIRST])
         assert trajectory.sequences[0].path == (0, 1)
         assert [(t.parent, len(t.ids)) for t in trajectory.turns] == [(None, 2), (0, 2), (0, 0)]
 
@@ -349,9 +347,7 @@ def tensor_dicts(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(tensor_dicts(), st.integers(0, 4))
-def test_a_tensor_dict_survives_the_round_trip_through_a_trajectory(
-    tensors: dict[str, Any], num_calls: int
-) -> None:
+def test_a_tensor_dict_survives_the_round_trip_through_a_trajectory(tensors: dict[str, Any], num_calls: int) -> None:
     calls = []
     for row in range(min(num_calls, len(tensors["input_ids"]))):
         ids = tensors["input_ids"][row, : int(tensors["attention_mask"][row].sum())].tolist()
@@ -503,9 +499,7 @@ class TestGroup:
 
 
 def test_an_episodes_reward_is_the_mean_of_its_sequences_rewards() -> None:
-    trajectory = episode(
-        0, EpisodeStatus.ACCEPTED, *(sequence_of([0, 1], reward=r) for r in (1.0, None, 0.0))
-    )
+    trajectory = episode(0, EpisodeStatus.ACCEPTED, *(sequence_of([0, 1], reward=r) for r in (1.0, None, 0.0)))
     trajectory.average_rewards()
     assert trajectory.reward == 0.5
     trajectory.sequences.clear()

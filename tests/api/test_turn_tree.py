@@ -134,9 +134,7 @@ def test_versions_are_those_of_trained_tokens_where_they_are_known(tokens: list[
 
 
 @pytest.mark.parametrize(("own", "expected"), [(None, 0.5), (2.0, 2.0)])
-def test_an_episode_without_a_reward_gets_the_mean_of_its_sequences(
-    own: float | None, expected: float
-) -> None:
+def test_an_episode_without_a_reward_gets_the_mean_of_its_sequences(own: float | None, expected: float) -> None:
     trajectory = episode(
         0, EpisodeStatus.ACCEPTED, *(sequence_of([0, 1], reward=r) for r in (0.0, 1.0, None)), reward=own
     )

@@ -267,9 +267,7 @@ def test_the_working_directory_is_first_on_the_import_path_and_threads_do_not_sp
 
 
 def signalled(body, *numbers):
-    with subprocess.Popen(
-        stand_in(body), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(stand_in(body), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         for number in numbers:
             assert process.stdout.readline() == "running\n"
             process.send_signal(number)

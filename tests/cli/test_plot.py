@@ -93,9 +93,7 @@ def test_an_sft_run_gets_only_panels_with_data(tmp_path):
 
 def test_several_runs_share_panels_except_for_times(tmp_path):
     found = panels(metrics_figure(rl_run(tmp_path / "exp" / "a"), rl_run(tmp_path / "exp" / "b")))
-    assert set(curves(found["Staleness"])) == {
-        f"exp/{run}: {label}" for run in "ab" for label in ("mean", "max")
-    }
+    assert set(curves(found["Staleness"])) == {f"exp/{run}: {label}" for run in "ab" for label in ("mean", "max")}
     assert {"Step time, exp/a", "Step time, exp/b"} < set(found)
 
 
@@ -125,9 +123,7 @@ def test_one_run_is_plotted_into_its_folder_and_several_need_an_output_path(tmp_
 
 
 def test_a_run_without_data_or_folder_is_an_error(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(
-        json.dumps({"step": 1, "time": 2.0, "train/reward_mean": None}) + "\n"
-    )
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 2.0, "train/reward_mean": None}) + "\n")
     with pytest.raises(ConfigError, match=r"no line has train/reward_mean or eval/reward or train/loss"):
         plot_metrics(tmp_path)
     with pytest.raises(ConfigError, match=r"metrics.jsonl: No such file"):

@@ -17,9 +17,7 @@ from areal_lite.errors import ConfigError
 
 
 def make(size=9, members=1, **settings):
-    return RolloutDataSourceWithBuffer(
-        [{"n": n} for n in range(size)], n_samples_per_prompt=members, **settings
-    )
+    return RolloutDataSourceWithBuffer([{"n": n} for n in range(size)], n_samples_per_prompt=members, **settings)
 
 
 def groups_with_rewards(source, *rewards):

@@ -79,9 +79,7 @@ conversations = st.builds(
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=60, deadline=None)
 @given(messages=conversations, tools=st.sampled_from([None, TOOLS]), question=st.none() | texts)
-def test_any_conversation_has_the_templates_tokens_and_each_answer_is_trained_once(
-    name, messages, tools, question
-):
+def test_any_conversation_has_the_templates_tokens_and_each_answer_is_trained_once(name, messages, tools, question):
     # R-B1, R-B4, R-B6
     tokenizer, answer = family_tokenizer(name), FAMILIES[name].answer
     if question is not None:
@@ -112,9 +110,7 @@ def test_any_conversation_has_the_templates_tokens_and_each_answer_is_trained_on
 @given(messages=conversations)
 def test_text_of_other_roles_never_changes_what_is_trained(name, messages):
     tokenizer = family_tokenizer(name)
-    others = [
-        message if message["role"] == "assistant" else message | {"content": "x"} for message in messages
-    ]
+    others = [message if message["role"] == "assistant" else message | {"content": "x"} for message in messages]
     assert trained(tokenizer, messages) == trained(tokenizer, others)
 
 
@@ -176,15 +172,11 @@ def test_a_call_that_the_template_does_not_render_is_an_error():
     tokenizer = train_tokenizer(
         CHATML.replace("message.tool_calls or []", "[]"), special=("<|im_end|>",), eos="<|im_end|>"
     )
-    with pytest.raises(
-        ConfigError, match=r"messages\[1\] calls the tool 'add', but the chat template does not"
-    ):
+    with pytest.raises(ConfigError, match=r"messages\[1\] calls the tool 'add', but the chat template does not"):
         conversation_sequences(tokenizer, [user("hello"), assistant("so", tool_calls=[CALL])])
 
 
-@pytest.mark.parametrize(
-    "content", [" hello", "\n\nhello", "hello \n", "  ", "", "\n", "é日🙂", "hello<|im_end|>"]
-)
+@pytest.mark.parametrize("content", [" hello", "\n\nhello", "hello \n", "  ", "", "\n", "é日🙂", "hello<|im_end|>"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_blanks_around_an_answer_are_accepted(name, content):
     # R-B4
@@ -198,9 +190,7 @@ def test_blanks_around_an_answer_are_accepted(name, content):
 
 def test_a_token_that_crosses_the_start_of_an_answer_is_not_trained():
     # R-B4: merges of this tokenizer join the template's line end with the answer's first word.
-    tokenizer = train_tokenizer(
-        CHATML, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>", use_regex=False
-    )
+    tokenizer = train_tokenizer(CHATML, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>", use_regex=False)
     for content, crossing, rest in (("the answer", "t\nthe answ", "er"), ("\nso be it", "\n\nso be", " it")):
         messages = [user("so"), assistant(content)]
         [sequence] = conversation_sequences(tokenizer, messages)
@@ -253,9 +243,7 @@ def test_without_an_end_mark_the_whole_rendered_answer_is_trained():
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     tokenizer = train_tokenizer(template, special=("<user>", "<assistant>", "<eos>"), eos="<eos>")
-    [sequence] = conversation_sequences(
-        tokenizer, [user("so"), assistant("hello"), user("so"), assistant("<eos>")]
-    )
+    [sequence] = conversation_sequences(tokenizer, [user("so"), assistant("hello"), user("so"), assistant("<eos>")])
     assert trained_texts(tokenizer, sequence) == ["hello\n\n", "<eos>\n\n"]
 
 
@@ -271,9 +259,7 @@ def test_an_unknown_token_is_not_an_end_mark():
     )
     messages = [user("so"), assistant("add what"), assistant("add what", tool_calls=[CALL])]
     [sequence] = conversation_sequences(tokenizer, messages)
-    assert (
-        tokenizer.decode(sequence.input_ids).split() == ["so", "<eos>", *["add", "<unk>", "<eos>"] * 2][:-1]
-    )
+    assert tokenizer.decode(sequence.input_ids).split() == ["so", "<eos>", *["add", "<unk>", "<eos>"] * 2][:-1]
     assert sequence.loss_mask == [False] * 2 + [True] * 5
 
 
@@ -283,9 +269,7 @@ def test_a_sequence_has_one_bos_and_never_trains_its_first_token():
         assert tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
         [sequence] = conversation_sequences(tokenizer, SEED_EXAMPLE)
         assert sequence.input_ids.count(tokenizer.bos_token_id) == 1
-    bare = train_tokenizer(
-        "{% for m in messages %}{{ m.content }}{% endfor %}", special=("<eos>",), eos="<eos>"
-    )
+    bare = train_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}", special=("<eos>",), eos="<eos>")
     [sequence] = conversation_sequences(bare, [assistant("hello world")])
     assert sequence.loss_mask == [False] + [True] * (len(sequence.input_ids) - 1)
     assert len(sequence.input_ids) > 1
@@ -350,14 +334,10 @@ def test_answers_between_tool_calls_share_a_sequence_though_thoughts_are_strippe
 
 def test_an_answer_rendered_differently_from_its_prompt_is_an_error():
     # As with templates that open a thought and strip it from every answer.
-    template = CHATML.replace(
-        "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
-    )
+    template = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
     tokenizer = train_tokenizer(template, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
     for messages, i in (([user("so"), assistant("hello")], 1), ([assistant("hello")], 0)):
-        with pytest.raises(
-            ConfigError, match=rf"messages\[{i}\]: the chat template prompts for this answer with"
-        ):
+        with pytest.raises(ConfigError, match=rf"messages\[{i}\]: the chat template prompts for this answer with"):
             conversation_sequences(tokenizer, messages)
     kept = [user("so"), assistant("<think>\nwhy")]
     assert trained(tokenizer, kept)[0].endswith("hy<|im_end|>")
@@ -387,10 +367,7 @@ def test_without_the_template_contents_are_joined_unchanged():
     tensors = tokenize_messages(tokenizer, [user(" so\n"), assistant("\nhello"), user("x")], None, False)
     pieces = [tokenizer.encode(text, add_special_tokens=False) for text in (" so\n", "\nhello", "x")]
     assert tensors["states"].tolist() == sum(pieces, [])[:-1]
-    assert (
-        tensors["action_mask"].tolist()
-        == ([0] * len(pieces[0]) + [1] * len(pieces[1]) + [0] * len(pieces[2]))[1:]
-    )
+    assert tensors["action_mask"].tolist() == ([0] * len(pieces[0]) + [1] * len(pieces[1]) + [0] * len(pieces[2]))[1:]
     with pytest.raises(ConfigError, match=r"messages\[0\] has content that is not text"):
         tokenize_messages(tokenizer, [assistant(None, tool_calls=[CALL])], None, False)
 

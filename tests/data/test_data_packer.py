@@ -47,9 +47,7 @@ def test_a_packer_without_all_hooks_cannot_be_created(missing: str) -> None:
         type("Partial", (DataPacker,), hooks)()
 
 
-@pytest.mark.parametrize(
-    ("hook", "arguments"), list(zip(HOOKS, [("x",), ("x", "y"), ([],), ([], 1)], strict=True))
-)
+@pytest.mark.parametrize(("hook", "arguments"), list(zip(HOOKS, [("x",), ("x", "y"), ([],), ([], 1)], strict=True)))
 def test_an_abstract_hook_says_where_to_implement_it(hook: str, arguments: tuple[Any, ...]) -> None:
     """D8."""
     with pytest.raises(NotImplementedError, match=f"implement {hook} in the subclass"):
@@ -69,9 +67,7 @@ def test_setup_stores_tokenizer_processor_and_config() -> None:
     assert (packer.tokenizer, packer.processor, packer.config) == ("tokenizer", "processor", config)
 
 
-@pytest.mark.parametrize(
-    "model_type", ["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "nobody_knows"]
-)
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "nobody_knows"])
 def test_language_models_get_the_decoder_only_packer(model_type: str) -> None:
     """D9."""
     assert type(make_data_packer(model_type)).__name__ == "DecoderOnlyLLMDataPacker"
@@ -114,9 +110,7 @@ def test_a_dotted_path_overrides_the_model_type() -> None:
     assert type(packer).__name__ == "Qwen2_5_VLM_DataPacker"
 
 
-@pytest.mark.parametrize(
-    "path", ["areal_lite.data.source.sample.Sample", "areal_lite.data.source.sample.Prompt"]
-)
+@pytest.mark.parametrize("path", ["areal_lite.data.source.sample.Sample", "areal_lite.data.source.sample.Prompt"])
 def test_a_path_to_something_else_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match=f"data_packer is '{path}': it must be a subclass"):
         make_data_packer("llama", path)

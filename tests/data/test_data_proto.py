@@ -101,9 +101,7 @@ def test_every_kind_of_index_takes_the_same_items_on_both_sides(size: int, data:
     for make in _INDEX_TYPES:
         assert items_of(batch[make(numbers)]) == [items[number] for number in numbers]
         if size:
-            assert items_of(batch[make(mask)]) == [
-                item for item, kept in zip(items, mask, strict=True) if kept
-            ]
+            assert items_of(batch[make(mask)]) == [item for item, kept in zip(items, mask, strict=True) if kept]
     assert items_of(batch[cut]) == items[cut]
 
 
@@ -323,9 +321,7 @@ def test_equal_chunks_concatenate_to_the_batch(size: int, chunks: int) -> None:
 
 def test_unequal_chunks_are_refused() -> None:
     """V27"""
-    with pytest.raises(
-        ValueError, match=r"5 items cannot be cut into 2 equal chunks: use pad_to_divisor\(2\)"
-    ):
+    with pytest.raises(ValueError, match=r"5 items cannot be cut into 2 equal chunks: use pad_to_divisor\(2\)"):
         numbered(5).chunk(2)
 
 

@@ -114,9 +114,7 @@ def test_a_batch_reads_back_equal(
     ],
 )
 @pytest.mark.parametrize("shape", [(3,), (3, 2), (0, 4), (3, 0), (0,)])
-def test_tensors_keep_dtype_shape_and_every_bit(
-    dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_tensors_keep_dtype_shape_and_every_bit(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
     """V27"""
     torch.manual_seed(0)
     tensor = torch.randn(shape).mul(3).to(dtype)
@@ -128,9 +126,7 @@ def test_tensors_keep_dtype_shape_and_every_bit(
 def test_views_of_one_tensor_are_written_with_their_own_values(tmp_path: Path) -> None:
     """V27"""
     whole = torch.arange(12.0, requires_grad=True).reshape(4, 3)
-    batch = DataProto({"whole": whole, "same": whole, "part": whole[:, 1:], "every": whole[0].expand(4, 3)})[
-        1:3
-    ]
+    batch = DataProto({"whole": whole, "same": whole, "part": whole[:, 1:], "every": whole[0].expand(4, 3)})[1:3]
     again = read_back(batch, tmp_path)
     assert_same(again.batch, {key: tensor.detach() for key, tensor in batch.batch.items()})
 
@@ -180,9 +176,7 @@ def test_a_value_that_needs_pickle_is_refused_by_key_and_nothing_is_written(
         (DataProto.from_dict(non_tensors={"images": [value]}), "non_tensor_batch"),
         (DataProto(meta_info={"images": value}), "meta_info"),
     ):
-        with pytest.raises(
-            ValueError, match=rf"{place}\['images'\] cannot be stored without pickle: .*{message}"
-        ):
+        with pytest.raises(ValueError, match=rf"{place}\['images'\] cannot be stored without pickle: .*{message}"):
             save_data_proto(batch, tmp_path / "b")
     assert list(tmp_path.iterdir()) == []
 

@@ -45,9 +45,7 @@ def recorded_sample(
     for turn in range(turns):
         if turn:
             sample.append([50] * observation)
-        sample.append(
-            range(20, 20 + answer), logprobs=[-0.5] * answer, versions=[turn] * answer, sampled=True
-        )
+        sample.append(range(20, 20 + answer), logprobs=[-0.5] * answer, versions=[turn] * answer, sampled=True)
     sample.reward = reward
     return sample
 
@@ -202,9 +200,7 @@ def test_the_first_tokens_of_an_answer_can_be_masked(packer: DecoderOnlyLLMDataP
 
 @pytest.mark.parametrize("k", [-1, 5])
 def test_masking_more_tokens_than_the_answer_has_is_refused(packer: DecoderOnlyLLMDataPacker, k: int) -> None:
-    with pytest.raises(
-        ValueError, match=f"is {k}: the answer has 4 tokens to train, so it must be from 0 to 4"
-    ):
+    with pytest.raises(ValueError, match=f"is {k}: the answer has 4 tokens to train, so it must be from 0 to 4"):
         packer.get_policy_input("abc", list(b"Rome"), n_ignore_prefix_tokens=k)
 
 

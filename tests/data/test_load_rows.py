@@ -65,9 +65,7 @@ def test_a_function_gets_its_kwargs_and_gives_rows():
 def test_max_samples_takes_the_first_rows_or_a_seeded_choice_in_order():
     # V2
     def some(**settings):
-        return [
-            row["n"] for row in load(f"{__name__}.numbers", kwargs={"count": 100}, max_samples=4, **settings)
-        ]
+        return [row["n"] for row in load(f"{__name__}.numbers", kwargs={"count": 100}, max_samples=4, **settings)]
 
     assert some(shuffle=False) == [0, 1, 2, 3]
     assert some() == sorted(some()) != some(shuffle=False)

@@ -18,9 +18,7 @@ from areal_lite.errors import ConfigError
 
 
 def make(rows=20, batch_size=3, **settings):
-    return ResumableLoader(
-        range(rows), **{"batch_size": batch_size, "shuffle": True, "collate_fn": list, **settings}
-    )
+    return ResumableLoader(range(rows), **{"batch_size": batch_size, "shuffle": True, "collate_fn": list, **settings})
 
 
 def epochs(loader, count):
@@ -197,9 +195,7 @@ def test_an_iteration_ends_when_another_begins():
     ],
 )
 def test_the_position_of_another_dataset_or_setting_is_refused(settings, had):  # V20
-    with pytest.raises(
-        ConfigError, match=f"(?s)loader does not fit: .*{had}.*Use the same.*or another trial"
-    ):
+    with pytest.raises(ConfigError, match=f"(?s)loader does not fit: .*{had}.*Use the same.*or another trial"):
         resumed(make().state_dict(), **settings)
 
 
@@ -259,9 +255,7 @@ def test_arguments_that_contradict_are_refused():
 
 
 def test_a_curriculum_needs_rows_drawn_one_batch_at_a_time():  # V21
-    with pytest.raises(
-        ConfigError, match="num_workers is 2 with the curriculum Curriculum.*Set num_workers to 0"
-    ):
+    with pytest.raises(ConfigError, match="num_workers is 2 with the curriculum Curriculum.*Set num_workers to 0"):
         make(shuffle=False, sampler=Curriculum(range(20)), num_workers=2)
 
 
@@ -284,9 +278,7 @@ def test_an_epoch_sampler_ignores_trained_batches():
 @given(before=st.integers(0, 14))
 def test_a_curriculum_with_a_state_resumes_what_it_learned(before):  # V20, V21
     def run(loader, count):
-        for batch in itertools.islice(
-            itertools.chain.from_iterable(loader for _ in itertools.count()), count
-        ):
+        for batch in itertools.islice(itertools.chain.from_iterable(loader for _ in itertools.count()), count):
             loader.update(batch)
             yield batch
 

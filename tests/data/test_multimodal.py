@@ -249,9 +249,7 @@ def test_a_video_is_a_list_of_frames() -> None:
 
 @pytest.mark.parametrize("value", ["film.mp4", b"bytes", {"path": "film.mp4"}, [], np.zeros((4, 6, 3))])
 def test_a_video_file_is_refused_with_a_hint(value: Any) -> None:
-    with pytest.raises(
-        ConfigError, match="video 0 of 1 is .*: video files are not decoded here, .*at least one frame"
-    ):
+    with pytest.raises(ConfigError, match="video 0 of 1 is .*: video files are not decoded here, .*at least one frame"):
         load_videos([value])
 
 

@@ -21,9 +21,7 @@ def plans(draw, pair=None):
     max_tokens = draw(st.integers(104, 150)) * (2 if pair else 1)
     num_ranks = draw(st.integers(1, 5))
     given_lengths = list(lengths)
-    plan = plan_packing(
-        lengths, max_tokens=max_tokens, num_ranks=num_ranks, multiple_of=multiple_of, pair=pair
-    )
+    plan = plan_packing(lengths, max_tokens=max_tokens, num_ranks=num_ranks, multiple_of=multiple_of, pair=pair)
     assert lengths == given_lengths  # R-B11: nothing of the caller's is changed
     return plan, lengths, max_tokens, num_ranks, multiple_of, pair
 
@@ -119,9 +117,7 @@ def test_the_cap_holds_where_balance_alone_would_break_it():  # V-B14
 def test_the_search_for_the_number_of_mini_batches_is_short():
     start = time.process_time()
     plan = plan_packing([4500] * 2000, max_tokens=8192)
-    assert (
-        time.process_time() - start < 0.5
-    )  # some milliseconds; from the total on it would be a thousand tries
+    assert time.process_time() - start < 0.5  # some milliseconds; from the total on it would be a thousand tries
     assert len(plan.ranks[0]) == 2000
 
 

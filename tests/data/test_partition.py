@@ -15,9 +15,7 @@ from areal_lite.data.batch.partition import (
 )
 
 some_lengths = st.lists(st.integers(0, 1000), min_size=1, max_size=40)
-methods = pytest.mark.parametrize(
-    "method", [longest_processing_time, karmarkar_karp, get_seqlen_balanced_partitions]
-)
+methods = pytest.mark.parametrize("method", [longest_processing_time, karmarkar_karp, get_seqlen_balanced_partitions])
 
 
 def log_normal(items: int, seed: int = 0) -> list[int]:

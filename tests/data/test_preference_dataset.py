@@ -70,9 +70,7 @@ def test_a_text_prompt_is_the_users_question_and_columns_may_have_other_names(ch
 
 def test_the_last_answer_is_trained_if_a_template_rewrites_history() -> None:
     tokenizer = family_tokenizer("qwen_thinking")
-    dataset = PreferenceDataset(
-        [{"chosen": [*QUESTION, GOOD], "rejected": [*QUESTION, BAD]}], tokenizer, 1000
-    )
+    dataset = PreferenceDataset([{"chosen": [*QUESTION, GOOD], "rejected": [*QUESTION, BAD]}], tokenizer, 1000)
     assert trained(dataset, "chosen")[0].endswith("world<|im_end|>")
     assert "hello" not in trained(dataset, "chosen")[0]
 
@@ -97,9 +95,7 @@ def test_pairs_too_long_or_equal_are_skipped_and_counted(chatml: Any) -> None:
     dataset = PreferenceDataset(rows, chatml, 60)
     assert len(dataset) == 1
     assert dataset.dropped == {"a sequence longer than max_length": 1, "equal answers": 1}
-    with pytest.raises(
-        ConfigError, match="all 1 rows were skipped: 1 with a sequence longer than max_length"
-    ):
+    with pytest.raises(ConfigError, match="all 1 rows were skipped: 1 with a sequence longer than max_length"):
         PreferenceDataset(rows[1:2], chatml, 60)
 
 

@@ -46,9 +46,7 @@ def test_a_longer_prompt_is_truncated_on_the_chosen_side(truncation, kept):
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.sampled_from(["left", "right", "middle"]), st.booleans())
-def test_a_prompt_gets_the_given_length_and_keeps_the_tokens_that_fit(
-    length, max_length, truncation, left_pad
-):
+def test_a_prompt_gets_the_given_length_and_keeps_the_tokens_that_fit(length, max_length, truncation, left_pad):
     # V14, V-B3: also for the shortest of lengths
     ids, mask = processed(length, max_length, truncation=truncation, left_pad=left_pad)
     assert len(ids) == len(mask) == max_length
@@ -74,9 +72,7 @@ def test_a_length_below_one_is_refused(max_length, truncation):
 def test_invalid_arguments_are_refused():
     # V14
     ids = torch.ones(1, 3, dtype=torch.int64)
-    with pytest.raises(
-        ValueError, match="truncation is 'centre': it must be one of error, left, right, middle"
-    ):
+    with pytest.raises(ValueError, match="truncation is 'centre': it must be one of error, left, right, middle"):
         postprocess_data(ids, ids, 5, 0, truncation="centre")
     with pytest.raises(ValueError, match=r"\(3,\) and attention_mask \(3,\) must both be \[B, T\]"):
         postprocess_data(ids[0], ids[0], 5, 0)

@@ -52,9 +52,7 @@ def model() -> Any:
     return build_tiny_vlm()
 
 
-def recorded_sample(
-    packer: Qwen2_5_VLM_DataPacker, row: Any, answer: str, *, expanded: bool = False
-) -> Sample:
+def recorded_sample(packer: Qwen2_5_VLM_DataPacker, row: Any, answer: str, *, expanded: bool = False) -> Sample:
     """Return an engine's record: prompt ids, with one placeholder per image or all, and the answer."""
     item = packer.get_rollout_input(row)
     text = item["prompt"]
@@ -112,9 +110,7 @@ def test_the_engines_input_is_accepted_as_a_row(packer: Qwen2_5_VLM_DataPacker) 
 
 
 @pytest.mark.parametrize("expanded", [False, True])
-def test_recorded_placeholders_are_expanded_to_their_images(
-    packer: Qwen2_5_VLM_DataPacker, expanded: bool
-) -> None:
+def test_recorded_placeholders_are_expanded_to_their_images(packer: Qwen2_5_VLM_DataPacker, expanded: bool) -> None:
     row = conversation(picture((24, 16)), picture((16, 8)))
     sample = recorded_sample(packer, row, "noise", expanded=expanded)
     trained = packer.get_policy_input(row, sample)
@@ -169,9 +165,7 @@ FRAMES = [picture((16, 8), seed) for seed in range(4)]
 VIDEO = [{"role": "user", "content": [{"type": "video", "video": FRAMES}, {"type": "text", "text": "?"}]}]
 
 
-def test_log_probs_in_a_batch_equal_those_of_each_row_alone(
-    packer: Qwen2_5_VLM_DataPacker, model: Any
-) -> None:
+def test_log_probs_in_a_batch_equal_those_of_each_row_alone(packer: Qwen2_5_VLM_DataPacker, model: Any) -> None:
     """D7, V13: text, images and a video side by side, through the real model."""
     rows = [
         conversation(picture()),
@@ -212,9 +206,7 @@ def test_log_probs_in_a_batch_equal_those_of_each_row_alone(
 def test_the_answers_log_probs_depend_on_the_image(packer: Qwen2_5_VLM_DataPacker, model: Any) -> None:
     scores = []
     for seed in (0, 1):
-        batch = packer.policy_collate_fn(
-            [packer.get_policy_input(conversation(picture(seed=seed)), "noise")], 80
-        )
+        batch = packer.policy_collate_fn([packer.get_policy_input(conversation(picture(seed=seed)), "noise")], 80)
         with torch.no_grad():
             logits = model(
                 input_ids=batch["input_ids"],

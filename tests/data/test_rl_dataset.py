@@ -15,9 +15,7 @@ from areal_lite.errors import ConfigError
 from tests.fixtures.tiny_model import CHAT_TEMPLATE, build_tiny_model
 
 TOOLS_TEMPLATE = "{{ tools | tojson if tools else '-' }}|{{ mood }}|{{ messages[0]['content'] }}"
-FUSSY_TEMPLATE = (
-    "{{ raise_exception('no systems') if messages[0]['role'] == 'system' else messages[0]['content'] }}"
-)
+FUSSY_TEMPLATE = "{{ raise_exception('no systems') if messages[0]['role'] == 'system' else messages[0]['content'] }}"
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +102,7 @@ def test_without_a_length_nothing_is_padded_or_truncated(write, config, tokenize
 
 def test_a_text_prompt_is_one_user_message(write, config, tokenizer):
     # V8, V11
-    item = RLHFDataset(
-        write(*prompts("hi")), tokenizer, config(return_raw_chat=True, return_full_prompt=True)
-    )[0]
+    item = RLHFDataset(write(*prompts("hi")), tokenizer, config(return_raw_chat=True, return_full_prompt=True))[0]
     assert item["raw_prompt"] == [{"role": "user", "content": "hi"}]
     assert item["full_prompts"] == rendered("hi")
 
@@ -136,9 +132,7 @@ def test_the_tokenizer_adds_no_special_tokens_to_those_of_the_template(write, co
 def test_a_long_prompt_is_truncated_as_configured(write, config, tokenizer, truncation):
     # V9, V11
     full = tokenizer(rendered("abcdefghij"), add_special_tokens=False)["input_ids"]
-    item = RLHFDataset(
-        write(*prompts("abcdefghij")), tokenizer, config(max_prompt_length=9, truncation=truncation)
-    )[0]
+    item = RLHFDataset(write(*prompts("abcdefghij")), tokenizer, config(max_prompt_length=9, truncation=truncation))[0]
     kept = {"left": full[-9:], "right": full[:9], "middle": full[:4] + full[-5:]}[truncation]
     assert item["input_ids"].tolist() == item["raw_prompt_ids"] == kept
 
@@ -199,9 +193,7 @@ def test_without_a_chat_template_the_error_has_the_fix(write, config, tokenizer)
     # V7
     bare = pickle.loads(pickle.dumps(tokenizer))
     bare.chat_template = None
-    with pytest.raises(
-        ConfigError, match="no chat template for messages: use the tokenizer of the model's chat"
-    ):
+    with pytest.raises(ConfigError, match="no chat template for messages: use the tokenizer of the model's chat"):
         RLHFDataset(write(*prompts("hi")), bare, config())
     kwargs = {"chat_template": CHAT_TEMPLATE}
     RLHFDataset(write(*prompts("hi")), bare, config(apply_chat_template_kwargs=kwargs))[0]
@@ -252,13 +244,9 @@ def test_raw_rows_need_no_prompt_unless_its_column_is_named(write, config, token
 
 @pytest.mark.parametrize("bad", [None, [], [{"content": "x"}]])
 @pytest.mark.parametrize("filtered", [True, False])
-def test_a_prompt_that_is_neither_text_nor_messages_is_an_error_with_its_row(
-    write, config, tokenizer, bad, filtered
-):
+def test_a_prompt_that_is_neither_text_nor_messages_is_an_error_with_its_row(write, config, tokenizer, bad, filtered):
     path = write(*prompts([{"role": "user", "content": "hi"}], bad))
-    with pytest.raises(
-        ConfigError, match=r"row 1: the prompt in 'prompt'.*must be text or a list of messages"
-    ):
+    with pytest.raises(ConfigError, match=r"row 1: the prompt in 'prompt'.*must be text or a list of messages"):
         RLHFDataset(path, tokenizer, config(max_prompt_length=99, filter_overlong_prompts=filtered))[1]
 
 
@@ -272,9 +260,7 @@ def test_max_samples_below_one_is_refused(write, config, max_samples):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_prompts_over_the_limit_by_one_token_are_dropped_and_counted(
-    write, config, tokenizer, caplog, workers
-):
+def test_prompts_over_the_limit_by_one_token_are_dropped_and_counted(write, config, tokenizer, caplog, workers):
     # V5, V-B2
     limit = len(tokenizer(rendered("abc"), add_special_tokens=False)["input_ids"])
     path = write(*prompts("abc", "abcd", "ab", "x" * 331))
@@ -282,9 +268,7 @@ def test_prompts_over_the_limit_by_one_token_are_dropped_and_counted(
         dataset = RLHFDataset(
             path,
             tokenizer,
-            config(
-                max_prompt_length=limit, filter_overlong_prompts=True, filter_overlong_prompts_workers=workers
-            ),
+            config(max_prompt_length=limit, filter_overlong_prompts=True, filter_overlong_prompts_workers=workers),
         )
     assert [row["prompt"] for row in dataset.rows] == ["abc", "ab"]
     assert dataset.dropped == {"too long": 2}
@@ -295,9 +279,7 @@ def test_prompts_over_the_limit_by_one_token_are_dropped_and_counted(
 def test_rows_the_template_fails_on_are_dropped_counted_and_logged(write, config, tokenizer, caplog):
     # V-B7
     bad = [{"role": "system", "content": "hi"}]
-    path = write(
-        *prompts(bad, [{"role": "user", "content": "hi"}], bad, [{"role": "user", "content": "x" * 99}])
-    )
+    path = write(*prompts(bad, [{"role": "user", "content": "hi"}], bad, [{"role": "user", "content": "x" * 99}]))
     settings = {
         "max_prompt_length": 50,
         "filter_overlong_prompts": True,
@@ -309,18 +291,14 @@ def test_rows_the_template_fails_on_are_dropped_counted_and_logged(write, config
     assert dataset.dropped == {"template failed": 2, "too long": 1}
     assert "2 rows that failed; first: template failed: the chat template cannot write" in caplog.text
     assert "TemplateError: no systems" in caplog.text
-    with pytest.raises(
-        ConfigError, match=r"none of 2 rows is left.*and 2 rows that failed; first: .*no systems"
-    ):
+    with pytest.raises(ConfigError, match=r"none of 2 rows is left.*and 2 rows that failed; first: .*no systems"):
         RLHFDataset(write(*prompts(bad, bad)), tokenizer, config(**settings))
 
 
 def test_when_all_are_too_long_the_error_has_their_number(write, config, tokenizer):
     # S-B2
     with pytest.raises(ConfigError, match=r"none of 2 rows is left; dropped 2 rows .* longer than 3 tokens"):
-        RLHFDataset(
-            write(*prompts("a", "b")), tokenizer, config(max_prompt_length=3, filter_overlong_prompts=True)
-        )
+        RLHFDataset(write(*prompts("a", "b")), tokenizer, config(max_prompt_length=3, filter_overlong_prompts=True))
 
 
 def test_a_filter_without_a_limit_is_refused(write, config, tokenizer):

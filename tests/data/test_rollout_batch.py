@@ -39,9 +39,7 @@ def result(status: EpisodeStatus = EpisodeStatus.ACCEPTED, **changes: Any) -> Gr
         "rewards": torch.tensor([1.0, 0.5]),
     }
     trajectory = {key: value for key, value in (tensors | changes).items() if value is not None}
-    return Group(
-        task_id=7, group_id="seven", status=status, data={}, trajectories=[trajectory_of(trajectory, [])]
-    )
+    return Group(task_id=7, group_id="seven", status=status, data={}, trajectories=[trajectory_of(trajectory, [])])
 
 
 def test_padding_on_either_side_is_removed() -> None:

@@ -99,9 +99,7 @@ def test_s9_the_index_counts_samples_over_epochs():
 
 def test_s15_the_base_source_refuses_samples():
     source = make()
-    with pytest.raises(
-        RuntimeError, match="Cannot add samples to RolloutDataSource. This is a read-only data source"
-    ):
+    with pytest.raises(RuntimeError, match="Cannot add samples to RolloutDataSource. This is a read-only data source"):
         source.add_samples(source.get_samples(1))
 
 
@@ -444,9 +442,7 @@ class Restarts(RuleBasedStateMachine):
             self.ended.append(number)
         else:
             if how == "abort":
-                group[0].append(
-                    [number % 7], sampled=True, versions=[1], logprobs=[-1.0], stop_reason="abort"
-                )
+                group[0].append([number % 7], sampled=True, versions=[1], logprobs=[-1.0], stop_reason="abort")
                 group[0].status = Sample.Status.ABORTED
             self.source.add_samples([group])
 

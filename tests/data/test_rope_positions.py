@@ -125,9 +125,7 @@ def test_positions_equal_those_of_the_model(model: str, case: str, padding: str)
     expected, _ = own_model(model).get_rope_index(
         ids[None], mm_token_type_ids=kinds[None], attention_mask=mask[None], **inputs
     )
-    positions = multimodal_position_ids(
-        processor_of(model), ids, mask, inputs, tokens_per_second=TOKENS_PER_SECOND
-    )
+    positions = multimodal_position_ids(processor_of(model), ids, mask, inputs, tokens_per_second=TOKENS_PER_SECOND)
 
     assert positions is not None
     assert positions.shape == (4, len(ids))
@@ -196,9 +194,7 @@ def test_a_video_that_uses_the_image_token_is_recognized_by_its_start_mark() -> 
         (6, [[1, 4, 6], [1, 2, 2]], "there are 2 image grids, but the sequence has tokens for 1"),
     ],
 )
-def test_placeholders_that_do_not_match_the_grids_are_refused(
-    count: int, grids: list[list[int]], message: str
-) -> None:
+def test_placeholders_that_do_not_match_the_grids_are_refused(count: int, grids: list[list[int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mrope_positions(
             torch.tensor([TEXT] + [IMAGE] * count),
@@ -212,6 +208,4 @@ def test_plain_models_get_no_positions_and_unknown_grids_are_refused() -> None:
     ids = torch.tensor([1, 2])
     assert multimodal_position_ids(SimpleNamespace(), ids, torch.ones_like(ids), {}) is None
     with pytest.raises(ConfigError, match="SimpleNamespace gives grids"):
-        multimodal_position_ids(
-            SimpleNamespace(), ids, torch.ones_like(ids), {"image_grid_thw": torch.ones(1, 3)}
-        )
+        multimodal_position_ids(SimpleNamespace(), ids, torch.ones_like(ids), {"image_grid_thw": torch.ones(1, 3)})

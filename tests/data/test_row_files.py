@@ -183,8 +183,7 @@ def test_an_unknown_split_names_the_existing_ones(write, load, split, message):
 _NESTED = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(st.characters(codec="utf-8")),
     lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=3)
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=3)
     ),
     max_leaves=6,
 )
@@ -200,8 +199,7 @@ _NESTED = st.recursive(
                 "number": st.none() | st.integers(-(2**63), 2**63 - 1),
                 "float": st.none() | st.floats(allow_nan=False, allow_infinity=False),
                 "list": st.none() | st.lists(_NESTED, max_size=3),
-                "dict": st.none()
-                | st.dictionaries(st.text(st.characters(codec="utf-8")), _NESTED, max_size=3),
+                "dict": st.none() | st.dictionaries(st.text(st.characters(codec="utf-8")), _NESTED, max_size=3),
             }
         ),
         min_size=1,
@@ -246,9 +244,9 @@ def test_a_cell_is_a_number_only_if_it_prints_back_the_same(write, load):
 def test_integers_are_exact_up_to_64_bits_and_longer_cells_are_text(write, load):
     ids = [2**64 - 1, -(2**63), 2**53 + 1]
     assert load(write("x.jsonl", lines(*({"a": {"id": n}} for n in ids))))["a"][:] == [{"id": n} for n in ids]
-    assert load(write("y.jsonl", b'{"a": "123456789012345678901", "b": 0.1234567890123456789}\n'))["a"][
-        :
-    ] == ["123456789012345678901"]
+    assert load(write("y.jsonl", b'{"a": "123456789012345678901", "b": 0.1234567890123456789}\n'))["a"][:] == [
+        "123456789012345678901"
+    ]
     assert load(write("x.csv", f"id\n1\n{2**64}\n"))["id"][:] == ["1", str(2**64)]
 
 
@@ -324,21 +322,15 @@ def test_an_empty_table_is_refused_alone_and_ignored_beside_others(tmp_path, wri
     pa.parquet.write_table(pa.Table.from_pylist([], pa.schema([("a", pa.int64())])), tmp_path / "e.parquet")
     with pytest.raises(ConfigError, match="there are no rows"):
         load(tmp_path / "e.parquet")
-    assert load([tmp_path / "e.parquet", write("x.jsonl", lines({"a": 1})), write("y.jsonl", "")])["a"][
-        :
-    ] == [1]
+    assert load([tmp_path / "e.parquet", write("x.jsonl", lines({"a": 1})), write("y.jsonl", "")])["a"][:] == [1]
 
 
 def test_a_column_of_mixed_kinds_is_refused_with_both_rows(write, load):
     path = write("x.jsonl", '{"p": null}\n{"p": "text"}\n{"p": 1, "q": [1]}\n')
-    with pytest.raises(
-        ConfigError, match=r"x.jsonl, line 3: column 'p' is a number, but a text in .*, line 2"
-    ):
+    with pytest.raises(ConfigError, match=r"x.jsonl, line 3: column 'p' is a number, but a text in .*, line 2"):
         load(path)
     first, second = write("a.jsonl", lines({"p": "text"})), write("b.jsonl", lines({"p": [1]}))
-    with pytest.raises(
-        ConfigError, match=r"b.jsonl, line 1: column 'p' is a list, but a text in .*a.jsonl, line 1"
-    ):
+    with pytest.raises(ConfigError, match=r"b.jsonl, line 1: column 'p' is a list, but a text in .*a.jsonl, line 1"):
         load([first, second])
 
 
@@ -346,9 +338,7 @@ def test_files_with_different_columns_are_both_named(tmp_path, write, load):
     first, second = write("a.jsonl", lines({"p": 1})), write("b.jsonl", lines({"q": 1}))
     with pytest.raises(ConfigError, match=r"b.jsonl: its columns are \['q'\], but .*a.jsonl has \['p'\]"):
         load([first, second])
-    with pytest.raises(
-        ConfigError, match=r"c.parquet: its columns are \['a', 'b'\], but .*a.jsonl has \['p'\]"
-    ):
+    with pytest.raises(ConfigError, match=r"c.parquet: its columns are \['a', 'b'\], but .*a.jsonl has \['p'\]"):
         load([first, parquet(tmp_path / "c.parquet")])
 
 
@@ -369,9 +359,7 @@ def test_a_missing_file_names_a_similar_one(write, load):
 
 
 def test_a_file_of_unknown_type_names_the_known_ones(write, load):
-    with pytest.raises(
-        ConfigError, match=r"x.foo: unknown file type: rename it to one of .json, .jsonl, .csv"
-    ):
+    with pytest.raises(ConfigError, match=r"x.foo: unknown file type: rename it to one of .json, .jsonl, .csv"):
         load(write("x.foo", "a"))
 
 
@@ -403,9 +391,7 @@ def test_remote_patterns_splits_and_lists_work(tmp_path, write, load):
     assert load([f"train[:1]@{address}/2.jsonl", f"{address}/1.jsonl"])["a"][:] == [2, 1]
 
 
-@pytest.mark.parametrize(
-    "address", ["memory://nothing/x.jsonl", "nosuchprotocol://x.jsonl", "file:///no/*.jsonl"]
-)
+@pytest.mark.parametrize("address", ["memory://nothing/x.jsonl", "nosuchprotocol://x.jsonl", "file:///no/*.jsonl"])
 def test_a_remote_file_that_cannot_be_copied_is_an_error(load, cache, address):
     with pytest.raises(ConfigError, match=r"cannot be copied|no file matches"):
         load(address)
@@ -447,6 +433,4 @@ def test_max_samples_takes_the_first_rows_or_a_seeded_choice_in_order(write, cac
 
 def test_kwargs_are_refused_for_a_file(write, cache):
     with pytest.raises(ConfigError, match="do not apply to a file"):
-        load_rows(
-            DatasetConfig(path=str(write("x.jsonl", '{"a": 1}')), kwargs={"size": 3}, cache_dir=str(cache))
-        )
+        load_rows(DatasetConfig(path=str(write("x.jsonl", '{"a": 1}')), kwargs={"size": 3}, cache_dir=str(cache)))

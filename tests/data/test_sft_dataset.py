@@ -34,9 +34,7 @@ def chatml():
 def texts(dataset):
     """Return the full text and the trained text of each item."""
     decode = dataset.tokenizer.decode
-    return [
-        (decode(item["input_ids"]), decode(item["input_ids"][item["loss_mask"].bool()])) for item in dataset
-    ]
+    return [(decode(item["input_ids"]), decode(item["input_ids"][item["loss_mask"].bool()])) for item in dataset]
 
 
 def test_an_item_is_the_conversations_tokens_with_an_aligned_mask(chatml):
@@ -105,16 +103,12 @@ def test_a_conversation_that_splits_gives_several_items_in_order():
     rows = [{"messages": conversation("so", "a", "so", "b")}, {"messages": conversation("so", "c")}]
     dataset = SFTDataset(rows, family_tokenizer("qwen_thinking"), 1000)
     assert len(dataset) == 3
-    assert [trained.rpartition("\n\n")[2] for _, trained in texts(dataset)] == [
-        f"{x}<|im_end|>" for x in "abc"
-    ]
+    assert [trained.rpartition("\n\n")[2] for _, trained in texts(dataset)] == [f"{x}<|im_end|>" for x in "abc"]
 
 
 @pytest.mark.parametrize("prompt", ["so", [{"role": "user", "content": "so"}]])
 def test_a_prompt_and_a_response_are_a_question_and_its_answer(chatml, prompt):
-    dataset = SFTDataset(
-        [{"q": prompt, "a": "hello"}], chatml, config=config(prompt_key="q", response_key="a")
-    )
+    dataset = SFTDataset([{"q": prompt, "a": "hello"}], chatml, config=config(prompt_key="q", response_key="a"))
     same = SFTDataset([{"messages": conversation("so", "hello")}], chatml, 1000)
     assert texts(dataset) == texts(same)
 
@@ -126,9 +120,7 @@ def test_without_the_template_prompt_and_response_are_joined_and_the_eos_is_trai
         ("so hello<|im_end|>", "hello<|im_end|>")
     ]
     messages = {"messages": conversation("so ", "hello")}
-    assert texts(SFTDataset([messages], chatml, 1000, config(apply_chat_template=False))) == [
-        ("so hello", "hello")
-    ]
+    assert texts(SFTDataset([messages], chatml, 1000, config(apply_chat_template=False))) == [("so hello", "hello")]
 
 
 def test_messages_and_tools_may_be_json_text(chatml):
@@ -198,9 +190,7 @@ def test_max_length_overrides_the_config_and_max_samples_chooses_rows_of_a_file(
 
 def test_worker_processes_give_the_same_items(chatml):
     rows = [{"messages": conversation("so", str(n), "so", "hello")} for n in range(3)]
-    assert texts(SFTDataset(rows, chatml, config=config(num_workers=1))) == texts(
-        SFTDataset(rows, chatml, 1000)
-    )
+    assert texts(SFTDataset(rows, chatml, config=config(num_workers=1))) == texts(SFTDataset(rows, chatml, 1000))
 
 
 @pytest.mark.parametrize(
@@ -245,9 +235,7 @@ def test_tools_that_the_template_does_not_render_are_refused_or_written_into_the
         ],
         "tools": TOOLS,
     }
-    with pytest.raises(
-        ConfigError, match="row 0: the chat template does not render tools.*tools_in_system_prompt"
-    ):
+    with pytest.raises(ConfigError, match="row 0: the chat template does not render tools.*tools_in_system_prompt"):
         SFTDataset([row], smollm2, config=config())
     with pytest.raises(ConfigError, match="row 0: .*calls the tool 'add', but.*tools_in_system_prompt"):
         SFTDataset([row | {"tools": None}], smollm2, config=config())

@@ -75,9 +75,7 @@ def test_documented_metrics_are_exactly_those_that_runs_write(run_yaml: Path) ->
     of_supervised = re.search(r"^## Conversations.*?(?=^## )", document, re.MULTILINE | re.DOTALL)
     assert of_supervised is not None
     document = document.replace(of_supervised[0], "")
-    documented = set(
-        re.findall(r"`((?:train|eval|timing|data|episodes|rollout|eval-rollout)/\w+)`", document)
-    )
+    documented = set(re.findall(r"`((?:train|eval|timing|data|episodes|rollout|eval-rollout)/\w+)`", document))
     documented |= {name.replace("/seconds_", "/ms_per_token_") for name in documented}
     documented -= {"train/ms_per_token_PHASE", "train/ms_per_token_step", "rollout/NAME", "eval-rollout/NAME"}
     table = re.search(r"^\| suffix.*?(?=^$)", document, re.MULTILINE | re.DOTALL)
@@ -169,9 +167,7 @@ def test_a_reward_model_rewards_sampled_and_greedy_answers_and_dumps(run_yaml: P
     given += ["eval_dataset=null", "dump_scores=true", "save_model=false"]
     summary = run_training(load_config(run_yaml, given))
     (line,) = records(summary.run_dir)
-    scores = [
-        json.loads(row)["score"] for row in (summary.run_dir / "scores" / "1.jsonl").read_text().splitlines()
-    ]
+    scores = [json.loads(row)["score"] for row in (summary.run_dir / "scores" / "1.jsonl").read_text().splitlines()]
     assert sum(scores) / len(scores) == pytest.approx(line["train/reward_mean"], abs=1e-6)
     # Rewards of the workflow are eighths; the reward model's are not, and advantages follow them.
     assert any(score * 8 % 1 > 1e-3 for score in scores)

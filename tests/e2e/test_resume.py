@@ -51,9 +51,7 @@ def trained_rows(run_dir: Path) -> dict[int, list[str]]:
     rows: dict[int, list[str]] = {}
     for path in sorted((run_dir / "rollout").glob("*/*.jsonl")):
         lines = [json.loads(line) for line in path.read_bytes().splitlines()]
-        for line in {
-            json.dumps([r["prompt"], r["task_id"]]): r for r in lines if r["status"] == "accepted"
-        }.values():
+        for line in {json.dumps([r["prompt"], r["task_id"]]): r for r in lines if r["status"] == "accepted"}.values():
             rows.setdefault(int(path.parent.name), []).append(line["prompt"])
     return {version: sorted(prompts) for version, prompts in rows.items()}
 
@@ -87,9 +85,7 @@ def test_a_crashed_run_resumes_and_draws_the_same_rows_as_an_uninterrupted_one(r
 
 
 def test_a_resumed_asynchronous_run_repeats_its_owed_groups(run_yaml: Path) -> None:
-    config = load_config(
-        run_yaml, [*EVERY_STEP, "trainer.total_steps=4", "rollout.max_head_offpolicyness=2", "seed=3"]
-    )
+    config = load_config(run_yaml, [*EVERY_STEP, "trainer.total_steps=4", "rollout.max_head_offpolicyness=2", "seed=3"])
 
     def crash_at_4(step: int, metrics: dict[str, float]) -> None:
         if step == 4:
@@ -123,25 +119,19 @@ class OneForAll:
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         """Ask once."""
         client = AsyncOpenAI(**extra_kwargs)
-        await client.chat.completions.create(
-            model="default", messages=[{"role": "user", "content": data["question"]}]
-        )
+        await client.chat.completions.create(model="default", messages=[{"role": "user", "content": data["question"]}])
         return 1.0
 
 
 def changed_embeddings(before: Path, after: Path) -> set[str]:
     """Return the witnesses whose input embedding is another."""
     tokenizer = load_tokenizer(str(before))
-    tables = [
-        load_file(folder / "model.safetensors")["model.embed_tokens.weight"] for folder in (before, after)
-    ]
+    tables = [load_file(folder / "model.safetensors")["model.embed_tokens.weight"] for folder in (before, after)]
     places = {one: tokenizer.convert_tokens_to_ids(one) for one in WITNESSES}
     return {one for one, place in places.items() if not tables[0][place].equal(tables[1][place])}
 
 
-def test_t14_a_killed_run_trains_exactly_the_rows_its_data_source_reports(
-    run_yaml: Path, tmp_path: Path
-) -> None:
+def test_t14_a_killed_run_trains_exactly_the_rows_its_data_source_reports(run_yaml: Path, tmp_path: Path) -> None:
     """Asynchronous: which rows come in which step may differ after the kill, but none is lost and none trains twice.
 
     Of one sampled token the embedding gets no gradient, so a row's character changes in training on that row only.

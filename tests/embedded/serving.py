@@ -27,9 +27,7 @@ class Client:
         self.address = address
         self.scheduler = scheduler
 
-    async def call(
-        self, path: str, body: Any = None, *, raw: bytes | io.BytesIO | None = None
-    ) -> tuple[int, Any]:
+    async def call(self, path: str, body: Any = None, *, raw: bytes | io.BytesIO | None = None) -> tuple[int, Any]:
         """POST, or GET without a body; return status and parsed JSON, or text."""
         method = "GET" if body is None and raw is None else "POST"
         data = raw if raw is not None else (None if body is None else json.dumps(body).encode())
@@ -76,14 +74,10 @@ async def serving(
 ) -> AsyncIterator[Client]:
     """Serve ``path`` in float32 on one thread."""
     config = server_config(**{"dtype": "float32", "device": "cpu", "num_threads": 1} | settings)
-    dialect, scheduler = build(
-        config, path, seed=seed, weight_version=weight_version, deterministic=deterministic
-    )
+    dialect, scheduler = build(config, path, seed=seed, weight_version=weight_version, deterministic=deterministic)
     async with (
         listening(dialect, scheduler, host="127.0.0.1", port=0) as port,
-        aiohttp.ClientSession(
-            f"http://127.0.0.1:{port}", headers={"Content-Type": "application/json"}
-        ) as session,
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}", headers={"Content-Type": "application/json"}) as session,
     ):
         yield Client(session, scheduler, f"127.0.0.1:{port}")
 

@@ -110,9 +110,7 @@ def test_an_update_while_paused_keeps_earlier_tokens_and_versions(tiny: Path, ot
             status, answer = await client.call("/pause_generation", {"mode": mode})
             assert (status, answer["status"]) == (200, "ok")
             fresh = asyncio.create_task(client.generate(PROMPT, rid="fresh", **LONG))
-            while (await client.call("/v1/loads"))[1]["loads"][0]["num_waiting_reqs"] < 1 + (
-                mode == "retract"
-            ):
+            while (await client.call("/v1/loads"))[1]["loads"][0]["num_waiting_reqs"] < 1 + (mode == "retract"):
                 pass
             assert await client.call("/health") == (200, "")
             frozen = client.scheduler.generated_tokens
@@ -166,9 +164,7 @@ def test_an_update_without_a_pause_recomputes_the_running_requests(tiny: Path, o
             reply = await running
             ids, switch = reply["output_ids"], reply["meta_info"]["weight_versions"][0]["end"]
             assert [span["version"] for span in reply["meta_info"]["weight_versions"]] == ["0", "1"]
-            expected = (
-                logprobs_of(load(tiny), PROMPT, ids)[:switch] + logprobs_of(load(other), PROMPT, ids)[switch:]
-            )
+            expected = logprobs_of(load(tiny), PROMPT, ids)[:switch] + logprobs_of(load(other), PROMPT, ids)[switch:]
             assert worst(reported(reply), expected) < 1e-4
 
             running = await in_flight(client, "s")

@@ -203,9 +203,7 @@ def test_stop_ids_stop_texts_and_eos(tiny: Path) -> None:
             text = client.scheduler._decode(ids[:first], True)
             assert (reply["text"], kept["text"]) == (client.scheduler._decode(ids[: first - 1], True), text)
 
-            banned = await client.generate(
-                PROMPT, max_new_tokens=20, stop_token_ids=[stop], min_new_tokens=first + 2
-            )
+            banned = await client.generate(PROMPT, max_new_tokens=20, stop_token_ids=[stop], min_new_tokens=first + 2)
             assert stop not in banned["output_ids"][: first + 2]
             assert 2 not in banned["output_ids"][: first + 2]
 
@@ -242,13 +240,9 @@ def test_a_stream_is_cumulative_and_ends_like_the_plain_reply(tiny: Path) -> Non
             plain = await client.generate(PROMPT, max_new_tokens=12, ignore_eos=True)
             async with client.stream(PROMPT, temperature=0, max_new_tokens=12, ignore_eos=True) as stream:
                 events = [event async for event in stream]
-            theirs = [
-                json.loads(line[6:]) for _, line in sglang_reply("stream_basic")["lines"] if "{" in line
-            ]
+            theirs = [json.loads(line[6:]) for _, line in sglang_reply("stream_basic")["lines"] if "{" in line]
             assert shape(events[0]) == shape(theirs[0])
-            theirs[-1]["meta_info"]["response_sent_to_client_ts"] = (
-                0.0  # SGLang has it in the first event only
-            )
+            theirs[-1]["meta_info"]["response_sent_to_client_ts"] = 0.0  # SGLang has it in the first event only
             assert shape(events[-1]) == shape(theirs[-1])
             for event in events:
                 assert event["output_ids"] == plain["output_ids"][: len(event["output_ids"])]

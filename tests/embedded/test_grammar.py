@@ -72,9 +72,7 @@ def test_answers_of_a_random_model_are_valid_json_and_their_logprobs_those_of_a_
         ({"regex": "\u00e9+!"}, "\u00e9+!"),
     ],
 )
-def test_regexes_and_grammars_hold_for_the_whole_answer(
-    tiny: Path, params: dict[str, Any], pattern: str
-) -> None:
+def test_regexes_and_grammars_hold_for_the_whole_answer(tiny: Path, params: dict[str, Any], pattern: str) -> None:
     async def run() -> None:
         async with serving(tiny) as client:
             for reply in await answers(client, 6, **params):
@@ -103,9 +101,7 @@ def test_greedy_decoding_takes_the_best_allowed_token(tiny: Path) -> None:
     async def run() -> None:
         async with serving(tiny) as client:
             reply = await client.generate(PROMPT, regex="[xyz]", max_new_tokens=1)
-            best = max(
-                b"xyz", key=lambda byte: logprobs_of(load(tiny), PROMPT, [id_of(client, byte)], 0.0)[0]
-            )
+            best = max(b"xyz", key=lambda byte: logprobs_of(load(tiny), PROMPT, [id_of(client, byte)], 0.0)[0])
             assert reply["text"] == chr(best)
 
     def id_of(client: Client, byte: int) -> int:

@@ -14,9 +14,7 @@ from tests.embedded.serving import load, logprobs_of, reported, serving, worst
 PROMPT = list(b"What is the capital of France?")
 
 
-@pytest.mark.parametrize(
-    "params", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8, "top_k": 20}, {}]
-)
+@pytest.mark.parametrize("params", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8, "top_k": 20}, {}])
 def test_logprobs_equal_a_plain_forward_before_filters(tiny: Path, params: dict[str, float]) -> None:
     async def run() -> None:
         async with serving(tiny) as client:

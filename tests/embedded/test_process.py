@@ -39,9 +39,7 @@ def wait_for_end(pid: int) -> None:
 
 def test_the_server_serves_logs_and_stops(tiny: Path, tmp_path: Path) -> None:
     log = tmp_path / "server.log"
-    server = EmbeddedServer(
-        model_path=str(tiny), log_path=log, weight_version="3", max_running_requests=2, **FAST
-    )
+    server = EmbeddedServer(model_path=str(tiny), log_path=log, weight_version="3", max_running_requests=2, **FAST)
     with server:
         assert server.poll() is None
         info = json.loads(get(server.address, "/model_info"))
@@ -86,10 +84,7 @@ def test_every_setting_reaches_the_child_process(tiny: Path, deterministic: bool
 def test_serve_help_has_a_text_for_every_setting_of_the_yaml_section() -> None:
     text = " ".join(argument_parser().format_help().split())
     for field in describe_fields(EmbeddedServerConfig):
-        assert (
-            f"--{field.key.replace('_', '-')} VALUE {field.meaning} ({field.type}; default {field.default})"
-            in text
-        )
+        assert f"--{field.key.replace('_', '-')} VALUE {field.meaning} ({field.type}; default {field.default})" in text
 
 
 def test_serve_reports_a_bad_setting(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

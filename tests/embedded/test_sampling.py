@@ -88,9 +88,7 @@ def test_a_repetition_penalty_divides_positive_logits_and_multiplies_negative_on
         seed=0,
         output_ids=[0],
     )
-    assert sample(logits, [request], frozenset()).tokens == [
-        1
-    ]  # 2.0 became 1.0; the prompt's id is not penalized
+    assert sample(logits, [request], frozenset()).tokens == [1]  # 2.0 became 1.0; the prompt's id is not penalized
     request.output_ids = [1, 2]
     assert sample(logits, [request], frozenset()).tokens == [0]
     negative = torch.tensor([[-1.0, -1.5, -9.0]])
@@ -116,7 +114,5 @@ def test_top_p_covers_more_ids_than_the_first_top_k_pass() -> None:
 def test_an_unknown_parameter_error_suggests_a_close_name() -> None:
     with pytest.raises(BadRequest) as error:
         parse_sampling_params({"max_new_token": 3}, vocab_size=10)
-    assert error.value.body["error"].startswith(
-        "unknown field `max_new_token`, expected one of `max_new_tokens`"
-    )
+    assert error.value.body["error"].startswith("unknown field `max_new_token`, expected one of `max_new_tokens`")
     assert error.value.body["error"].endswith("Did you mean `max_new_tokens`?")

@@ -15,13 +15,9 @@ from tests.embedded.serving import engine_client, load, logprobs_of, serving, wo
 PROMPT = list(b"The capital of France is")
 
 
-def request(
-    *, seed: int | None, on_tokens: Any = None, top_logprobs: int = 0, **sampling: Any
-) -> ModelRequest:
+def request(*, seed: int | None, on_tokens: Any = None, top_logprobs: int = 0, **sampling: Any) -> ModelRequest:
     gconfig = GenerationHyperparameters(**{"max_new_tokens": 40, "seed": seed} | sampling)
-    return ModelRequest(
-        input_ids=list(PROMPT), gconfig=gconfig, on_tokens=on_tokens, top_logprobs=top_logprobs
-    )
+    return ModelRequest(input_ids=list(PROMPT), gconfig=gconfig, on_tokens=on_tokens, top_logprobs=top_logprobs)
 
 
 @pytest.mark.parametrize(
@@ -47,14 +43,8 @@ def test_a_streamed_answer_equals_the_plain_one_token_by_token(tiny: Path, sampl
                     logprobs.extend(values)
 
                 plain = await client.generate(request(seed=seed, top_logprobs=3, **sampling))
-                streamed = await client.generate(
-                    request(seed=seed, on_tokens=receive, top_logprobs=3, **sampling)
-                )
-                assert (
-                    streamed.output_tokens
-                    == plain.output_tokens
-                    == [token for part in parts for token in part]
-                )
+                streamed = await client.generate(request(seed=seed, on_tokens=receive, top_logprobs=3, **sampling))
+                assert streamed.output_tokens == plain.output_tokens == [token for part in parts for token in part]
                 assert streamed.output_logprobs == logprobs
                 assert worst(logprobs, plain.output_logprobs) < 1e-5
                 assert streamed.output_versions == plain.output_versions
@@ -84,10 +74,7 @@ def test_top_logprobs_are_those_of_a_plain_forward(tiny: Path) -> None:
                 assert len(answer.output_top_logprobs) == 3
                 model = load(tiny)
                 assert (
-                    worst(
-                        answer.output_logprobs, logprobs_of(model, PROMPT, answer.output_tokens, temperature)
-                    )
-                    < 1e-4
+                    worst(answer.output_logprobs, logprobs_of(model, PROMPT, answer.output_tokens, temperature)) < 1e-4
                 )
                 for place, top in enumerate(answer.output_top_logprobs):
                     before = answer.output_tokens[:place]
@@ -112,10 +99,7 @@ def test_a_caller_that_leaves_frees_its_slot(tiny: Path) -> None:
             before = server.scheduler.generated_tokens
             answer.cancel()
             # The only slot is taken until the stream ends, so this answer shows that it is free.
-            assert (
-                len((await client.generate(request(seed=1, max_new_tokens=2, ignore_eos=True))).output_tokens)
-                == 2
-            )
+            assert len((await client.generate(request(seed=1, max_new_tokens=2, ignore_eos=True))).output_tokens) == 2
             assert not server.scheduler.running
             assert server.scheduler.generated_tokens - before < 150
             with pytest.raises(asyncio.CancelledError):

@@ -52,15 +52,9 @@ def test_the_agent_and_the_yaml_of_the_readme_train(tiny_model, tmp_path):
     (record,) = map(json.loads, (run_dir / "metrics.jsonl").read_bytes().splitlines())
     documented = set(re.findall(r"`([\w/]+)`", (REPOSITORY / "docs/metrics.md").read_text()))
     documented |= {name.replace("/seconds_", "/ms_per_token_") for name in documented}
-    documented |= {
-        f"train/{of}/{name}" for of in ("engine_mismatch", "staleness_drift") for name in documented
-    }
+    documented |= {f"train/{of}/{name}" for of in ("engine_mismatch", "staleness_drift") for name in documented}
     assert not set(record) - documented
-    lines = [
-        json.loads(line)
-        for path in run_dir.rglob("rollout/*/*.jsonl")
-        for line in path.read_bytes().splitlines()
-    ]
+    lines = [json.loads(line) for path in run_dir.rglob("rollout/*/*.jsonl") for line in path.read_bytes().splitlines()]
     fields = re.findall(r"`([\w.]+)`", (REPOSITORY / "docs/trajectories.md").read_text())
     for line in lines:
         turns = {f"turns.{name}" for turn in line["turns"] for name in turn}
@@ -141,7 +135,5 @@ def test_every_core_dependency_is_justified():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     names = {re.split(r"[<>=]", line)[0] for line in project["dependencies"]}
     text = (REPOSITORY / "docs/architecture.md").read_text()
-    justified = re.findall(
-        r"^\| ([\w-]+) \|", text.split("## Dependencies")[1].split("\n## ")[0], re.MULTILINE
-    )
+    justified = re.findall(r"^\| ([\w-]+) \|", text.split("## Dependencies")[1].split("\n## ")[0], re.MULTILINE)
     assert set(justified) - {"package"} == names

@@ -149,9 +149,7 @@ def test_06_trains_step_by_step(tiny_model, tmp_path):
 
 def test_07_trains_and_checks_the_answers(tiny_model, tmp_path):
     shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
-    printed = run_example(
-        "07_sft.py", tiny_model, "train_dataset.kwargs.size=8", "trainer.epochs=1", cwd=tmp_path
-    )
+    printed = run_example("07_sft.py", tiny_model, "train_dataset.kwargs.size=8", "trainer.epochs=1", cwd=tmp_path)
     assert "step     1  loss " in printed
     assert re.search(r"0 of 8 answers memorized and ended; written to runs/sft/\d+-\d+", printed)
 

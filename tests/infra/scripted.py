@@ -51,9 +51,7 @@ def tensors_of(*responses: ModelResponse, reward: float = 1.0) -> dict[str, torc
 class OneTurn(RolloutWorkflow):
     """One call of the model; ``row["do"]`` says how it ends."""
 
-    async def arun_episode(
-        self, engine: InferenceEngine, data: dict[str, Any]
-    ) -> dict[str, torch.Tensor] | None:
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, torch.Tensor] | None:
         """Run the script of the row."""
         do = data.get("do", "ok")
         if do == "raise":

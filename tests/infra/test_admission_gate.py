@@ -74,9 +74,7 @@ def test_the_gate_says_why_nothing_starts() -> None:
     concurrency=st.one_of(st.none(), st.integers(1, 5)),
     staleness=st.integers(0, 3),
     batch=st.integers(1, 4),
-    events=st.lists(
-        st.sampled_from(["start", "accept", "reject", "version", "pause", "resume", "eval"]), max_size=80
-    ),
+    events=st.lists(st.sampled_from(["start", "accept", "reject", "version", "pause", "resume", "eval"]), max_size=80),
 )
 def test_capacity_is_areals_formula_after_any_history_with_a_batch_per_version(
     concurrency: int | None, staleness: int, batch: int, events: list[str]

@@ -32,9 +32,7 @@ def generate(engine: RemoteInfEngine, ids: list[int] | None = None, **sampling: 
     return asyncio.run(engine.agenerate(request))
 
 
-def test_ids_logprobs_and_versions_are_what_the_server_sent(
-    start_stub: StartStub, start_engine: StartEngine
-) -> None:
+def test_ids_logprobs_and_versions_are_what_the_server_sent(start_stub: StartStub, start_engine: StartEngine) -> None:
     response = generate(start_engine(start_stub(answer_len=4)))
     assert response.output_tokens == answer_tokens([1, 2, 3], 0, 4)
     assert response.output_logprobs == [-0.5 - i / 64 for i in range(4)]
@@ -77,9 +75,7 @@ def test_retries_end_with_the_last_cause(start_stub: StartStub, start_engine: St
     assert stub.server.seen["generate"] == 3
 
 
-def test_a_broken_server_is_failed_over_and_then_avoided(
-    start_stub: StartStub, start_engine: StartEngine
-) -> None:
+def test_a_broken_server_is_failed_over_and_then_avoided(start_stub: StartStub, start_engine: StartEngine) -> None:
     broken, sound = start_stub(fault=lambda n: "reset"), start_stub()
     engine = start_engine(broken, sound, consumer_batch_size=50)
     results = engine.rollout_batch([{}] * 50, OneTurn)
@@ -125,9 +121,7 @@ def test_an_answer_goes_on_after_a_weight_update_and_keeps_both_versions(
     assert engine.get_version() == 5
 
 
-def test_aborts_without_progress_end_in_an_error_not_a_loop(
-    start_stub: StartStub, start_engine: StartEngine
-) -> None:
+def test_aborts_without_progress_end_in_an_error_not_a_loop(start_stub: StartStub, start_engine: StartEngine) -> None:
     stub = start_stub(fault=lambda n: "abort")
     with pytest.raises(ServerError, match="9 times in a row without a token"):
         generate(start_engine(stub))
@@ -163,9 +157,7 @@ def test_an_update_no_server_takes_raises_and_keeps_the_version(
 def test_no_server_at_all_is_told_at_the_start() -> None:
     with (
         pytest.raises(ServerError, match="no inference server answers: http://127.0.0.1:9"),
-        RemoteInfEngine(
-            InferenceEngineConfig(backend="sglang", addresses=["127.0.0.1:9"], request_retries=2)
-        ),
+        RemoteInfEngine(InferenceEngineConfig(backend="sglang", addresses=["127.0.0.1:9"], request_retries=2)),
     ):
         pass
     with pytest.raises(ConfigError, match="rollout.addresses is empty"):
@@ -192,9 +184,7 @@ def test_a_request_no_server_can_serve_is_refused_before_it_is_sent(
     stub = start_stub()
     engine = start_engine(stub)
     with pytest.raises(ConfigError, match=says):
-        asyncio.run(
-            engine.agenerate(ModelRequest(input_ids=ids, gconfig=GenerationHyperparameters(**sampling)))
-        )
+        asyncio.run(engine.agenerate(ModelRequest(input_ids=ids, gconfig=GenerationHyperparameters(**sampling))))
     assert stub.server.seen["generate"] == 0
 
 
@@ -241,9 +231,7 @@ def test_versions_of_a_reply_are_per_token() -> None:
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(list(REPLY)), inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(list(REPLY)), inner, max_size=3),
     max_leaves=10,
 )
 
@@ -297,9 +285,7 @@ def test_vllm_replies_and_requests_in_its_own_words() -> None:
         [3, 3],
         "length",
     )
-    body = VLLM().generate_body(
-        [1], GenerationHyperparameters(), rid="r", max_new_tokens=7, min_new_tokens=0, seed=4
-    )
+    body = VLLM().generate_body([1], GenerationHyperparameters(), rid="r", max_new_tokens=7, min_new_tokens=0, seed=4)
     assert body["sampling_params"]["max_tokens"] == 7
     assert body["sampling_params"]["seed"] == 4
     with pytest.raises(BadResponse):

@@ -133,9 +133,7 @@ class ScriptedServer:
                 return False
             writer.write(_response(events[-2].removeprefix(b"data: ")))  # before [DONE]
             return True
-        writer.write(
-            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-        )
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         if self.hold is not None:
             self._write(writer, events[0])
             gone = asyncio.ensure_future(reader.read(1))
@@ -146,11 +144,7 @@ class ScriptedServer:
             if gone.done() and not gone.cancelled():
                 self.closed.set()
                 return False
-            events = (
-                list(self.events(tokens[:1], logprobs[:1], "abort"))[1:]
-                if self.aborted.is_set()
-                else events[1:]
-            )
+            events = list(self.events(tokens[:1], logprobs[:1], "abort"))[1:] if self.aborted.is_set() else events[1:]
         data = b"".join(events)
         if fate == "reset":  # in the middle of the next event
             data += b'data: {"meta_in'
@@ -213,9 +207,7 @@ async def connected(server: ScriptedServer, **config: Any) -> AsyncIterator[Engi
     listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     address = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     client = EngineClient(
-        InferenceEngineConfig(
-            **{"backend": server.backend, "addresses": [address], "request_retries": 60} | config
-        )
+        InferenceEngineConfig(**{"backend": server.backend, "addresses": [address], "request_retries": 60} | config)
     )
     try:
         await client.open()
@@ -248,13 +240,9 @@ class Receiver:
         self.calls += 1
 
 
-def request(
-    on_tokens: Callable[..., None] | None = None, *, top_logprobs: int = 0, **sampling: Any
-) -> ModelRequest:
+def request(on_tokens: Callable[..., None] | None = None, *, top_logprobs: int = 0, **sampling: Any) -> ModelRequest:
     gconfig = GenerationHyperparameters(**{"max_new_tokens": LENGTH} | sampling)
-    return ModelRequest(
-        input_ids=list(PROMPT), gconfig=gconfig, on_tokens=on_tokens, top_logprobs=top_logprobs
-    )
+    return ModelRequest(input_ids=list(PROMPT), gconfig=gconfig, on_tokens=on_tokens, top_logprobs=top_logprobs)
 
 
 fates = st.lists(
@@ -304,16 +292,12 @@ def test_the_receiver_gets_exactly_the_final_tokens(
     assert (receiver.tokens, receiver.logprobs) == (tokens, logprobs)
     assert response.output_versions == [7] * LENGTH
     assert response.stop_reason == "length"
-    assert (
-        response.attempts == len(server.bodies) <= len(script) - len(server.fates) + 1
-    )  # one more per fault
+    assert response.attempts == len(server.bodies) <= len(script) - len(server.fates) + 1  # one more per fault
 
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), backend=st.sampled_from(["sglang", "vllm"]), incremental=st.booleans())
-def test_tokens_are_the_same_however_the_bytes_are_split(
-    data: st.DataObject, backend: str, incremental: bool
-) -> None:
+def test_tokens_are_the_same_however_the_bytes_are_split(data: st.DataObject, backend: str, incremental: bool) -> None:
     tokens, logprobs = truth()
     server = ScriptedServer(backend)
     server.incremental = incremental
@@ -436,9 +420,7 @@ def test_a_stream_that_breaks_again_and_again_fails_with_the_cause() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    "error", [ValueError("mine"), ConnectionResetError("my client left"), TimeoutError()]
-)
+@pytest.mark.parametrize("error", [ValueError("mine"), ConnectionResetError("my client left"), TimeoutError()])
 def test_an_error_of_the_receiver_ends_the_request_at_once(error: Exception) -> None:
     def receive(tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         raise error

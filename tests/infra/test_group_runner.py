@@ -84,9 +84,7 @@ def test_the_seeds_of_a_group_are_named_by_its_id_or_as_the_caller_says() -> Non
     ],
 )
 @on_a_loop
-async def test_a_stopped_group_ends_once_with_the_first_reason(
-    do: str, status: EpisodeStatus, error: str
-) -> None:
+async def test_a_stopped_group_ends_once_with_the_first_reason(do: str, status: EpisodeStatus, error: str) -> None:
     runner, ended = make_runner()
     submission = make(runner, {"do": do})
     runner.start(submission, version=0)
@@ -129,9 +127,7 @@ async def test_a_group_that_was_left_behind_changes_nothing_when_it_ends(
 @on_a_loop
 async def test_a_filter_sees_the_episode_of_each_sequence() -> None:
     class Forks(RolloutWorkflow):
-        async def arun_episode(
-            self, engine: InferenceEngine, data: dict[str, Any]
-        ) -> dict[str, torch.Tensor]:
+        async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, torch.Tensor]:
             count = 1 + workflow_context.get().member_idx
             ones = torch.ones(count, 2, dtype=torch.int32)
             return {"input_ids": ones, "attention_mask": ones, "loss_mask": torch.tensor([[0, 1]] * count)}

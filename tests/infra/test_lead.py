@@ -8,14 +8,10 @@ from hypothesis import strategies as st
 from areal_lite.infra.lead import IDLE, PATIENCE, WINDOW, Lead
 
 
-def window(
-    lead: Lead, *, step_s: float = 1.0, starved: float = 0.0, oldest: float = 0.0, spare: int = 0
-) -> int:
+def window(lead: Lead, *, step_s: float = 1.0, starved: float = 0.0, oldest: float = 0.0, spare: int = 0) -> int:
     """Cut a window of equal batches; ``starved`` and ``oldest`` are shares of the step."""
     for _ in range(WINDOW):
-        lead.batch_cut(
-            step_s=step_s, waited_s=step_s * (starved + oldest), starved_s=step_s * starved, spare=spare
-        )
+        lead.batch_cut(step_s=step_s, waited_s=step_s * (starved + oldest), starved_s=step_s * starved, spare=spare)
     return lead.groups
 
 
@@ -33,9 +29,7 @@ def test_the_lead_stays_between_one_batch_and_the_staleness_bound(
     least = batch_size if max_staleness else 0
     assert least <= lead.groups <= max_staleness * batch_size
     for step_s, waited, starved, spare in batches:
-        lead.batch_cut(
-            step_s=step_s, waited_s=step_s * waited, starved_s=step_s * waited * starved, spare=spare
-        )
+        lead.batch_cut(step_s=step_s, waited_s=step_s * waited, starved_s=step_s * waited * starved, spare=spare)
         assert least <= lead.groups <= max_staleness * batch_size
 
 
@@ -101,9 +95,7 @@ def test_a_smaller_lead_stays_unless_steps_get_longer() -> None:
 
 def test_it_does_not_grow_for_a_trainer_that_is_busy_or_waits_for_the_oldest_groups() -> None:
     lead = Lead(batch_size=4, max_staleness=4)
-    assert [window(lead, starved=0.05), window(lead, oldest=0.9), window(lead, starved=0.05, oldest=0.1)] == [
-        8
-    ] * 3
+    assert [window(lead, starved=0.05), window(lead, oldest=0.9), window(lead, starved=0.05, oldest=0.1)] == [8] * 3
     assert window(lead, starved=0.06) == 13
 
 
@@ -125,9 +117,7 @@ def test_it_shrinks_by_the_fewest_spare_groups_unless_batches_wait_for_the_oldes
     assert window(lead, spare=9) == 4
 
 
-def simulated(
-    lead: Lead, *, generation_s: float, train_s: float, saturated: bool, batches: int
-) -> list[float]:
+def simulated(lead: Lead, *, generation_s: float, train_s: float, saturated: bool, batches: int) -> list[float]:
     """Return step times with groups that take ``generation_s`` each, or together ``generation_s`` per batch."""
     steps = []
     for _ in range(batches):
@@ -135,9 +125,7 @@ def simulated(
         step_s = max(train_s, generation_s if saturated else (generation_s + train_s) / overlap)
         spare = max(0, int(lead.groups - lead.batch_size * generation_s / train_s))
         starved_s = step_s - train_s
-        lead.batch_cut(
-            step_s=step_s, waited_s=starved_s, starved_s=starved_s, spare=0 if starved_s else spare
-        )
+        lead.batch_cut(step_s=step_s, waited_s=starved_s, starved_s=starved_s, spare=0 if starved_s else spare)
         steps.append(step_s)
     return steps
 

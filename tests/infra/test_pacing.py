@@ -130,9 +130,7 @@ def test_a_batch_of_two_waits_for_groups_that_later_batches_have_no_place_for(
 
 
 @given(st.dictionaries(st.integers(0, 6), st.integers(0, 9)), st.sets(st.integers(0, 6)), st.integers(1, 4))
-def test_a_batch_waits_for_running_groups_alone(
-    finished: dict[int, int], slacks: set[int], count: int
-) -> None:
+def test_a_batch_waits_for_running_groups_alone(finished: dict[int, int], slacks: set[int], count: int) -> None:
     assert not must_wait(dict.fromkeys(slacks, 0), finished, count)
 
 
@@ -272,9 +270,7 @@ def test_a_full_batch_waits_for_a_resumed_group_with_tokens_that_the_next_one_co
     assert (result.data["n"], result.head_version, result.tail_version) == (1, 0, 1)
 
 
-def test_a_redrawn_group_is_discarded_and_its_row_comes_again(
-    start_stub: StartStub, start_engine: StartEngine
-) -> None:
+def test_a_redrawn_group_is_discarded_and_its_row_comes_again(start_stub: StartStub, start_engine: StartEngine) -> None:
     stub, engine, source = started_slow(start_stub, start_engine, stale_groups="redraw")
     rows = rows_of(engine.prepare_batch(source, OneTurn))
     engine.set_version(2)

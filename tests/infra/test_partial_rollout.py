@@ -105,9 +105,7 @@ def test_sb18_a_resumed_answer_keeps_its_tokens_and_masks_those_of_an_older_poli
 ) -> None:
     stub = start_stub()
     hold(stub, lambda ids: ids[0] in (1, 3))
-    engine = start_engine(
-        stub, consumer_batch_size=2, over_sampling_groups=2, mask_offpolicy_in_partial_rollout=True
-    )
+    engine = start_engine(stub, consumer_batch_size=2, over_sampling_groups=2, mask_offpolicy_in_partial_rollout=True)
     source = source_of(9)
     engine.prepare_batch(source, OneTurn)
     let_go(stub)
@@ -211,9 +209,7 @@ def test_sb18_no_tokens_left_ends_an_answer_by_length_without_a_request(
     source.give_back([group])
 
     class Short(RolloutWorkflow):
-        async def arun_episode(
-            self, engine: InferenceEngine, data: dict[str, Any]
-        ) -> dict[str, torch.Tensor]:
+        async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, torch.Tensor]:
             gconfig = GenerationHyperparameters(max_new_tokens=2)
             response = await engine.agenerate(ModelRequest(input_ids=[1, 1, 1], gconfig=gconfig))
             assert response.stop_reason == "length"
@@ -225,9 +221,7 @@ def test_sb18_no_tokens_left_ends_an_answer_by_length_without_a_request(
     assert result.trajectory["logprobs"].tolist() == [[0, 0, 0, -1, -2]]
 
 
-def test_an_episode_that_asks_something_else_goes_its_own_way(
-    start_stub: StartStub, start_engine: StartEngine
-) -> None:
+def test_an_episode_that_asks_something_else_goes_its_own_way(start_stub: StartStub, start_engine: StartEngine) -> None:
     engine = start_engine(start_stub(), consumer_batch_size=1, max_head_offpolicyness=0)
     source = source_of(1)
     (group,) = source.get_samples(1)

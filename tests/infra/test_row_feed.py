@@ -73,14 +73,10 @@ def test_failures_are_counted_by_the_type_of_their_exception_whatever_it_says(
 def test_failures_without_an_exception_are_counted_by_kind_and_rejections_by_reason() -> None:
     late = Failure(FailureKind.DEADLINE, "", "the episode ran longer than episode_timeout_s=1")
     assert drop_reason(ended("failed", failure=late)) == "failed: deadline"
-    assert drop_reason(ended("rejected", rejection="should_accept_fn said no: too short")).endswith(
-        "no: too short"
-    )
+    assert drop_reason(ended("rejected", rejection="should_accept_fn said no: too short")).endswith("no: too short")
 
 
-def ended(
-    status: str, *, failure: Failure | None = None, rejection: str | None = None, **given: Any
-) -> Group:
+def ended(status: str, *, failure: Failure | None = None, rejection: str | None = None, **given: Any) -> Group:
     fields = {"task_id": 1, "group_id": "1", "status": EpisodeStatus(status), "data": {}} | given
     return Group(failure=failure, rejection=rejection, **fields)
 

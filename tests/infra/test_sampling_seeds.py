@@ -33,17 +33,13 @@ def seeds(stub: StubThread, folder: Path, **settings: Any) -> dict[tuple[int, ..
     return {prompt: sorted(sent, key=str) for prompt, sent in found.items()}
 
 
-def test_two_runs_ask_alike_and_no_two_calls_of_a_run_do(
-    start_stub: Callable[..., StubThread], tmp_path: Path
-) -> None:
+def test_two_runs_ask_alike_and_no_two_calls_of_a_run_do(start_stub: Callable[..., StubThread], tmp_path: Path) -> None:
     stub = start_stub()
     first = seeds(stub, tmp_path)
     assert seeds(stub, tmp_path) == first
     sent = [seed for of_prompt in first.values() for seed in of_prompt]
     assert len(set(sent)) == len(sent) == 8
-    assert not set(sent) & {
-        seed for of_prompt in seeds(stub, tmp_path, seed=8).values() for seed in of_prompt
-    }
+    assert not set(sent) & {seed for of_prompt in seeds(stub, tmp_path, seed=8).values() for seed in of_prompt}
 
 
 @pytest.mark.parametrize("settings", [{"backend": "sglang"}, {"seed": None}])

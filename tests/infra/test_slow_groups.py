@@ -24,9 +24,7 @@ class SlowAtFirst(RolloutWorkflow):
     def __init__(self) -> None:
         self.released = threading.Event()
 
-    async def arun_episode(
-        self, engine: InferenceEngine, data: dict[str, Any]
-    ) -> dict[str, torch.Tensor] | None:
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, torch.Tensor] | None:
         tensors = await OneTurn().arun_episode(engine, data)
         if data["n"] == 0:
             await asyncio.to_thread(self.released.wait)

@@ -47,16 +47,12 @@ def test_a_source_gets_the_places_of_the_one_asked_before_which_keeps_its_tokens
     assert sorted(rows_of(engine.prepare_batch(first, OneTurn))) == [3, 4]
 
 
-def test_callers_that_ask_at_once_get_their_batches_in_turn(
-    start_stub: StartStub, start_engine: StartEngine
-) -> None:
+def test_callers_that_ask_at_once_get_their_batches_in_turn(start_stub: StartStub, start_engine: StartEngine) -> None:
     engine = start_engine(start_stub(), consumer_batch_size=2, max_head_offpolicyness=3)
     sources = [source_of(4) for _ in range(3)]
 
     async def ask() -> list[list[int]]:
-        return [
-            rows_of(b) for b in await asyncio.gather(*(engine.aprepare_batch(s, OneTurn) for s in sources))
-        ]
+        return [rows_of(b) for b in await asyncio.gather(*(engine.aprepare_batch(s, OneTurn) for s in sources))]
 
     assert asyncio.run(ask()) == [[1, 2]] * 3
 
@@ -168,9 +164,7 @@ def test_a_group_given_back_from_a_batch_is_owed_when_it_runs_again(
     assert 1 in owed_rows(source)
 
 
-def test_a_loader_of_batches_gives_a_group_for_each_row(
-    start_stub: StartStub, start_engine: StartEngine
-) -> None:
+def test_a_loader_of_batches_gives_a_group_for_each_row(start_stub: StartStub, start_engine: StartEngine) -> None:
     engine = start_engine(start_stub(), consumer_batch_size=3)
     batches = [[{"n": 1}, {"n": 2}], [{"n": 3}]]
     assert rows_of(engine.prepare_batch(batches, OneTurn)) == [1, 2, 3]

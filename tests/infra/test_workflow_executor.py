@@ -60,12 +60,8 @@ def test_rollout_batch_gives_one_result_per_row_in_order_whatever_happened(engin
     assert engine.rollout_batch([], OneTurn) == []
 
 
-def test_rollout_batch_is_not_held_by_the_staleness_bound(
-    start_stub: StartStub, start_engine: StartEngine
-) -> None:
-    engine = start_engine(
-        start_stub(), consumer_batch_size=1, max_head_offpolicyness=0, max_concurrent_rollouts=3
-    )
+def test_rollout_batch_is_not_held_by_the_staleness_bound(start_stub: StartStub, start_engine: StartEngine) -> None:
+    engine = start_engine(start_stub(), consumer_batch_size=1, max_head_offpolicyness=0, max_concurrent_rollouts=3)
     assert len(engine.rollout_batch([{}] * 20, OneTurn)) == 20
 
 
@@ -124,9 +120,7 @@ def test_an_episode_over_its_deadline_fails_also_if_it_swallows_the_cancel(
     release.set()
 
 
-def test_destroy_ends_what_runs_and_what_waits_as_cancelled(
-    start_stub: StartStub, start_engine: StartEngine
-) -> None:
+def test_destroy_ends_what_runs_and_what_waits_as_cancelled(start_stub: StartStub, start_engine: StartEngine) -> None:
     ended = []
     engine = start_engine(start_stub(), max_concurrent_rollouts=2, consumer_batch_size=8)
     engine._on_end = ended.append  # type: ignore[assignment,method-assign]
@@ -253,9 +247,7 @@ def test_shared_http_clients_are_one_per_engine_and_refused_outside(engine: Remo
 
     class Fetch(RolloutWorkflow):
         async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> None:
-            found.append(
-                (await workflow_context.get_aiohttp_session(), await workflow_context.get_httpx_client())
-            )
+            found.append((await workflow_context.get_aiohttp_session(), await workflow_context.get_httpx_client()))
 
     engine.rollout_batch([{}, {}], Fetch)
     assert found[0] == found[1]
@@ -363,9 +355,7 @@ def test_the_sources_own_error_reaches_the_caller(engine: RemoteInfEngine) -> No
 # -- pause, threads, loops -----------------------------------------------------------------------
 
 
-def test_pause_starts_nothing_but_delivers_what_finishes(
-    start_stub: StartStub, start_engine: StartEngine
-) -> None:
+def test_pause_starts_nothing_but_delivers_what_finishes(start_stub: StartStub, start_engine: StartEngine) -> None:
     stub = start_stub()
     stub.call(lambda: setattr(stub.server, "hold", asyncio.Event()))
     engine = start_engine(stub, consumer_batch_size=8)
@@ -409,9 +399,7 @@ def test_a_blocking_call_inside_an_episode_is_an_error_not_a_deadlock(engine: Re
     assert "use its async form" in (result.error or "")
 
 
-def test_an_engine_that_is_not_running_says_how_to_start_it(
-    start_stub: StartStub, start_engine: StartEngine
-) -> None:
+def test_an_engine_that_is_not_running_says_how_to_start_it(start_stub: StartStub, start_engine: StartEngine) -> None:
     engine = start_engine(start_stub())
     with pytest.raises(ConfigError, match="initialized already"):
         engine.initialize()
@@ -421,9 +409,7 @@ def test_an_engine_that_is_not_running_says_how_to_start_it(
         engine.submit({}, OneTurn())
 
 
-def test_versions_are_the_servers_and_mix_inside_a_trajectory(
-    start_stub: StartStub, start_engine: StartEngine
-) -> None:
+def test_versions_are_the_servers_and_mix_inside_a_trajectory(start_stub: StartStub, start_engine: StartEngine) -> None:
     engine = start_engine(start_stub(), max_head_offpolicyness=9)
     engine.update_weights_from_disk("ckpt", 4)
     engine.set_version(9)

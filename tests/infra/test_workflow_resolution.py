@@ -98,9 +98,7 @@ def test_every_documented_form_resolves() -> None:
         (3, {}, "is not a workflow"),
     ],
 )
-def test_every_wrong_form_says_what_to_write_instead(
-    workflow: Any, kwargs: dict[str, Any], says: str
-) -> None:
+def test_every_wrong_form_says_what_to_write_instead(workflow: Any, kwargs: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match="workflow") as caught:
         resolve(workflow, **kwargs)
     assert says in str(caught.value)

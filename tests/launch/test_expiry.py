@@ -29,9 +29,7 @@ def test_it_saves_once_per_window() -> None:
             saves.append(now)
             saved_at = now
     assert saves == [920]
-    assert expires_soon(
-        {NAMES[0]: "2000"}, 1930, margin_s=60, longest_step_s=20, saved_at=saved_at
-    )  # lent anew
+    assert expires_soon({NAMES[0]: "2000"}, 1930, margin_s=60, longest_step_s=20, saved_at=saved_at)  # lent anew
 
 
 def test_machines_without_an_end_time_never_expire() -> None:

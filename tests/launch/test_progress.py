@@ -34,9 +34,7 @@ def test_the_bar_of_a_resumed_run_starts_at_its_first_step() -> None:
 
 
 def test_without_held_out_rows_the_summary_is_one_line() -> None:
-    summary = Summary[Evaluation](
-        run_dir=Path("runs"), steps=2, seconds=3.0, before=None, after=None, model_dir=None
-    )
+    summary = Summary[Evaluation](run_dir=Path("runs"), steps=2, seconds=3.0, before=None, after=None, model_dir=None)
     assert summary_table(summary) == "2 training steps in 3 s"
 
 

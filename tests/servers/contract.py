@@ -33,9 +33,7 @@ AGENT = "workflows.largest_number.LargestNumberAgent"
 
 
 def generate(engine: RemoteInfEngine, ids: list[int], **sampling: Any) -> ModelResponse:
-    return asyncio.run(
-        engine.agenerate(ModelRequest(input_ids=ids, gconfig=GenerationHyperparameters(**sampling)))
-    )
+    return asyncio.run(engine.agenerate(ModelRequest(input_ids=ids, gconfig=GenerationHyperparameters(**sampling))))
 
 
 def generate_all(engine: RemoteInfEngine, prompts: list[list[int]], **sampling: Any) -> list[ModelResponse]:
@@ -95,9 +93,7 @@ class RealServerContract:
     ) -> None:
         ids = prompt(server.model)
         for response in generate_all(engine, [ids] * 4, temperature=temperature, max_new_tokens=32):
-            assert (
-                len(response.output_tokens) == len(response.output_logprobs) == len(response.output_versions)
-            )
+            assert len(response.output_tokens) == len(response.output_logprobs) == len(response.output_versions)
             assert set(response.output_versions) == {0}
             assert response.output_len == 32 or response.stop_reason == "stop"
             assert response.attempts == 1
@@ -145,9 +141,7 @@ class RealServerContract:
         assert by_id.stop_reason == "stop"
         assert by_id.output_tokens == whole.output_tokens[: whole.output_tokens.index(stop_id) + 1]
 
-        later = generate(
-            engine, ids, greedy=True, max_new_tokens=24, stop_token_ids=[stop_id], min_new_tokens=16
-        )
+        later = generate(engine, ids, greedy=True, max_new_tokens=24, stop_token_ids=[stop_id], min_new_tokens=16)
         assert later.output_len >= 16
         assert stop_id not in later.output_tokens[:16]
 
@@ -188,9 +182,7 @@ class RealServerContract:
 
         def run() -> None:
             prompts = [prompt(server.model, text) for text in texts]
-            answers.extend(
-                generate_all(engine, prompts, temperature=0.7, ignore_eos=True, max_new_tokens=160)
-            )
+            answers.extend(generate_all(engine, prompts, temperature=0.7, ignore_eos=True, max_new_tokens=160))
 
         thread = threading.Thread(target=run)
         thread.start()
@@ -223,9 +215,7 @@ class RealServerContract:
         self, config: dict[str, Any], server: RealServer, policy: Policy, perturbed: Policy
     ) -> None:
         source = RolloutDataSourceWithBuffer([{"ids": prompt(server.model)}], n_samples_per_prompt=3)
-        with RemoteInfEngine(
-            InferenceEngineConfig(**config, group_size=3, max_head_offpolicyness=1)
-        ) as engine:
+        with RemoteInfEngine(InferenceEngineConfig(**config, group_size=3, max_head_offpolicyness=1)) as engine:
 
             def run() -> None:
                 with pytest.raises(ConfigError, match="the source was closed"):

@@ -46,9 +46,7 @@ class Recorder:
                 ("unlink", None),
                 ("rmdir", None),
             ):
-                here.setattr(
-                    os, name, self._watched(getattr(os, name), after, forget=name in ("unlink", "rmdir"))
-                )
+                here.setattr(os, name, self._watched(getattr(os, name), after, forget=name in ("unlink", "rmdir")))
             yield
         self._collect()
 

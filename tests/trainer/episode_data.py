@@ -40,9 +40,7 @@ class Episode:
         return Episode([replace(c, joins=j) for c, j in zip(self.calls, joins, strict=False)], self.reward)
 
 
-def group_of(
-    name: str, prompt: list[int], episodes: Sequence[Episode], *, baseline: float | None = None
-) -> Group:
+def group_of(name: str, prompt: list[int], episodes: Sequence[Episode], *, baseline: float | None = None) -> Group:
     """Return the group of these episodes; each call is trained in one sequence."""
     return Group(
         task_id=name,
@@ -61,9 +59,7 @@ def model_calls(prompt: list[int], episode: Episode) -> list[ModelResponse]:
     """Return the calls as the engine recorded them."""
     made: list[ModelResponse] = []
     for place, call in enumerate(episode.calls):
-        before = (
-            made[call.parent].input_tokens + made[call.parent].output_tokens if call.parent >= 0 else prompt
-        )
+        before = made[call.parent].input_tokens + made[call.parent].output_tokens if call.parent >= 0 else prompt
         made.append(
             ModelResponse(
                 input_tokens=before + call.asked,

@@ -130,9 +130,7 @@ def train(run_dir: Path, model: Path) -> None:
             metrics.write(step, learned | trained)
             state = {str(state_path("", step)): state_bytes(source.state_dict())}
             writer.save(step, snapshot(trainer), state)
-    save_model(
-        trainer.model, PreTrainedTokenizerFast.from_pretrained(model), run_dir / "model", dtype=torch.float32
-    )
+    save_model(trainer.model, PreTrainedTokenizerFast.from_pretrained(model), run_dir / "model", dtype=torch.float32)
 
 
 def serve() -> None:

@@ -128,9 +128,7 @@ def test_f56_the_newest_are_kept_and_found(tiny: Path, tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path, str(tmp_path / "step_00000011")) == tmp_path / "step_00000011"
 
 
-def test_resuming_from_an_older_checkpoint_is_refused_while_later_ones_exist(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_resuming_from_an_older_checkpoint_is_refused_while_later_ones_exist(tiny: Path, tmp_path: Path) -> None:
     trainer = LoopTrainer(tiny)
     for step in (2, 5):
         save(trainer, tmp_path, step)
@@ -150,9 +148,7 @@ def test_resuming_from_an_older_checkpoint_is_refused_while_later_ones_exist(
     "file",
     ["trainer.json", "rng.json", "policy/optimizer.safetensors", "policy/model/model.safetensors", "data"],
 )
-def test_f50_a_changed_or_missing_file_is_detected_and_never_skipped(
-    file: str, tiny: Path, tmp_path: Path
-) -> None:
+def test_f50_a_changed_or_missing_file_is_detected_and_never_skipped(file: str, tiny: Path, tmp_path: Path) -> None:
     trainer = LoopTrainer(tiny)
     for step in (1, 2):
         save(trainer, tmp_path, step, {"data": b"{}"})
@@ -208,9 +204,7 @@ def test_a_checkpoint_of_other_trained_weights_is_refused(tiny: Path, tmp_path: 
         load_checkpoint(head, folder)
     two = LoopTrainer(tiny)
     two.learners["critic"] = two.learners["policy"]
-    with pytest.raises(
-        CheckpointError, match=r"holds \['policy'\] and this run trains \['critic', 'policy'\]"
-    ):
+    with pytest.raises(CheckpointError, match=r"holds \['policy'\] and this run trains \['critic', 'policy'\]"):
         load_checkpoint(two, folder)
 
 

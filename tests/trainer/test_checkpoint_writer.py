@@ -44,9 +44,7 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if not path.name.startswith(".areal-lite-tmp-"))
 
 
-def test_saving_returns_at_once_and_closing_waits(
-    taken: Snapshot, gate: threading.Event, tmp_path: Path
-) -> None:
+def test_saving_returns_at_once_and_closing_waits(taken: Snapshot, gate: threading.Event, tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path, keep=1) as writer:
         writer.save(1, taken, {})
         assert names(tmp_path) == []

@@ -38,9 +38,7 @@ def whole_lines(content: bytes) -> list[bytes]:
     return content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
 
 
-def test_t5_metrics_cut_at_any_byte_keep_whole_lines_and_can_be_appended(
-    metrics: bytes, tmp_path: Path
-) -> None:
+def test_t5_metrics_cut_at_any_byte_keep_whole_lines_and_can_be_appended(metrics: bytes, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for end in range(len(metrics) + 1):
         path.write_bytes(metrics[:end])
@@ -67,9 +65,7 @@ def test_damage_after_the_resumed_step_does_not_matter(metrics: bytes, tmp_path:
         assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(lines[:4])
 
 
-DUMP = [
-    {"sample_idx": number, "completion": 'é"\n' * number, "turns": [{"ids": [1, 2]}]} for number in range(12)
-]
+DUMP = [{"sample_idx": number, "completion": 'é"\n' * number, "turns": [{"ids": [1, 2]}]} for number in range(12)]
 
 
 def test_t5_a_dump_cut_at_any_byte_keeps_its_whole_records(tmp_path: Path) -> None:
@@ -136,9 +132,7 @@ def test_t6_metrics_that_cannot_be_opened_are_a_storage_error(
 
 
 def test_t6_a_dump_can_be_appended_after_the_disk_was_full(tmp_path: Path) -> None:
-    config = InferenceEngineConfig(
-        fileroot=str(tmp_path), experiment_name="e", trial_name="t", consumer_batch_size=1
-    )
+    config = InferenceEngineConfig(fileroot=str(tmp_path), experiment_name="e", trial_name="t", consumer_batch_size=1)
     result = Group(
         task_id=0,
         group_id="0",

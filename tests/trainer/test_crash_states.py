@@ -113,9 +113,7 @@ def test_t6_a_failed_file_operation_is_a_storage_error_and_loses_no_checkpoint(
         if len(seen) < number:
             break
         kinds.add(seen[number - 1])
-        assert find_checkpoint(tmp_path, "auto") in ([before] if failed else []) + [
-            tmp_path / f"step_{step:08d}"
-        ]
+        assert find_checkpoint(tmp_path, "auto") in ([before] if failed else []) + [tmp_path / f"step_{step:08d}"]
         writer.save(next(steps), taken[1], FILES)
         writer.wait()
         assert [path.name for path in tmp_path.iterdir()] == [f"step_{step + 1:08d}"]

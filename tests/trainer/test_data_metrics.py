@@ -9,9 +9,7 @@ from areal_lite.trainer.data_metrics import batch_metrics, timing_metrics
 from tests.trainer.training_data import sequence
 
 SAMPLES = [
-    sequence(
-        [1, 2, 3, 4, 5], [2, 3, 4], reward=1.0, group="a", versions=[-1, -1, 3, 4, 4]
-    ),  # prompt 2, response 3
+    sequence([1, 2, 3, 4, 5], [2, 3, 4], reward=1.0, group="a", versions=[-1, -1, 3, 4, 4]),  # prompt 2, response 3
     sequence([1, 2, 3, 4, 5, 6], [1, 4, 5], reward=0.0, group="a"),  # prompt 1; 2, 3 are a tool's
     sequence([1, 2, 3], [], reward=0.5, group="b"),  # nothing trained
 ]
@@ -57,8 +55,7 @@ def test_v60_penalised_rewards_returns_and_values_if_present() -> None:
         values=np.array([1.0, 0.0, 0.0, 2.0, 2.0, 1.0]),
     )
     more = {
-        name: metrics[name]
-        for name in metrics.keys() - batch_metrics(SAMPLES, EPISODES, ADVANTAGES, version=5).keys()
+        name: metrics[name] for name in metrics.keys() - batch_metrics(SAMPLES, EPISODES, ADVANTAGES, version=5).keys()
     }
     assert more == pytest.approx(
         {
@@ -71,16 +68,13 @@ def test_v60_penalised_rewards_returns_and_values_if_present() -> None:
             "value_mean": 1,
             "value_max": 2,
             "value_min": 0,
-            "value_explained_variance": 2
-            / 3,  # the differences -1, 0, 0, 0, 0, 1 vary by 1/3, the returns by 1
+            "value_explained_variance": 2 / 3,  # the differences -1, 0, 0, 0, 0, 1 vary by 1/3, the returns by 1
         }
     )
 
 
 @pytest.mark.parametrize(("max_new_tokens", "ratio"), [(2, 2 / 3), (3, 1 / 3), (4, 0.0)])
-def test_v60_a_sequence_is_clipped_if_an_answer_reaches_the_length_limit(
-    max_new_tokens: int, ratio: float
-) -> None:
+def test_v60_a_sequence_is_clipped_if_an_answer_reaches_the_length_limit(max_new_tokens: int, ratio: float) -> None:
     metrics = batch_metrics(SAMPLES, EPISODES, ADVANTAGES, version=5, max_new_tokens=max_new_tokens)
     assert metrics["response_length_clip_ratio"] == pytest.approx(ratio)
 

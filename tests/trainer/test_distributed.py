@@ -66,8 +66,7 @@ def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
             (folder / case).mkdir()
             write_model(trainer.model, folder / case, torch.float32)
             found |= {
-                f"published/{name}": tensor
-                for name, tensor in load_file(folder / case / "model.safetensors").items()
+                f"published/{name}": tensor for name, tensor in load_file(folder / case / "model.safetensors").items()
             }
         return found
 
@@ -102,23 +101,17 @@ def test_weights_and_optimizer_state_are_sharded_over_ranks(size: int, by_ranks:
 
 
 @pytest.mark.parametrize(("size", "case"), [(2, "one_microbatch"), (2, "adapters"), (4, "one_microbatch")])
-def test_ranks_write_one_folder_in_files_of_bounded_size(
-    size: int, case: str, by_ranks: Path, alone: Alone
-) -> None:
+def test_ranks_write_one_folder_in_files_of_bounded_size(size: int, case: str, by_ranks: Path, alone: Alone) -> None:
     folder = by_ranks / str(size) / f"{case}_weights"
     files = sorted(folder.glob("*.safetensors"))
     written = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    expected = {
-        name[len("published/") :]: t for name, t in alone(case).items() if name.startswith("published/")
-    }
+    expected = {name[len("published/") :]: t for name, t in alone(case).items() if name.startswith("published/")}
 
     assert len(files) > 1
     assert all(sum(tensor.nbytes for tensor in load_file(file).values()) <= SHARD_BYTES for file in files)
     assert written.keys() == expected.keys()  # a tied head is not there, adapters are merged
     for name, tensor in expected.items():
-        torch.testing.assert_close(
-            written[name], tensor, rtol=0, atol=1e-4 * tensor.abs().max().item(), msg=name
-        )
+        torch.testing.assert_close(written[name], tensor, rtol=0, atol=1e-4 * tensor.abs().max().item(), msg=name)
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in written.items())
 
@@ -126,9 +119,7 @@ def test_ranks_write_one_folder_in_files_of_bounded_size(
 @pytest.mark.parametrize("size", SIZES)
 def test_written_weights_equal_those_in_training_bit_for_bit(size: int, by_ranks: Path) -> None:
     trained = load_file(by_ranks / str(size) / "one_microbatch.safetensors")
-    loaded = AutoModelForCausalLM.from_pretrained(
-        by_ranks / str(size) / "one_microbatch_weights", dtype="auto"
-    )
+    loaded = AutoModelForCausalLM.from_pretrained(by_ranks / str(size) / "one_microbatch_weights", dtype="auto")
 
     for name, tensor in loaded.named_parameters():
         assert torch.equal(tensor, trained[f"weight/policy/model.{name}"]), name

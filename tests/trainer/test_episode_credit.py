@@ -109,9 +109,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Group], list[Group], int]:
     for joins in (before, after):
         place, groups = 0, []
         for name, (prompt, own) in enumerate(drawn):
-            chosen = [
-                one.cut(joins if place + number == target else before) for number, one in enumerate(own)
-            ]
+            chosen = [one.cut(joins if place + number == target else before) for number, one in enumerate(own)]
             groups.append(group_of(f"g{name}", prompt, chosen, baseline=0.25))
             place += len(own)
         batches.append(groups)
@@ -189,9 +187,7 @@ def test_no_episode_estimator_depends_on_how_an_episode_is_cut(
 
 
 @settings(max_examples=4, deadline=None)
-@given(
-    drawn=batches(), small=st.booleans(), gamma=st.floats(0.5, 1), lam=st.floats(0, 1), penalty=st.booleans()
-)
+@given(drawn=batches(), small=st.booleans(), gamma=st.floats(0.5, 1), lam=st.floats(0, 1), penalty=st.booleans())
 def test_neither_policy_nor_critic_of_gae_sees_how_an_episode_was_cut(
     tiny: Path,
     drawn: tuple[list[Group], list[Group], int],
@@ -264,9 +260,7 @@ def test_a_data_proto_of_groups_trains_bit_for_bit_like_the_groups(
     for batch in (groups, whole, load_data_proto(folder / "saved")):
         trainer = make_trainer(tiny, advantage=name)
         metrics = trainer.train_step(batch, version=VERSION)
-        timeless = {
-            key: value for key, value in metrics.items() if "second" not in key and "ms_per" not in key
-        }
+        timeless = {key: value for key, value in metrics.items() if "second" not in key and "ms_per" not in key}
         found.append((timeless, gradient(trainer)))
     for metrics, gradients in found[1:]:
         assert metrics == found[0][0]
@@ -294,9 +288,7 @@ def test_paths_and_turns_of_a_fork_survive_a_data_proto_and_its_file(tiny: Path,
 
 def episode_with_turn_rewards(*rewards: float) -> Episode:
     """Return an episode whose calls follow each other and are rewarded one by one."""
-    return Episode(
-        [replace(call, reward=reward) for call, reward in zip(line(5), rewards, strict=False)], 0.0
-    )
+    return Episode([replace(call, reward=reward) for call, reward in zip(line(5), rewards, strict=False)], 0.0)
 
 
 TURN_BY_TURN = [

@@ -57,16 +57,12 @@ def recursion(values: Tensor, episodes: Tensor, discount: float) -> Tensor:
 
 lengths = st.lists(st.integers(0, 40), min_size=1, max_size=8)
 rewards = st.integers(-50, 50).map(lambda value: value / 7)
-episodes_of_groups = st.lists(
-    st.tuples(rewards, st.sampled_from("abc"), st.integers(1, 4)), min_size=1, max_size=12
-)
+episodes_of_groups = st.lists(st.tuples(rewards, st.sampled_from("abc"), st.integers(1, 4)), min_size=1, max_size=12)
 
 
 @given(lengths, st.sampled_from([0.0, 0.5, 0.95, 1.0]), st.integers(0, 2**31))
 @settings(deadline=None, max_examples=60)
-def test_discounted_sums_are_the_recursion_along_each_episode(
-    counts: list[int], discount: float, seed: int
-) -> None:
+def test_discounted_sums_are_the_recursion_along_each_episode(counts: list[int], discount: float, seed: int) -> None:
     episodes = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     values = torch.randn(len(episodes), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     torch.testing.assert_close(
@@ -96,9 +92,7 @@ def test_a_non_finite_number_stays_in_its_episode() -> None:
 
 def test_gae_uses_the_critic_at_lambda_0_and_the_rewards_at_lambda_1() -> None:
     """A1: returns are taken before whitening."""
-    step = replace(
-        make_step([1.0, 5.0], "ab", [3, 1]), values=torch.tensor([0.5, 0.25, 0.5, 4.0], dtype=torch.float64)
-    )
+    step = replace(make_step([1.0, 5.0], "ab", [3, 1]), values=torch.tensor([0.5, 0.25, 0.5, 4.0], dtype=torch.float64))
     trusting = ESTIMATORS.bound("gae", {"gamma": 1.0, "lam": 0.0}, where="a")(step)
     torch.testing.assert_close(trusting.returns, torch.tensor([0.25, 0.5, 1.0, 5.0], dtype=torch.float64))
     rewarded = ESTIMATORS.bound("gae", {"gamma": 0.5, "lam": 1.0}, where="a")(step)
@@ -137,9 +131,7 @@ def test_a_group_of_one_and_a_group_of_equal_rewards_get_exactly_0(name: str, dt
 def test_large_close_rewards_keep_their_difference(dtype: torch.dtype) -> None:
     """A3: a sum of squares in float32 would give -150 to 149."""
     ours = run("grpo", make_step([10000.0, 10000.1, 10000.2, 10000.3], "aaaa", dtype=dtype))
-    torch.testing.assert_close(
-        ours, torch.tensor([-1.1619, -0.3873, 0.3873, 1.1619], dtype=dtype), atol=5e-3, rtol=0
-    )
+    torch.testing.assert_close(ours, torch.tensor([-1.1619, -0.3873, 0.3873, 1.1619], dtype=dtype), atol=5e-3, rtol=0)
 
 
 BY_HAND: list[tuple[str, list[float]]] = [
@@ -204,9 +196,7 @@ def test_a_kl_penalty_lowers_the_reward_of_its_episode() -> None:
 
 def test_remax_subtracts_the_greedy_reward() -> None:
     """A7."""
-    step = replace(
-        make_step([1.0, 0.0], "aa", [2, 1]), baselines=torch.tensor([0.25, 0.5], dtype=torch.float64)
-    )
+    step = replace(make_step([1.0, 0.0], "aa", [2, 1]), baselines=torch.tensor([0.25, 0.5], dtype=torch.float64))
     assert run("remax", step).tolist() == [0.75, 0.75, -0.5]
 
 

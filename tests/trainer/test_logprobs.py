@@ -55,8 +55,7 @@ def assert_scores_are_those_alone(model: Any, batch: list[TokenSequence], temper
         packed, order = packed_together(batch, share=scorer.shares_prefixes)
         ours = scorer(packed)
         expected = [
-            torch.cat(parts)
-            for parts in zip(*(scores_alone(model, one, temperature) for one in order), strict=True)
+            torch.cat(parts) for parts in zip(*(scores_alone(model, one, temperature) for one in order), strict=True)
         ]
     assert [scores.dtype for scores in ours] == [torch.float32] * 3
     torch.testing.assert_close([scores.double() for scores in ours], expected, atol=5e-5, rtol=5e-5)
@@ -82,9 +81,7 @@ def built(config: Any) -> Any:
 @pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize(("spread", "cap"), [(0.2, 2.0), (0.02, 30.0)])
 def test_a_model_that_caps_logits_computes_full_logits(entropy_grad: bool, spread: float, cap: float) -> None:
-    model = built(
-        transformers.Gemma2Config(**SMALL, head_dim=8, initializer_range=spread, final_logit_softcapping=cap)
-    )
+    model = built(transformers.Gemma2Config(**SMALL, head_dim=8, initializer_range=spread, final_logit_softcapping=cap))
     assert_scores_are_those_alone(model, drawn_batch(3), 0.9)
     scorer = TokenScorer(model, temperature=0.9)
     assert scorer._head == (None,)
@@ -98,9 +95,7 @@ def test_a_model_that_caps_logits_computes_full_logits(entropy_grad: bool, sprea
         transformers.LlamaConfig(**SMALL),
         transformers.Qwen3Config(**SMALL, tie_word_embeddings=True),
         transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2),
-        transformers.GPT2Config(
-            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2
-        ),
+        transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2),
     ],
     ids=lambda config: config.model_type,
 )
@@ -140,9 +135,7 @@ def test_chunked_gradients_equal_those_of_the_full_softmax(entropy_grad: bool, b
         loss.backward()
         results.append([logprobs, entropies, squares.detach(), *(leaf.grad for leaf in leaves)])
     assert results[1][1].requires_grad == entropy_grad
-    torch.testing.assert_close(
-        *([tensor.detach() for tensor in result] for result in results), atol=1e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(*([tensor.detach() for tensor in result] for result in results), atol=1e-5, rtol=1e-5)
 
 
 class Shapes(TorchDispatchMode):
@@ -154,9 +147,7 @@ class Shapes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        self.seen |= {
-            tuple(one.shape) for one in torch.utils._pytree.tree_leaves(made) if isinstance(one, Tensor)
-        }
+        self.seen |= {tuple(one.shape) for one in torch.utils._pytree.tree_leaves(made) if isinstance(one, Tensor)}
         return made
 
 

@@ -44,9 +44,7 @@ def trained(model: Any, *, updates: int = 2) -> Any:
     config = LearnerConfig(learning_rate=0.05, device="cpu", dtype="float32")
     learner = Learner(scorer, config, config, total_steps=updates)
     for _ in range(updates):
-        assert learner.update(
-            lambda _: [packed_sequences()], lambda packed: -scorer(packed).logprobs.mean()
-        ).applied
+        assert learner.update(lambda _: [packed_sequences()], lambda packed: -scorer(packed).logprobs.mean()).applied
     return model
 
 
@@ -162,9 +160,7 @@ def test_transposed_layers_are_merged_too() -> None:
         torch.testing.assert_close(logprobs(plain), logprobs(model), atol=1e-4, rtol=1e-4)
 
 
-def test_written_adapters_are_loaded_by_peft_and_transformers(
-    untied: Path, adapted: Any, tmp_path: Path
-) -> None:
+def test_written_adapters_are_loaded_by_peft_and_transformers(untied: Path, adapted: Any, tmp_path: Path) -> None:
     write_adapters(adapted, tmp_path)
     by_peft = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(untied), tmp_path)
     by_transformers = AutoModelForCausalLM.from_pretrained(untied)
@@ -176,12 +172,8 @@ def test_written_adapters_are_loaded_by_peft_and_transformers(
             assert torch.equal(model.eval()(torch.tensor([[5, 6, 7]])).logits, expected)
 
 
-def test_a_saved_model_is_merged_and_has_its_adapters_beside_it(
-    untied: Path, adapted: Any, tmp_path: Path
-) -> None:
-    folder = save_model(
-        adapted, AutoTokenizer.from_pretrained(untied), tmp_path / "model", dtype=torch.float32
-    )
+def test_a_saved_model_is_merged_and_has_its_adapters_beside_it(untied: Path, adapted: Any, tmp_path: Path) -> None:
+    folder = save_model(adapted, AutoTokenizer.from_pretrained(untied), tmp_path / "model", dtype=torch.float32)
     merged = AutoModelForCausalLM.from_pretrained(folder).eval()
     beside = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(untied), folder / "adapters")
     with torch.no_grad():
@@ -190,9 +182,7 @@ def test_a_saved_model_is_merged_and_has_its_adapters_beside_it(
     assert torch.equal(found[1], found[2])
 
 
-def test_adapters_read_back_equal_those_written_bit_for_bit(
-    untied: Path, adapted: Any, tmp_path: Path
-) -> None:
+def test_adapters_read_back_equal_those_written_bit_for_bit(untied: Path, adapted: Any, tmp_path: Path) -> None:
     write_adapters(adapted, tmp_path)
     again = load(untied)
     load_adapters(again, tmp_path)
@@ -208,9 +198,7 @@ def test_adapters_read_back_equal_those_written_bit_for_bit(
         LoRAConfig(rank=4, alpha=6.0, target_modules=["q_proj"]),
     ],
 )
-def test_adapters_of_another_shape_are_refused(
-    untied: Path, adapted: Any, tmp_path: Path, other: LoRAConfig
-) -> None:
+def test_adapters_of_another_shape_are_refused(untied: Path, adapted: Any, tmp_path: Path, other: LoRAConfig) -> None:
     write_adapters(adapted, tmp_path)
     with pytest.raises(CheckpointError, match="other layers, rank or alpha.*use the trainer.lora"):
         load_adapters(load(untied, other), tmp_path)

@@ -24,9 +24,7 @@ from tests.trainer.oracle_cases import DTYPES, assert_matches, case, inputs
 NORM = AggregationMode.SEQ_MEAN_TOKEN_SUM_NORM
 
 
-def oracle_loss(
-    mask_name: str, mode: AggregationMode, dtype: torch.dtype, **counts: Any
-) -> tuple[Tensor, Tensor]:
+def oracle_loss(mask_name: str, mode: AggregationMode, dtype: torch.dtype, **counts: Any) -> tuple[Tensor, Tensor]:
     """Return the aggregate of the oracle's log-probs, and its gradient as ``[B, T]``."""
     mask = inputs(mask_name, dtype).bool()
     losses = inputs("log_prob", dtype)[mask].requires_grad_()
@@ -63,9 +61,7 @@ def test_only_the_norm_mode_uses_a_given_scale(mode: AggregationMode) -> None:
 def test_half_an_update_equals_the_oracles_share_of_one_of_two_ranks(mode: AggregationMode) -> None:
     """The oracle's ranks are averaged afterwards, hence twice our share, which is summed."""
     mask = inputs("mask").bool()
-    ours = oracle_loss(
-        "mask", mode, torch.float64, num_tokens=2 * int(mask.sum()), num_episodes=2 * len(mask)
-    )
+    ours = oracle_loss("mask", mode, torch.float64, num_tokens=2 * int(mask.sum()), num_episodes=2 * len(mask))
     check(f"agg.{mode}.global_dp2", ours, factor=2.0)
 
 

@@ -38,9 +38,7 @@ def test_importance_weights_equal_verls(
 ) -> None:
     """L13."""
     mask = inputs(mask_name, dtype).bool()
-    weights = importance_weights(
-        *policies(mask, dtype), level=level, max_weight=max_weight, normalize=normalize
-    )
+    weights = importance_weights(*policies(mask, dtype), level=level, max_weight=max_weight, normalize=normalize)
     key = f"corr.is.{level}.th{max_weight}.bn{int(normalize)}.{mask_name}"
     expected = case(key, "weights", dtype)[mask]
     if normalize and dtype == torch.float64:  # the oracle adds 1e-8 to what it divides by
@@ -66,9 +64,7 @@ def test_weights_carry_no_gradient_and_do_not_overflow() -> None:
     """L13: log-ratios of a long episode are held to 20."""
     proximal = torch.zeros(100, requires_grad=True)
     episodes = torch.zeros(100, dtype=torch.int64)
-    weights = importance_weights(
-        proximal, proximal - 9.0, episodes, level=WeightLevel.SEQUENCE, max_weight=math.inf
-    )
+    weights = importance_weights(proximal, proximal - 9.0, episodes, level=WeightLevel.SEQUENCE, max_weight=math.inf)
     assert not weights.requires_grad
     torch.testing.assert_close(weights, torch.full((100,), math.exp(20)))
 
@@ -78,9 +74,7 @@ def test_icepop_keeps_a_weight_only_within_its_bounds() -> None:
     torch.testing.assert_close(weights, torch.tensor([0, 0.5, 1, 2, 0], dtype=torch.float64))
 
 
-OPTIONS = [
-    key.removeprefix("corr.rs.") for key in keys("corr.rs.") if "asym" not in key and "combo" not in key
-]
+OPTIONS = [key.removeprefix("corr.rs.") for key in keys("corr.rs.") if "asym" not in key and "combo" not in key]
 
 
 def inverse(bounds: str) -> str:
@@ -124,17 +118,13 @@ def test_k1_bounds_apply_to_the_ratio() -> None:
 )
 def test_whole_episodes_are_rejected(option: str, bounds: str, kept: list[bool]) -> None:
     """L14; the first episode's ratios are 4 and 1/4, the second's 3 and 3."""
-    keep = rejection_mask(
-        log(4, 0.25, 3, 3), log(1, 1, 1, 1), torch.tensor([5, 5, 1, 1]), option=option, bounds=bounds
-    )
+    keep = rejection_mask(log(4, 0.25, 3, 3), log(1, 1, 1, 1), torch.tensor([5, 5, 1, 1]), option=option, bounds=bounds)
     assert keep.tolist() == kept
 
 
 @pytest.mark.parametrize(("option", "bounds"), [("token_k1", "0.1_9"), ("token_k2", "9"), ("token_k3", "9")])
 def test_a_token_with_a_nan_log_prob_is_rejected(option: str, bounds: str) -> None:
-    keep = rejection_mask(
-        log(1, 1), log(float("nan"), 1), torch.zeros(2).long(), option=option, bounds=bounds
-    )
+    keep = rejection_mask(log(1, 1), log(float("nan"), 1), torch.zeros(2).long(), option=option, bounds=bounds)
     assert keep.tolist() == [False, True]
 
 
@@ -168,8 +158,6 @@ def test_only_episodes_with_negative_advantage_and_large_kl_are_masked() -> None
 
 def test_an_empty_step_has_no_weights() -> None:
     empty, episodes = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    weights = importance_weights(
-        empty, empty, episodes, level=WeightLevel.SEQUENCE, max_weight=2.0, normalize=True
-    )
+    weights = importance_weights(empty, empty, episodes, level=WeightLevel.SEQUENCE, max_weight=2.0, normalize=True)
     assert weights.shape == (0,)
     assert rejection_mask(empty, empty, episodes, option="seq_max_k2", bounds="1").shape == (0,)

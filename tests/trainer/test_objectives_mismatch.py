@@ -23,9 +23,7 @@ def test_metrics_equal_verls() -> None:
         "behaviour_perplexity": "rollout_ppl", "perplexity_ratio": "ppl_ratio",
     }  # fmt: skip
     for name, their_name in names.items():
-        assert ours[f"engine_mismatch/{name}"] == pytest.approx(
-            theirs[f"rollout_corr/{their_name}"], rel=1e-7
-        )
+        assert ours[f"engine_mismatch/{name}"] == pytest.approx(theirs[f"rollout_corr/{their_name}"], rel=1e-7)
     assert not [name for name in ours if name.startswith("staleness_drift")]
 
 
@@ -38,9 +36,7 @@ def test_metrics_by_hand() -> None:
         "prob_diff_mean": 0.05, "prob_diff_max": 0.1, "prob_diff_std": 0.05, "prob_pearson": 1.0,
         "proximal_perplexity": 10**0.5, "behaviour_perplexity": 12.5**0.5, "perplexity_ratio": 0.8**0.5,
     }  # fmt: skip
-    assert figures == pytest.approx(
-        {f"engine_mismatch/{name}": value for name, value in expected.items()}, abs=1e-6
-    )
+    assert figures == pytest.approx({f"engine_mismatch/{name}": value for name, value in expected.items()}, abs=1e-6)
 
 
 def test_older_tokens_count_as_drift_not_mismatch() -> None:

@@ -65,9 +65,7 @@ def check(key: str, loss: Tensor, policy: Tensor, mask: Tensor, dtype: torch.dty
     per_episode = any(part in key for part in ("gspo", "sapo", "geo_mean", "seq-mean-token-mean"))
     for ours, field in ((loss, "loss"), (padded, "grad")):
         expected = case(key, field, dtype)
-        if (
-            per_episode and dtype == torch.float64
-        ):  # the oracle adds 1e-8 to the token count it divides an episode by
+        if per_episode and dtype == torch.float64:  # the oracle adds 1e-8 to the token count it divides an episode by
             torch.testing.assert_close(ours, expected, rtol=2e-8, atol=2e-8)
         else:
             assert_matches(ours, expected)
@@ -124,9 +122,7 @@ def test_losses_and_gradients_equal_the_oracles(
     check(key, aggregate(terms.losses, weights), data.policy, mask, dtype)
 
     for ours, theirs in (("clip_fraction", "pg_clipfrac"), ("clip_fraction_lower", "pg_clipfrac_lower")):
-        if (
-            ours in terms.statistics and name != "gmpo"
-        ):  # whose clips are counted there where they decide nothing
+        if ours in terms.statistics and name != "gmpo":  # whose clips are counted there where they decide nothing
             expected = case(key, "metrics", dtype)[f"actor/{theirs}"]
             assert terms.statistics[ours].mean().item() == pytest.approx(expected)
 
@@ -185,9 +181,7 @@ def test_ppo_equals_slimes(dual_clip: float | None) -> None:
     mask = inputs("mask").bool()
     terms = ppo(oracle_inputs(mask, torch.float64), clip_eps_high=0.28, dual_clip=dual_clip)
     assert_matches(terms.losses, case(f"slime.policy.c{dual_clip}", "loss_mat")[mask])
-    assert_matches(
-        terms.statistics["clip_fraction"], case(f"slime.policy.c{dual_clip}", "clipfrac")[mask].double()
-    )
+    assert_matches(terms.statistics["clip_fraction"], case(f"slime.policy.c{dual_clip}", "clipfrac")[mask].double())
 
 
 def test_cispo_equals_slimes() -> None:
@@ -200,9 +194,7 @@ def test_cispo_equals_slimes() -> None:
 def test_gspo_equals_slimes() -> None:
     """L2, over episodes with tool tokens between."""
     mask = inputs("mask_mt").bool()
-    data = replace(
-        oracle_inputs(mask, torch.float64), advantages=torch.ones(int(mask.sum()), dtype=torch.float64)
-    )
+    data = replace(oracle_inputs(mask, torch.float64), advantages=torch.ones(int(mask.sum()), dtype=torch.float64))
     terms = gspo(data, clip_eps=1.0, clip_eps_high=100.0)
     assert_matches(terms.losses, -torch.exp(-case("slime.gspo_kl", "value")[mask]))
 
@@ -220,9 +212,7 @@ def test_corrected_losses_equal_slimes(name: str) -> None:
     mask = inputs("mask").bool()
     data = oracle_inputs(mask, torch.float64)
     weights = (
-        importance_weights(
-            data.proximal, data.behaviour, data.episodes, level=WeightLevel.TOKEN, max_weight=2.0
-        )
+        importance_weights(data.proximal, data.behaviour, data.episodes, level=WeightLevel.TOKEN, max_weight=2.0)
         if name == "tis"
         else icepop_weights(data.proximal, data.behaviour, lower=0.5, upper=2.0)
     )
@@ -254,9 +244,7 @@ def small(policy: list[float], *, episodes: list[int] | None = None, **others: l
     values = {"proximal": [0.0] * len(policy), "advantages": [1.0] * len(policy), **others}
     values.setdefault("behaviour", values["proximal"])
     tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-    episode_numbers = (
-        torch.zeros(len(policy), dtype=torch.int64) if episodes is None else torch.tensor(episodes)
-    )
+    episode_numbers = torch.zeros(len(policy), dtype=torch.int64) if episodes is None else torch.tensor(episodes)
     return PolicyInputs(
         policy=torch.tensor(policy, dtype=torch.float64, requires_grad=True),
         episodes=episode_numbers,
@@ -377,15 +365,11 @@ def test_gmpo_excludes_episodes_without_tokens() -> None:
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
 def test_fresh_data_gives_the_policy_gradient(name: str) -> None:
     """Fresh data: every loss has the gradient -A, or -A spread over an episode where it has one ratio."""
-    data = small(
-        [-1.0, -2.0, -0.5], proximal=[-1.0, -2.0, -0.5], advantages=[2.0, 2.0, -3.0], episodes=[0, 0, 1]
-    )
+    data = small([-1.0, -2.0, -0.5], proximal=[-1.0, -2.0, -0.5], advantages=[2.0, 2.0, -3.0], episodes=[0, 0, 1])
     options: dict[str, Any] = {"kl_coef": 0.0} if name == "kl_cov" else {}
     options |= {"min_covariance": 100.0, "max_covariance": 101.0} if name == "clip_cov" else {}
     terms = loss_called(name)(data, **options)
-    (gradient,) = torch.autograd.grad(
-        aggregate(terms.losses, token_weights(EPISODE_MEAN, data.episodes)), data.policy
-    )
+    (gradient,) = torch.autograd.grad(aggregate(terms.losses, token_weights(EPISODE_MEAN, data.episodes)), data.policy)
     assert_matches(gradient, torch.tensor([-0.5, -0.5, 1.5], dtype=torch.float64))
     assert terms.statistics["approx_kl"].tolist() == [0, 0, 0]
 
@@ -407,9 +391,7 @@ def test_extreme_inputs_do_not_overflow(name: str, dtype: torch.dtype) -> None:
         )
         terms = loss_called(name)(data)
         (gradient,) = torch.autograd.grad(terms.losses.sum(), data.policy)
-        assert all(
-            bool(found.isfinite().all()) for found in (terms.losses, gradient, *terms.statistics.values())
-        )
+        assert all(bool(found.isfinite().all()) for found in (terms.losses, gradient, *terms.statistics.values()))
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
@@ -470,9 +452,7 @@ def test_losses_of_episodes_average_over_episodes() -> None:
     assert set(averages.values()) == {EPISODE_MEAN, TOKEN_MEAN}
     assert aggregation_of("sapo", TOKEN_MEAN, where="w") is TOKEN_MEAN
     assert aggregation_of("gspo", EPISODE_MEAN, where="w") is EPISODE_MEAN
-    with pytest.raises(
-        ConfigError, match=r"actor\.aggregation is token-mean: gspo has one ratio per episode"
-    ):
+    with pytest.raises(ConfigError, match=r"actor\.aggregation is token-mean: gspo has one ratio per episode"):
         aggregation_of("gspo", TOKEN_MEAN, where="actor.aggregation")
 
 

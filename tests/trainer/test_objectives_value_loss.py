@@ -37,9 +37,7 @@ def test_losses_equal_half_of_rl2s() -> None:
     mask = inputs("mask").bool()
     terms = value_loss(inputs("vpreds")[mask], inputs("values")[mask], inputs("returns")[mask], clip=0.5)
     assert_matches(2 * terms.losses, case("rl2.critic", "loss_mat")[mask])
-    assert torch.equal(
-        terms.statistics["value_clip_fraction"].bool(), case("rl2.critic", "clip")[mask].bool()
-    )
+    assert torch.equal(terms.statistics["value_clip_fraction"].bool(), case("rl2.critic", "clip")[mask].bool())
 
 
 def test_without_clipping_it_is_half_the_squared_error() -> None:

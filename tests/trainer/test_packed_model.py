@@ -120,9 +120,7 @@ def test_in_a_tree_a_token_attends_only_to_its_own_sequence(name: str, ragged: b
         with torch.no_grad():
             states = model.states(packed)
         torch.testing.assert_close(states, torch.cat(expected), atol=1e-4, rtol=1e-4)
-        assert packed.targets.tolist() == [
-            int(token) for one in order for token in one.input_ids[one.loss_mask]
-        ]
+        assert packed.targets.tolist() == [int(token) for one in order for token in one.input_ids[one.loss_mask]]
         assert sum(one.num_trained_tokens for one in batch) == len(packed.predicted_at)
         model.model.set_attn_implementation("sdpa")
 
@@ -138,9 +136,7 @@ def test_a_chain_needs_no_mask_and_a_fork_does() -> None:
     assert fork.input_ids.shape == (3, len(prefixes))  # every prefix is computed once
 
 
-def states_and_gradients(
-    model: PackedModel, packed: PackedSequences, weights: list[Tensor]
-) -> tuple[Tensor, Any]:
+def states_and_gradients(model: PackedModel, packed: PackedSequences, weights: list[Tensor]) -> tuple[Tensor, Any]:
     states = model.states(packed)
     loss = (states * torch.linspace(-1, 1, states.shape[1])).sum()
     return states.detach(), torch.autograd.grad(loss, weights, allow_unused=True)
@@ -166,9 +162,7 @@ def test_the_varlen_kernel_accepts_its_arguments() -> None:
 def test_the_decoder_is_registered_once(tiny: Path) -> None:
     model = load_policy(str(tiny), device=CPU)
     packed = PackedModel(model)
-    assert [name for name, _ in packed.named_parameters()] == [
-        f"model.{name}" for name, _ in model.named_parameters()
-    ]
+    assert [name for name, _ in packed.named_parameters()] == [f"model.{name}" for name, _ in model.named_parameters()]
 
 
 def test_a_deep_copy_reads_its_own_weights(untied: Path) -> None:

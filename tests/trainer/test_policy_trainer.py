@@ -20,9 +20,7 @@ from areal_lite.trainer.policy_trainer import PolicyTrainer
 from tests.trainer.training_data import drawn_batch, sequence, training_batch
 
 
-def make_trainer(
-    model_path: Path, *, seed: int = 1, temperature: float = 1.0, **changes: Any
-) -> PolicyTrainer:
+def make_trainer(model_path: Path, *, seed: int = 1, temperature: float = 1.0, **changes: Any) -> PolicyTrainer:
     given: dict[str, Any] = {
         "total_steps": 100,
         "learning_rate": 1e-3,
@@ -160,9 +158,7 @@ def test_max_episode_kl_masks_bad_answers_far_from_the_policy(tiny: Path) -> Non
         for reward, logprob in ((1.0, -1.0), (0.0, 0.0))
     ]
     bounded, alone = (
-        make_trainer(
-            tiny, advantage="reinforce", advantage_mean="batch", max_grad_norm=1e9, correction=correction
-        )
+        make_trainer(tiny, advantage="reinforce", advantage_mean="batch", max_grad_norm=1e9, correction=correction)
         for correction in (CorrectionConfig(level="none", max_episode_kl=5.1), CorrectionConfig(level="none"))
     )
     metrics = bounded.train_step(training_batch(batch), version=0)
@@ -182,9 +178,7 @@ def test_which_groups_share_an_update_does_not_depend_on_the_order_of_the_batch(
 
 def test_a_users_loss_gets_episodes_without_an_advantage(tiny: Path) -> None:
     silent = [
-        dataclasses.replace(one, reward=2.0, group_id=f"s{n}")
-        for n in range(2)
-        for one in drawn_batch(2, groups=1)
+        dataclasses.replace(one, reward=2.0, group_id=f"s{n}") for n in range(2) for one in drawn_batch(2, groups=1)
     ]
     batch = training_batch(drawn_batch(1, groups=1) + silent)
     trainer = make_trainer(tiny, loss="tests.trainer.training_data.squared_ratio", minibatches_per_step=3)
@@ -210,9 +204,7 @@ def test_padding_in_a_micro_batch_changes_nothing(tiny: Path) -> None:
         # Without a KL term the extra sequence would be skipped in the forward pass; this term has weight 0.
         trainer = make_trainer(tiny, max_grad_norm=1e9, kl=KLConfig(coef=1e-12))
         loss = trainer.train_step(training_batch(batch), version=0)["loss"]
-        results.append(
-            (loss * len(batch), {name: grad * len(batch) for name, grad in gradients(trainer).items()})
-        )
+        results.append((loss * len(batch), {name: grad * len(batch) for name, grad in gradients(trainer).items()}))
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
 
 
@@ -260,8 +252,7 @@ def test_a_policy_learns_what_is_rewarded(tiny: Path) -> None:
             logprobs = torch.log_softmax(trainer.model(torch.tensor([[5, 6]])).logits[0, -1, :16], -1)
         drawn = torch.multinomial(logprobs.exp(), 32, replacement=True, generator=generator).tolist()
         batch = [
-            sequence([5, 6, token], [2], reward=float(token == 9), behaviour=[0, 0, logprobs[token]])
-            for token in drawn
+            sequence([5, 6, token], [2], reward=float(token == 9), behaviour=[0, 0, logprobs[token]]) for token in drawn
         ]
         rewards.append(trainer.train_step(training_batch(batch), version=step)["reward_mean"])
     assert rewards[0] < 0.5
@@ -274,8 +265,7 @@ def test_fresh_data_has_no_mismatch_ratio_one_and_no_staleness(tiny: Path) -> No
         logits = trainer.model(torch.tensor([[5, 6]])).logits[0, -1] / 0.7
     logprobs = torch.log_softmax(logits, -1)
     batch = [
-        sequence([5, 6, t], [2], reward=float(t), behaviour=[0, 0, logprobs[t]], versions=[-1, -1, 3])
-        for t in (7, 8)
+        sequence([5, 6, t], [2], reward=float(t), behaviour=[0, 0, logprobs[t]], versions=[-1, -1, 3]) for t in (7, 8)
     ]
     metrics = trainer.train_step(training_batch(batch), version=3)
     assert metrics["engine_mismatch/log_prob_diff_max"] < 1e-5
@@ -293,9 +283,7 @@ def test_later_minibatches_are_clipped_around_the_weights_at_the_start_of_the_st
 
 def test_the_reference_keeps_the_initial_weights(tiny: Path) -> None:
     trainer = make_trainer(tiny, kl=KLConfig(coef=0.1), learning_rate=1e-2)
-    first, second = (
-        trainer.train_step(training_batch(drawn_batch(step)), version=step)["kl"] for step in range(2)
-    )
+    first, second = (trainer.train_step(training_batch(drawn_batch(step)), version=step)["kl"] for step in range(2))
     assert first == pytest.approx(0.0, abs=1e-6)
     assert second > 1e-4
 
@@ -361,15 +349,11 @@ def test_f68_running_out_of_memory_once_halves_the_micro_batch(tiny: Path, role:
 def test_f68_running_out_of_memory_again_ends_the_run(tiny: Path) -> None:
     trainer = make_trainer(tiny, max_tokens_per_microbatch=256)
     run_out_of_memory(trainer, trainer.learner.module, times=2)
-    with pytest.raises(
-        TrainingError, match="out of memory with micro-batches of 128 tokens: lower trainer.max_tokens"
-    ):
+    with pytest.raises(TrainingError, match="out of memory with micro-batches of 128 tokens: lower trainer.max_tokens"):
         trainer.train_step(training_batch(drawn_batch(0)), version=5)
 
 
-def test_f67_a_skipped_update_is_recorded_with_its_tasks(
-    tiny: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_f67_a_skipped_update_is_recorded_with_its_tasks(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     skipped_updates: list[dict[str, Any]] = []
     config = TrainerConfig(total_steps=1, learning_rate=1e-3, dtype="float32", device="cpu")
     trainer = PolicyTrainer(config, model_path=str(tiny), seed=1, on_skip=skipped_updates.append)
@@ -382,15 +366,9 @@ def test_f67_a_skipped_update_is_recorded_with_its_tasks(
     assert "skipped a non-finite update" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("rewards", math.nan), ("baselines", math.inf), ("logprobs", -math.inf)]
-)
-def test_a_non_finite_number_in_a_batch_ends_the_run_and_names_its_task(
-    tiny: Path, key: str, value: float
-) -> None:
-    batch = training_batch(
-        [dataclasses.replace(one, task_id=f"t{n}") for n, one in enumerate(drawn_batch(0))]
-    )
+@pytest.mark.parametrize(("key", "value"), [("rewards", math.nan), ("baselines", math.inf), ("logprobs", -math.inf)])
+def test_a_non_finite_number_in_a_batch_ends_the_run_and_names_its_task(tiny: Path, key: str, value: float) -> None:
+    batch = training_batch([dataclasses.replace(one, task_id=f"t{n}") for n, one in enumerate(drawn_batch(0))])
     batch.batch["baselines"] = batch.batch["rewards"].clone()
     batch.batch[key][3] = value
     trainer = make_trainer(tiny)

@@ -43,13 +43,8 @@ def test_dpo_equals_the_formula_on_plain_logits(tiny: Path, other: Path) -> None
     policy = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
     margins = torch.stack(
         [
-            beta
-            * (answer_logprob(policy, item, "chosen") - answer_logprob(reference, item, "chosen").detach())
-            - beta
-            * (
-                answer_logprob(policy, item, "rejected")
-                - answer_logprob(reference, item, "rejected").detach()
-            )
+            beta * (answer_logprob(policy, item, "chosen") - answer_logprob(reference, item, "chosen").detach())
+            - beta * (answer_logprob(policy, item, "rejected") - answer_logprob(reference, item, "rejected").detach())
             for item in items
         ]
     )
@@ -82,11 +77,7 @@ def test_a_pair_loss_does_not_depend_on_micro_batch_size_or_order(
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
-@given(
-    lengths=st.lists(
-        st.tuples(st.integers(1, 40), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=9
-    )
-)
+@given(lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=9))
 @settings(max_examples=30)
 @pytest.mark.parametrize("size", [1, 3])
 def test_pairs_stay_together_on_one_rank_and_in_one_micro_batch(

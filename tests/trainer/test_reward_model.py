@@ -34,9 +34,7 @@ def alone(model: Any, one: TokenSequence) -> Tensor:
 @pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
 def test_rewards_equal_those_of_transformers(model: Any, max_tokens: int) -> None:
     batch = drawn_batch(5)
-    batch += [
-        sequence([*one.input_ids, 7, 8], [1], group=one.group_id) for one in batch
-    ]  # untrained tokens at the end
+    batch += [sequence([*one.input_ids, 7, 8], [1], group=one.group_id) for one in batch]  # untrained tokens at the end
     batch.append(sequence(batch[0].input_ids[:3], [1], group=batch[0].group_id))  # the beginning of another
     rewards = RewardModel(model).score(batch, max_tokens=max_tokens)
     assert not rewards.requires_grad
@@ -68,9 +66,7 @@ def test_the_gradient_of_a_pair_equals_that_of_its_sequences_alone(tiny: Path, r
     torch.nn.init.normal_(model.score.weight)
     pair = [sequence([5, 6, 7, 8], [2, 3]), sequence([5, 6, 9], [2])]
     scorer, endings = RewardScorer(model), [ending(one) for one in pair]
-    ((block,),) = plan_blocks(
-        endings, [0, 1], max_tokens=100, balance_length=100
-    )  # the prompt is computed once
+    ((block,),) = plan_blocks(endings, [0, 1], max_tokens=100, balance_length=100)  # the prompt is computed once
     assert (block.sequences, block.shared, block.length) == ((0, 1), (0, 2), 5)
     gradients = []
     for chosen, rejected in (

@@ -20,9 +20,7 @@ from areal_lite.trainer.supervised_trainer import with_warmup
 from tests.trainer.supervised_data import COMMON, gradients, run_out_of_memory, sequences, sft_trainer
 
 
-def plain_loss(
-    model: Path, items: list[dict[str, torch.Tensor]], averaging: str
-) -> tuple[torch.Tensor, object]:
+def plain_loss(model: Path, items: list[dict[str, torch.Tensor]], averaging: str) -> tuple[torch.Tensor, object]:
     """Return the loss from full logits of one sequence at a time, and the model with its gradients."""
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     losses = []
@@ -39,9 +37,7 @@ def plain_loss(
 
 @pytest.mark.parametrize("averaging", ["token", "sequence"])
 @pytest.mark.parametrize("common", [0, 20])
-def test_loss_and_gradients_equal_those_of_each_sequence_alone(
-    tiny: Path, averaging: str, common: int
-) -> None:
+def test_loss_and_gradients_equal_those_of_each_sequence_alone(tiny: Path, averaging: str, common: int) -> None:
     # R21
     items = sequences(0, 7, common=common)
     expected, plain = plain_loss(tiny, items, averaging)
@@ -151,9 +147,7 @@ def fails(kind: type[Exception]) -> Callable[[], object]:
     [fails(MemoryError), fails(torch.OutOfMemoryError), lambda: torch.empty(1 << 50)],
     ids=["python", "GPU", "CPU"],
 )
-def test_running_out_of_memory_once_halves_the_micro_batch(
-    tiny: Path, act: str, error: Callable[[], object]
-) -> None:
+def test_running_out_of_memory_once_halves_the_micro_batch(tiny: Path, act: str, error: Callable[[], object]) -> None:
     # F68
     calm, pressed = (sft_trainer(tiny, max_tokens_per_microbatch=128) for _ in range(2))
     run_out_of_memory(pressed.scorer, error, above=64)
@@ -161,9 +155,7 @@ def test_running_out_of_memory_once_halves_the_micro_batch(
     expected, found = (getattr(trainer, act)(items) for trainer in (calm, pressed))
     assert (calm.learner.max_tokens, pressed.learner.max_tokens) == (128, 64)
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    torch.testing.assert_close(
-        list(pressed.model.parameters()), list(calm.model.parameters()), rtol=1e-3, atol=1e-5
-    )
+    torch.testing.assert_close(list(pressed.model.parameters()), list(calm.model.parameters()), rtol=1e-3, atol=1e-5)
     run_out_of_memory(pressed.scorer, error, above=1)
     with pytest.raises(TrainingError, match="out of memory with micro-batches of 64 tokens: lower"):
         getattr(pressed, act)(items)

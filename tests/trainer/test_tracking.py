@@ -96,9 +96,7 @@ def test_trackio_resumes_the_same_run(tmp_path: Path, monkeypatch: pytest.Monkey
     ("name", "module"),
     [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb"), ("trackio", "trackio")],
 )
-def test_a_missing_package_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str
-) -> None:
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=f"pip install {name}, or leave {name} out"):
         start_tracking(config(name), tmp_path)
@@ -107,9 +105,7 @@ def test_a_missing_package_is_named(
 def test_a_tracker_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     (tmp_path / "tensorboard").write_text("a file where the folder goes")
-    with pytest.raises(
-        ConfigError, match=r"tensorboard cannot start: FileExistsError.*leave tensorboard out"
-    ):
+    with pytest.raises(ConfigError, match=r"tensorboard cannot start: FileExistsError.*leave tensorboard out"):
         start_tracking(config("tensorboard"), tmp_path)
 
 

@@ -27,9 +27,7 @@ def test_every_metric_equals_the_oracles() -> None:
 
 def test_estimates_are_near_the_exact_expectations() -> None:
     scores, predictions = [0.1, 0.9, 0.4, 0.4], ["a", "b", "a", "c"]
-    ours = validation_metrics(
-        {"reward": scores}, prompt_ids=["p"] * 4, data_sources=["s"] * 4, predictions=predictions
-    )
+    ours = validation_metrics({"reward": scores}, prompt_ids=["p"] * 4, data_sources=["s"] * 4, predictions=predictions)
     draws = list(itertools.product(range(4), repeat=4))
     best = np.mean([max(scores[i] for i in draw) for draw in draws])
     votes = [[predictions[i] for i in draw] for draw in draws]

@@ -27,9 +27,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["tiny", "untied"])
-def test_a_published_folder_loads_in_transformers(
-    kind: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_published_folder_loads_in_transformers(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     model = load_policy(str(request.getfixturevalue(kind)), device=CPU)
     folder = publish_weights(model, tmp_path, 7, dtype=torch.float32)
     assert folder == tmp_path / "v00000007"

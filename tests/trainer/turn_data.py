@@ -54,9 +54,7 @@ def make_turn_step(episodes: Sequence[Episode], dtype: torch.dtype = torch.float
             rewards=torch.tensor([turn.reward for _, turn in turns], dtype=dtype),
             episodes=of_turn,
             index=torch.tensor([turn.index for _, turn in turns]),
-            parents=torch.tensor(
-                [first[number] + turn.parent if turn.parent >= 0 else -1 for number, turn in turns]
-            ),
+            parents=torch.tensor([first[number] + turn.parent if turn.parent >= 0 else -1 for number, turn in turns]),
         ),
     )
 

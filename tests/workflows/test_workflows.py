@@ -39,9 +39,7 @@ def run_agent(agent: Any, row: dict[str, Any], answers: list[Any], path: Path) -
     return float(reward)
 
 
-async def is_four(
-    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **row: Any
-) -> float:
+async def is_four(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **row: Any) -> float:
     assert tokenizer().encode(prompt, add_special_tokens=False) == prompt_ids
     assert tokenizer().decode(completion_ids) == completion + "<|im_end|>"
     return float(completion == row["answer"])
@@ -101,9 +99,7 @@ def test_largest_number_rows_are_made_from_the_seed() -> None:
 
 
 def tool_call(expression: str) -> str:
-    return (
-        f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>'
-    )
+    return f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>'
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,7 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-calculator = Agent(
-    name="calculator", instructions="Multiply with the tool.", tools=[multiply], output_type=Result
-)
+calculator = Agent(name="calculator", instructions="Multiply with the tool.", tools=[multiply], output_type=Result)
 reception = Agent(
     name="reception", instructions="Hand questions about numbers to the calculator.", handoffs=[calculator]
 )
@@ -43,9 +41,7 @@ class HandoffAgent:
         self, data: dict[str, Any], base_url: Any = None, api_key: Any = None, http_client: Any = None
     ) -> float:
         client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
-        config = RunConfig(
-            model_provider=OpenAIProvider(openai_client=client), model="default", tracing_disabled=True
-        )
+        config = RunConfig(model_provider=OpenAIProvider(openai_client=client), model="default", tracing_disabled=True)
         question: Any = data["question"]
         try:
             if self.stream:

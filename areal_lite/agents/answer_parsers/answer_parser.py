@@ -103,16 +103,12 @@ class AnswerParser:
             declared = _declared(tools)
             if calls and all(call.name in declared for call in calls):
                 parts = ["", *calls]
-        unparsable = any(
-            isinstance(p, Unreadable) or (isinstance(p, ToolCall) and not p.is_json) for p in parts
-        )
+        unparsable = any(isinstance(p, Unreadable) or (isinstance(p, ToolCall) and not p.is_json) for p in parts)
         tool_calls = [self._in_openai_shape(part) for part in parts if isinstance(part, ToolCall)]
         if not tool_calls:
             return ParsedAnswer(text, unparsable=unparsable)
         texts = [
-            part.text if isinstance(part, Unreadable) else part
-            for part in parts
-            if not isinstance(part, ToolCall)
+            part.text if isinstance(part, Unreadable) else part for part in parts if not isinstance(part, ToolCall)
         ]
         content = "".join([texts[0], *(piece for piece in texts[1:] if piece.strip())]).rstrip()
         if not texts[0].strip():

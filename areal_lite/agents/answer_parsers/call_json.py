@@ -11,9 +11,7 @@ _NAME = re.compile(NAME)
 _SPACE = re.compile(r"\s*")
 _SEPARATORS = re.compile(r"[\s,;\[\]]*")
 _BROKEN_CALL = re.compile(
-    r"[\[\s]*\{\s*['\"]name['\"]\s*:\s*['\"]"
-    + f"({NAME})"
-    + r"['\"]\s*,\s*['\"](?:arguments|parameters)['\"]\s*:"
+    r"[\[\s]*\{\s*['\"]name['\"]\s*:\s*['\"]" + f"({NAME})" + r"['\"]\s*,\s*['\"](?:arguments|parameters)['\"]\s*:"
 )
 _JSON_BEGINS = frozenset('{["-0123456789tfn')
 _LITERALS = {"True": True, "False": False, "None": None}
@@ -42,9 +40,7 @@ def skip_space(text: str, position: int) -> int:
 def read_json(text: str, position: int = 0) -> tuple[Any, int] | None:
     """Return the JSON value at ``position``, after white space, and the position after it; None if there is none."""
     position = skip_space(text, position)
-    if (
-        text[position : position + 1] not in _JSON_BEGINS
-    ):  # an error of the decoder takes time linear in the text
+    if text[position : position + 1] not in _JSON_BEGINS:  # an error of the decoder takes time linear in the text
         return None
     try:
         return _DECODER.raw_decode(text, position)
@@ -136,9 +132,7 @@ def _broken_call(text: str) -> ToolCall | None:
     found = read_json(text, header.end())
     if found is not None and not text[found[1] :].strip(" \n\t\r]}"):  # only the end of the object is missing
         return call_with_arguments(header[1], text[header.end() : found[1]])
-    return ToolCall(
-        header[1], text[header.end() :].rstrip(" \n\t\r]").removesuffix("}").strip(), is_json=False
-    )
+    return ToolCall(header[1], text[header.end() :].rstrip(" \n\t\r]").removesuffix("}").strip(), is_json=False)
 
 
 def _kinds(schema: Any) -> set[str]:
@@ -146,9 +140,7 @@ def _kinds(schema: Any) -> set[str]:
     if not isinstance(schema, dict):
         return set()
     declared = schema.get("type")
-    kinds = {
-        kind for kind in (declared if isinstance(declared, list) else [declared]) if isinstance(kind, str)
-    }
+    kinds = {kind for kind in (declared if isinstance(declared, list) else [declared]) if isinstance(kind, str)}
     for key in ("anyOf", "oneOf"):
         options = schema.get(key)
         for option in options if isinstance(options, list) else ():

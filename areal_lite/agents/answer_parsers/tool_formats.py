@@ -67,11 +67,7 @@ def glm45(text: str, tools: Tools) -> Iterator[Part]:
         if isinstance(part, str):
             yield part
             continue
-        end = min(
-            index
-            for index in (part.body.find("<arg_key>"), part.body.find("\n"), len(part.body))
-            if index >= 0
-        )
+        end = min(index for index in (part.body.find("<arg_key>"), part.body.find("\n"), len(part.body)) if index >= 0)
         name = part.body[:end].strip()
         if is_name(name):
             yield _glm_call(name, part.body[end:], tools.get(name, {}))
@@ -188,11 +184,7 @@ def deepseek(text: str, tools: Tools) -> Iterator[Part]:
             arguments = rest.strip().removeprefix("```json").removeprefix("```").removesuffix("```")
         name = name.strip()
         has_separator = _DEEPSEEK_SEPARATOR in part.body
-        yield (
-            call_with_arguments(name, arguments)
-            if has_separator and is_name(name)
-            else Unreadable(part.whole)
-        )
+        yield (call_with_arguments(name, arguments) if has_separator and is_name(name) else Unreadable(part.whole))
 
 
 _FENCE = re.compile(r"```(?:json|tool_calls?)?[ \t]*\n")

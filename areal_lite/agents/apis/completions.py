@@ -96,9 +96,7 @@ def _head(answer_id: str, request: ChatRequest) -> dict[str, Any]:
     return {"id": answer_id, "object": "text_completion", "created": created, "model": request.model}
 
 
-def _choice(
-    index: int, text: str, answer: Answer, request: ChatRequest, session: ChatSession
-) -> dict[str, Any]:
+def _choice(index: int, text: str, answer: Answer, request: ChatRequest, session: ChatSession) -> dict[str, Any]:
     logprobs = None
     if request.logprobs:
         response = answer.response

@@ -168,9 +168,7 @@ def _blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
             arguments = None
         if not isinstance(arguments, dict):
             arguments = {_RAW_ARGUMENTS: text}
-        blocks.append(
-            {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments}
-        )
+        blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
     return blocks
 
 
@@ -188,9 +186,7 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
         where = f"messages[{index}]"
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ("user", "assistant", "system"):
-            raise RequestError(
-                f"{where}.role is {short(role)}: send user or assistant", param=f"{where}.role"
-            )
+            raise RequestError(f"{where}.role is {short(role)}: send user or assistant", param=f"{where}.role")
         content = message.get("content")
         if isinstance(content, str):
             messages.append({"role": role, "content": content})
@@ -265,9 +261,7 @@ def _kind(block: Any, where: str) -> str:
 
 
 def _unsupported(kind: str, where: str) -> RequestError:
-    return RequestError(
-        f"{where} has a block of type {short(kind)}: only text is supported there", param=where
-    )
+    return RequestError(f"{where} has a block of type {short(kind)}: only text is supported there", param=where)
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
@@ -290,7 +284,5 @@ def _tool_choice(choice: dict[str, Any]) -> Any:
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if kind not in ("auto", "any", "none"):
-        raise RequestError(
-            f"tool_choice.type is {short(kind)}: send auto, any, tool or none", param="tool_choice"
-        )
+        raise RequestError(f"tool_choice.type is {short(kind)}: send auto, any, tool or none", param="tool_choice")
     return "required" if kind == "any" else kind

@@ -46,13 +46,9 @@ class Responses:
         if unknown := [name for name in body if name not in _READ and name not in _IGNORED]:
             raise RequestError(f"unknown field {short(unknown[0])}: leave it out", param=unknown[0][:80])
         if body.get("background"):
-            raise RequestError(
-                "background is not served: leave it out and wait for the response", param="background"
-            )
+            raise RequestError("background is not served: leave it out and wait for the response", param="background")
         if body.get("truncation") not in (None, "disabled", "auto"):
-            raise RequestError(
-                f"truncation is {short(body['truncation'])}: send 'disabled'", param="truncation"
-            )
+            raise RequestError(f"truncation is {short(body['truncation'])}: send 'disabled'", param="truncation")
         chat = {name: body[field] for field, name in _AS_CHAT.items() if body.get(field) is not None}
         history = self._history(body.get("previous_response_id"), session)
         instructions = typed("instructions", body.get("instructions"), str, "send a string")
@@ -295,9 +291,7 @@ def _text(raw: Any, where: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else part
         text = part.get("text") if kind in ("input_text", "output_text", "text") else None
         if not isinstance(text, str):
-            raise RequestError(
-                f"{where} has a part of type {short(kind)}: only text is supported", param=where
-            )
+            raise RequestError(f"{where} has a part of type {short(kind)}: only text is supported", param=where)
         texts.append(text)
     return "\n".join(texts)
 
@@ -307,7 +301,5 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
         raise RequestError(
             f"{where} is {short(tool)}: send functions; tools that OpenAI runs are not served", param=where
         )
-    function = {
-        name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None
-    }
+    function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
     return {"type": "function", "function": function}

@@ -256,10 +256,7 @@ class DataProto:
             meta_info["metrics"] = metrics
         return DataProto(
             {key: torch.cat([part.batch[key] for part in parts]) for key in first.batch},
-            {
-                key: np.concatenate([part.non_tensor_batch[key] for part in parts])
-                for key in first.non_tensor_batch
-            },
+            {key: np.concatenate([part.non_tensor_batch[key] for part in parts]) for key in first.non_tensor_batch},
             meta_info,
         )
 
@@ -277,14 +274,10 @@ class DataProto:
     def unpad(self, pad_size: int) -> DataProto:
         """Return the batch without its last ``pad_size`` items."""
         if not 0 <= pad_size <= len(self):
-            raise ValueError(
-                f"pad_size is {pad_size} of {len(self)} items: pass what pad_to_divisor returned"
-            )
+            raise ValueError(f"pad_size is {pad_size} of {len(self)} items: pass what pad_to_divisor returned")
         return self[: len(self) - pad_size]
 
-    def make_iterator(
-        self, mini_batch_size: int, *, epochs: int = 1, seed: int | None = None
-    ) -> Iterator[DataProto]:
+    def make_iterator(self, mini_batch_size: int, *, epochs: int = 1, seed: int | None = None) -> Iterator[DataProto]:
         """Return an iterator over mini-batches, every item once per epoch.
 
         Args:
@@ -340,9 +333,7 @@ class DataProto:
             )
         if index.dtype == bool:
             if len(index) != len(self):
-                raise IndexError(
-                    f"the mask has {len(index)} entries for {len(self)} items: give one per item"
-                )
+                raise IndexError(f"the mask has {len(index)} entries for {len(self)} items: give one per item")
             return np.flatnonzero(index)
         outside = index[(index < -len(self)) | (index >= len(self))]
         if outside.size:
@@ -400,7 +391,5 @@ def _check_same_columns(first: DataProto, part: DataProto, number: int) -> None:
 
 
 def _item_forms(part: DataProto) -> dict[str, str]:
-    forms = {
-        key: f"{tensor.dtype} items of shape {list(tensor.shape[1:])}" for key, tensor in part.batch.items()
-    }
+    forms = {key: f"{tensor.dtype} items of shape {list(tensor.shape[1:])}" for key, tensor in part.batch.items()}
     return forms | dict.fromkeys(part.non_tensor_batch, "an object array")

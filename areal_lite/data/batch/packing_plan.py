@@ -132,9 +132,7 @@ def plan_packing(
 def _least_minibatches(units: Sequence[int], max_tokens: int) -> int:
     """Return a lower bound on the number of mini-batches, from the total and from the longest sequences."""
     by_total = -(-sum(units) // max_tokens)
-    by_length = (
-        -(-rank // (max_tokens // length)) for rank, length in enumerate(sorted(units, reverse=True), start=1)
-    )
+    by_length = (-(-rank // (max_tokens // length)) for rank, length in enumerate(sorted(units, reverse=True), start=1))
     return max(by_total, *by_length)
 
 

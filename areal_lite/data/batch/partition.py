@@ -16,9 +16,7 @@ _FEW_ITEMS = 1024
 """Up to here Karmarkar-Karp takes a few milliseconds; beyond, it gains almost nothing (benchmarks/packing_plans.py)."""
 
 
-def get_seqlen_balanced_partitions(
-    lengths: Sequence[int], k_partitions: int, equal_size: bool = False
-) -> Parts:
+def get_seqlen_balanced_partitions(lengths: Sequence[int], k_partitions: int, equal_size: bool = False) -> Parts:
     """Return ``k_partitions`` lists of indices with nearly equal total lengths.
 
     Returns the better result of longest-processing-time and Karmarkar-Karp. Above 1,024 items only the former runs,

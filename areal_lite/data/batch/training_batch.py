@@ -47,9 +47,7 @@ _COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions")
 _REQUIRED = {"loss_mask": "which tokens the policy sampled", "rewards": "how good each sequence is"}
 
 
-def collate_sequences(
-    sequences: Sequence[TokenSequence], length: int, *, pad_token_id: int
-) -> dict[str, Any]:
+def collate_sequences(sequences: Sequence[TokenSequence], length: int, *, pad_token_id: int) -> dict[str, Any]:
     """Return the training batch of ``sequences``, in order, for :meth:`DataProto.from_single_dict`.
 
     Args:

@@ -51,9 +51,7 @@ def drops_tools(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> bool:
     return _drops_tools(
         tokenizer,
         template if isinstance(template, str) else repr(template),
-        orjson.dumps(template_kwargs, option=orjson.OPT_NON_STR_KEYS, default=str)
-        if template_kwargs
-        else b"{}",
+        orjson.dumps(template_kwargs, option=orjson.OPT_NON_STR_KEYS, default=str) if template_kwargs else b"{}",
     )
 
 
@@ -70,9 +68,7 @@ def check_tools_are_rendered(tokenizer: Any, tools: Any, template_kwargs: Mappin
         )
 
 
-def in_hermes_form(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
-) -> list[dict[str, Any]]:
+def in_hermes_form(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> list[dict[str, Any]]:
     """Return messages for a template that knows no tools.
 
     Args:

@@ -67,9 +67,7 @@ def render_prompt(renderer: Any, messages: Any, *, config: DatasetConfig, tools:
     if schemas:
         variables["tools"] = schemas
     try:
-        text: str = renderer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **variables
-        )
+        text: str = renderer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
     except Exception as error:  # a template is a program and may raise anything
         raise TemplateError(
             f"the chat template cannot write {str(messages)[:200]} ({type(error).__name__}: {error}): fix the row, or "
@@ -93,9 +91,7 @@ def _schemas(tools: Any, key: str) -> Any:
         try:
             tools = orjson.loads(tools)
         except orjson.JSONDecodeError as error:
-            raise ConfigError(
-                f"the tools in {key!r} are not JSON ({error}): write a list of schemas"
-            ) from None
+            raise ConfigError(f"the tools in {key!r} are not JSON ({error}): write a list of schemas") from None
     return without_nulls(tools)
 
 

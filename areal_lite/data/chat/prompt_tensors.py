@@ -67,9 +67,7 @@ def postprocess_data(
     )
 
 
-def pad_sequence_to_length(
-    tensors: Tensor, max_seq_len: int, pad_token_id: int, left_pad: bool = False
-) -> Tensor:
+def pad_sequence_to_length(tensors: Tensor, max_seq_len: int, pad_token_id: int, left_pad: bool = False) -> Tensor:
     """Return ``tensors`` with the last dimension padded to ``max_seq_len``; longer ones are unchanged."""
     missing = max(0, max_seq_len - tensors.shape[-1])
     return F.pad(tensors, (missing, 0) if left_pad else (0, missing), value=pad_token_id)

@@ -125,9 +125,7 @@ def make_data_packer(model_type: str, path: str | None = None) -> DataPacker:
     return packer()
 
 
-def rollout_inputs(
-    packer: DataPacker, rows: Sequence[Any], *, prompt_key: str = "prompt"
-) -> list[dict[str, Any]]:
+def rollout_inputs(packer: DataPacker, rows: Sequence[Any], *, prompt_key: str = "prompt") -> list[dict[str, Any]]:
     """Return what workflows get for ``rows``, one dict each, in order.
 
     If the packer turns a row into text or messages, they become the dict's ``prompt_key``.
@@ -138,9 +136,7 @@ def rollout_inputs(
             f"{type(packer).__name__}.rollout_collate_fn made {len(inputs)} inputs of {len(rows)}: return one for each"
         )
     return [
-        dict(item)
-        if isinstance(item, Mapping)
-        else {**(row if isinstance(row, Mapping) else {}), prompt_key: item}
+        dict(item) if isinstance(item, Mapping) else {**(row if isinstance(row, Mapping) else {}), prompt_key: item}
         for row, item in zip(rows, inputs, strict=True)
     ]
 
@@ -158,9 +154,7 @@ def training_batch(packer: DataPacker, groups: Iterable[Group]) -> DataProto:
     from areal_lite.data.batch.training_batch import training_sequences
 
     processed = [
-        packer.get_policy_input(row_of(group), sequence)
-        for group in groups
-        for sequence in training_sequences([group])
+        packer.get_policy_input(row_of(group), sequence) for group in groups for sequence in training_sequences([group])
     ]
     if not processed:
         raise TrainingError("there is no accepted episode to train on: look at the dump for the reasons")

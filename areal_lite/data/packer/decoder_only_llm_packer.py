@@ -68,18 +68,14 @@ class DecoderOnlyLLMDataPacker(DataPacker):
         """
         if not isinstance(rollout_output, Sample | TokenSequence):
             source = row_sample(sample, self.config)
-            rollout_output = single_turn_sample(
-                source, self._prompt_ids(source), rollout_output, self.tokenizer
-            )
+            rollout_output = single_turn_sample(source, self._prompt_ids(source), rollout_output, self.tokenizer)
         return mask_prefix(as_sequence(rollout_output), n_ignore_prefix_tokens)
 
     def policy_compute_max_len(self, processed_samples: Sequence[TokenSequence]) -> int:
         """Return the length, in tokens, of the longest; ValueError if there is none."""
         return longest_length(processed_samples)
 
-    def policy_collate_fn(
-        self, processed_samples: Sequence[TokenSequence], computed_max_len: int
-    ) -> dict[str, Any]:
+    def policy_collate_fn(self, processed_samples: Sequence[TokenSequence], computed_max_len: int) -> dict[str, Any]:
         """Return the batch of :func:`collate_sequences`, padded on the right.
 
         Raises:
@@ -121,9 +117,7 @@ def as_sequence(output: Sample | TokenSequence) -> TokenSequence:
     return output.to_sequence() if isinstance(output, Sample) else output
 
 
-def single_turn_sample(
-    source: Sample, prompt_ids: Sequence[int], output: str | list[int], tokenizer: Any
-) -> Sample:
+def single_turn_sample(source: Sample, prompt_ids: Sequence[int], output: str | list[int], tokenizer: Any) -> Sample:
     """Return a new sample of one turn: the prompt, and ``output`` as what was sampled."""
     if isinstance(output, str):
         output = encode(tokenizer, output)

@@ -82,9 +82,7 @@ class DynamicGenDataset(RLHFDataset):
         try:
             rows = orjson.loads(orjson.dumps(rows))
         except TypeError as error:
-            raise ConfigError(
-                f"{where}: cannot save its rows ({error}): use JSON values, text keys"
-            ) from error
+            raise ConfigError(f"{where}: cannot save its rows ({error}): use JSON values, text keys") from error
         columns = self.rows[0].keys()
         for number, row in enumerate(rows, 1):
             if row.keys() != columns:

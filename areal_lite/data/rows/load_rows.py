@@ -95,9 +95,7 @@ def _reasoning_gym(path: str, kwargs: dict[str, Any]) -> list[Row]:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"dataset {path} needs {error.name}, not installed: pip install {error.name}"
-        ) from None
+        raise ConfigError(f"dataset {path} needs {error.name}, not installed: pip install {error.name}") from None
     task = path.removeprefix(_GYM)
     if task not in DATASETS:
         close = difflib.get_close_matches(task, DATASETS, 3)

@@ -189,9 +189,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
                     f"the prompt has {ids.shape[1]} tokens, but max_prompt_length is {limit}, and images cannot be "
                     "truncated: raise it, or set filter_overlong_prompts"
                 )
-            ids, mask = postprocess_data(
-                ids, mask, limit, self._pad_token_id, truncation=self.config.truncation
-            )
+            ids, mask = postprocess_data(ids, mask, limit, self._pad_token_id, truncation=self.config.truncation)
         positions = None
         if self.processor is not None:
             positions = multimodal_position_ids(self.processor, ids[0], mask[0], prompt.multi_modal_inputs)

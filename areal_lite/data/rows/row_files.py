@@ -65,9 +65,7 @@ def load_dataset(data_path: str | Sequence[str], *, cache_dir: str | None = None
         for path in paths:
             source = _source(path, cache)
             if sources and source.split == sources[-1].split == "train" and source.files.keys() == {"train"}:
-                sources[-1].files["train"] += source.files[
-                    "train"
-                ]  # read together, so they share column types
+                sources[-1].files["train"] += source.files["train"]  # read together, so they share column types
             else:
                 sources.append(source)
         rows = _joined([part for source in sources for part in _parts(source, cache)])

@@ -85,9 +85,7 @@ def kind_of(value: Any) -> str:
     return {str: "text", int: "number", float: "number"}.get(type(value), type(value).__name__)
 
 
-def different_columns(
-    first: str, first_names: Iterable[str], second: str, second_names: Iterable[str]
-) -> ConfigError:
+def different_columns(first: str, first_names: Iterable[str], second: str, second_names: Iterable[str]) -> ConfigError:
     """Return the error for two sources whose columns differ."""
     return ConfigError(
         f"dataset {second}: its columns are {sorted(second_names)}, but {first} has {sorted(first_names)}: all "
@@ -230,9 +228,7 @@ def _parsed(text: bytes, where: str) -> Any:
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise ConfigError(
-            f"dataset {where}: not JSON: {error}: write an object per line, or a list of them"
-        ) from None
+        raise ConfigError(f"dataset {where}: not JSON: {error}: write an object per line, or a list of them") from None
     if _LONG_NUMBER.search(text):
         json.loads(text, parse_int=partial(_check_size, where))
     return value
@@ -240,9 +236,7 @@ def _parsed(text: bytes, where: str) -> Any:
 
 def _check_size(where: str, digits: str) -> None:
     if len(digits) > 20 or int(digits) not in _WHOLE:
-        raise ConfigError(
-            f"dataset {where}: the number {digits:.40} exceeds 64 bits: write it in quotes, as text"
-        )
+        raise ConfigError(f"dataset {where}: the number {digits:.40} exceeds 64 bits: write it in quotes, as text")
 
 
 def checked_row(row: Any, where: str) -> Row:
@@ -266,10 +260,7 @@ def _csv_rows(path: Path, compression: str) -> Iterator[tuple[str, Row]]:
     for where, row in _csv_cells(path, compression):
         yield (
             where,
-            {
-                name: (cell if name in texts else _number(cell)) if cell else None
-                for name, cell in row.items()
-            },
+            {name: (cell if name in texts else _number(cell)) if cell else None for name, cell in row.items()},
         )
 
 

@@ -28,9 +28,7 @@ what it returns is handed out and leaves the buffer; what it deletes and does no
 """
 
 
-def pop_first(
-    source: Any, rollout_id: int | None, buffer: list[SampleGroup], num_samples: int
-) -> list[SampleGroup]:
+def pop_first(source: Any, rollout_id: int | None, buffer: list[SampleGroup], num_samples: int) -> list[SampleGroup]:
     """Take the groups that were added first."""
     taken = buffer[:num_samples]
     del buffer[:num_samples]

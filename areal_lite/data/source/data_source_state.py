@@ -24,9 +24,7 @@ def state_bytes(state: Mapping[str, Any]) -> bytes:
     try:
         return orjson.dumps(state, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
-        raise ConfigError(
-            f"the data state is not JSON ({error}): keep JSON in metadata and rewards"
-        ) from error
+        raise ConfigError(f"the data state is not JSON ({error}): keep JSON in metadata and rewards") from error
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:

@@ -271,9 +271,7 @@ class Sample:
         end = 0
         for span in spans:
             if not end <= span.start <= span.end <= len(tokens):
-                raise ValueError(
-                    f"{sample._name()}: the span {tuple(span)} does not fit {len(tokens)} tokens"
-                )
+                raise ValueError(f"{sample._name()}: the span {tuple(span)} does not fit {len(tokens)} tokens")
             end = span.end
         sample.tokens, sample.spans = tokens, spans
         sample.loss_mask, sample.versions = aligned["loss_mask"], aligned["versions"]

@@ -120,9 +120,7 @@ def config_with_length(record: type[C], config: C | None, max_length: int | None
         return config
     if max_length < 2:
         raise ConfigError(f"max_length is {max_length}: the first token is never trained, so use 2 or more")
-    return (
-        record(path="", max_length=max_length) if config is None else replace(config, max_length=max_length)
-    )
+    return record(path="", max_length=max_length) if config is None else replace(config, max_length=max_length)
 
 
 def from_json(row: Row, key: str) -> Any:

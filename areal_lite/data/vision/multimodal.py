@@ -69,9 +69,7 @@ def media_values(messages: Sequence[Mapping[str, Any]], kind: str, column: Seque
         column: One value per such part.
     """
     rest = iter(column)
-    return [
-        next(rest) if (value := _inline(part, kind)) is None else value for part in _parts_of(messages, kind)
-    ]
+    return [next(rest) if (value := _inline(part, kind)) is None else value for part in _parts_of(messages, kind)]
 
 
 def column_values(row: Mapping[str, Any], key: str) -> list[Any]:
@@ -136,9 +134,7 @@ def load_videos(values: Sequence[Any]) -> list[list[Image]]:
     return videos
 
 
-def processor_inputs(
-    processor: Any, text: str, images: Sequence[Any], videos: Sequence[Any]
-) -> dict[str, Tensor]:
+def processor_inputs(processor: Any, text: str, images: Sequence[Any], videos: Sequence[Any]) -> dict[str, Tensor]:
     """Return the processor's model inputs for one sequence.
 
     Args:
@@ -186,9 +182,7 @@ def concatenate_inputs(inputs: Sequence[Mapping[str, Tensor] | None]) -> dict[st
 def _parts(content: Any, split: set[str]) -> Any:
     if isinstance(content, list | tuple):
         return [
-            {key: value for key, value in part.items() if value is not None}
-            if isinstance(part, Mapping)
-            else part
+            {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else part
             for part in content
         ]
     if not isinstance(content, str) or not split:

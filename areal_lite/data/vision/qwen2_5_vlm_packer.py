@@ -82,9 +82,7 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
         renderer = self.processor if self.processor.chat_template else self.tokenizer
         others = {key: row[key] for key in row if key not in (config.image_key, config.video_key)}
         return others | {
-            config.prompt_key: render_prompt(
-                renderer, messages, config=config, tools=row.get(config.tools_key)
-            ),
+            config.prompt_key: render_prompt(renderer, messages, config=config, tools=row.get(config.tools_key)),
             "multi_modal_data": {kind: values for kind, values in data.items() if values},
         }
 
@@ -120,9 +118,7 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
         """Return the length, in tokens, of the longest; ValueError if there is none."""
         return longest_length(processed_samples)
 
-    def policy_collate_fn(
-        self, processed_samples: Sequence[TokenSequence], computed_max_len: int
-    ) -> dict[str, Any]:
+    def policy_collate_fn(self, processed_samples: Sequence[TokenSequence], computed_max_len: int) -> dict[str, Any]:
         """Return the batch as for decoder-only models, and ``position_ids`` ``[B, 4, T]`` int64.
 
         A model with plain positions gets none. Others take them as ``[4, B, T]``, and
@@ -144,9 +140,7 @@ class Qwen2_5_VLM_DataPacker(DataPacker):
                 sequence.multi_modal_inputs or {},
                 tokens_per_second=self.tokens_per_second,
             )
-            for ids, mask, sequence in zip(
-                batch["input_ids"], batch["attention_mask"], processed_samples, strict=True
-            )
+            for ids, mask, sequence in zip(batch["input_ids"], batch["attention_mask"], processed_samples, strict=True)
         ]
         placed = [position for position in positions if position is not None]
         return batch | {"position_ids": torch.stack(placed)} if placed else batch

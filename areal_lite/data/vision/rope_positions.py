@@ -73,9 +73,7 @@ def multimodal_position_ids(
         input_ids[present],
         image_token_id=processor.image_token_id,
         video_token_id=processor.video_token_id,
-        video_marks=(processor.video_start_id, processor.video_end_id)
-        if known[0] == "Glm4vProcessor"
-        else None,
+        video_marks=(processor.video_start_id, processor.video_end_id) if known[0] == "Glm4vProcessor" else None,
     )
     positions = torch.zeros(4, len(input_ids), dtype=torch.int64)
     positions[0] = (present.long().cumsum(0) - 1).clamp(min=0)

@@ -85,9 +85,7 @@ class SGLang:
             logprobs = [pair[0] for pair in pairs]
             ids = reply.get("output_ids")
             if ids is not None and ids != tokens:
-                raise BadResponse(
-                    f"{len(ids)} output_ids that differ from the {len(tokens)} ids with log-probs"
-                )
+                raise BadResponse(f"{len(ids)} output_ids that differ from the {len(tokens)} ids with log-probs")
             versions: list[int] | None = None
             if meta.get("weight_versions"):
                 versions = spans_to_versions(meta["weight_versions"], len(tokens))

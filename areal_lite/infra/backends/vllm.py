@@ -134,9 +134,7 @@ class VLLM:
     def update_weights(self, path: str, version: int) -> list[ControlCall]:
         """Load from disk on every worker, name the version, drop the prefix cache."""
         return [
-            ControlCall(
-                "/collective_rpc", {"method": "load_checkpoint_dir", "kwargs": {"weights_path": path}}
-            ),
+            ControlCall("/collective_rpc", {"method": "load_checkpoint_dir", "kwargs": {"weights_path": path}}),
             ControlCall("/update_weight_version", {"new_version": str(version)}),
             ControlCall("/reset_prefix_cache"),
         ]
@@ -156,9 +154,8 @@ class VLLM:
 def _top_logprobs(content: list[Any], count: int) -> TopLogprobs:
     """Return the ``count`` best of each token; vLLM adds the sampled token where it is not one of them."""
     return [
-        [
-            (one["token_id"], one["logprob"])
-            for one in sorted(entry["top_logprobs"], key=lambda one: one["rank"])
-        ][:count]
+        [(one["token_id"], one["logprob"]) for one in sorted(entry["top_logprobs"], key=lambda one: one["rank"])][
+            :count
+        ]
         for entry in content
     ]

@@ -183,9 +183,7 @@ class EstimatorInputs:
 
 def _check_sorted(name: str, numbers: Tensor, count: int, what: str) -> None:
     """Raise a ValueError unless ``numbers [T]`` are non-decreasing and lie in 0 to ``count`` - 1."""
-    if len(numbers) and not (
-        numbers[0] >= 0 and numbers[-1] < count and bool((numbers[1:] >= numbers[:-1]).all())
-    ):
+    if len(numbers) and not (numbers[0] >= 0 and numbers[-1] < count and bool((numbers[1:] >= numbers[:-1]).all())):
         raise ValueError(
             f"{name} go from {int(numbers[0])} to {int(numbers[-1])}: they must not decrease, and stay between 0 and "
             f"{count - 1} (there are {count} {what}); sort the tokens by episode"

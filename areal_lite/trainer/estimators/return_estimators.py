@@ -122,9 +122,7 @@ def optimal_token_baseline(inputs: EstimatorInputs, *, credit_lone_tail: bool = 
     episodes = inputs.episodes
     returns = discounted_sums(inputs.token_rewards, episodes, 1.0)
     norms = 1 - 2 * inputs.needed("proximal_logprobs").exp() + inputs.needed("sum_squared_probs")
-    norms = hardshrink(
-        norms, 1e-6
-    )  # a certain token's norm is 0; rounding may leave it slightly above or below
+    norms = hardshrink(norms, 1e-6)  # a certain token's norm is 0; rounding may leave it slightly above or below
     if inputs.importance_weights is not None:
         norms = norms * inputs.importance_weights.square()
     energy = discounted_sums(norms.flip(0), episodes.flip(0), 1.0).flip(0)

@@ -74,9 +74,7 @@ def icepop_weights(proximal: Tensor, behaviour: Tensor, *, lower: float, upper: 
 
 
 @torch.no_grad()
-def rejection_mask(
-    proximal: Tensor, behaviour: Tensor, episodes: Tensor, *, option: str, bounds: str
-) -> Tensor:
+def rejection_mask(proximal: Tensor, behaviour: Tensor, episodes: Tensor, *, option: str, bounds: str) -> Tensor:
     """Return True for the tokens to train on: those where the two policies agree within the bounds.
 
     An option is a level and a measure. Levels: ``token``, and ``seq_sum``, ``seq_mean``, ``seq_max``, which judge
@@ -131,9 +129,7 @@ def _measure(name: str, proximal: Tensor, behaviour: Tensor, episodes: Tensor) -
             f"rejection option {name!r} does not exist: join token, seq_sum, seq_mean or seq_max with _k1, _k2 or _k3 "
             "(seq_max_k1 is not allowed: it would miss small ratios)"
         )
-    per_token = (
-        clamped_log_ratio(proximal, behaviour) if kind == "k1" else kl_penalty(behaviour, proximal, kind)
-    )
+    per_token = clamped_log_ratio(proximal, behaviour) if kind == "k1" else kl_penalty(behaviour, proximal, kind)
     return per_token if level == "token" else _EPISODE_LEVELS[level](per_token, episodes)
 
 

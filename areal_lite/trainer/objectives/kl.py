@@ -47,9 +47,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-def kl_penalty(
-    policy: Tensor, reference: Tensor, estimator: str, *, behaviour: Tensor | None = None
-) -> Tensor:
+def kl_penalty(policy: Tensor, reference: Tensor, estimator: str, *, behaviour: Tensor | None = None) -> Tensor:
     """Return each token's estimate of KL(policy || reference).
 
     With ``policy - reference = 0.5`` k1 is 0.5, k2 0.125, k3 0.1065.

@@ -28,9 +28,7 @@ POLICY_LOSSES: Registry[Callable[..., LossTerms]] = Registry("policy loss")
 ONE_TOKEN_AT_A_TIME = frozenset({"ppo", "cispo", "sapo", "reinforce", "gpg", "clip_cov", "kl_cov", "m2po"})
 """Losses in which a token depends on no other token, once the chosen tokens are fixed."""
 
-VANISHES_WITHOUT_ADVANTAGE = frozenset(
-    {"ppo", "gspo", "gmpo", "cispo", "sapo", "reinforce", "gpg", "clip_cov", "m2po"}
-)
+VANISHES_WITHOUT_ADVANTAGE = frozenset({"ppo", "gspo", "gmpo", "cispo", "sapo", "reinforce", "gpg", "clip_cov", "m2po"})
 """Losses that are 0, gradient included, for an episode with advantages of 0, whatever else is in the batch."""
 
 
@@ -265,15 +263,11 @@ def m2po(inputs: PolicyInputs, *, max_second_moment: float = 0.04) -> LossTerms:
 
 def _clip(ratio: Tensor, eps: float, eps_high: float | None) -> Tensor:
     if eps < 0 or (eps_high is not None and eps_high < 0):
-        raise ConfigError(
-            f"trainer.loss_kwargs: clip_eps {eps} and clip_eps_high {eps_high} must not be below 0"
-        )
+        raise ConfigError(f"trainer.loss_kwargs: clip_eps {eps} and clip_eps_high {eps_high} must not be below 0")
     return ratio.clamp(1 - eps, 1 + (eps if eps_high is None else eps_high))
 
 
-def _clipped_losses(
-    ratio: Tensor, advantages: Tensor, eps: float, eps_high: float | None
-) -> tuple[Tensor, Tensor]:
+def _clipped_losses(ratio: Tensor, advantages: Tensor, eps: float, eps_high: float | None) -> tuple[Tensor, Tensor]:
     """Return the losses, and True for the tokens where the clipped ratio decided."""
     free, clipped = -advantages * ratio, -advantages * _clip(ratio, eps, eps_high)
     return torch.maximum(free, clipped), clipped > free
@@ -309,9 +303,7 @@ def _statistics(log_ratio: Tensor, **shares: Tensor) -> dict[str, Tensor]:
     return {"ratio": ratio, "approx_kl": ratio - 1 - log_ratio.detach(), **shares}
 
 
-def value_loss(
-    values: Tensor, proximal_values: Tensor, returns: Tensor, *, clip: float | None = None
-) -> LossTerms:
+def value_loss(values: Tensor, proximal_values: Tensor, returns: Tensor, *, clip: float | None = None) -> LossTerms:
     """Return half the squared error of each token's value, with the values clipped around their proximal values.
 
     The loss is the larger of the errors of the free and of the clipped value, so there is no gain in leaving the band.

@@ -134,9 +134,7 @@ def policy_step(trainer: PolicyTrainer, batch: Batch) -> tuple[dict[str, float],
     trainer.penalize_kl(step)
     trainer.correct(step)
     trainer.estimate_advantages(step)
-    scored = {
-        f"scored/{key}": getattr(step.tokens, key).clone() for key in ("reference", "values", "advantages")
-    }
+    scored = {f"scored/{key}": getattr(step.tokens, key).clone() for key in ("reference", "values", "advantages")}
     trainer.update_critic(step)
     trainer.update_policy(step)
     return trainer.finish(step), scored
