@@ -1,4 +1,4 @@
-"""Requests to inference servers: the one retry loop, failover, abort-and-continue, interruption, weight updates.
+"""Answers from inference servers: the one retry loop, failover, abort-and-continue, interruption.
 
 Runs on one event loop. A request that a server aborts, as a weight update does, continues from its tokens,
 so one answer may mix policy versions; each token keeps the version its server reported. A stream whose connection
@@ -13,15 +13,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import logging
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-import aiohttp
 import orjson
 
 from areal_lite.api import episode_context
@@ -30,19 +26,11 @@ from areal_lite.api.episode_context import Episode
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.errors import ConfigError, ContextOverflowError, ServerError
 from areal_lite.infra.backends import dialect_of
-from areal_lite.infra.backends.dialect import (
-    BadResponse,
-    Chunk,
-    ControlCall,
-    ErrorReply,
-    ServerInfo,
-    TopLogprobs,
-)
+from areal_lite.infra.backends.dialect import BadResponse, Chunk, ErrorReply, TopLogprobs
 from areal_lite.infra.backends.token_stream import Receiver, ReceiverError, TokenStream
-from areal_lite.infra.deadlines import Deadlines
+from areal_lite.infra.reconciler import Reconciler
 from areal_lite.infra.server_pool import Server, ServerPool
-
-logger = logging.getLogger(__name__)
+from areal_lite.infra.server_requests import REQUEST_ERRORS, ServerRequests
 
 RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 MAX_FRUITLESS_ABORTS = 8
@@ -50,59 +38,47 @@ MAX_FRUITLESS_ABORTS = 8
 MAX_BAD_RESPONSES = 2
 INTERRUPT_GRACE_S = 2.0
 """Seconds a server has to return the tokens of interrupted calls."""
-_JSON = {"Content-Type": "application/json"}
-
-
-class _Request:
-    """A request whose task is cancelled when the server stays silent too long."""
-
-    __slots__ = ("task", "timed_out")
-
-    def __init__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self.task = task
-        self.timed_out = False
-
-    def give_up(self) -> None:
-        self.timed_out = True
-        self.task.cancel()
 
 
 class _Call:
-    """A running call of ``generate``."""
+    """A running call of ``generate``, and the tokens of its answer so far."""
 
-    __slots__ = ("broken_streams", "episode", "must_stay", "parked", "rid", "server")
+    __slots__ = (
+        "broken_streams",
+        "episode",
+        "first_token_at",
+        "logprobs",
+        "must_stay",
+        "on_tokens",
+        "parked",
+        "rid",
+        "server",
+        "tokens",
+        "top_logprobs",
+        "versions",
+    )
 
-    def __init__(self, rid: str, episode: Episode | None, server: Server | None, *, must_stay: bool) -> None:
-        self.rid = rid
+    def __init__(self, req: ModelRequest, episode: Episode | None, *, must_stay: bool) -> None:
+        self.rid = req.rid
+        self.on_tokens: Receiver | None = req.on_tokens
         self.episode = episode
         self.must_stay = must_stay
         """Whether its answer cannot be continued on the server that has it."""
-        self.broken_streams = 0
-        self.server = server
+        self.server = None if episode is None else episode.server
         """Server of its last request; before the first, the preferred server."""
-        self.parked: asyncio.Event | None = None
-        """Set once an interrupted call has kept its tokens."""
-
-    @property
-    def interrupted(self) -> bool:
-        return self.episode is not None and self.episode.interrupted
-
-
-class _Answer:
-    """The tokens of an answer so far."""
-
-    __slots__ = ("first_token_at", "logprobs", "on_tokens", "tokens", "top_logprobs", "versions")
-
-    def __init__(self, on_tokens: Receiver | None) -> None:
-        self.on_tokens = on_tokens
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self.top_logprobs: TopLogprobs = []
         self.first_token_at = 0.0
         """Monotonic time of the first token passed on."""
+        self.broken_streams = 0
+        self.parked: asyncio.Event | None = None
+        """Set once an interrupted call has kept its tokens."""
+
+    @property
+    def interrupted(self) -> bool:
+        return self.episode is not None and self.episode.interrupted
 
     def receive(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         self.first_token_at = self.first_token_at or time.monotonic()
@@ -122,18 +98,32 @@ class _Answer:
         return recorded.stop_reason
 
     def extend(self, chunk: Chunk) -> None:
+        if not self.tokens:  # the usual answer is one reply, whose lists nobody else holds
+            self.tokens, self.logprobs, self.versions = chunk.tokens, chunk.logprobs, chunk.versions or []
+            self.top_logprobs = chunk.top_logprobs
+            return
         self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs
         self.versions += chunk.versions or ()
         self.top_logprobs += chunk.top_logprobs
 
-    def clear(self) -> None:
-        for column in (self.tokens, self.logprobs, self.versions, self.top_logprobs):
-            column.clear()
+    def restart(self) -> None:
+        """Forget an aborted constrained answer: the server would begin the constraint anew after its tokens.
+
+        Raises:
+            ServerError: If its tokens were passed on.
+        """
+        if self.on_tokens is not None and self.tokens:
+            assert self.server is not None
+            raise ServerError(
+                f"{self.server.url} aborted request {self.rid}, a streamed answer under a schema, regex or grammar, "
+                "which it cannot continue. Send it without on_tokens, or use the embedded server"
+            )
+        self.tokens, self.logprobs, self.versions, self.top_logprobs = [], [], [], []
 
 
 class EngineClient:
-    """A keep-alive client of all servers; ``open`` and ``close`` on the loop it is used on."""
+    """A client of all servers; ``open`` and ``close`` on the loop it is used on."""
 
     def __init__(self, config: InferenceEngineConfig) -> None:
         self.pool = ServerPool(config.addresses)
@@ -141,51 +131,53 @@ class EngineClient:
         """The client's policy version; labels tokens only if a server does not."""
         self._config = config
         self._dialect = dialect_of(config.backend)
-        self._session: aiohttp.ClientSession | None = None
+        self._requests = ServerRequests(config, self._dialect)
+        self._reconciler = Reconciler(self.pool, self._requests, self._dialect, self._must_stay)
         self._may_send = asyncio.Event()
         self._may_send.set()
         self._holds = 0
-        self._warned_no_version = False
-        self._limits = ServerInfo()
-        """Limits of all servers, if they or the tokenizer's folder state them."""
-        self._silences: Deadlines[_Request] = Deadlines(config.request_timeout_s, _Request.give_up)
         self._calls: set[_Call] = set()
 
     async def open(self) -> None:
-        """Open the session and ask every server what it serves.
+        """Open the connections and ask every server what it serves.
 
         Raises:
             ServerError: If no server answers.
         """
-        # uvicorn closes idle connections after 5 s and aiohttp does not retry a POST on a closed one.
-        connector = aiohttp.TCPConnector(
-            limit=0,
-            limit_per_host=self._config.max_connections_per_server,
-            keepalive_timeout=4,
-            ttl_dns_cache=300,
-        )
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_timeout_s)
-        self._session = aiohttp.ClientSession(
-            connector=connector, timeout=timeout, trust_env=False, read_bufsize=2**18, auto_decompress=False
-        )
+        self._requests.open()
         failures = await asyncio.gather(*(self._ask_info(server) for server in self.pool.servers))
         if all(failures):
             raise ServerError(
                 f"no inference server answers: {'; '.join(f for f in failures if f)}. Are they up, and does "
                 "rollout.addresses name them?"
             )
-        infos = [server.info for server in self.pool.servers]
-        vocab_sizes = [_vocab_size(self._config.tokenizer_path), *(info.vocab_size for info in infos)]
-        self._limits = ServerInfo(
-            context_length=min((n.context_length for n in infos if n.context_length), default=None),
-            vocab_size=min(filter(None, vocab_sizes), default=None),
-        )
+
+    async def _ask_info(self, server: Server) -> str | None:
+        """Respect the limits that the server reports; return why it cannot be reached, or None."""
+        last = ""
+        for attempt in range(self._config.request_retries):
+            try:
+                self._requests.respect(await self._requests.info(server))
+                return None
+            except REQUEST_ERRORS as error:
+                last = f"{server.url}: {error}"
+                await asyncio.sleep(random.uniform(0, 0.2 * 2**attempt))
+        return last
 
     async def close(self) -> None:
         """Close all connections; servers drop what they still generate for us."""
-        self._silences.close()
-        if self._session is not None:
-            await self._session.close()
+        await self._requests.close()
+
+    async def update_weights_from_disk(self, path: str, version: int) -> None:
+        """Have every server load the checkpoint folder at ``path`` as ``version``; see :class:`Reconciler`."""
+        self.hold()
+        try:
+            await self._reconciler.update_weights_from_disk(path, version)
+        finally:
+            self.release()
+
+    def _must_stay(self, server: Server) -> bool:
+        return any(call.must_stay and call.server is server for call in self._calls)
 
     def hold(self) -> None:
         """Send no generation until :meth:`release`; holds nest."""
@@ -204,9 +196,8 @@ class EngineClient:
         """Return one complete answer; see ``InferenceEngine.agenerate``."""
         episode = episode_context.current().episode
         call = _Call(
-            req.rid,
+            req,
             episode,
-            None if episode is None else episode.server,
             must_stay=req.gconfig.is_constrained and not self._dialect.continues_constraints,
         )
         if episode is not None and episode.oldest_version is None:
@@ -231,44 +222,43 @@ class EngineClient:
         attempts = fruitless = 0
         started, clock = time.time(), time.monotonic()
         ttft = 0.0
-        answer = _Answer(req.on_tokens)
-        tokens = answer.tokens
         finish = "abort"
         recorded = None if call.episode is None else _recorded(call.episode, input_ids)
         if recorded is not None and not (call.must_stay and recorded.stop_reason == "abort"):
-            finish = answer.resume(recorded, req.top_logprobs)
+            finish = call.resume(recorded, req.top_logprobs)
         while finish == "abort" and not call.interrupted:
-            if len(tokens) >= budget:
+            num_tokens = len(call.tokens)
+            if num_tokens >= budget:
                 finish = "length"
                 break
             body = self._dialect.generate_body(
-                input_ids + tokens if tokens else input_ids,
+                input_ids + call.tokens if num_tokens else input_ids,
                 gconfig,
                 rid=req.rid,
-                max_new_tokens=budget - len(tokens),
-                min_new_tokens=max(0, min(gconfig.min_new_tokens, budget) - len(tokens)),
+                max_new_tokens=budget - num_tokens,
+                min_new_tokens=max(0, min(gconfig.min_new_tokens, budget) - num_tokens),
                 seed=seed,
-                num_continued=len(tokens),
+                num_continued=num_tokens,
                 top_logprobs=req.top_logprobs,
                 stream=req.on_tokens is not None,
             )
-            chunk, tries = await self._send(orjson.dumps(body), call, answer, req.top_logprobs)
-            ttft = ttft or (answer.first_token_at or time.monotonic()) - clock
+            chunk, tries = await self._send(orjson.dumps(body), call, req.top_logprobs)
+            ttft = ttft or (call.first_token_at or time.monotonic()) - clock
             attempts += tries
-            answer.extend(chunk)
+            call.extend(chunk)
             finish = chunk.finish
-            if finish == "abort" and len(tokens) < budget and not call.interrupted:
+            if finish == "abort" and len(call.tokens) < budget and not call.interrupted:
                 if call.must_stay:
-                    self._restart(answer, call)
-                fruitless = 0 if tokens and chunk.tokens else fruitless + 1
+                    call.restart()
+                fruitless = 0 if call.tokens and chunk.tokens else fruitless + 1
                 if fruitless:
                     await self._wait_after_abort(call, fruitless)
         return ModelResponse(
             input_tokens=input_ids,
-            output_tokens=tokens,
-            output_logprobs=answer.logprobs,
-            output_versions=answer.versions,
-            output_top_logprobs=answer.top_logprobs,
+            output_tokens=call.tokens,
+            output_logprobs=call.logprobs,
+            output_versions=call.versions,
+            output_top_logprobs=call.top_logprobs,
             stop_reason=finish,
             latency=time.monotonic() - clock,
             ttft=ttft,
@@ -278,20 +268,6 @@ class EngineClient:
             tokenizer=req.tokenizer,
             metadata=req.metadata,
         )
-
-    def _restart(self, answer: _Answer, call: _Call) -> None:
-        """Forget an aborted constrained answer: the server would begin the constraint anew after its tokens.
-
-        Raises:
-            ServerError: If its tokens were passed on.
-        """
-        if answer.on_tokens is not None and answer.tokens:
-            assert call.server is not None
-            raise ServerError(
-                f"{call.server.url} aborted request {call.rid}, a streamed answer under a schema, regex or grammar, "
-                "which it cannot continue. Send it without on_tokens, or use the embedded server"
-            )
-        answer.clear()
 
     async def _wait_after_abort(self, call: _Call, fruitless: int) -> None:
         if fruitless > MAX_FRUITLESS_ABORTS:
@@ -319,9 +295,9 @@ class EngineClient:
                     tasks.create_task(self._abort(call))
 
     async def _abort(self, call: _Call) -> None:
-        with contextlib.suppress(ServerError, aiohttp.ClientError, TimeoutError, OSError):
+        with contextlib.suppress(ServerError, *REQUEST_ERRORS):
             if call.server is not None:
-                await self._control(call.server, self._dialect.abort(call.rid))
+                await self._requests.control(call.server, self._dialect.abort(call.rid))
         assert call.parked is not None
         await call.parked.wait()
 
@@ -350,14 +326,14 @@ class EngineClient:
             raise ConfigError(f"top_logprobs is {req.top_logprobs}: it is a number of tokens, 0 for none")
         if not ids:
             raise ConfigError("input_ids is empty: a prompt has at least one token")
-        vocab_size = self._limits.vocab_size  # an id beyond it ends an SGLang server
+        vocab_size = self._requests.limits.vocab_size  # an id beyond it ends an SGLang server
         if set(map(type, ids)) != {int} or min(ids) < 0 or (vocab_size and max(ids) >= vocab_size):
             bad = next(i for i in ids if type(i) is not int or i < 0 or (vocab_size and i >= vocab_size))
             raise ConfigError(
                 f"input_ids holds {bad!r}: ids are plain ints from 0 to below the vocabulary size"
                 f"{'' if vocab_size is None else f' {vocab_size}'}; a tensor needs .tolist()"
             )
-        window = min(gconfig.max_tokens, self._limits.context_length or gconfig.max_tokens)
+        window = min(gconfig.max_tokens, self._requests.limits.context_length or gconfig.max_tokens)
         budget = min(gconfig.max_new_tokens, window - len(ids))
         if budget < 1:
             raise ContextOverflowError(
@@ -366,7 +342,7 @@ class EngineClient:
             )
         return budget
 
-    async def _send(self, body: bytes, call: _Call, answer: _Answer, top_logprobs: int) -> tuple[Chunk, int]:
+    async def _send(self, body: bytes, call: _Call, top_logprobs: int) -> tuple[Chunk, int]:
         """Return the first usable reply, from ``call.server``, and the number of tries.
 
         The reply of a stream that broke after its first token has the tokens that arrived and is "aborted".
@@ -382,9 +358,11 @@ class EngineClient:
             retry_after_s = 0.0
             if server is not None:
                 call.server = server
-                stream = self._stream(answer, top_logprobs)
+                stream = self._stream(call, top_logprobs)
                 try:
-                    chunk = await self._try(server, body, stream, top_logprobs)
+                    chunk = await self._requests.generate(
+                        server, body, stream, version=self.version, top_logprobs=top_logprobs
+                    )
                     self.pool.succeeded(server)
                     return chunk, attempt
                 except ReceiverError as error:
@@ -397,7 +375,7 @@ class EngineClient:
                     retry_after_s = error.retry_after_s
                     if error.status != 429:
                         self.pool.failed(server, now)
-                except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                except REQUEST_ERRORS as error:
                     last = f"{server.url} failed: {type(error).__name__}: {error}"
                     self.pool.failed(server, now)
                 except (BadResponse, orjson.JSONDecodeError) as error:
@@ -417,161 +395,22 @@ class EngineClient:
             "name them?"
         )
 
-    def _stream(self, answer: _Answer, top_logprobs: int) -> TokenStream | None:
-        if answer.on_tokens is None:
+    def _stream(self, call: _Call, top_logprobs: int) -> TokenStream | None:
+        if call.on_tokens is None:
             return None
         return TokenStream(
             self._dialect,
-            answer.receive,
+            call.receive,
             version=self.version,
-            vocab_size=self._limits.vocab_size,
+            vocab_size=self._requests.limits.vocab_size,
             top_logprobs=top_logprobs,
         )
-
-    async def _try(self, server: Server, body: bytes, stream: TokenStream | None, top_logprobs: int) -> Chunk:
-        """Send a request once.
-
-        Raises:
-            ErrorReply: If the server refused.
-            BadResponse: If the reply cannot be trusted or ends too early.
-            ReceiverError: If the receiver of the stream raised.
-        """
-        sent_version = self.version
-        status, reply, retry_after_s = await self._post(server, self._dialect.generate_path, body, stream)
-        if status != 200:
-            raise ErrorReply(status, _short(reply), retry_after_s)
-        if stream is None:
-            chunk = self._dialect.parse_generate(orjson.loads(reply), top_logprobs=top_logprobs)
-            self._check_vocabulary(chunk)
-            if chunk.versions is not None or not chunk.tokens:  # vLLM reports none for an answer without tokens
-                return chunk
-            chunk = replace(chunk, versions=[sent_version] * len(chunk.tokens))
-        else:
-            if not stream.finished:
-                raise BadResponse("a stream that ends before its answer does")
-            chunk = stream.chunk()
-            if stream.reports_versions:
-                return chunk
-        if not self._warned_no_version:
-            self._warned_no_version = True
-            logger.warning(
-                "%s does not report the weight version of its tokens; they are labelled with the version at which the "
-                "request was sent",
-                server.url,
-            )
-        return chunk
 
     async def _count_break(self, call: _Call, last: str) -> None:
         call.broken_streams += 1
         if call.broken_streams >= self._config.request_retries:
             raise ServerError(f"the stream of request {call.rid} broke {call.broken_streams} times; the last: {last}")
         await asyncio.sleep(random.uniform(0, min(5.0, 0.1 * 2**call.broken_streams)))
-
-    def _check_vocabulary(self, chunk: Chunk) -> None:
-        vocab_size = self._limits.vocab_size
-        if vocab_size and max(chunk.tokens, default=0) >= vocab_size:
-            raise BadResponse(f"token {max(chunk.tokens)}, which is not in the vocabulary [0, {vocab_size})")
-
-    async def _post(
-        self, server: Server, path: str, body: bytes, stream: TokenStream | None = None
-    ) -> tuple[int, bytes, float]:
-        """Return status, body and the seconds of Retry-After; the body of a 200 goes to ``stream``, if given."""
-        assert self._session is not None, "open() first"
-        request = _Request()
-        self._silences.add(request)
-        server.outstanding += 1
-        try:
-            async with self._session.post(server.url + path, data=body, headers=_JSON, allow_redirects=False) as reply:
-                if stream is not None and reply.status == 200:
-                    await self._feed(stream, reply, request)
-                    return 200, b"", 0.0
-                after = "" if reply.status == 200 else reply.headers.get("Retry-After", "")
-                return reply.status, await reply.read(), min(30.0, float(after)) if after.isdigit() else 0.0
-        except asyncio.CancelledError:
-            if request.timed_out and request.task.uncancel() == 0:
-                if stream is not None and stream.finished:  # only the connection's end is missing
-                    return 200, b"", 0.0
-                raise TimeoutError(f"no answer in {self._config.request_timeout_s:g} s") from None
-            raise
-        finally:
-            server.outstanding -= 1
-            self._silences.discard(request)
-
-    async def _feed(self, stream: TokenStream, reply: aiohttp.ClientResponse, request: _Request) -> None:
-        """Pass the body on as it arrives; each part restarts the timeout."""
-        try:
-            async for data in reply.content.iter_any():
-                self._silences.discard(request)
-                self._silences.add(request)
-                stream.feed(data)
-        except (aiohttp.ClientError, OSError):
-            if not stream.finished:
-                raise
-
-    async def _ask_info(self, server: Server) -> str | None:
-        """Record what the server reports about itself; return why it cannot be reached, or None."""
-        assert self._session is not None
-        last = ""
-        for attempt in range(self._config.request_retries):
-            try:
-                async with self._session.get(server.url + self._dialect.info_path, allow_redirects=False) as reply:
-                    body = await reply.read()
-                    if reply.status == 200:
-                        server.info = self._dialect.parse_info(orjson.loads(body))
-                    return None
-            except orjson.JSONDecodeError:
-                return None
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                last = f"{server.url}: {error}"
-                await asyncio.sleep(random.uniform(0, 0.2 * 2**attempt))
-        return last
-
-    # -- weights -------------------------------------------------------------------------------
-
-    async def update_weights_from_disk(self, path: str, version: int) -> None:
-        """Have every server load the checkpoint folder at ``path`` as ``version``.
-
-        Running requests are aborted and continue from their tokens under the new weights. A server
-        that fails gets no more requests until a later update succeeds on it.
-
-        Raises:
-            ServerError: If the update failed on all servers.
-        """
-        self.hold()
-        try:
-            errors = await asyncio.gather(*(self._update_one(server, path, version) for server in self.pool.servers))
-        finally:
-            self.release()
-        if all(errors):  # none is behind another, so all keep serving the weights they have
-            raise ServerError(f"no server took policy version {version} from {path}: {errors[0]}")
-        for server, error in zip(self.pool.servers, errors, strict=True):
-            server.behind = error
-            if error is not None:
-                logger.error("%s failed to load version %d and gets no requests: %s", server.url, version, error)
-
-    async def _update_one(self, server: Server, path: str, version: int) -> str | None:
-        keep = any(call.must_stay and call.server is server for call in self._calls)
-        try:
-            await self._control(server, self._dialect.pause(keep=keep))
-            try:
-                for call in self._dialect.update_weights(path, version):
-                    await self._control(server, call)
-            finally:
-                await self._control(server, self._dialect.resume())
-        except (ServerError, aiohttp.ClientError, TimeoutError, OSError) as error:
-            return str(error) or repr(error)
-        return None
-
-    async def _control(self, server: Server, call: ControlCall) -> None:
-        status, reply, _ = await self._post(server, call.path, orjson.dumps(call.body))
-        if status != 200:
-            raise ServerError(f"{server.url}{call.path} said HTTP {status}: {_short(reply)}")
-        try:
-            error = self._dialect.update_error(orjson.loads(reply))
-        except orjson.JSONDecodeError:
-            return
-        if error is not None:
-            raise ServerError(f"{server.url}{call.path}: {error}")
 
 
 def _own_copy(response: ModelResponse) -> ModelResponse:
@@ -594,21 +433,7 @@ def _recorded(episode: Episode, input_ids: list[int]) -> ModelResponse | None:
     return answers.pop(0) if answers else None
 
 
-def _vocab_size(folder: str | None) -> int | None:
-    """Return the vocabulary size in the config.json of a model folder; None without one."""
-    try:
-        config = orjson.loads((Path(folder or "") / "config.json").read_bytes())
-        size = config.get("text_config", config).get("vocab_size")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return size if isinstance(size, int) else None
-
-
 def _refusal(status: int, message: str) -> Exception:
     if status in (400, 413, 422):
         return ConfigError(f"{message}. The request breaks a rule of the server, so it is not sent again")
     return ServerError(message)
-
-
-def _short(reply: bytes) -> Any:
-    return reply[:500].decode(errors="replace")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from areal_lite.errors import ConfigError
-from areal_lite.infra.backends.dialect import ServerInfo
 
 FAILURES_TO_OPEN = 3
 """Failures in a row after which a server rests."""
@@ -25,7 +24,6 @@ class Server:
     """Monotonic time before which it is avoided."""
     behind: str | None = None
     """Why its weights are outdated; such a server gets no requests."""
-    info: ServerInfo = field(default_factory=ServerInfo)
 
 
 class ServerPool:

@@ -384,8 +384,8 @@ def test_each_part_restarts_the_timeout() -> None:
     async def run() -> None:
         due: list[float] = []
         async with connected(ScriptedServer("sglang", sizes=[50])) as client:
-            await client.generate(request(lambda *_: due.extend(client._silences._due.values())))
-            assert not client._silences._due
+            await client.generate(request(lambda *_: due.extend(client._requests._silences._due.values())))
+            assert not client._requests._silences._due
         assert len(due) == LENGTH
         assert due == sorted(due) and due[0] < due[-1]
 
