@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
+import uvloop
+
 T = TypeVar("T")
 
 
@@ -15,7 +17,7 @@ class LoopThread:
     """Starts a thread with an event loop; ``stop`` ends it."""
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
         self.thread.start()
 
@@ -26,6 +28,10 @@ class LoopThread:
     def is_current(self) -> bool:
         """Return whether the caller runs on this loop."""
         return threading.get_ident() == self.thread.ident
+
+    def current_task(self) -> asyncio.Task[Any] | None:
+        """Return the task that the loop runs at this moment, if any; from any thread."""
+        return asyncio.current_task(self._loop)
 
     def call(self, coroutine: Coroutine[Any, Any, T], unclaimed: Callable[[T], object] | None = None) -> T:
         """Run ``coroutine`` on the loop and return its result; blocks the calling thread.

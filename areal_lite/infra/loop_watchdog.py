@@ -7,16 +7,16 @@ for each line of user code that blocks it, and lets the doors of agents refuse c
 
 from __future__ import annotations
 
-import asyncio
+import gc
 import logging
-import sys
 import threading
 import time
+from contextvars import Context
 
 from areal_lite.api import episode_context
 from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.shared_resources import SharedResources
-from areal_lite.api.user_code import frames, place_of
+from areal_lite.api.user_code import place_of
 from areal_lite.infra.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class LoopWatchdog:
         if place is None:  # not the user's doing
             return
         name, line = place
-        agent = _running_context(self._loop.thread).agent
+        agent = _running_context(self._loop).agent
         fix = "set rollout.agent_isolation: thread" if agent else "move it into asyncio.to_thread"
         message = f"{name} blocks the event loop of all episodes at {line}: await an async call there, or {fix}"
         if line not in self._named:
@@ -72,9 +72,8 @@ class LoopWatchdog:
             refuse(agent, message)
 
 
-def _running_context(thread: threading.Thread) -> EpisodeContext:
-    """Return the context of the episode that a thread's event loop runs."""
-    for frame in frames(sys._current_frames().get(thread.ident or 0)):
-        if frame.f_code is asyncio.Handle._run.__code__:
-            return episode_context.of(frame.f_locals["self"]._context)
-    return EpisodeContext()
+def _running_context(loop: LoopThread) -> EpisodeContext:
+    """Return the context of the episode whose task a loop runs."""
+    task = loop.current_task()
+    contexts = [] if task is None else [held for held in gc.get_referents(task) if isinstance(held, Context)]
+    return episode_context.of(contexts[0]) if contexts else EpisodeContext()
