@@ -84,7 +84,7 @@ class InferenceEngineConfig(RunIdentity):
     group_size: Positive = 1
     """Episodes per dataset row. Group-based advantages compare their rewards."""
 
-    on_error: Literal["drop_sample", "drop_group", "raise"] = "drop_sample"
+    on_error: Literal["drop_episode", "drop_group", "raise"] = "drop_episode"
     """When an episode of a group fails: train on the others, drop the group, or stop the run."""
 
     consumer_batch_size: Positive = 1

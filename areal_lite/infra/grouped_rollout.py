@@ -17,7 +17,7 @@ from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.data.source.sample import with_own_containers
 from areal_lite.errors import ConfigError
 
-OnError = Literal["drop_sample", "drop_group", "raise"]
+OnError = Literal["drop_episode", "drop_group", "raise"]
 
 
 class GroupedRolloutWorkflow(RolloutWorkflow):
@@ -26,16 +26,16 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
     Args:
         workflow: What one episode runs.
         group_size: Episodes, at least 1.
-        on_error: When an episode fails, ``drop_sample`` trains the others (if all fail, it raises the
+        on_error: When an episode fails, ``drop_episode`` trains the others (if all fail, it raises the
             first error), ``drop_group`` stops the others and drops the group, ``raise`` stops the others
             and raises the error.
     """
 
-    def __init__(self, workflow: RolloutWorkflow, group_size: int, on_error: OnError = "drop_sample") -> None:
+    def __init__(self, workflow: RolloutWorkflow, group_size: int, on_error: OnError = "drop_episode") -> None:
         if group_size < 1:
             raise ConfigError(f"group_size is {group_size}: it must be 1 or more")
-        if on_error not in ("drop_sample", "drop_group", "raise"):
-            raise ConfigError(f"on_error is {on_error!r}: write drop_sample, drop_group or raise")
+        if on_error not in ("drop_episode", "drop_group", "raise"):
+            raise ConfigError(f"on_error is {on_error!r}: write drop_episode, drop_group or raise")
         self.workflow = workflow
         self.group_size = group_size
         self.on_error = on_error
@@ -75,7 +75,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
                 episode.end(EpisodeStatus.FAILED, Failure.of(error))
                 failure = error if isinstance(error, Exception) else RuntimeError(f"episode raised {error!r}")
                 errors.append(failure)
-                if self.on_error == "drop_sample":
+                if self.on_error == "drop_episode":
                     return None
                 raise failure from error
             return returned

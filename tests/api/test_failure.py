@@ -265,10 +265,10 @@ def test_a_group_workflow_may_drop_an_episode(engine: RemoteInfEngine, keep: int
     assert all(t.num_sampled_tokens == 8 for t in group.trajectories)
 
 
-@pytest.mark.parametrize("on_error", ["drop_sample", "drop_group"])
+@pytest.mark.parametrize("on_error", ["drop_episode", "drop_group"])
 def test_with_a_dropped_group_the_siblings_are_cancelled(engine: RemoteInfEngine, on_error: Any) -> None:
     (group,) = engine.rollout_batch([{"do": "odd"}], GroupedRolloutWorkflow(OneTurn(), 2, on_error))
-    if on_error == "drop_sample":
+    if on_error == "drop_episode":
         assert [t.status for t in group.trajectories] == ["accepted", "failed"]
         assert (group.status, group.failure) == ("accepted", None)
     else:

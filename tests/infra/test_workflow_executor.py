@@ -145,7 +145,7 @@ def test_a_group_is_one_trajectory_with_a_row_per_member(engine: RemoteInfEngine
 
 @pytest.mark.parametrize(
     ("policy", "status", "rows"),
-    [("drop_sample", "accepted", 2), ("drop_group", "failed", 0), ("raise", "failed", 0)],
+    [("drop_episode", "accepted", 2), ("drop_group", "failed", 0), ("raise", "failed", 0)],
 )
 def test_a_failing_member_is_handled_as_on_error_says(
     start_stub: StartStub, start_engine: StartEngine, policy: str, status: str, rows: int
