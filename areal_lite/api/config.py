@@ -75,6 +75,10 @@ class InferenceEngineConfig(RunIdentity):
     addresses: list[str] = field(default_factory=list)
     """host:port of each running server."""
 
+    weight_update: Literal["auto", "disk", "memory"] = "auto"
+    """How servers get new weights: as files in the run's folder, or in memory of the trainer, which servers on the same
+    machine map (several times faster). auto takes memory for a server that the run starts."""
+
     tokenizer_path: str | None = None
     """Tokenizer for agents and for the text in dumps. Null uses the tokenizer of model_path."""
 

@@ -38,6 +38,7 @@ from areal_lite.trainer.algorithm import Algorithm
 from areal_lite.trainer.policy_step import Batch
 from areal_lite.trainer.policy_trainer import PolicyTrainer
 from areal_lite.trainer.ranks import Ranks, broadcast_batch
+from areal_lite.trainer.shared_weights import SharedWeights, can_share
 from areal_lite.trainer.weights import publish_weights
 
 T = TypeVar("T")
@@ -52,6 +53,8 @@ class RLRun(TrainingRun[Evaluation]):
     driver: RolloutDriver | None
     """None on ranks other than the first."""
     profiler: StepProfiler
+    shared_weights: SharedWeights | None
+    """Where weights are published in memory; None publishes files."""
 
     def run(self) -> Summary[Evaluation]:
         """Train up to ``total_steps`` and save the model; servers that were running before get the weights first."""
@@ -89,8 +92,10 @@ class RLRun(TrainingRun[Evaluation]):
 
     def publish(self) -> None:
         """Write the weights as policy version ``step`` and have the servers load them."""
-        weights = self.files.run_dir / "weights"
-        folder = publish_weights(self.trainer.model, weights, self.step, dtype=self.dtype)
+        if self.shared_weights is not None:
+            folder = self.shared_weights.publish(self.trainer.model, self.step)
+        else:
+            folder = publish_weights(self.trainer.model, _weights_dir(self.files), self.step, dtype=self.dtype)
         if self.driver is not None:
             self.driver.engine.update_weights_from_disk(str(folder.resolve()), self.step)
 
@@ -152,16 +157,19 @@ def run_rl(config: RunConfig, on_step: OnStep | None) -> Summary[Evaluation]:
             driver = RolloutDriver(config, files.run_dir, engine=engine, inputs=inputs)
         disable_progress_bar()  # type: ignore[no-untyped-call]
         started = time.monotonic()
+        dtype = getattr(torch, "float32" if config.server.dtype == "auto" else config.server.dtype)
+        trainer = _make_trainer(config, files)
         return RLRun(
             config=config,
             files=files,
             start=start,
-            trainer=_make_trainer(config, files),
+            trainer=trainer,
             total_steps=config.trainer.total_steps,
             tokenizer_path=tokenizer_path(config),
-            dtype=getattr(torch, "float32" if config.server.dtype == "auto" else config.server.dtype),
+            dtype=dtype,
             started=started,
             driver=driver,
+            shared_weights=_shared_weights(config, trainer, files, dtype, stack),
             profiler=stack.enter_context(StepProfiler(config.profile_steps, files.run_dir / "profile")),
         ).run()
 
@@ -176,3 +184,19 @@ def _make_trainer(config: RunConfig, files: RunFiles) -> PolicyTrainer:
         max_new_tokens=gconfig.max_new_tokens,
         on_skip=files.record_skipped_update,
     )
+
+
+def _weights_dir(files: RunFiles) -> Path:
+    return files.run_dir / "weights"
+
+
+def _shared_weights(
+    config: RunConfig, trainer: PolicyTrainer, files: RunFiles, dtype: torch.dtype, stack: ExitStack
+) -> SharedWeights | None:
+    """Return where weights are published in memory until ``stack`` closes; None if they are published as files."""
+    way = config.rollout.weight_update
+    if way == "disk" or (way == "auto" and config.rollout.addresses) or not can_share(trainer.model):
+        return None
+    shared = SharedWeights(_weights_dir(files), dtype=dtype)
+    stack.callback(shared.close)
+    return shared

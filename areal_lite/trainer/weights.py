@@ -26,7 +26,7 @@ from areal_lite.trainer.sharding import full_tensors
 MAX_SHARD_BYTES = 4 << 30
 """Size of one file of weights, and of the memory needed to write it."""
 
-_FILE = "model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 _VERSION_FOLDER = re.compile(r"v(\d{8,})")
 _KEPT = 2
 
@@ -98,7 +98,7 @@ def write_model(model: Any, folder: Path, dtype: torch.dtype, *, max_shard_bytes
     for weights in _shards(full_tensors(plain_weights(model, dtype)), max_shard_bytes):
         with without_progress_bars():
             plain.save_pretrained(folder, state_dict=weights, max_shard_size=sys.maxsize)
-        parts.append((folder / _FILE).rename(folder / f"{len(parts)}.part"))
+        parts.append((folder / WEIGHTS_FILE).rename(folder / f"{len(parts)}.part"))
     if not parts:
         return
     _name_parts(folder, parts)
@@ -126,7 +126,7 @@ def _shards(weights: Iterable[tuple[str, Tensor | None]], max_bytes: float) -> I
 def _name_parts(folder: Path, parts: list[Path]) -> None:
     """Rename the files of weights to the names that Hugging Face's loaders expect."""
     if len(parts) == 1:
-        parts[0].rename(folder / _FILE)
+        parts[0].rename(folder / WEIGHTS_FILE)
         return
     places: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
@@ -134,4 +134,4 @@ def _name_parts(folder: Path, parts: list[Path]) -> None:
         with safe_open(part.rename(folder / name), framework="pt") as file:
             places |= dict.fromkeys(file.keys(), name)
     index = {"metadata": {}, "weight_map": places}
-    (folder / f"{_FILE}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (folder / f"{WEIGHTS_FILE}.index.json").write_text(json.dumps(index, indent=2) + "\n")

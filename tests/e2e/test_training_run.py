@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from areal_lite.launch.evaluation import Evaluation
 from areal_lite.launch.loop import Summary
 from areal_lite.launch.run import run_evaluation, run_rollout, run_training
 from areal_lite.launch.run_directory import run_directory
+
+TIMES = re.compile("train/(seconds_|ms_per_token_|tokens_per_second)")
 
 
 def train(path: Path, *overrides: str) -> Summary[Evaluation]:
@@ -51,9 +54,24 @@ def test_on_policy_training_leaves_metrics_dumps_weights_and_a_model(run_yaml: P
     # The engine and the trainer agree on every log-prob: exact tokens, same temperature, same weights.
     assert max(r["train/engine_mismatch/log_prob_diff_max"] for r in steps) < 1e-3
     assert len(dumped(summary.run_dir, "eval-rollout")) == 8
-    assert sorted(p.name for p in (summary.run_dir / "weights").iterdir()) == ["v00000003", "v00000004"]
+    assert not list((summary.run_dir / "weights").iterdir())  # they were published in memory
     assert summary.model_dir is not None
     AutoModelForCausalLM.from_pretrained(summary.model_dir)
+
+
+def test_weights_published_on_disk_and_in_memory_give_the_same_run(run_yaml: Path) -> None:
+    curves = {}
+    for way in ("disk", "memory"):
+        run_dir = train(
+            run_yaml, f"trial_name={way}", f"rollout.weight_update={way}", "trainer.deterministic=true"
+        ).run_dir
+        curves[way] = [
+            {k: v for k, v in r.items() if k.startswith("train/") and not TIMES.search(k)} for r in records(run_dir)
+        ]
+        kept = ["v00000003", "v00000004"] if way == "disk" else []
+        assert sorted(path.name for path in (run_dir / "weights").iterdir()) == kept
+    for one, other in zip(curves["disk"], curves["memory"], strict=True):
+        assert {k: (v, other[k]) for k, v in one.items() if v != other[k]} == {}
 
 
 def test_a_second_run_on_a_running_server_starts_with_the_models_weights(run_yaml: Path, tiny_model: Path) -> None:
