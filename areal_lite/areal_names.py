@@ -28,6 +28,7 @@ REPLACEMENTS = {
     **dict.fromkeys(("LocalLauncher", "RayLauncher", "SlurmLauncher"), _LAUNCH),
     "AgentWorkflow": "no base class is needed: any class with `async def run(self, data, **extra_kwargs)` is an agent",
     "WeightUpdateMeta": "call RemoteInfEngine.update_weights_from_disk(path, version)",
+    "get_custom_dataset": "name the rows as train_dataset.path in the run's YAML: files, a hub dataset or a function",
     "get_custom_reward_fn": "give AsyncRewardWrapper the function, or its dotted path",
     "OpenAIProxyWorkflow": "name the agent as `workflow` in the run's YAML",
     "OpenAIProxyClient": "name the agent as `workflow` in the run's YAML",

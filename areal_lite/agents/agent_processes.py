@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from areal_lite.agents import agent_worker as wire
 from areal_lite.agents.agent_access import AgentAccess
 from areal_lite.api.episode_context import EpisodeContext
+from areal_lite.api.failure import add_hint
 from areal_lite.api.trajectory import ProcessRecord
 from areal_lite.errors import ConfigError
 
@@ -173,7 +174,7 @@ class AgentTraceback(Exception):
     """The traceback of an exception in another process."""
 
 
-def _rebuilt(name: str, message: str, text: str, kind: str | None) -> Exception:
+def _rebuilt(name: str, message: str, text: str, kind: str | None, hint: str) -> Exception:
     """Return the exception that an agent raised in its process."""
     known = getattr(builtins, name, None)
     error: Any = None
@@ -184,6 +185,7 @@ def _rebuilt(name: str, message: str, text: str, kind: str | None) -> Exception:
         error = type(name, (RuntimeError,), {})(message)
     if kind is not None:
         error.failure_kind = kind
+    add_hint(error, hint)
     error.__cause__ = AgentTraceback(f"in the agent's process:\n{text}")
     rebuilt: Exception = error
     return rebuilt

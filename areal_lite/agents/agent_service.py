@@ -104,6 +104,8 @@ class AgentService:
         if path.startswith("/s/"):
             key, _, rest = path[3:].partition("/")
             path = f"/{rest}"
+        if path.startswith("/v1/v1/"):  # Anthropic's SDK with the base_url of OpenAI's
+            path = path[3:]
         try:
             session = self._session(key)
             if path in (_MODELS, f"{_MODELS}/default"):
@@ -135,7 +137,8 @@ class AgentService:
             return session
         if digest in self._ended:
             raise RequestError(
-                "the episode of this key has ended: await all model calls before run() returns",
+                "the episode of this key has ended: make the client in run() with its api_key, and await all model "
+                "calls before it returns",
                 status=410,
                 code="session_ended",
             )

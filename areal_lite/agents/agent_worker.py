@@ -52,6 +52,7 @@ def run_job(agent: Any, job: dict[str, Any], processes: list[Any]) -> Any:
 
     from areal_lite.agents.agent_access import AgentAccess
     from areal_lite.agents.http_transport import socket_client
+    from areal_lite.agents.strayed_call import explain_strayed_call
     from areal_lite.api import episode_context
     from areal_lite.api.episode_context import Episode, EpisodeContext
 
@@ -74,6 +75,9 @@ def run_job(agent: Any, job: dict[str, Any], processes: list[Any]) -> Any:
             return asyncio.run(main())
         with socket_client(is_async=False) as client:
             return call(client)
+    except BaseException as error:
+        explain_strayed_call(error, access.base_url)
+        raise
     finally:
         processes.extend(asdict(record) for record in episode.processes)
 
@@ -100,6 +104,7 @@ def _describe(error: BaseException) -> list[Any]:
         message[:MAX_TEXT],
         text[-MAX_TEXT:],
         kind if isinstance(kind, str) else None,
+        getattr(error, "failure_hint", ""),
     ]
 
 

@@ -16,6 +16,7 @@ from areal_lite.agents.chat_renderer import ChatRenderer, chat_renderer
 from areal_lite.agents.chat_session import ChatSession, Interactions
 from areal_lite.agents.episode_reward import rewarded
 from areal_lite.agents.http_transport import socket_client
+from areal_lite.agents.strayed_call import explain_strayed_call
 from areal_lite.api import episode_context
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.engine_api import InferenceEngine
@@ -89,6 +90,8 @@ class AgentWorkflow(RolloutWorkflow):
                 raise session.error from error
             if session.refusal is not None and session.refusal.code == "context_length_exceeded":
                 raise ContextOverflowError(str(session.refusal)) from error
+            if session.refusal is None:
+                explain_strayed_call(error, access.base_url)
             raise
         finally:
             episode_context.enter(context)

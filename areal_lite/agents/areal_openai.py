@@ -82,17 +82,15 @@ class ArealOpenAI(AsyncOpenAI):
         return _Chat(self)
 
     def get_interaction(self, completion_id: str) -> InteractionWithTokenLogpReward:
-        """Return the request and answer of a completion, with its tokens; its ``completion`` is a ChatCompletion.
+        """Return the request and answer of a completion, with its tokens.
+
+        ``completion`` is a ChatCompletion; of a streamed answer and of other APIs, a dict with its ``id``.
 
         Raises:
             KeyError: If the id is not one of this client's.
         """
-        try:
-            interaction = self.session.interactions[completion_id]
-        except KeyError:
-            known = list(self.session.interactions)
-            raise KeyError(f"{completion_id!r} is not a completion of this client; it has {known}") from None
-        if isinstance(interaction.completion, dict):
+        interaction = self._interaction(completion_id)
+        if isinstance(interaction.completion, dict) and "choices" in interaction.completion:
             interaction.completion = ChatCompletion.model_validate(interaction.completion)
         return interaction
 
@@ -103,7 +101,7 @@ class ArealOpenAI(AsyncOpenAI):
             KeyError: If the id is not one of this client's.
             ValueError: If the reward is not a finite number.
         """
-        self.get_interaction(completion_id).reward = as_reward(reward)
+        self._interaction(completion_id).reward = as_reward(reward)
 
     def set_last_reward(self, reward: float) -> None:
         """Set the reward of the latest completion.
@@ -128,7 +126,7 @@ class ArealOpenAI(AsyncOpenAI):
         """
         if self._discounted:
             raise RuntimeError("apply_reward_discount was called before: a second call would discount twice")
-        if self.get_interaction(self._last_id()).reward is None:
+        if self._interaction(self._last_id()).reward is None:
             raise ValueError("the last turn has no reward to pass back: call set_last_reward() first")
         self._discounted = True
         following = 0.0
@@ -144,6 +142,13 @@ class ArealOpenAI(AsyncOpenAI):
                 is a sequence that trains all its answers, with the reward of the last one.
         """
         return self.session.export(style)
+
+    def _interaction(self, completion_id: str) -> InteractionWithTokenLogpReward:
+        try:
+            return self.session.interactions[completion_id]
+        except KeyError:
+            known = list(self.session.interactions)
+            raise KeyError(f"{completion_id!r} is not a completion of this client; it has {known}") from None
 
     def _last_id(self) -> str:
         try:

@@ -88,6 +88,8 @@ class ChatRequest:
     prompt: str | list[int] | None = None
     """A prompt without chat template, as text or ids, instead of messages."""
     model: str = "default"
+    agent: str = ""
+    """Name that the client gives to the agent which calls; empty without one."""
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra variables of the chat template, such as ``enable_thinking``."""
@@ -166,6 +168,7 @@ def request_options(body: dict[str, Any]) -> dict[str, Any]:
     stream_options = typed("stream_options", body.get("stream_options"), dict, "send an object") or {}
     return {
         "model": typed("model", body.get("model"), str, "send any string") or "default",
+        "agent": _agent(body.get("metadata")),
         "n": whole("n", body.get("n"), 1, MAX_CHOICES) or 1,
         "max_tokens": limits[0] or limits[1],
         "min_tokens": whole("min_tokens", body.get("min_tokens"), 0) or 0,
@@ -178,6 +181,11 @@ def request_options(body: dict[str, Any]) -> dict[str, Any]:
         "logit_bias": _logit_bias(body.get("logit_bias")),
         "sampling": sampling,
     }
+
+
+def _agent(metadata: Any) -> str:
+    agent = metadata.get("agent") if isinstance(metadata, dict) else None
+    return agent if isinstance(agent, str) else ""
 
 
 def _sampling(body: dict[str, Any]) -> dict[str, float]:

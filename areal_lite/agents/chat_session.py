@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from areal_lite.agents.agent_names import AgentNames
 from areal_lite.agents.answer_parsers.answer_parser import ParsedAnswer
 from areal_lite.agents.chat_renderer import ChatRenderer
 from areal_lite.agents.chat_request import ChatRequest, Conversation, parse_message, without_reasoning
@@ -115,6 +116,7 @@ class ChatSession:
         """Those of the latest requests; their place is a node."""
         self._raw: list[tuple[str, InteractionWithTokenLogpReward]] = []
         """Answers to prompts without template, with the text of prompt and answer."""
+        self._names = AgentNames()
         self._closed = False
         self._context = contextvars.copy_context()
         self._episode = episode_context.current().episode
@@ -204,6 +206,7 @@ class ChatSession:
             task.cancel()
 
     async def _answer(self, request: ChatRequest, index: int, answer_id: str, on_text: OnText | None) -> Answer:
+        agent = self._names.name(request)  # before other calls may run: the first one is the main agent's
         prompt, parent, is_fork = await self._find_prompt(request)
         gconfig = request_gconfig(self._gconfig, request, prompt_tokens=len(prompt), agent_samples=self._agent_samples)
         if request.n > 1 and gconfig.seed is not None:
@@ -224,6 +227,7 @@ class ChatSession:
                         gconfig=gconfig,
                         tokenizer=self._renderer.tokenizer,
                         top_logprobs=request.top_logprobs,
+                        metadata={"agent": agent},
                         on_tokens=None if text is None else on_tokens,
                     )
                 )

@@ -45,7 +45,9 @@ class Failure:
     """Class name of the exception; empty if nothing was raised."""
     message: str
     traceback: str = ""
-    """The last frames, at most ``MAX_TRACEBACK`` characters; empty if nothing was raised."""
+    """The last frames and the hint, at most ``MAX_TRACEBACK`` characters; empty if nothing was raised."""
+    hint: str = ""
+    """Cause and fix that the message does not give; see :func:`add_hint`."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
@@ -54,12 +56,13 @@ class Failure:
         while isinstance(leaf, BaseExceptionGroup):
             leaf = leaf.exceptions[0]
             kind = _kind_of(leaf) or kind  # the innermost boundary attributed it first
-        text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
+        hint = getattr(error, "failure_hint", "")
+        text = "".join([*traceback.format_exception(error), hint and f"{hint}\n"])[-MAX_TRACEBACK:]
         try:
             message = str(leaf)
         except Exception:  # a user's class may break its own text
             message = "(its text cannot be read)"
-        return cls(kind or FailureKind.AGENT, type(leaf).__name__, message, text)
+        return cls(kind or FailureKind.AGENT, type(leaf).__name__, message, text, hint)
 
     @classmethod
     def cancelled(cls, reason: str) -> Failure:
@@ -73,8 +76,10 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """One line: type and message."""
+        """One line: type, message and hint."""
         first_line = self.message.strip().partition("\n")[0][:200]
+        if self.hint:
+            first_line = f"{first_line.rstrip('.')}. {self.hint}"
         return f"{self.type}: {first_line}" if self.type else first_line
 
 
@@ -96,6 +101,12 @@ class attributed_to:
         if isinstance(error, Exception) and not hasattr(error, "failure_kind"):
             with contextlib.suppress(AttributeError):  # a class with slots keeps the default
                 error.failure_kind = self._kind  # type: ignore[attr-defined]
+
+
+def add_hint(error: BaseException, hint: str) -> None:
+    """Add cause and fix to the failure of ``error``; its message stays as it is."""
+    with contextlib.suppress(AttributeError):  # a class with slots
+        error.failure_hint = hint  # type: ignore[attr-defined]
 
 
 def _kind_of(error: BaseException) -> FailureKind | None:

@@ -27,6 +27,7 @@ class ModelRequest:
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     rid: str = field(default_factory=_fixed_length_rid)
     metadata: dict[str, Any] = field(default_factory=dict)
+    """Passed on to the response; ``agent`` names the agent that calls (``Turn.agent``)."""
     tokenizer: Any = None
     on_tokens: Callable[[Sequence[int], Sequence[float]], None] | None = None
     """Called on the engine's event loop with new ids and their log-probs as the server sends them. Over all its calls
@@ -67,6 +68,7 @@ class ModelResponse:
     """Id of the request."""
     tokenizer: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    """The request's."""
 
     @property
     def input_len(self) -> int:

@@ -72,6 +72,8 @@ class Turn:
     """Seconds the call took."""
     text: str | None = None
     """The tokens as text, if decoded; only the ids are exact."""
+    agent: str | None = None
+    """Of a model call: name of the agent that made it, ``main`` or a sub-agent; None if unknown."""
 
     @property
     def end(self) -> int:

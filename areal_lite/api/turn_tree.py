@@ -188,6 +188,8 @@ def _untrained(ids: NDArray[np.int32], start: int, parent: int | None, *, role: 
 def _describe(turn: Turn, call: ModelResponse, *, trained: bool) -> None:
     """Copy the call's metadata; its log-probs and versions only if the sequence does not have them."""
     turn.stop_reason, turn.started, turn.latency_s = call.stop_reason, call.started, call.latency
+    agent = call.metadata.get("agent")
+    turn.agent = agent if isinstance(agent, str) else None
     if turn.logprobs is None or not trained:
         turn.logprobs = np.array(call.output_logprobs, np.float32)
     if turn.versions is None or not trained:

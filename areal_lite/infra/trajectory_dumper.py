@@ -160,6 +160,7 @@ def _turn(trajectory: Trajectory, place: int, sequence: TokenSequence | None, to
         "stop_reason": turn.stop_reason,
         "started": turn.started,
         "latency_s": turn.latency_s,
+        "agent": turn.agent,
     }
 
 

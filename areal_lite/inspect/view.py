@@ -115,7 +115,8 @@ def _lines(record: dict[str, Any]) -> Iterator[Text]:
         facts = [f"{len(turn.get('ids') or mask)} tokens", f"{sum(mask)} trained", turn.get("stop_reason")]
         if turn.get("latency_s") is not None:
             facts.append(f"{turn['latency_s']:.2f} s")
-        yield Text(printable(f"{role} ({', '.join(str(fact) for fact in facts if fact)})"), "bold")
+        name = f"{role} {turn['agent']}" if turn.get("agent") else role
+        yield Text(printable(f"{name} ({', '.join(str(fact) for fact in facts if fact)})"), "bold")
         text = turn.get("text")
         yield Text(
             printable(str(text)) if text is not None else "no text: the run had no tokenizer",

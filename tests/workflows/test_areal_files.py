@@ -330,6 +330,7 @@ def test_without_math_verify_the_import_says_what_to_install(monkeypatch: pytest
         ("from areal_lite.trainer import SFTTrainer", "`areal-lite sft run.yaml`"),
         ("from areal_lite.api.cli_args import GRPOConfig, load_expr_config", "the run's YAML"),
         ("from areal_lite.api import ModelAllocation", "rollout.addresses"),
+        ("from areal_lite.dataset import get_custom_dataset", "train_dataset.path"),
         ("from areal_lite.infra import LocalScheduler", "areal-lite train"),
         ("from areal_lite.utils.stats_tracker import denominator", "stats_tracker.get"),
         ("from areal_lite.experimental.openai import OpenAIProxyWorkflow", "`workflow` in the run's YAML"),

@@ -15,11 +15,11 @@ from areal_lite.agents.text_stream import Piece
 
 _AS_CHAT = {
     "model": "model", "max_tokens": "max_tokens", "stop_sequences": "stop", "temperature": "temperature",
-    "top_p": "top_p", "top_k": "top_k", "stream": "stream",
+    "top_p": "top_p", "top_k": "top_k", "stream": "stream", "metadata": "metadata",
 }  # fmt: skip
 """Fields with the same meaning as a chat completion's, by their name there."""
 _READ = {*_AS_CHAT, "messages", "system", "tools", "tool_choice", "output_config", "output_format"}
-_IGNORED = {"metadata", "service_tier", "thinking", "cache_control", "context_management"}
+_IGNORED = {"service_tier", "thinking", "cache_control", "context_management"}
 """Fields without effect on the tokens: accepted and ignored."""
 _ERROR_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large",

@@ -17,6 +17,7 @@ _AS_CHAT = {
     "model": "model", "max_output_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p",
     "stream": "stream", "tool_choice": "tool_choice", "top_logprobs": "top_logprobs",
     "chat_template_kwargs": "chat_template_kwargs", "stop": "stop", "seed": "seed", "top_k": "top_k",
+    "metadata": "metadata",
 }  # fmt: skip
 """Fields with the same meaning as a chat completion's, by their name there."""
 _READ = {
@@ -30,7 +31,7 @@ _READ = {
     "truncation",
 }
 _IGNORED = {
-    "include", "max_tool_calls", "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
+    "include", "max_tool_calls", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
     "reasoning", "safety_identifier", "service_tier", "store", "stream_options", "user", "context_management",
 }  # fmt: skip
 """Fields without effect on the tokens: accepted and ignored."""
