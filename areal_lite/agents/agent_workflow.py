@@ -20,9 +20,8 @@ from areal_lite.agents.strayed_call import explain_strayed_call
 from areal_lite.api import episode_context
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.engine_api import InferenceEngine
-from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.failure import FailureKind, attributed_to
-from areal_lite.api.scalars import scope_name
+from areal_lite.api.scalars import record_counts
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.data.chat.tokenizer import load_tokenizer
@@ -96,7 +95,7 @@ class AgentWorkflow(RolloutWorkflow):
         finally:
             episode_context.enter(context)
             episode_environ.show({})
-            _count(context, session.counts())
+            record_counts(session.counts())
             doors.service.close(access.api_key)
             if context.shared is None:
                 await shared.aclose()
@@ -112,7 +111,7 @@ class AgentWorkflow(RolloutWorkflow):
             )
         with attributed_to(FailureKind.REWARD):
             sequences, parts = rewarded(session, reward, self._config.reward_weights)
-        _count(context, {f"reward/{name}": value for name, value in parts.items()})
+        record_counts({f"reward/{name}": value for name, value in parts.items()})
         return sequences
 
     async def _run_agent(
@@ -162,12 +161,3 @@ class AgentWorkflow(RolloutWorkflow):
                     tools_in_system_prompt=self._config.tools_in_system_prompt,
                 )
         return self._renderer
-
-
-def _count(context: EpisodeContext, counts: dict[str, float]) -> None:
-    """Keep numbers in the episode's record, and their means in the run's metrics."""
-    if context.episode is not None:
-        context.episode.counts |= counts
-    if context.scalars is not None and counts:
-        scope = scope_name(context.is_eval)
-        context.scalars.add({f"{scope}/{name}": value for name, value in counts.items()}, is_eval=context.is_eval)

@@ -19,10 +19,12 @@ from areal_lite.agents.answer_parsers.tool_formats import TOOL_FORMATS
 from areal_lite.agents.chat_renderer import chat_renderer
 from areal_lite.agents.chat_session import ChatSession, Interactions, Style
 from areal_lite.agents.http_transport import BASE_URL, SharedClient
+from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
 from areal_lite.api.reward_worker import as_reward
+from areal_lite.api.scalars import record_counts
 
 
 class ArealOpenAI(AsyncOpenAI):
@@ -36,11 +38,11 @@ class ArealOpenAI(AsyncOpenAI):
         tokenizer: A Hugging Face tokenizer with a chat template.
         gconfig: Sampling parameters that a call does not set.
         engine_max_tokens: Maximum tokens of prompt and answer together; None is ``gconfig.max_tokens``.
-        tool_call_parser: A name of ``rollout.tool_parser``; None and other names choose by the chat template.
+        tool_call_parser: A name of ``rollout.tool_parser``; None and other names are the run's.
         reasoning_parser: "think" moves reasoning into ``reasoning_content``; with None and other names it stays in the
             content, as in AReaL.
         chat_template_type: Ignored: a continued conversation is always one sequence.
-        tools_in_system_prompt: As in the config, for chat templates that do not render tools.
+        tools_in_system_prompt: For chat templates that do not render tools; None is the run's.
         **client_options: Other options of AsyncOpenAI.
     """
 
@@ -54,20 +56,23 @@ class ArealOpenAI(AsyncOpenAI):
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
         chat_template_type: str | None = None,
-        tools_in_system_prompt: bool = False,
+        tools_in_system_prompt: bool | None = None,
         **client_options: Any,
     ) -> None:
         gconfig = gconfig or GenerationHyperparameters()
         if engine_max_tokens is not None:
             gconfig = gconfig.new(max_tokens=engine_max_tokens)
+        config = getattr(engine, "config", None) or InferenceEngineConfig()
+        if tools_in_system_prompt is None:
+            tools_in_system_prompt = config.tools_in_system_prompt
         renderer = chat_renderer(
             tokenizer,
-            tool_parser=tool_call_parser if tool_call_parser in TOOL_FORMATS else None,
+            tool_parser=tool_call_parser if tool_call_parser in TOOL_FORMATS else config.tool_parser,
             reasoning_parser="think" if reasoning_parser == "think" else "none",
             tools_in_system_prompt=tools_in_system_prompt,
         )
         self.session = ChatSession(engine, renderer, gconfig, agent_samples=True)
-        self._discounted = False
+        self._discounted = self._exported = False
         service = AgentService()
         options = {
             "base_url": BASE_URL,
@@ -138,10 +143,15 @@ class ArealOpenAI(AsyncOpenAI):
         """Return what ``arun_episode`` may return: sequences by completion id.
 
         Args:
-            style: "individual": each answer is a sequence with its own reward. "concat": each conversation
+            style: "individual": each answer with a reward is a sequence of its own. "concat": each conversation
                 is a sequence that trains all its answers, with the reward of the last one.
         """
-        return self.session.export(style)
+        if not self._exported:
+            record_counts(self.session.counts())
+        self._exported = True
+        sequences = self.session.export(style)
+        rewarded = {key: answer for key, answer in sequences.items() if answer.reward is not None}
+        return rewarded if rewarded and style == "individual" else sequences
 
     def _interaction(self, completion_id: str) -> InteractionWithTokenLogpReward:
         try:

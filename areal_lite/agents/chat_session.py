@@ -185,6 +185,7 @@ class ChatSession:
         """Return the session's numbers by name; see docs/metrics.md."""
         return {
             "answers": float(len(self.interactions)),
+            "clean_turns": float(self.clean_turns),
             "forks": float(self.forks),
             "forked_tokens": float(self.forked_tokens),
             "tool_parse_errors": float(self.tool_parse_errors),

@@ -44,10 +44,7 @@ def _find_call(error: BaseException | None) -> tuple[str, str]:
             disconnected = bool(url) and isinstance(error, OSError)
         if disconnected and isinstance(error, OSError) and isinstance(error.strerror, str):
             return url, error.strerror
-        if isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        else:
-            error = error.__cause__ or error.__context__
+        error = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error.__cause__ or error.__context__
     return url, ""
 
 

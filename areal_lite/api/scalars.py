@@ -34,6 +34,16 @@ def scope_name(is_eval: bool) -> str:
     return "eval-rollout" if is_eval else "rollout"
 
 
+def record_counts(counts: Mapping[str, float]) -> None:
+    """Keep numbers in the running episode's record, and their means in the run's metrics."""
+    context = episode_context.current()
+    if context.episode is not None:
+        context.episode.counts |= counts
+    if context.scalars is not None:
+        scope = scope_name(context.is_eval)
+        context.scalars.add({f"{scope}/{name}": value for name, value in counts.items()}, is_eval=context.is_eval)
+
+
 def record_scalars(values: Mapping[str, float]) -> None:
     """Record numbers of the running episode, by metric name.
 

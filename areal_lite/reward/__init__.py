@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ class MathVerifyWorker:
     def __init__(self, try_extract_without_anchor: bool = True, precision: int = 6) -> None:
         from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns in every process that it sets no time limit
         expressions = ExprExtractionConfig(try_extract_without_anchor=try_extract_without_anchor)
         self._formats = (expressions, LatexExtractionConfig())
         self._precision = precision

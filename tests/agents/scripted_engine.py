@@ -152,6 +152,7 @@ class ScriptedEngine:
             output_versions=[(i // 3) % 7 for i in range(first, self._sampled)],
             stop_reason="stop" if ids and ids[-1] in req.gconfig.stop_token_ids else "length",
             tokenizer=req.tokenizer,
+            metadata=req.metadata,
         )
         self.responses.append(response)
         if req.on_tokens is not None:  # in pieces of 0 to 4 tokens

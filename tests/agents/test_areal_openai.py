@@ -6,9 +6,15 @@ import asyncio
 from typing import Any
 
 import pytest
+from openai import BadRequestError
 from openai.types.chat import ChatCompletion
 
 from areal_lite.agents import ArealOpenAI
+from areal_lite.api import episode_context
+from areal_lite.api.config import InferenceEngineConfig
+from areal_lite.api.episode_context import Episode, EpisodeContext
+from areal_lite.api.scalars import Scalars
+from areal_lite.api.turn_tree import trajectory_of
 from tests.agents.scripted_engine import ScriptedEngine
 
 
@@ -68,6 +74,67 @@ def test_interactions_are_found_by_completion_id() -> None:
             client.export_interactions(style="tree")  # type: ignore[arg-type]
 
     asyncio.run(play())
+
+
+def test_responses_and_streamed_answers_are_rewarded_too() -> None:
+    async def play() -> None:
+        client = new_client(["a", "b", "c"])
+        response = await client.responses.create(model="m", input="go on")
+        client.set_last_reward(0.25)
+        (completion,) = await converse(client, 1)
+        stream: Any = await client.chat.completions.create(messages=[{"role": "user", "content": "?"}], stream=True)
+        streamed = [chunk.id async for chunk in stream][0]
+        assert client.get_interaction(response.id).completion == {"id": response.id}
+        client.set_reward(streamed, 1.0)
+        rewards = {key: row.reward for key, row in client.export_interactions().items()}
+        assert rewards == {response.id: 0.25, streamed: 1.0}  # an answer without a reward does not train
+        assert list(client.apply_reward_discount()) == [response.id, completion.id, streamed]
+        assert [row.reward for row in client.export_interactions().values()] == [1.25, 1.0, 1.0]
+
+    asyncio.run(play())
+
+
+def test_without_any_reward_all_answers_are_exported_and_fail_the_episode() -> None:
+    async def play() -> None:
+        client = new_client(["a", "b"])
+        await converse(client, 2)
+        exported = client.export_interactions()
+        assert len(exported) == 2
+        with pytest.raises(ValueError, match="has the reward None"):
+            trajectory_of(exported, [])
+
+    asyncio.run(play())
+
+
+def test_what_a_client_counted_is_recorded_once() -> None:
+    async def play() -> None:
+        episode, scalars = Episode(), Scalars()
+        episode_context.enter(EpisodeContext(episode=episode, scalars=scalars))
+        client = new_client(["a", "b"])
+        await converse(client, 2)
+        client.set_last_reward(1.0)
+        for style in ("individual", "concat"):
+            client.export_interactions(style)  # type: ignore[arg-type]
+        assert (episode.counts["answers"], episode.counts["clean_turns"], episode.counts["forks"]) == (2, 2, 0)
+        assert scalars.take(is_eval=False) == {f"rollout/{name}": value for name, value in episode.counts.items()}
+
+    asyncio.run(play())
+
+
+def test_tools_are_shown_as_the_run_says() -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+    async def play(tools_in_system_prompt: bool) -> str:
+        engine = ScriptedEngine(["a"], "llama3")  # its template shows no tools
+        engine.config = InferenceEngineConfig(tools_in_system_prompt=tools_in_system_prompt)  # type: ignore[attr-defined]
+        client = ArealOpenAI(engine, engine.tokenizer)  # type: ignore[arg-type]
+        await client.chat.completions.create(messages=[{"role": "user", "content": "?"}], tools=[tool])
+        prompt: str = engine.tokenizer.decode(engine.requests[0].input_ids)
+        return prompt
+
+    assert '"name": "add"' in asyncio.run(play(True))
+    with pytest.raises(BadRequestError, match="tools_in_system_prompt"):
+        asyncio.run(play(False))
 
 
 def test_the_workflows_own_sampling_is_followed() -> None:

@@ -84,7 +84,13 @@ def test_forked_tokens_are_those_that_are_not_continued() -> None:
         session = ChatSession(engine, ChatRenderer(engine.tokenizer), GenerationHyperparameters())  # type: ignore[arg-type]
         hello = {"role": "user", "content": "hello"}
         await create(session, {"messages": [hello]})
-        assert session.counts() == {"answers": 1, "forks": 0, "forked_tokens": 0, "tool_parse_errors": 0}
+        assert session.counts() == {
+            "answers": 1,
+            "clean_turns": 1,
+            "forks": 0,
+            "forked_tokens": 0,
+            "tool_parse_errors": 0,
+        }
         edited = {"role": "assistant", "content": "two"}
         await create(session, {"messages": [hello, edited, hello]})
         first = engine.responses[0]

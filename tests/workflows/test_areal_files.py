@@ -265,7 +265,10 @@ def test_a_workflow_with_areals_client(
     reward_fn = importlib.import_module("rewards").count_tokens
     group = run(engine, f"{module}.Client", 0, reward_fn=reward_fn, **kwargs)
     assert [len(t.sequences) for t in group.trajectories] == [sequences] * 2
-    assert engine.take_scalars() == {"rollout/reward": 0.0, "rollout/num_turns": 2.0}
+    counts = {"answers": 2.0, "clean_turns": 2.0, "forks": 0.0, "forked_tokens": 0.0, "tool_parse_errors": 0.0}
+    assert [t.counts for t in group.trajectories] == [counts] * 2
+    recorded = {"reward": 0.0, "num_turns": 2.0, **counts}
+    assert engine.take_scalars() == {f"rollout/{name}": value for name, value in recorded.items()}
 
 
 @pytest.mark.parametrize(("max_turns", "sequences"), [(1, 1), (2, 2)])
@@ -273,6 +276,33 @@ def test_an_agent(engine: RemoteInfEngine, renamed: Any, max_turns: int, sequenc
     group = run(engine, f"{renamed(AGENT)}.MathAgent", max_turns=max_turns, max_tokens=64, temperature=1.0)
     assert [len(t.sequences) for t in group.trajectories] == [sequences] * 2
     assert set(group.rewards) == {0.0}
+
+
+ANTHROPIC = """
+import os
+import anthropic
+from areal.api import AsyncRewardWrapper
+from rewards import says
+
+class MathAgent:
+    def __init__(self, **kwargs):
+        self.kwargs = kwargs
+
+    async def run(self, data: dict, **extra_kwargs) -> float:
+        client = anthropic.AsyncAnthropic(
+            api_key=extra_kwargs.get("api_key", None), base_url=extra_kwargs.get("base_url", None),
+            http_client=extra_kwargs.get("http_client", None), max_retries=0,
+        )
+        response = await client.messages.create(
+            model="default", messages=data["messages"], system=anthropic.NOT_GIVEN, **self.kwargs
+        )
+        text = "".join(block.text for block in response.content if isinstance(block, anthropic.types.TextBlock))
+        return await AsyncRewardWrapper(says)(text, data["answer"])
+"""
+
+
+def test_an_agent_of_anthropic_with_the_base_url_that_it_is_given(engine: RemoteInfEngine, renamed: Any) -> None:
+    assert set(run(engine, f"{renamed(ANTHROPIC)}.MathAgent", max_tokens=8).rewards) == {0.0}
 
 
 LANGCHAIN = """
