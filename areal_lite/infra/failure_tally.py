@@ -57,5 +57,5 @@ class FailureTally:
             lines.append(f"          and {len(self._causes) - limit} other causes")
         cause = common[0][0]
         if example := self._examples[cause].traceback.rstrip():
-            lines += [f"An example of {cause.summary!r}:", example]
+            lines += ["An example of the first:", example]
         return "\n".join(lines)
