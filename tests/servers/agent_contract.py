@@ -273,6 +273,9 @@ class AgentContract:
         _, (long,) = completion(engine, **options, extra_body={"min_tokens": at_least})
         assert long.output_len >= at_least
         assert end not in long.output_tokens[:at_least]
+        logits = policy.answer_logits(long)
+        logits[:at_least, end] = -torch.inf
+        assert distance(long, chosen(logits, long.output_tokens)) < EXACT
 
     # -- weights and aborts in the middle ----------------------------------------------------------
 

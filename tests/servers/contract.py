@@ -113,7 +113,7 @@ class RealServerContract:
 
     # -- tokens --------------------------------------------------------------------------------
 
-    def test_the_window_is_told(self, engine: RemoteInfEngine) -> None:
+    def test_the_server_reports_its_window(self, engine: RemoteInfEngine) -> None:
         window = engine._client.pool.servers[0].info.context_length
         assert window is not None
         assert self.longest_prompt < window <= self.context_length
@@ -242,7 +242,7 @@ class RealServerContract:
         assert distance(fresh, policy.logprobs(fresh)) < EXACT
 
     @pytest.mark.usefixtures("restored")
-    def test_a_stopped_answer_goes_on_from_its_tokens_under_new_weights(
+    def test_a_stopped_answer_continues_from_its_tokens_under_new_weights(
         self, config: dict[str, Any], server: RealServer, policy: Policy, perturbed: Policy
     ) -> None:
         source = RolloutDataSourceWithBuffer([{"ids": prompt(server.model)}], n_samples_per_prompt=3)
@@ -353,6 +353,7 @@ class RealServerContract:
             f"rollout.addresses=[{server.address}]",
             "rollout.consumer_batch_size=4",
             "server.dtype=float32",
+            "trainer.dtype=float32",
             "trainer.num_threads=1",
             "eval_dataset=null",
             "save_model=false",

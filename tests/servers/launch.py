@@ -22,12 +22,13 @@ _FLAGS = {
     "sglang": (
         "-m sglang.launch_server --model-path {model} --device cpu --attention-backend torch_native "
         "--disable-overlap-schedule --context-length {window} --max-total-tokens 65536 --max-running-requests 64 "
-        "--sleep-on-idle --skip-server-warmup"
+        "--sleep-on-idle --skip-server-warmup --constrained-json-disable-any-whitespace"
     ),
     "vllm": (
         "-m vllm.entrypoints.openai.api_server --model {model} --max-model-len {window} --max-num-seqs 64 "
         "--enforce-eager --enable-scale-out --logprobs-mode processed_logprobs "
-        "--worker-extension-cls load_checkpoint.WorkerExtension"
+        "--worker-extension-cls load_checkpoint.WorkerExtension "
+        "--structured-outputs-config.backend xgrammar --structured-outputs-config.disable_any_whitespace true"
     ),
 }
 _VARIABLES = {

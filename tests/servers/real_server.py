@@ -85,7 +85,7 @@ def real_server(backend: str, folder: Path) -> Iterator[RealServer]:
 
 
 class Policy:
-    """A checkpoint folder as transformers computes it in float32; ``tokenizer`` is another folder with its tokenizer."""
+    """A checkpoint folder as transformers computes it in float32, with the tokenizer in ``tokenizer`` or its own."""
 
     def __init__(self, path: Path, tokenizer: Path | None = None) -> None:
         self.path = path
