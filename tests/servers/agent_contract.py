@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,7 +28,7 @@ from tests.servers.real_server import Policy, RealServer, chosen, prompt
 T = TypeVar("T")
 
 STORY: Any = {"model": "default", "messages": [{"role": "user", "content": "Tell me a long story about a fox."}]}
-LETTERS = 240
+LETTERS = 480
 """Characters of a long answer under a regex."""
 LONG_REGEX = f"[a-z ]{{{LETTERS}}}"
 TOOLS: Any = [
@@ -91,7 +92,12 @@ def contents(chunks: list[Any]) -> list[str]:
 def is_letters(text: str, more: str) -> bool:
     """Whether ``more`` may follow under the long regex; "" asks for the end."""
     length = len(text) + len(more)
-    return length <= LETTERS and re.fullmatch("[a-z ]+", more) is not None if more else length == LETTERS
+    return length <= LETTERS and only_letters(more) if more else length == LETTERS
+
+
+@functools.cache
+def only_letters(text: str) -> bool:
+    return re.fullmatch("[a-z ]+", text) is not None
 
 
 def is_yes_or_no(text: str, more: str) -> bool:

@@ -352,6 +352,7 @@ class RealServerContract:
             f"rollout.backend={self.backend}",
             f"rollout.addresses=[{server.address}]",
             "rollout.consumer_batch_size=4",
+            "rollout.group_size=4",
             "server.dtype=float32",
             "trainer.dtype=float32",
             "trainer.num_threads=1",
