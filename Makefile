@@ -7,7 +7,7 @@ AGENTS := .venv-agents
 # servers to start while the other computes.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
-.PHONY: install demo test test-slow test-agents fuzz lint format bench clean
+.PHONY: install demo test test-slow test-agents test-servers fuzz lint format bench clean
 
 install: $(STAMP)
 
@@ -39,6 +39,19 @@ $(AGENTS)/installed: pyproject.toml constraints.txt
 	-npm install --silent --prefix $(AGENTS)/node openai@6.49.0
 	touch $@
 
+# Real SGLang and vLLM on this machine's CPU, each in an environment of its own, one after the other. UPDATE_TABLE=1
+# writes the table of docs/servers.md.
+test-servers: install .venv-sglang/installed .venv-vllm/installed
+	$(BIN)/python examples/smollm2.py
+	$(TEST_ENV) AREAL_LITE_SGLANG_PYTHON=.venv-sglang/bin/python AREAL_LITE_VLLM_PYTHON=.venv-vllm/bin/python \
+		$(BIN)/python -m pytest -m slow tests/servers
+
+.venv-%/installed: tests/servers/%-requirements.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install -q torch==2.13.0
+	.venv-$*/bin/python -m pip install -q --no-deps -r $<
+	touch $@
+
 fuzz: install
 	$(TEST_ENV) $(BIN)/python -m pytest -m fuzz
 
@@ -66,4 +79,4 @@ bench: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/advantages.py
 
 clean:
-	rm -rf .venv $(AGENTS) build dist ./*.egg-info
+	rm -rf .venv $(AGENTS) .venv-sglang .venv-vllm build dist ./*.egg-info

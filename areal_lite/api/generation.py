@@ -25,7 +25,7 @@ class GenerationHyperparameters:
     max_new_tokens: Positive = 16384
     """Maximum tokens of an answer."""
     min_new_tokens: Count = 0
-    """Suppress stop tokens until the answer has this many tokens. Log-probs do not account for the suppression."""
+    """Suppress stop tokens until the answer has this many tokens. The trainer's log-probs ignore it."""
     max_tokens: Positive = 32768
     """Maximum tokens of prompt and answer together."""
     greedy: bool = False

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -20,10 +23,13 @@ from areal_lite.api import (
     RolloutWorkflow,
     Trajectory,
 )
+from areal_lite.api.config_loader import load_config
+from areal_lite.api.trajectory import TurnRole
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from areal_lite.launch.run import run_training
 from tests.infra.scripted import tensors_of
 from tests.servers.real_server import CuttableLine, Policy, RealServer, prompt
 
@@ -45,21 +51,43 @@ def generate_all(engine: RemoteInfEngine, prompts: list[list[int]], **sampling: 
     return asyncio.run(run())
 
 
+distances: list[float] = []
+"""What ``distance`` returned in this test."""
+
+
 def distance(response: ModelResponse, expected: torch.Tensor) -> float:
     """Return the largest gap between the answer's log-probs and ``expected``."""
-    return float((torch.tensor(response.output_logprobs) - expected).abs().max())
+    distances.append(float((torch.tensor(response.output_logprobs) - expected).abs().max()))
+    return distances[-1]
+
+
+def answers_of(trajectory: Trajectory) -> list[ModelResponse]:
+    """Return the model calls of an episode, as recorded."""
+    answers = []
+    for turn in trajectory.turns:
+        if turn.role is not TurnRole.ASSISTANT:
+            continue
+        assert turn.logprobs is not None and turn.versions is not None
+        given: list[int] = []
+        before = turn.parent
+        while before is not None:
+            given = trajectory.turns[before].ids.tolist() + given
+            before = trajectory.turns[before].parent
+        answers.append(
+            ModelResponse(
+                input_tokens=given,
+                output_tokens=turn.ids.tolist(),
+                output_logprobs=turn.logprobs.tolist(),
+                output_versions=turn.versions.tolist(),
+            )
+        )
+    return answers
 
 
 def answer_of(trajectory: Trajectory) -> ModelResponse:
     """Return the one model call of an episode."""
-    prompt_turn, turn = trajectory.turns
-    assert turn.logprobs is not None and turn.versions is not None
-    return ModelResponse(
-        input_tokens=prompt_turn.ids.tolist(),
-        output_tokens=turn.ids.tolist(),
-        output_logprobs=turn.logprobs.tolist(),
-        output_versions=turn.versions.tolist(),
-    )
+    (answer,) = answers_of(trajectory)
+    return answer
 
 
 class LongAnswer(RolloutWorkflow):
@@ -80,9 +108,12 @@ class RealServerContract:
     logprobs_follow_filters: ClassVar[bool]
     """Whether log-probs are those after top-p and top-k instead of before."""
 
+    broken_promises: ClassVar[dict[str, str]] = {}
+    """Tests that fail on this server, and why."""
+
     # -- tokens --------------------------------------------------------------------------------
 
-    def test_the_window_is_told(self, engine: RemoteInfEngine) -> None:
+    def test_the_server_reports_its_window(self, engine: RemoteInfEngine) -> None:
         window = engine._client.pool.servers[0].info.context_length
         assert window is not None
         assert self.longest_prompt < window <= self.context_length
@@ -211,7 +242,7 @@ class RealServerContract:
         assert distance(fresh, policy.logprobs(fresh)) < EXACT
 
     @pytest.mark.usefixtures("restored")
-    def test_a_stopped_answer_goes_on_from_its_tokens_under_new_weights(
+    def test_a_stopped_answer_continues_from_its_tokens_under_new_weights(
         self, config: dict[str, Any], server: RealServer, policy: Policy, perturbed: Policy
     ) -> None:
         source = RolloutDataSourceWithBuffer([{"ids": prompt(server.model)}], n_samples_per_prompt=3)
@@ -303,3 +334,44 @@ class RealServerContract:
         assert generate(engine, ids, max_new_tokens=1).attempts == 1
         time.sleep(6)  # both servers close idle connections after 5 s
         assert generate(engine, ids, max_new_tokens=1).attempts == 1
+
+    # -- training --------------------------------------------------------------------------------
+
+    @pytest.mark.timeout(3000)
+    @pytest.mark.usefixtures("restored")
+    def test_a_training_run_of_20_steps_samples_every_token_from_the_newest_weights(
+        self,
+        engine: RemoteInfEngine,
+        server: RealServer,
+        tmp_path: Path,
+        record_property: Callable[[str, object], None],
+    ) -> None:
+        overrides = [
+            f"fileroot={tmp_path}",
+            f"model_path={server.model}",
+            f"rollout.backend={self.backend}",
+            f"rollout.addresses=[{server.address}]",
+            "rollout.consumer_batch_size=4",
+            "rollout.group_size=4",
+            "server.dtype=float32",
+            "trainer.dtype=float32",
+            "trainer.num_threads=1",
+            "eval_dataset=null",
+            "save_model=false",
+        ]
+        begin = time.monotonic()
+        summary = run_training(load_config("configs/demo.yaml", overrides))
+        seconds = time.monotonic() - begin
+        steps = [json.loads(line) for line in (summary.run_dir / "metrics.jsonl").read_bytes().splitlines()]
+        assert [step["step"] for step in steps] == list(range(1, 21))
+        assert {step["train/staleness_max"] for step in steps} == {0}
+        mismatch = max(step["train/engine_mismatch/log_prob_diff_max"] for step in steps)
+        assert mismatch < 1e-3
+        assert set(generate(engine, prompt(server.model), max_new_tokens=4).output_versions) == {20}
+        rewards = [step["train/reward_mean"] for step in steps]
+        record_property("20 training steps, seconds", f"{seconds:.0f}")
+        record_property("20 training steps, largest difference of log-probs", f"{mismatch:.0e}")
+        record_property(
+            "20 training steps, mean reward of the first and last 5",
+            f"{sum(rewards[:5]) / 5:.2f}, {sum(rewards[-5:]) / 5:.2f}",
+        )

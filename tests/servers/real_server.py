@@ -1,21 +1,29 @@
-"""A running server, the model it serves as transformers computes it, and a line that can be cut."""
+"""A real server, the model it serves as transformers computes it, and a line that can be cut."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import aiohttp
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from areal_lite.api import ModelResponse
 from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.infra.backends import dialect_of
+from areal_lite.infra.backends.dialect import ControlCall
 from areal_lite.infra.loop_thread import LoopThread
+from tests.servers.launch import ServerProcess
+
+SMOLLM2 = Path("runs/models/SmolLM2-135M-Instruct")
 
 
 @dataclass(frozen=True)
@@ -26,24 +34,62 @@ class RealServer:
     address: str
     model: Path
 
+    async def running(self) -> float:
+        """Return how many requests it computes or queues."""
+        async with aiohttp.ClientSession(f"http://{self.address}") as session:
+            if self.backend == "sglang":
+                async with session.get("/v1/loads?include=core") as reply:
+                    loads = (await reply.json())["loads"]
+                    return float(sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads))
+            async with session.get("/metrics") as reply:
+                lines = (await reply.text()).splitlines()
+                names = ("vllm:num_requests_running", "vllm:num_requests_waiting{")
+                return sum(float(line.split()[-1]) for line in lines if line.startswith(names))
 
-def named_server(backend: str) -> RealServer:
-    """Return the server the environment names; skips the test where it names none."""
-    variable = f"AREAL_LITE_{backend.upper()}_ADDRESS"
-    address, model = os.environ.get(variable), os.environ.get("AREAL_LITE_SERVER_MODEL")
-    if not address or not model:
-        pytest.skip(
-            f"needs a running {backend} server (float32): set {variable} to its host:port and "
-            "AREAL_LITE_SERVER_MODEL to the folder of the model it serves"
-        )
-    return RealServer(backend, address, Path(model))
+    async def until(self, busy: bool) -> None:
+        """Return when the server is busy or idle.
+
+        Raises:
+            TimeoutError: After 10 s.
+        """
+        async with asyncio.timeout(10):
+            while bool(await self.running()) != busy:  # noqa: ASYNC110 -- another program's state
+                await asyncio.sleep(0.1)
+
+    async def abort_all(self) -> None:
+        """Abort every request behind the engine's back."""
+        dialect = dialect_of(self.backend)  # type: ignore[arg-type]
+        for call in (dialect.pause(), dialect.resume()):
+            await self._post(call)
+
+    async def _post(self, call: ControlCall) -> None:
+        async with (
+            aiohttp.ClientSession(f"http://{self.address}") as session,
+            session.post(call.path, json=call.body) as reply,
+        ):
+            assert reply.status == 200, await reply.text()
+
+
+@contextmanager
+def real_server(backend: str, folder: Path) -> Iterator[RealServer]:
+    """Use the server that the environment names, or start one with its log in ``folder``; else skip the test."""
+    name = f"AREAL_LITE_{backend.upper()}"
+    model = Path(os.environ.get("AREAL_LITE_SERVER_MODEL", SMOLLM2)).absolute()
+    if address := os.environ.get(f"{name}_ADDRESS"):
+        yield RealServer(backend, address, model)
+    elif python := os.environ.get(f"{name}_PYTHON"):
+        with ServerProcess(backend, Path(python).absolute(), model, folder / f"{backend}.log") as process:
+            yield RealServer(backend, process.address, model)
+    else:
+        pytest.skip(f"needs {backend}: run `make test-servers`, or set {name}_ADDRESS to a server's host:port")
 
 
 class Policy:
-    """A checkpoint folder as transformers computes it in float32."""
+    """A checkpoint folder as transformers computes it in float32, with the tokenizer in ``tokenizer`` or its own."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tokenizer: Path | None = None) -> None:
         self.path = path
+        self.tokenizer: Any = load_tokenizer(str(tokenizer or path))
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self.vocab_size: int = self.model.config.vocab_size
 
@@ -56,8 +102,26 @@ class Policy:
 
     def logprobs(self, response: ModelResponse, temperature: float = 1.0) -> torch.Tensor:
         """Return ``[output_len]`` log-probs of the answer at ``temperature``."""
-        scores = torch.log_softmax(self.answer_logits(response) / temperature, dim=-1)
-        return scores.gather(1, torch.tensor(response.output_tokens)[:, None])[:, 0]
+        return chosen(self.answer_logits(response) / temperature, response.output_tokens)
+
+    def constrained_logprobs(self, response: ModelResponse, may_follow: Callable[[str, str], bool]) -> torch.Tensor:
+        """Return ``[output_len]`` log-probs at temperature 1 of an answer under a grammar, renormalized over the
+        tokens that it allows: those with ``may_follow(text so far, text of the token)``, and the end token if the text
+        may end, that is ``may_follow(text so far, "")``.
+        """
+        texts = self.tokenizer.batch_decode([[token] for token in range(self.vocab_size)])
+        logits = self.answer_logits(response)
+        for place, row in enumerate(logits):
+            text = self.tokenizer.decode(response.output_tokens[:place])
+            allowed = torch.tensor([bool(more) and may_follow(text, more) for more in texts])
+            allowed[self.tokenizer.eos_token_id] = may_follow(text, "")
+            row[~allowed] = -torch.inf
+        return chosen(logits, response.output_tokens)
+
+
+def chosen(logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    """Return ``[n]`` log-probs of the ``tokens`` that were sampled from ``[n, vocabulary]`` logits."""
+    return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
 def prompt(model: Path, text: str = "Tell me a long story about a fox.") -> list[int]:

@@ -1,0 +1,119 @@
+"""Two real SGLang servers of a tiny model, and what the engine does when one dies or comes back with old weights."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from areal_lite.api import EpisodeStatus, GenerationHyperparameters, InferenceEngineConfig
+from areal_lite.api.trajectory import Group
+from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from tests.fixtures.tiny_model import build_tiny_model
+from tests.servers.contract import AGENT, EXACT, ROW, answers_of, distance
+from tests.servers.launch import ServerProcess
+from tests.servers.real_server import Policy
+
+EPISODES = 16
+TOKENS = 200
+
+
+class Pair:
+    """Two servers, either of which can be killed and started again on its port."""
+
+    def __init__(self, python: Path, folder: Path) -> None:
+        self.python = python
+        self.folder = folder
+        self.old, self.new = (
+            Policy(build_tiny_model(folder / f"v{seed}", seed=seed, hidden_size=128, context=2048)) for seed in (0, 1)
+        )
+        self.running: dict[int, ServerProcess] = {}
+        self.ports = [0, 0]
+
+    def start(self, index: int) -> None:
+        """Start a server with the old weights."""
+        server = ServerProcess(
+            "sglang", self.python, self.old.path, self.folder / f"{index}.log", port=self.ports[index]
+        )
+        self.ports[index] = server.port
+        self.running[index] = server.__enter__()
+
+    def stop(self, index: int) -> None:
+        """Kill a server as `kill -9` does."""
+        server = self.running.pop(index)
+        server.kill()
+        server.__exit__(None, None, None)
+
+    def engine(self) -> RemoteInfEngine:
+        gconfig = GenerationHyperparameters(max_new_tokens=TOKENS, ignore_eos=True)
+        addresses = [f"127.0.0.1:{port}" for port in self.ports]
+        return RemoteInfEngine(
+            InferenceEngineConfig(
+                backend="sglang", addresses=addresses, tokenizer_path=str(self.old.path), gconfig=gconfig
+            )
+        )
+
+
+@pytest.fixture(scope="class")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    python = os.environ.get("AREAL_LITE_SGLANG_PYTHON")
+    if not python:
+        pytest.skip("needs sglang: run `make test-servers`")
+    pair = Pair(Path(python).absolute(), tmp_path_factory.mktemp("pair"))
+    with ExitStack() as stack:
+        stack.callback(lambda: [pair.stop(index) for index in list(pair.running)])
+        for index in (0, 1):
+            pair.start(index)
+        yield pair
+
+
+def check(groups: list[Group], policies: dict[int, Policy]) -> set[int]:
+    """Check that every episode ended well, with the log-probs of the version that its tokens name; return these."""
+    named: set[int] = set()
+    for group in groups:
+        assert group.status is EpisodeStatus.ACCEPTED, group.error
+        (answer,) = answers_of(group.trajectories[0])
+        assert answer.output_len == TOKENS
+        expected = {version: policy.logprobs(answer) for version, policy in policies.items()}
+        rows = [expected[version][place] for place, version in enumerate(answer.output_versions)]
+        assert distance(answer, torch.stack(rows)) < EXACT
+        named |= set(answer.output_versions)
+    return named
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+class TestSGLangPair:
+    def run(self, engine: RemoteInfEngine) -> list[Any]:
+        for _ in range(EPISODES):
+            engine.submit(ROW, AGENT, group_size=1)
+        return engine.wait(EPISODES, timeout=300)
+
+    def test_a_killed_server_loses_no_episode(self, pair: Pair) -> None:
+        with pair.engine() as engine:
+            for _ in range(EPISODES):
+                engine.submit(ROW, AGENT, group_size=1)
+            time.sleep(2)
+            servers = engine._client.pool.servers
+            assert all(server.outstanding for server in servers)
+            pair.stop(0)
+            groups = engine.wait(EPISODES, timeout=300)
+        pair.start(0)
+        assert check(groups, {0: pair.old}) == {0}
+
+    def test_a_server_that_returns_with_old_weights_labels_its_tokens_with_their_version(self, pair: Pair) -> None:
+        policies = {0: pair.old, 1: pair.new, 2: pair.new}
+        with pair.engine() as engine:
+            engine.update_weights_from_disk(str(pair.new.path), 1)
+            assert check(self.run(engine), policies) == {1}
+            pair.stop(0)
+            pair.start(0)
+            check(self.run(engine), policies)
+            engine.update_weights_from_disk(str(pair.new.path), 2)
+            assert check(self.run(engine), policies) == {2}
