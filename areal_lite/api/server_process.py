@@ -78,7 +78,7 @@ class ServerProcess(ABC):
         """Start the program; :meth:`wait_until_ready` must follow."""
         if self._child is not None and self.poll() is None:
             raise ServerError(f"{self.name} is already started (pid {self.pid}); create another one.")
-        if self._log is None:
+        if self._log is None or self._log.closed:
             self._log = tempfile.TemporaryFile() if self.log_path is None else self.log_path.open("a+b")  # noqa: SIM115
         self._log_start = self._log.seek(0, os.SEEK_END)
         self._child = self._launch(self._log)
@@ -116,6 +116,12 @@ class ServerProcess(ABC):
     def stop(self, *, timeout_s: float = 5.0) -> None:
         """Ask the server to end; kill it if it still runs after ``timeout_s``."""
         self._address = None
+        self.end(timeout_s)
+        if self._log is not None:
+            self._log.close()
+
+    def end(self, timeout_s: float) -> None:
+        """Do :meth:`stop`'s work while another thread may wait for the server."""
         if self._child is not None:
             self._child.stop(timeout_s)
 
@@ -125,8 +131,8 @@ class ServerProcess(ABC):
             self._child.terminate()
 
     def log_tail(self) -> str:
-        """Return the last lines of this start's log, with a heading."""
-        if self._log is None:
+        """Return the last lines of this start's log, with a heading; nothing after ``stop``."""
+        if self._log is None or self._log.closed:
             return ""
         size = os.fstat(self._log.fileno()).st_size
         begin = max(self._log_start, size - 65536)

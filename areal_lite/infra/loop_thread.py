@@ -18,7 +18,9 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = uvloop.new_event_loop()
-        self._pending: set[_PendingCall[Any]] = set()
+        self._calls: dict[asyncio.Task[Any], Exception | None] = {}
+        """The calls that run, and the error with which :meth:`fail` ended each."""
+        self._error: Exception | None = None
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
         self.thread.start()
 
@@ -49,7 +51,7 @@ class LoopThread:
                 "a blocking engine method was called inside an episode, where it would wait for itself: "
                 "use its async form (asubmit, await_results, arollout_batch, aprepare_batch)"
             )
-        pending = _PendingCall(coroutine, unclaimed, self._pending)
+        pending = _PendingCall(self._failing(coroutine), unclaimed)
         future = asyncio.run_coroutine_threadsafe(pending.run(), self._loop)
         try:
             return future.result()
@@ -62,7 +64,7 @@ class LoopThread:
         """Run ``coroutine`` on the loop from any loop; cancelling the caller acts as in :meth:`call`."""
         if self.is_current():
             return await coroutine
-        pending = _PendingCall(coroutine, unclaimed, self._pending)
+        pending = _PendingCall(self._failing(coroutine), unclaimed)
         future = asyncio.run_coroutine_threadsafe(pending.run(), self._loop)
         try:
             return await asyncio.wrap_future(future)
@@ -74,14 +76,32 @@ class LoopThread:
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             self._loop.call_soon_threadsafe(pending.leave)
 
-    def fail(self, error: Exception) -> None:
-        """End the calls that wait with ``error``; returns at once."""
+    def fail(self, error: Exception | None) -> None:
+        """End the calls that wait, and all later ones until ``fail(None)``, with ``error``; returns at once."""
 
         def fail() -> None:
-            for pending in self._pending:
-                pending.fail(error)
+            self._error = error
+            for task in self._calls if error is not None else ():
+                self._calls[task] = error
+                task.cancel()
 
         self.call_soon(fail)
+
+    async def _failing(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._error is not None:
+            coroutine.close()
+            raise self._error
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls[task] = None
+        try:
+            return await coroutine
+        except asyncio.CancelledError:
+            if (error := self._calls[task]) is not None:
+                raise error from None
+            raise
+        finally:
+            del self._calls[task]
 
     def call_soon(self, function: Callable[..., object], *args: object) -> None:
         """Have the loop call ``function(*args)``; returns at once."""
@@ -109,43 +129,20 @@ class LoopThread:
 
 
 class _PendingCall(Generic[T]):
-    """A coroutine whose caller may leave before the result arrives; all methods run on the loop."""
+    """A coroutine whose caller may leave before the result arrives; both methods run on the loop."""
 
-    def __init__(
-        self,
-        coroutine: Coroutine[Any, Any, T],
-        unclaimed: Callable[[T], object] | None,
-        running: set[_PendingCall[Any]],
-    ) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, T], unclaimed: Callable[[T], object] | None) -> None:
         self._coroutine = coroutine
         self._unclaimed = unclaimed
-        self._running = running
         self._left = False
         self._results: list[T] = []
-        self._task: asyncio.Task[Any] | None = None
-        self._error: Exception | None = None
 
     async def run(self) -> T:
-        self._task = asyncio.current_task()
-        self._running.add(self)
-        try:
-            result = await self._coroutine
-        except asyncio.CancelledError:
-            if self._error is not None:
-                raise self._error from None
-            raise
-        finally:
-            self._running.discard(self)
+        result = await self._coroutine
         self._results.append(result)
         if self._left:
             self.leave()
         return result
-
-    def fail(self, error: Exception) -> None:
-        """End the call with ``error``."""
-        assert self._task is not None
-        self._error = error
-        self._task.cancel()
 
     def leave(self) -> None:
         """Record that the caller left without the result."""

@@ -80,7 +80,6 @@ class RemoteInfEngine(InferenceEngine):
         self._dumper: TrajectoryDumper | None = None
         self._loop: LoopThread | None = None
         self._watchdog: LoopWatchdog | None = None
-        self._failure: Exception | None = None
         self._executor = WorkflowExecutor(
             self,
             config,
@@ -119,6 +118,7 @@ class RemoteInfEngine(InferenceEngine):
         """End all episodes as cancelled, write the dumps, close the connections, stop the loop."""
         if self._loop is None:
             return
+        self._loop.fail(None)
         self._loop.call(self._executor.close())
         self._loop.call(self._client.close())
         if self._watchdog is not None:
@@ -140,18 +140,12 @@ class RemoteInfEngine(InferenceEngine):
         self.destroy()
 
     @property
-    def _started_loop(self) -> LoopThread:
+    def _running_loop(self) -> LoopThread:
         if self._loop is None:
             raise ConfigError(
                 "the engine is not running: use `with RemoteInfEngine(config) as engine:` or initialize()"
             )
         return self._loop
-
-    @property
-    def _running_loop(self) -> LoopThread:
-        if self._failure is not None:
-            raise self._failure
-        return self._started_loop
 
     def _on_end(self, group: Group) -> None:
         if self._dumper is not None:
@@ -326,16 +320,15 @@ class RemoteInfEngine(InferenceEngine):
 
     def hold(self) -> None:
         """Send no generation until :meth:`release`; holds nest. Returns at once, from any thread."""
-        self._started_loop.call_soon(self._client.hold)
+        self._running_loop.call_soon(self._client.hold)
 
     def release(self) -> None:
         """End one :meth:`hold`."""
-        self._started_loop.call_soon(self._client.release)
+        self._running_loop.call_soon(self._client.release)
 
     def fail(self, error: Exception) -> None:
         """End all calls that wait, and every later one, with ``error``. Returns at once, from any thread."""
-        self._failure = error
-        self._started_loop.fail(error)
+        self._running_loop.fail(error)
 
     pause, apause = both_forms(_pause)
     resume, aresume = both_forms(_resume)

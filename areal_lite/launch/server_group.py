@@ -136,9 +136,11 @@ class ServerGroup:
             server.terminate()
         deadline = time.monotonic() + STOP_SECONDS
         for server in self._servers:
-            server.stop(timeout_s=max(0.0, deadline - time.monotonic()))
+            server.end(max(0.0, deadline - time.monotonic()))
         for watcher in self._watchers:
             watcher.join()
+        for server in self._servers:
+            server.stop()
 
     # -- the run's side --------------------------------------------------------------------------
 
@@ -223,8 +225,8 @@ class ServerGroup:
                 server.launch()
             else:
                 self._failure = ServerError(
-                    f"{cause}. That is the end number {MAX_RESTARTS + 1} within {RESTART_WINDOW_S / 60:g} minutes, so "
-                    f"the server is not restarted. {server.log_tail()}"
+                    f"{cause.rstrip()}\nIt ended {MAX_RESTARTS + 1} times within {RESTART_WINDOW_S / 60:g} minutes, "
+                    f"so it is not restarted. {server.log_tail()}"
                 )
                 if self._engine is not None:
                     self._engine.fail(self._failure)
