@@ -130,14 +130,14 @@ class EmbeddedServer(ServerProcess):
         """Return the child's environment: waiting threads sleep, and this package can be imported."""
         threads = str(cpu_threads(self.config))
         package_root = str(Path(areal_lite.__file__).resolve().parent.parent)
-        return os.environ | {
+        variables = os.environ | self._variables
+        return variables | {
             # With spinning threads, two processes on the same cores generated 15 times slower.
             "OMP_WAIT_POLICY": "PASSIVE",
             "KMP_BLOCKTIME": "0",
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONPATH": os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")])),
+            "PYTHONPATH": os.pathsep.join(filter(None, [package_root, variables.get("PYTHONPATH")])),
             "PYTHONUNBUFFERED": "1",
-            **self._variables,
         }

@@ -27,6 +27,8 @@ server = StubServer(answer_len=4)
 server.version = options.weight_version
 if options.fault == "never ready":
     server.fault = lambda number: "500"
+if options.fault == "dies":  # after the probe of its launcher
+    server.fault = lambda number: os.kill(os.getpid(), 9) if number else None
 if options.fault == "slow":
     time.sleep(2)
 if options.fault == "has a child":  # it must not outlive the server
