@@ -259,6 +259,7 @@ def _flags(
             "device": None if config.device == "auto" else config.device,
             "weight-version": version,
             "incremental-streaming-output": True,
+            "constrained-json-disable-any-whitespace": True,  # a small model fills its budget with white space
         }
     return shared | {
         "model": weights,
@@ -268,6 +269,7 @@ def _flags(
         "enable-scale-out": True,
         "logprobs-mode": "processed_logprobs",
         "worker-extension-cls": "areal_lite_vllm.WorkerExtension",
+        "structured-outputs-config": {"backend": "xgrammar", "disable_any_whitespace": True},
     }
 
 

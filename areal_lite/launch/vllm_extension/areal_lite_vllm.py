@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 from typing import Any
 
 
@@ -12,9 +12,9 @@ class WorkerExtension:
     def load_checkpoint_dir(self: Any, weights_path: str) -> dict[str, Any]:
         """Load a checkpoint folder into the running model; return errors instead of killing the engine."""
         try:
-            files = os.listdir(weights_path)  # noqa: PTH208
-            if "config.json" not in files or not any(name.endswith(".safetensors") for name in files):
-                raise FileNotFoundError(f"{weights_path} is not a safetensors checkpoint")
+            folder = Path(weights_path)
+            if not (folder / "config.json").exists() or not any(folder.glob("*.safetensors")):
+                raise FileNotFoundError(f"{folder} is not a safetensors checkpoint")
             self.reload_weights(weights_path=weights_path)
             head = getattr(self.model_runner.get_model(), "lm_head", None)
             if head is not None and getattr(head, "quant_method", None) is not None:
