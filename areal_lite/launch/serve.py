@@ -36,7 +36,7 @@ def serve(argv: Sequence[str]) -> NoReturn:
         try:
             settings[name] = yaml.safe_load(settings[name])
         except yaml.YAMLError as error:
-            raise ConfigError(f"--{name} {settings[name]!r} is no YAML: write {{name: value}}") from error
+            raise ConfigError(f"--{name} {settings[name]!r} is not YAML: write {{name: value}}") from error
     config = checked_settings(ServerConfig, settings)
     check_model_path(arguments["model_path"])
     check_servers(config, model_path=arguments["model_path"])

@@ -20,7 +20,7 @@ from areal_lite.api.server_process import ServerProcess, cause_of_death
 from areal_lite.embedded.process import EmbeddedServer
 from areal_lite.errors import ArealLiteError, ServerError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
-from areal_lite.launch.server_program import ServerProgram, check_embedded, check_program, free_port, gpu_groups
+from areal_lite.launch.server_program import ServerProgram, check_embedded, check_program, gpu_groups, server_ports
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +52,9 @@ def make_servers(
     """Return the servers of a checked config, not yet started; their logs go to ``log_dir``."""
     backend: Literal["sglang", "vllm", "embedded"] = config.backend or "embedded"
     servers: list[ServerProcess] = []
-    for number, gpus in enumerate(gpu_groups(config)):
+    for number, (gpus, port) in enumerate(zip(gpu_groups(config), server_ports(config), strict=True)):
         name, log_path = f"server {backend}-{number}", log_dir / f"{backend}-{number}.log"
         if backend != "embedded":
-            port = config.port + number if config.port else free_port(config.host)
             server = ServerProgram(
                 name,
                 backend=backend,
@@ -81,7 +80,7 @@ def make_servers(
                 start_timeout_s=config.start_timeout_s,
                 name=name,
                 variables=variables,
-                **settings | {"port": config.port + number if config.port else 0},
+                **settings | {"port": port if config.port else 0},  # it reports a free port itself
             )
         )
     return servers

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
 import random
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -167,9 +167,8 @@ def check_program(config: ServerConfig, backend: Backend) -> None:
     for name in _OWN_VARIABLES:
         if name in config.env:
             raise ConfigError(f"server.env sets {name}, which the engine sets itself: remove it")
-    if config.port:
-        for replica in range(config.replicas):
-            check_port(config.host, config.port + replica)
+    for port in server_ports(config):
+        check_port(config.host, port)
     python = interpreter(config)
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({backend!r}) is None)"
     try:
@@ -225,17 +224,27 @@ def interpreter(config: ServerConfig) -> str:
     return config.python or sys.executable
 
 
-def free_port(host: str) -> int:
-    """Return a port on which nobody listens."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-            return port
-    raise ConfigError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free on {host}: set server.port")
+def server_ports(config: ServerConfig) -> list[int]:
+    """Return the port of each replica: from ``server.port`` on, or free ones.
+
+    Raises:
+        ConfigError: If there are not enough.
+    """
+    if config.port:
+        return list(range(config.port, config.port + config.replicas))
+    free = (port for port in random.SystemRandom().sample(_PORTS, len(_PORTS)) if _is_free(config.host, port))
+    ports = list(itertools.islice(free, config.replicas))
+    if len(ports) < config.replicas:
+        raise ConfigError(f"too few ports from {_PORTS[0]} to {_PORTS[-1]} are free on {config.host}: set server.port")
+    return ports
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        check_port(host, port)
+    except ConfigError:
+        return False
+    return True
 
 
 def check_embedded(config: ServerConfig, model_path: str) -> None:
