@@ -33,12 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in _THREAD_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     sys.path.insert(0, str(Path.cwd()))
-    if arguments[:1] == ["serve"]:
-        from areal_lite.embedded.__main__ import main as serve
-
-        return serve(arguments[1:])
     stop = StopOnSignal()
     try:
+        if arguments[:1] == ["serve"]:
+            from areal_lite.launch.serve import serve
+
+            serve(arguments[1:])
         options = _parser().parse_args(arguments)
         if options.command == "view":
             _view(options)
@@ -194,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("-h", "--help", action=_ConfigHelp)
         command.set_defaults(run=run, root=root)
-    commands.add_parser("serve", help="serve a model over SGLang's HTTP API, without SGLang", add_help=False)
+    commands.add_parser("serve", help="start SGLang, vLLM or embedded servers of a model", add_help=False)
     command = commands.add_parser("view", help="show dumped episodes in the terminal")
     command.add_argument("path", type=Path, metavar="PATH", help="a .jsonl dump, or a folder that contains dumps")
     command.add_argument(

@@ -70,10 +70,10 @@ class InferenceEngineConfig(RunIdentity):
     """Inference servers, episode scheduling and the staleness bound."""
 
     backend: Literal["sglang", "vllm", "embedded"] = "embedded"
-    """Protocol of the servers. With embedded and no addresses, the run starts its own server."""
+    """Protocol of the servers in addresses."""
 
     addresses: list[str] = field(default_factory=list)
-    """host:port of each running server."""
+    """host:port of each running server. Empty: the run starts its own, see server.backend."""
 
     weight_update: Literal["auto", "disk", "memory"] = "auto"
     """How servers get new weights: as files in the run's folder, or in memory of the trainer, which servers on the same
@@ -171,14 +171,14 @@ class InferenceEngineConfig(RunIdentity):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EmbeddedServerConfig:
-    """Settings of the embedded server, for a run, for ``areal-lite serve`` and for ``EmbeddedServer``."""
+    """Settings of one embedded server."""
 
     host: str = "127.0.0.1"
     """Address to listen on. The server has no authentication: on anything but loopback, others can generate and
     change weights."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on, further replicas on the ports after it; 0 takes free ones."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "bfloat16"
     """Number format of the served weights; auto takes the one in config.json."""
@@ -202,6 +202,32 @@ class EmbeddedServerConfig:
 
     context_length: Annotated[int, Field(ge=16)] | None = None
     """Maximum tokens of prompt and answer together; null is the model's own limit."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ServerConfig(EmbeddedServerConfig):
+    """The servers that a run or ``areal-lite serve`` starts."""
+
+    backend: Literal["sglang", "vllm", "embedded"] | None = None
+    """Program to start; rollout.backend follows it. Null: the embedded server, or nothing if rollout.addresses names
+    running servers."""
+
+    replicas: Positive = 1
+    """Number of servers. On a machine with NVIDIA GPUs each gets as many as its tensor parallel size; together they get
+    the last GPUs, because trainers use the first."""
+
+    args: dict[str, Any] = field(default_factory=dict)
+    """Further options of SGLang or vLLM, by the name of the flag: {tp: 2, mem_fraction_static: 0.8}. true is a flag
+    without a value; what the engine needs cannot be changed."""
+
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the servers."""
+
+    python: str | None = None
+    """Interpreter of an environment with SGLang or vLLM, such as venv/bin/python. Null is that of the run."""
+
+    start_timeout_s: Above0 = 600.0
+    """Seconds in which a server must answer its first request."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -372,8 +398,8 @@ class RunConfig(ExperimentConfig):
     rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
     """Inference servers and episode scheduling."""
 
-    server: EmbeddedServerConfig = field(default_factory=EmbeddedServerConfig)
-    """The embedded server."""
+    server: ServerConfig = field(default_factory=ServerConfig)
+    """The servers that the run starts."""
 
     trainer: TrainerConfig
     """Optimizer, algorithm and losses."""

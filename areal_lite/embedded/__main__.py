@@ -1,12 +1,10 @@
-"""``python -m areal_lite.embedded MODEL``: serve a model until a signal; ``main`` is also ``areal-lite serve``."""
+"""``python -m areal_lite.embedded MODEL``: serve a model until a signal, as :class:`EmbeddedServer` starts it."""
 
 from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,18 +15,15 @@ from areal_lite.embedded.settings import server_config
 from areal_lite.errors import ArealLiteError
 
 
-def argument_parser() -> argparse.ArgumentParser:
-    """Return the parser; each field of ``EmbeddedServerConfig`` is an option."""
-    parser = argparse.ArgumentParser(
-        prog="areal-lite serve",
-        description="Serve a Hugging Face model in SGLang's HTTP dialect, without SGLang.",
-    )
+def argument_parser(settings: type[Any], *, prog: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser of a model and what it serves; each field of the config class ``settings`` is an option."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument(
         "model_path",
         metavar="MODEL",
         help="folder with config.json, tokenizer and safetensors weights, or a name on the Hugging Face Hub",
     )
-    for field in describe_fields(EmbeddedServerConfig):
+    for field in describe_fields(settings):
         details = f"{field.type}; default {field.default}"
         parser.add_argument(
             f"--{field.key.replace('_', '-')}",
@@ -49,19 +44,25 @@ def argument_parser() -> argparse.ArgumentParser:
         help="Make the bits of each answer depend on its request, the weights and num_threads only: requests run one "
         "by one and share no KV cache. Several times slower with many requests at once",
     )
-    # EmbeddedServer sets these: where to report the address, and that this process ends with its parent.
-    parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--die-with-stdin", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _child_parser() -> argparse.ArgumentParser:
+    parser = argument_parser(
+        EmbeddedServerConfig,
+        prog="python -m areal_lite.embedded",
+        description="Serve a Hugging Face model in SGLang's HTTP dialect, without SGLang.",
+    )
+    parser.add_argument("--tokenizer-path", metavar="PATH", help="Folder of the tokenizer; default MODEL")
+    parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)  # where to report the address
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve; return the exit code."""
-    arguments = vars(argument_parser().parse_args(argv))
-    ready_fd, die_with_stdin = arguments.pop("ready_fd"), arguments.pop("die_with_stdin")
+    arguments = vars(_child_parser().parse_args(argv))
+    ready_fd = arguments.pop("ready_fd")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    if die_with_stdin:
-        threading.Thread(target=_exit_when_stdin_closes, name="parent watch", daemon=True).start()
 
     def announce(host: str, port: int) -> None:
         print(f"embedded server ready at http://{host}:{port} (model {arguments['model_path']})", flush=True)
@@ -82,13 +83,6 @@ def split_arguments(arguments: dict[str, Any]) -> tuple[EmbeddedServerConfig, di
     names = EmbeddedServerConfig.__dataclass_fields__
     config = server_config(**{name: value for name, value in arguments.items() if name in names})
     return config, {name: value for name, value in arguments.items() if name not in names}
-
-
-def _exit_when_stdin_closes() -> None:
-    """End this process with its parent, even after SIGKILL: only the parent holds the other end of the pipe."""
-    while os.read(0, 1024):
-        pass
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -14,16 +14,22 @@ from areal_lite.api.config import EmbeddedServerConfig
 from areal_lite.api.config_help import meaning_of
 from areal_lite.errors import ConfigError
 
+C = TypeVar("C", bound=EmbeddedServerConfig)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def server_config(**settings: Any) -> EmbeddedServerConfig:
-    """Build the settings of one server from field names and values."""
+    """Build the settings of one embedded server from field names and values."""
+    return checked_settings(EmbeddedServerConfig, settings)
+
+
+def checked_settings(kind: type[C], settings: dict[str, Any]) -> C:
+    """Build the config class ``kind`` from field names and values; raises ConfigError with every fault."""
     try:
-        return EmbeddedServerConfig(**settings)
+        return kind(**settings)
     except ValidationError as error:
         faults = error.errors(include_url=False)
-    known = ", ".join(EmbeddedServerConfig.__dataclass_fields__)
+    known = ", ".join(kind.__dataclass_fields__)
     lines = []
     for fault in faults:
         name = str(fault["loc"][0])
@@ -31,7 +37,7 @@ def server_config(**settings: Any) -> EmbeddedServerConfig:
             lines.append(f"the embedded server has no setting {name!r}; it has {known}.")
         else:
             rule = fault["msg"].replace("Input should", "it must")
-            lines.append(f"{name} is {fault['input']!r}: {rule}. {meaning_of(EmbeddedServerConfig, name)}")
+            lines.append(f"{name} is {fault['input']!r}: {rule}. {meaning_of(kind, name)}")
     raise ConfigError("\n".join(lines))
 
 

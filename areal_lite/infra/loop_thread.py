@@ -18,6 +18,9 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = uvloop.new_event_loop()
+        self._calls: dict[asyncio.Task[Any], Exception | None] = {}
+        """The calls that run, and the error with which :meth:`fail` ended each."""
+        self._error: Exception | None = None
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
         self.thread.start()
 
@@ -48,7 +51,7 @@ class LoopThread:
                 "a blocking engine method was called inside an episode, where it would wait for itself: "
                 "use its async form (asubmit, await_results, arollout_batch, aprepare_batch)"
             )
-        pending = _PendingCall(coroutine, unclaimed)
+        pending = _PendingCall(self._failing(coroutine), unclaimed)
         future = asyncio.run_coroutine_threadsafe(pending.run(), self._loop)
         try:
             return future.result()
@@ -61,7 +64,7 @@ class LoopThread:
         """Run ``coroutine`` on the loop from any loop; cancelling the caller acts as in :meth:`call`."""
         if self.is_current():
             return await coroutine
-        pending = _PendingCall(coroutine, unclaimed)
+        pending = _PendingCall(self._failing(coroutine), unclaimed)
         future = asyncio.run_coroutine_threadsafe(pending.run(), self._loop)
         try:
             return await asyncio.wrap_future(future)
@@ -72,6 +75,33 @@ class LoopThread:
     def _leave(self, pending: _PendingCall[Any]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             self._loop.call_soon_threadsafe(pending.leave)
+
+    def fail(self, error: Exception | None) -> None:
+        """End the calls that wait, and all later ones until ``fail(None)``, with ``error``; returns at once."""
+
+        def fail() -> None:
+            self._error = error
+            for task in self._calls if error is not None else ():
+                self._calls[task] = error
+                task.cancel()
+
+        self.call_soon(fail)
+
+    async def _failing(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._error is not None:
+            coroutine.close()
+            raise self._error
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls[task] = None
+        try:
+            return await coroutine
+        except asyncio.CancelledError:
+            if (error := self._calls[task]) is not None:
+                raise error from None
+            raise
+        finally:
+            del self._calls[task]
 
     def call_soon(self, function: Callable[..., object], *args: object) -> None:
         """Have the loop call ``function(*args)``; returns at once."""

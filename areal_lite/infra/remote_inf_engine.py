@@ -118,6 +118,7 @@ class RemoteInfEngine(InferenceEngine):
         """End all episodes as cancelled, write the dumps, close the connections, stop the loop."""
         if self._loop is None:
             return
+        self._loop.fail(None)
         self._loop.call(self._executor.close())
         self._loop.call(self._client.close())
         if self._watchdog is not None:
@@ -316,6 +317,18 @@ class RemoteInfEngine(InferenceEngine):
             await self._set_version(version).coroutine
 
         return Operation(update())
+
+    def hold(self) -> None:
+        """Send no generation until :meth:`release`; holds nest. Returns at once, from any thread."""
+        self._running_loop.call_soon(self._client.hold)
+
+    def release(self) -> None:
+        """End one :meth:`hold`."""
+        self._running_loop.call_soon(self._client.release)
+
+    def fail(self, error: Exception) -> None:
+        """End all calls that wait, and every later one, with ``error``. Returns at once, from any thread."""
+        self._running_loop.fail(error)
 
     pause, apause = both_forms(_pause)
     resume, aresume = both_forms(_resume)

@@ -1,4 +1,4 @@
-"""Start the inference engine of a run and, if no servers are named, an embedded server behind it."""
+"""Start the inference engine of a run and, if no running servers are named, the servers behind it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from areal_lite.api.config import RunConfig
-from areal_lite.embedded.process import EmbeddedServer
 from areal_lite.embedded.settings import check_model_path
-from areal_lite.errors import ArealLiteError, ConfigError, ServerError
+from areal_lite.errors import ConfigError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.launch.run_data import check_workflow_choice
+from areal_lite.launch.server_group import ServerGroup, check_servers, make_servers
 
 logger = logging.getLogger(__name__)
 
@@ -42,42 +42,67 @@ def thread_budget(config: RunConfig) -> ThreadBudget:
 
 
 def check_startable(config: RunConfig) -> None:
-    """Check before anything starts that the model and the workflow exist and the backend has servers."""
+    """Check before anything starts that the model and the workflow exist and that there are servers or can be."""
     check_model_path(config.model_path)
     check_workflow_choice(config)
-    if config.rollout.backend != "embedded" and not config.rollout.addresses:
+    protocol, program = config.rollout.backend, config.server.backend
+    if config.rollout.addresses:
+        if program is not None:
+            raise ConfigError(
+                f"server.backend is {program}, which starts servers, and rollout.addresses names running ones: remove "
+                "one of the two"
+            )
+        return
+    if protocol != "embedded" and protocol != program:
         raise ConfigError(
-            f"rollout.backend is {config.rollout.backend} and rollout.addresses is empty: name the running servers "
-            "(rollout.addresses=[127.0.0.1:30000]), or set rollout.backend=embedded"
+            f"rollout.backend is {protocol} and rollout.addresses is empty: name the running servers "
+            f"(rollout.addresses=[127.0.0.1:30000]), or have the run start them (server.backend={protocol})"
         )
+    check_servers(config.server, model_path=config.model_path)
+
+
+class EngineStack:
+    """A running engine and the servers behind it."""
+
+    def __init__(self, engine: RemoteInfEngine, servers: ServerGroup | None) -> None:
+        self.engine = engine
+        self._servers = servers
+        """None if the run did not start them."""
+
+    def update_weights(self, path: str, version: int) -> None:
+        """Have the servers load the checkpoint folder at ``path`` as policy version ``version``."""
+        if self._servers is None:
+            self.engine.update_weights_from_disk(path, version)
+        else:
+            self._servers.update_weights(self.engine, path, version)
 
 
 @contextmanager
-def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEngine]:
+def engine_stack(config: RunConfig, run_dir: Path) -> Iterator[EngineStack]:
     """Yield an engine with running servers; both stop when the context ends."""
     if config.rollout.addresses:
         with _reporting(RemoteInfEngine(config.rollout)) as engine:
-            yield engine
+            yield EngineStack(engine, None)
         return
-    settings = asdict(config.server) | {"num_threads": thread_budget(config).server}
-    server = EmbeddedServer(
+    settings = config.server
+    if settings.backend in (None, "embedded"):
+        threads = settings.num_threads or max(1, thread_budget(config).server // settings.replicas)
+        settings = replace(settings, num_threads=threads)
+    servers = make_servers(
+        settings,
         model_path=config.model_path,
         seed=config.seed,
         deterministic=config.trainer.deterministic,
-        log_path=run_dir / "server.log",
-        **settings,
+        log_dir=run_dir / "servers",
     )
-    with server:
-        try:
-            with _reporting(RemoteInfEngine(replace(config.rollout, addresses=[server.address]))) as engine:
-                yield engine
-        except ArealLiteError as error:
-            if server.poll() is None:
-                raise
-            raise ServerError(
-                f"the embedded server ended with code {server.poll()}; the end of {run_dir / 'server.log'}:\n"
-                f"{server.log_tail()}"
-            ) from error
+    with ServerGroup(servers) as group:
+        rollout = replace(config.rollout, addresses=group.addresses, backend=settings.backend or "embedded")
+        with _reporting(RemoteInfEngine(rollout)) as engine:
+            group.attach(engine)
+            try:
+                yield EngineStack(engine, group)
+            finally:
+                group.attach(None)
 
 
 @contextmanager

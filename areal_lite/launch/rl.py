@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from areal_lite.api.config import RunConfig
 from areal_lite.data.source.data_source_state import state_bytes, state_path
-from areal_lite.launch.engine_stack import generating_engine, thread_budget
+from areal_lite.launch.engine_stack import engine_stack, thread_budget
 from areal_lite.launch.evaluation import Evaluation
 from areal_lite.launch.loop import (
     OnStep,
@@ -91,13 +91,17 @@ class RLRun(TrainingRun[Evaluation]):
             self.driver.mark_trained(self.step, batch)
 
     def publish(self) -> None:
-        """Write the weights as policy version ``step`` and have the servers load them."""
+        """Write the weights as policy version ``step`` and have the servers load them.
+
+        A run that is asked to stop does not wait for the servers.
+        """
         if self.shared_weights is not None:
             folder = self.shared_weights.publish(self.trainer.model, self.step)
         else:
             folder = publish_weights(self.trainer.model, _weights_dir(self.files), self.step, dtype=self.dtype)
         if self.driver is not None:
-            self.driver.engine.update_weights_from_disk(str(folder.resolve()), self.step)
+            with suppress(Stopped), interruptible():
+                self.driver.update_weights(str(folder.resolve()), self.step)
 
     def log(self, metrics: dict[str, float], began: float, generated: float, trained: float) -> None:
         """Record the metrics of the step; the moments are of the monotonic clock."""
@@ -153,8 +157,8 @@ def run_rl(config: RunConfig, on_step: OnStep | None) -> Summary[Evaluation]:
         files = stack.enter_context(open_run_files(config, start, on_step))
         driver = None
         if inputs is not None:
-            engine = stack.enter_context(generating_engine(config, files.run_dir))
-            driver = RolloutDriver(config, files.run_dir, engine=engine, inputs=inputs)
+            engines = stack.enter_context(engine_stack(config, files.run_dir))
+            driver = RolloutDriver(config, files.run_dir, engines=engines, inputs=inputs)
         disable_progress_bar()  # type: ignore[no-untyped-call]
         started = time.monotonic()
         dtype = getattr(torch, "float32" if config.server.dtype == "auto" else config.server.dtype)

@@ -11,7 +11,7 @@ from areal_lite.api.trajectory import EpisodeStatus, Group
 from areal_lite.data.rows.load_rows import check_held_out
 from areal_lite.embedded.settings import check_model_path
 from areal_lite.errors import ConfigError
-from areal_lite.launch.engine_stack import check_startable, generating_engine
+from areal_lite.launch.engine_stack import check_startable, engine_stack
 from areal_lite.launch.evaluation import Evaluation, evaluate, no_success
 from areal_lite.launch.run_data import workflow_kwargs, workflow_rows
 from areal_lite.launch.run_directory import run_directory
@@ -53,9 +53,9 @@ def run_rollout(config: RunConfig) -> list[Group]:
     rows = workflow_rows(config, config.train_dataset, is_train=True)
     with (
         run_directory(config, fresh=False, trains=False) as run_dir,
-        generating_engine(config, run_dir) as engine,
+        engine_stack(config, run_dir) as stack,
     ):
-        groups = engine.rollout_batch(rows, config.workflow, kwargs, config.should_accept_fn)
+        groups = stack.engine.rollout_batch(rows, config.workflow, kwargs, config.should_accept_fn)
     if groups and all(group.status is EpisodeStatus.FAILED for group in groups):
         raise no_success(groups)
     return groups
@@ -74,9 +74,9 @@ def run_evaluation(config: RunConfig) -> Evaluation:
     rows = workflow_rows(config, config.eval_dataset, is_train=False)
     with (
         run_directory(config, fresh=False, trains=False) as run_dir,
-        generating_engine(config, run_dir) as engine,
+        engine_stack(config, run_dir) as stack,
     ):
-        return evaluate(engine, config, rows)
+        return evaluate(stack.engine, config, rows)
 
 
 def _check_trainable(config: RunConfig) -> None:
@@ -85,7 +85,7 @@ def _check_trainable(config: RunConfig) -> None:
 
     check_startable(config)
     resolve_device(config.trainer.device)
-    if not config.rollout.addresses:
+    if not config.rollout.addresses and config.server.backend in (None, "embedded"):
         resolve_device(config.server.device, key="server.device")
     critic = config.trainer.critic
     if config.reward_model is not None:

@@ -186,15 +186,18 @@ def test_a_closed_output_pipe_is_not_an_error(arguments):
     assert (process.returncode, error) == (0, b"")
 
 
-def test_serve_passes_its_arguments_to_the_embedded_server():
-    code = (
-        "import sys, types; server = types.ModuleType('areal_lite.embedded.__main__'); "
-        "server.main = lambda arguments: print(arguments) or 5; "
-        "sys.modules |= {'areal_lite.embedded': types.ModuleType('e'), server.__name__: server}; "
-        "from areal_lite.cli import main; sys.exit(main(['serve', 'models/tiny', '--port', '3']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (5, "['models/tiny', '--port', '3']\n")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--port", "70000"), "port is '70000': it must be less than or equal to 65535"),
+        (("--args", "{a: ["), "--args '{a: [' is not YAML: write {name: value}"),
+        (("--backend", "sglang"), "server.backend is sglang, which is not installed"),
+    ],
+)
+def test_serve_checks_its_options_before_anything_starts(options, message):
+    done = areal_lite("serve", "models/tiny", *options)
+    assert (done.returncode, done.stdout) == (64, "")
+    assert done.stderr.startswith(f"error: {message}")
 
 
 def test_light_commands_load_no_torch():

@@ -113,17 +113,6 @@ def test_a_killed_rank_ends_the_run_and_leaves_no_server(run_yaml: Path) -> None
     assert not psutil.wait_procs(children, timeout=10)[1]
 
 
-def test_the_error_of_a_killed_server_names_its_log(run_yaml: Path) -> None:
-    process = start(run_yaml, "rollout.request_retries=2", "rollout.max_empty_batches=1")
-    until_step(process, 1)
-    (server,) = psutil.Process(process.pid).children()
-    server.kill()
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 75, errors
-    assert "the embedded server ended with code -9" in errors
-    assert "server.log" in errors
-
-
 def test_a_port_in_use_is_an_error_before_the_model_loads(run_yaml: Path) -> None:
     import socket
 

@@ -1,0 +1,73 @@
+"""The servers that commands start: killed while a run goes on, killed too often, and started without a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from areal_lite import cli
+from tests.e2e.test_stopping import start, until_step
+
+FAKES = Path(__file__).parents[1] / "launch" / "fake_packages"
+
+
+def test_a_run_goes_on_when_its_server_is_killed(run_yaml: Path, tmp_path: Path) -> None:
+    process = start(run_yaml, "trainer.total_steps=5", "eval_dataset=null", "rollout.request_retries=3")
+    until_step(process, 2)
+    (server,) = psutil.Process(process.pid).children()
+    server.kill()
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    assert errors.count("server embedded-0 was killed by signal 9, which the kernel sends when memory runs out") == 1
+    assert errors.count("server embedded-0 is up again at") == 1
+    run_dir = tmp_path / "runs/e2e/t"
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5]
+    # A restarted server has the newest weights, under their version; no episode was lost.
+    assert max(record["train/engine_mismatch/log_prob_diff_max"] for record in steps) < 1e-3
+    assert max(record["train/staleness_max"] for record in steps) == 0
+    assert steps[-1]["episodes/failed"] == 0
+    assert (run_dir / "servers/embedded-0.log").read_text().count("embedded server ready at") == 2
+
+
+def test_a_server_that_dies_four_times_ends_the_run_with_75_and_its_log(
+    run_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["server.backend=sglang", f"server.env={{PYTHONPATH: {FAKES}}}", "server.args={fault: dies}"]
+    assert cli.main(["rollout", str(run_yaml), *overrides]) == 75
+    errors = capsys.readouterr().err
+    assert "error: server sglang-0 was killed by signal 9, which the kernel sends when memory runs out" in errors
+    assert "error: It ended 4 times within 10 minutes, so it is not restarted. The end of " in errors
+    assert "servers/sglang-0.log:\nerror: {" in errors
+
+
+@pytest.mark.parametrize("backend", ["sglang", "embedded"])
+def test_serve_starts_servers_without_a_run(tiny_model: Path, tmp_path: Path, backend: str) -> None:
+    options = ["--backend", backend, "--dtype=float32", "--num-threads=1", "--env", f"{{PYTHONPATH: {FAKES}}}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "areal_lite", "serve", str(tiny_model), *options, "--log-dir", str(tmp_path / "logs")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == f"logs: {tmp_path / 'logs'}\n"
+    ready = process.stdout.readline()
+    assert ready.startswith(f"ready: rollout.backend={backend} 'rollout.addresses=[127.0.0.1:")
+    (address,) = yaml.safe_load(ready.split("rollout.addresses=")[1].rstrip("'\n"))
+    assert urllib.request.urlopen(f"http://{address}/server_info").status == 200
+    (server,) = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 143
+    server.wait(1)
+    assert (tmp_path / f"logs/{backend}-0.log").is_file()

@@ -1,0 +1,83 @@
+"""Real SGLang and vLLM servers that a training run starts, on this machine's CPU; see `make test-servers`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tests.e2e.test_stopping import start, until_step
+
+HERE = Path(__file__).parent
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sglang": {
+        "device": "cpu",
+        "env": {"PYTHONPATH": str(HERE / "sglang_cpu"), "SGLANG_USE_CPU_ENGINE": "1"},
+        "args": {
+            "attention_backend": "torch_native",
+            "disable_overlap_schedule": True,
+            "max_total_tokens": 8192,
+            "max_running_requests": 16,
+            "sleep_on_idle": True,
+            "skip_server_warmup": True,
+        },
+    },
+    "vllm": {
+        "env": {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        "args": {"enforce_eager": True, "max_num_seqs": 16},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+def test_a_run_starts_a_real_server_and_outlives_its_death(tmp_path: Path, backend: str) -> None:
+    python = os.environ.get(f"AREAL_LITE_{backend.upper()}_PYTHON")
+    if python is None:
+        pytest.skip(f"needs AREAL_LITE_{backend.upper()}_PYTHON, the Python of an environment with {backend}")
+    model = os.environ.get("AREAL_LITE_SERVER_MODEL", "runs/models/SmolLM2-135M-Instruct")
+    settings = SETTINGS[backend]
+    config = {
+        "experiment_name": "e2e",
+        "trial_name": "t",
+        "fileroot": str(tmp_path / "runs"),
+        "model_path": model,
+        "workflow": "workflows.largest_number.LargestNumberAgent",
+        "train_dataset": {"path": "workflows.largest_number.rows", "kwargs": {"size": 20, "seed": 1}},
+        "rollout": {"group_size": 2, "consumer_batch_size": 2, "gconfig": {"max_new_tokens": 8, "temperature": 0.7}},
+        "server": {
+            **settings,
+            "env": {**settings["env"], "HF_HUB_OFFLINE": "1"},
+            "backend": backend,
+            "python": str(Path(python).absolute()),
+            "dtype": "float32",
+            "num_threads": 1,
+            "context_length": 2048,
+        },
+        "trainer": {"total_steps": 3, "learning_rate": 1e-4, "dtype": "float32", "num_threads": 1, "device": "cpu"},
+        "save_model": False,
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    process = start(path, "trainer.total_steps=3")
+    until_step(process, 2)
+    (server,) = psutil.Process(process.pid).children()
+    started = [server, *server.children(recursive=True)]
+    server.kill()
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors
+    assert not psutil.wait_procs(started, timeout=5)[1]
+    assert errors.count(f"server {backend}-0 is up again at") == 1
+    run_dir = tmp_path / "runs/e2e/t"
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in steps] == [1, 2, 3]
+    assert max(record["train/engine_mismatch/log_prob_diff_max"] for record in steps) < 1e-3
+    assert max(record["train/staleness_max"] for record in steps) == 0
+    assert steps[-1]["episodes/failed"] == 0
+    assert (run_dir / f"servers/{backend}-0.log").is_file()
