@@ -142,12 +142,8 @@ def _parse(text: str, *, where: str) -> Any:
         if node is None:
             return None
         values, repeats = _count_values(node, {})
-        if repeats and values > MAX_VALUES:
-            raise ConfigError(
-                f"{where}: its aliases (*name) repeat values so often that there are over {MAX_VALUES}: write out what "
-                "is needed"
-            )
-        return loader.construct_document(node)
+        if not repeats or values <= MAX_VALUES:
+            return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -157,6 +153,9 @@ def _parse(text: str, *, where: str) -> Any:
         raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise ConfigError(f"{where}: nested too deeply to be a config") from None
+    raise ConfigError(
+        f"{where}: its aliases (*name) repeat values so often that there are over {MAX_VALUES}: use fewer aliases"
+    )
 
 
 def _count_values(node: yaml.Node, known: dict[yaml.Node, int]) -> tuple[int, bool]:

@@ -165,10 +165,10 @@ class TrajectoryDumper:
                 lines = lines[os.write(descriptor, lines) :]
         finally:
             os.close(descriptor)
-        path, numbers = Path(folder, f"{name}.jsonl"), itertools.count(1)
-        while path.exists():  # the user has given an id twice
-            path = path.with_name(f"{name}.{next(numbers)}.jsonl")
-        Path(unfinished).rename(path)
+        path, numbers = f"{folder}/{name}.jsonl", itertools.count(1)
+        while os.access(path, os.F_OK):  # the user has given an id twice
+            path = f"{folder}/{name}.{next(numbers)}.jsonl"
+        os.rename(unfinished, path)  # noqa: PTH104 -- a Path costs more than the call
 
 
 def next_task_id(root: Path) -> int:
