@@ -34,6 +34,7 @@ def our_steps(model: str, steps: int) -> list[float]:
             f"rollout.consumer_batch_size={PROMPTS}",
             f"rollout.group_size={ANSWERS}",
             "rollout.dump_to_file=false",
+            "checkpoint.every_minutes=null",
             "eval_dataset=null",
             "save_model=false",
         ]

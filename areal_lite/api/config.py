@@ -334,8 +334,12 @@ class EvaluationConfig:
 class CheckpointConfig:
     """Checkpoints: weights, optimizer, random states and data position."""
 
+    every_minutes: Above0 | None = 10.0
+    """Save after the first step that ends this many minutes after the last save or the start, and after the last step.
+    Null saves by every_steps alone; with both null there are no checkpoints."""
+
     every_steps: Positive | None = None
-    """Save every this many training steps and after the last one. Null disables checkpoints."""
+    """Also save every this many training steps."""
 
     keep: Positive = 2
     """Number of latest checkpoints to keep."""
@@ -346,6 +350,11 @@ class CheckpointConfig:
 
     resume: str = "auto"
     """auto resumes from the newest checkpoint of the run, never does not resume, and a path names a checkpoint."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the run makes checkpoints."""
+        return self.every_minutes is not None or self.every_steps is not None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from areal_lite.api.supervised_config import KINDS, SupervisedConfig
 from areal_lite.errors import ConfigError
 
 MAX_BYTES = 1 << 20
+MAX_VALUES = 10_000
+"""Most values of a file that uses aliases, each alias counted as what it repeats."""
 C = TypeVar("C", bound=ExperimentConfig)
 _SECRET_KEY = re.compile(r"(api_?key|password|secret|access_token|auth_token)$", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"(sk-|hf_|al_|Bearer )\S{8,}")
@@ -134,7 +137,13 @@ def _close_files(path: Path) -> str:
 
 def _parse(text: str, *, where: str) -> Any:
     try:
-        return yaml.load(text, _Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        values, repeats = _count_values(node, {})
+        if not repeats or values <= MAX_VALUES:
+            return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -144,6 +153,23 @@ def _parse(text: str, *, where: str) -> Any:
         raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise ConfigError(f"{where}: nested too deeply to be a config") from None
+    raise ConfigError(
+        f"{where}: its aliases (*name) repeat values so often that there are over {MAX_VALUES}: use fewer aliases"
+    )
+
+
+def _count_values(node: yaml.Node, known: dict[yaml.Node, int]) -> tuple[int, bool]:
+    """Return how many values a node holds with its aliases written out, and whether it has aliases."""
+    if node in known:
+        return known[node], True
+    known[node] = MAX_VALUES + 1  # for an alias inside of what it repeats
+    total, repeats = 1, False
+    children = node.value if isinstance(node, yaml.CollectionNode) else ()
+    for child in itertools.chain.from_iterable(children) if isinstance(node, yaml.MappingNode) else children:
+        values, repeated = _count_values(child, known)
+        total, repeats = total + values, repeats or repeated
+    known[node] = total
+    return total, repeats
 
 
 def _config_class(values: dict[Any, Any], overrides: Sequence[str], root: type[Any], *, where: str) -> type[Any]:

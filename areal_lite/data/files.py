@@ -6,6 +6,7 @@ remote file changes; delete the copy to download it again.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import tempfile
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, StorageError
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -34,8 +35,14 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def cached_file(path: Path, write: Callable[[Path], None]) -> Path:
-    """Return ``path``; if it is missing, first create it with ``write``, which gets a temporary name."""
-    if not path.exists():
+    """Return ``path``; if it is missing, first create it with ``write``, which gets a temporary name.
+
+    Raises:
+        StorageError: If the folder is full or not writable.
+    """
+    if path.exists():
+        return path
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=path.name)
         os.close(handle)
@@ -44,7 +51,23 @@ def cached_file(path: Path, write: Callable[[Path], None]) -> Path:
             Path(name).replace(path)
         finally:
             Path(name).unlink(missing_ok=True)
+    except OSError as error:
+        check_cache(path.parent, error)
+        raise
     return path
+
+
+def check_cache(folder: Path, error: BaseException) -> None:
+    """Raise a StorageError if ``error`` says that the cache ``folder`` is full or not writable."""
+    if not isinstance(error, OSError):
+        return
+    # A source that must not be read is not the cache's fault.
+    denied = isinstance(error, PermissionError) and str(error.filename).startswith(str(folder))
+    if denied or error.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+        raise StorageError(
+            f"the cache {folder} cannot be written: {error}: free disk space, or set cache_dir of the dataset to a "
+            "writable folder"
+        ) from error
 
 
 def local_copies(url: str, cache: Path) -> list[Path]:
@@ -65,6 +88,8 @@ def local_copies(url: str, cache: Path) -> list[Path]:
         copies = [
             _copy(files, remote, files.unstrip_protocol(remote) if "*" in url else url, cache) for remote in remotes
         ]
+    except StorageError:
+        raise
     except Exception as error:  # each protocol raises its own errors and may need a package
         raise ConfigError(
             f"dataset {url}: cannot be copied ({type(error).__name__}: {error}): check the address, the network, and "

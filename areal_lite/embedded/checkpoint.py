@@ -42,8 +42,11 @@ def read_checkpoint_header(path: Path) -> CheckpointHeader:
         raise ConfigError(f"model_path {str(path)!r} is not a directory; give one that a trainer wrote.")
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        files = tuple(path / name for name in sorted(set(weight_map.values())))
+        try:
+            weight_map = json.loads(index.read_text())["weight_map"]
+            files = tuple(path / name for name in sorted(set(weight_map.values())))
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{index} is not an index of weights ({error!r}). Save the checkpoint again.") from error
     else:
         files = tuple(sorted(path.glob("*.safetensors")))
     if not files:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from areal_lite.api.config import EmbeddedServerConfig
 from areal_lite.api.config_help import meaning_of
+from areal_lite.embedded.checkpoint import read_checkpoint_header
 from areal_lite.errors import ConfigError
 
 C = TypeVar("C", bound=EmbeddedServerConfig)
@@ -55,7 +56,8 @@ def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer:
         has_tokenizer: Whether the directory must hold a tokenizer, too.
 
     Raises:
-        ConfigError: If the path is neither a directory nor a Hub name, or lacks config.json, tokenizer or weights.
+        ConfigError: If the path is neither a directory nor a Hub name, lacks config.json, tokenizer or weights, or its
+            weights are cut off.
     """
     path = Path(model_path).expanduser()
     if not path.is_dir():
@@ -74,6 +76,10 @@ def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer:
         (path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     ):
         raise ConfigError(f"{key} {model_path!r} has no tokenizer: add it with tokenizer.save_pretrained.")
+    try:
+        read_checkpoint_header(path)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def check_port(host: str, port: int) -> None:

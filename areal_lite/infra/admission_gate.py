@@ -30,6 +30,8 @@ class AdmissionGate:
     """Whether this version's batch was cut; until the next is requested, only the lead may run ahead."""
     version: int = 0
     paused: bool = False
+    held: bool = False
+    """Whether too many ended groups wait for the disk, or it failed."""
     running: int = 0
     """Groups running now, evaluation included."""
     taken: int = 0
@@ -42,7 +44,7 @@ class AdmissionGate:
 
     def may_start(self) -> bool:
         """Return whether a group outside the staleness bound (evaluation, rollout_batch) may start."""
-        return not self.paused and (self.max_concurrent is None or self.running < self.max_concurrent)
+        return not self.paused and not self.held and (self.max_concurrent is None or self.running < self.max_concurrent)
 
     def may_start_training(self) -> bool:
         """Return whether a group may start whose result waits for a training step."""
@@ -91,6 +93,8 @@ class AdmissionGate:
         """Return the state in words, for the error of a wait that took too long."""
         if self.paused:
             return "the engine is paused: call resume()"
+        if self.held:
+            return "too many ended groups wait to be dumped: use a faster disk, or dump_to_file: false"
         if self.taken >= self._limit:
             return (
                 f"{self.taken} groups were started for version {self.version}, all that max_head_offpolicyness="

@@ -60,10 +60,15 @@ class GroupRunner:
         """What all episodes share."""
         self.scalars = Scalars()
         """What episodes have recorded."""
-        self._next_task_id = 0
+        self._first_task_id = self._next_task_id = 0
         self._ids_lock = threading.Lock()
         self._start_orders = itertools.count()
         self._deadlines: Deadlines[Submission] = Deadlines(timeout_s, self._on_deadline)
+
+    def number_from(self, first: int) -> None:
+        """Choose task ids from ``first`` on; ids that are beyond it stay as they are."""
+        with self._ids_lock:
+            self._first_task_id = self._next_task_id = max(self._next_task_id, first)
 
     def make(
         self,
@@ -93,6 +98,7 @@ class GroupRunner:
         with self._ids_lock:
             if task_id is None:
                 task_id = self._next_task_id
+                seed_name = seed_name or f"task {task_id - self._first_task_id}"
             elif isinstance(task_id, str) and not _TASK_ID.fullmatch(task_id):
                 raise ConfigError(
                     f"task_id {task_id!r} names a file: use letters, digits, '.', '_' and '-', at most 100"

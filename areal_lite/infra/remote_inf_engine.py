@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from types import TracebackType
@@ -14,7 +16,7 @@ from areal_lite.api.engine_api import InferenceEngine, Row, ShouldAcceptFn
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.api.trajectory import Group, TaskId
 from areal_lite.api.workflow_api import RolloutWorkflow, WorkflowLike
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, StorageError
 from areal_lite.infra import collector_pace
 from areal_lite.infra.admission_gate import AdmissionGate
 from areal_lite.infra.engine_client import EngineClient
@@ -23,11 +25,13 @@ from areal_lite.infra.grouped_rollout import GroupedRolloutWorkflow
 from areal_lite.infra.loop_thread import LoopThread
 from areal_lite.infra.loop_watchdog import LoopWatchdog
 from areal_lite.infra.submission import EpisodeRecipe
-from areal_lite.infra.trajectory_dumper import TrajectoryDumper
+from areal_lite.infra.trajectory_dumper import TrajectoryDumper, next_task_id
 from areal_lite.infra.workflow_executor import WorkflowExecutor
 from areal_lite.infra.workflow_resolution import resolve_workflow
 
 __all__ = ["GroupedRolloutWorkflow", "RemoteInfEngine"]
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -103,7 +107,8 @@ class RemoteInfEngine(InferenceEngine):
         if self._loop is not None:
             raise ConfigError("the engine is initialized already: call destroy() before a second initialize()")
         if self.config.dump_to_file:
-            self._dumper = TrajectoryDumper(self.config)
+            self._dumper = TrajectoryDumper(self.config, self._on_dumper_change)
+            self._executor.number_from(next_task_id(self.config.run_dir))
         self._loop = LoopThread("areal-lite-rollout")
         self._watchdog = LoopWatchdog(self._loop, self._executor.shared)
         collector_pace.relax()
@@ -115,7 +120,11 @@ class RemoteInfEngine(InferenceEngine):
         return self
 
     def destroy(self) -> None:
-        """End all episodes as cancelled, write the dumps, close the connections, stop the loop."""
+        """End all episodes as cancelled, write the dumps, close the connections, stop the loop.
+
+        Raises:
+            StorageError: At the end, if dumps could not be written.
+        """
         if self._loop is None:
             return
         self._loop.fail(None)
@@ -128,8 +137,8 @@ class RemoteInfEngine(InferenceEngine):
         self._loop = None
         collector_pace.restore()
         if self._dumper is not None:
-            self._dumper.close()
-            self._dumper = None
+            dumper, self._dumper = self._dumper, None
+            dumper.close()
 
     def __enter__(self) -> Self:
         return self.initialize()
@@ -137,7 +146,13 @@ class RemoteInfEngine(InferenceEngine):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.destroy()
+        try:
+            self.destroy()
+        except StorageError as failure:
+            if error is None:
+                raise
+            if failure is not error:
+                logger.warning("%s", failure)
 
     @property
     def _running_loop(self) -> LoopThread:
@@ -150,6 +165,21 @@ class RemoteInfEngine(InferenceEngine):
     def _on_end(self, group: Group) -> None:
         if self._dumper is not None:
             self._dumper.put(group)
+            self._executor.gate.held = self._dumper.behind
+
+    def _on_dumper_change(self) -> None:
+        """Have the loop act on the dumper's state; called by its thread."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                self._loop.call_soon(self._follow_dumper)
+
+    def _follow_dumper(self) -> None:
+        if self._dumper is None:
+            return
+        if self._dumper.error is not None:
+            self._executor.fail(self._dumper.error)
+        else:
+            self._executor.hold(self._dumper.behind)
 
     def _recipe(
         self,

@@ -1,16 +1,20 @@
-"""Writes every finished episode as JSONL, off the event loop, and never changes an outcome.
+"""Writes every ended group as JSONL, off the event loop.
 
-One file per task, ``{fileroot}/{experiment}/{trial}/[rollout|eval-rollout]/{version}/{task_id}.jsonl``,
-one line per sequence; the line's fields are in docs/trajectories.md.
+A file is one group, ``{fileroot}/{experiment}/{trial}/[rollout|eval-rollout]/{version}/{task_id}.jsonl``, with one line
+per sequence; docs/trajectories.md has the fields. Guarantees that a file is whole or absent and is never written again,
+that the queue is bounded, and that a group which the disk did not take is an error.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import os
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,76 +26,155 @@ from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.scalars import scope_name
 from areal_lite.api.trajectory import Group, TokenSequence, Trajectory, TurnRole
 from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.errors import StorageError
 
 logger = logging.getLogger(__name__)
 
 _JSON = orjson.OPT_APPEND_NEWLINE
 SCHEMA = 2
 """Version of the line format."""
+MAX_QUEUED = 512
+"""Queued groups at which no further group may start; those that run still join the queue."""
+REPORT_S = 10.0
+"""Seconds between the log lines of a :meth:`TrajectoryDumper.close` that waits."""
+STALLED_S = 60.0
+"""Seconds without a written group after which :meth:`TrajectoryDumper.close` gives up."""
+_MAX_DIGITS = 15
+"""Longer numbers are names that a user chose."""
+_numbers = itertools.count()
 
 
 class TrajectoryDumper:
     """A writer thread with a queue in front.
 
+    Args:
+        config: Names the folder and the tokenizer.
+        on_change: Called by the writer thread when ``behind`` has ended or ``error`` is set.
+
     Raises:
         ConfigError: If ``config.tokenizer_path`` is given and holds no tokenizer.
     """
 
-    def __init__(self, config: InferenceEngineConfig) -> None:
+    def __init__(self, config: InferenceEngineConfig, on_change: Callable[[], object] = lambda: None) -> None:
         self.root = config.run_dir
+        self.behind = False
+        """Whether no group may start: the queue was full and more than half is left, or the disk failed."""
+        self.error: StorageError | None = None
+        """Why nothing is written any more."""
         self.failures = 0
-        """Groups that could not be written."""
+        """Groups that have no JSON form; they change no outcome."""
+        self._ended = self._written = 0
+        self._warned = False
+        self._on_change = on_change
         self._tokenizer = None if config.tokenizer_path is None else load_tokenizer(config.tokenizer_path)
+        self._unfinished = f".unfinished-{os.getpid()}-{next(_numbers)}"
         self._queue: queue.SimpleQueue[Group | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of the queue's length and ``behind``
         self._thread = threading.Thread(target=self._main, name="areal-lite-dumper", daemon=True)
         self._thread.start()
 
     def put(self, group: Group) -> None:
         """Queue ``group``; returns at once."""
-        self._queue.put(group)
+        self._ended += 1
+        with self._lock:
+            self._queue.put(group)
+            self.behind = self.behind or self._queue.qsize() >= MAX_QUEUED
+        if self.behind and not self._warned:
+            self._warned = True
+            logger.warning(
+                "rollout waits for the disk: %d ended groups are not yet dumped below %s", self._left, self.root
+            )
 
     def close(self) -> None:
-        """Write what is queued and end the thread."""
-        self._queue.put(None)
-        self._thread.join(timeout=30)
+        """Write what is queued and end the thread.
 
-    def path_of(self, group: Group) -> str:
-        """Return the file a group is written to."""
-        version = group.start_version if group.tail_version is None else group.tail_version
-        return f"{self.root}/{scope_name(group.is_eval)}/{version}/{group.task_id}.jsonl"
+        Raises:
+            StorageError: If groups were not written, because the disk failed or stalled.
+        """
+        self._queue.put(None)
+        try:
+            self._join()
+        except KeyboardInterrupt:
+            logger.warning("stopped: %d ended groups are not dumped below %s", self._left, self.root)
+            raise
+        if self.failures:
+            logger.warning("%d ended groups could not be dumped below %s", self.failures, self.root)
+        if not self._left:
+            return
+        missing = f"{self._left} ended groups are not dumped below {self.root}"
+        if self.error is None:
+            raise StorageError(f"{missing}: the disk took none of them in {STALLED_S:g} s: is it still mounted?")
+        self.error.add_note(missing)
+        raise self.error
+
+    def _join(self) -> None:
+        left, since = self._left, time.monotonic()
+        self._thread.join(timeout=1.0)
+        while self._thread.is_alive() and time.monotonic() < since + STALLED_S:
+            logger.warning("waiting for the disk: %d ended groups are not yet dumped below %s", self._left, self.root)
+            self._thread.join(timeout=REPORT_S)
+            if self._left < left:
+                left, since = self._left, time.monotonic()
+
+    @property
+    def _left(self) -> int:
+        return self._ended - self._written - self.failures
 
     def _main(self) -> None:
         while (group := self._queue.get()) is not None:
-            try:
-                self._write(group)
-            except Exception:  # a failed dump must not fail the run
-                self.failures += 1
-                if self.failures == 1:
-                    logger.exception("episode %s could not be dumped; further failures are only counted", group.task_id)
+            if self.error is not None:
+                continue
+            self._dump(group)
+            with self._lock:
+                caught_up = self.behind and self._queue.qsize() <= MAX_QUEUED // 2
+                self.behind = self.error is not None or (self.behind and not caught_up)
+            if caught_up or self.error is not None:
+                self._on_change()
 
-    def _write(self, group: Group) -> None:
-        path = self.path_of(group)
-        lines = b"".join(orjson.dumps(line, option=_JSON) for line in dump_lines(group, self._tokenizer))
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+    def _dump(self, group: Group) -> None:
         try:
-            descriptor = os.open(path, flags, 0o644)
+            lines = b"".join(orjson.dumps(line, option=_JSON) for line in dump_lines(group, self._tokenizer))
+        except Exception:  # a group without a JSON form must not end the run
+            self.failures += 1
+            if self.failures == 1:
+                logger.exception("episode %s could not be dumped; further failures are only counted", group.task_id)
+            return
+        version = group.start_version if group.tail_version is None else group.tail_version
+        folder = f"{self.root}/{scope_name(group.is_eval)}/{version}"
+        try:
+            self._write(folder, str(group.task_id), lines)
+            self._written += 1
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                Path(folder, self._unfinished).unlink()
+            self.error = StorageError(
+                f"the dump {folder}/{group.task_id}.jsonl ({len(lines)} bytes) cannot be written: {error.strerror}: "
+                "free disk space or fix the folder's permissions, or set rollout.dump_to_file: false"
+            )
+
+    def _write(self, folder: str, name: str, lines: bytes) -> None:
+        unfinished = f"{folder}/{self._unfinished}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        try:
+            descriptor = os.open(unfinished, flags, 0o644)
         except FileNotFoundError:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, flags, 0o644)
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(unfinished, flags, 0o644)
         try:
-            if size := os.lseek(descriptor, 0, os.SEEK_END):
-                _cut_torn_line(descriptor, size)
             while lines:  # a write may be short
                 lines = lines[os.write(descriptor, lines) :]
         finally:
             os.close(descriptor)
+        path, numbers = f"{folder}/{name}.jsonl", itertools.count(1)
+        while os.access(path, os.F_OK):  # the user has given an id twice
+            path = f"{folder}/{name}.{next(numbers)}.jsonl"
+        os.rename(unfinished, path)  # noqa: PTH104 -- a Path costs more than the call
 
 
-def _cut_torn_line(descriptor: int, size: int) -> None:
-    """Remove the unfinished last line of a killed run, so that the next line starts at a line break."""
-    end = os.pread(descriptor, size, 0).rfind(b"\n") + 1
-    if end < size:
-        os.ftruncate(descriptor, end)
+def next_task_id(root: Path) -> int:
+    """Return the task id after those of all dumps below ``root``."""
+    names = (path.name.partition(".")[0] for path in root.glob("*rollout/*/*.jsonl"))
+    return max((int(name) for name in names if name.isdecimal() and len(name) <= _MAX_DIGITS), default=-1) + 1
 
 
 def dump_lines(group: Group, tokenizer: Any = None) -> Iterator[dict[str, Any]]:

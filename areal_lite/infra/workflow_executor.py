@@ -74,6 +74,8 @@ class WorkflowExecutor:
         self._outstanding = 0
         """Number of running or waiting submissions whose group is for ``wait``."""
         self._last_cut: float | None = None
+        self._error: Exception | None = None
+        """What ended all work; see :meth:`fail`."""
 
     @property
     def abandoned(self) -> int:
@@ -88,6 +90,10 @@ class WorkflowExecutor:
     def take_scalars(self, *, is_eval: bool) -> dict[str, float]:
         """Return the means of what episodes recorded since the last call."""
         return self._runner.scalars.take(is_eval=is_eval)
+
+    def number_from(self, first: int) -> None:
+        """Make ``first`` the smallest task id that is chosen from here on."""
+        self._runner.number_from(first)
 
     # -- what callers ask for ------------------------------------------------------------------
 
@@ -122,12 +128,13 @@ class WorkflowExecutor:
             )
         try:
             async with asyncio.timeout(timeout_s):
-                await self._box.until(lambda: len(self._box.groups) >= count)
+                await self._box.until(lambda: len(self._box.groups) >= count or self._error is not None)
         except TimeoutError:
             raise TimeoutError(
                 f"{len(self._box.groups)} of {count} episodes ended within {timeout_s} s; {self.gate.describe()}. "
                 "Nothing is lost: wait again"
             ) from None
+        self._raise_error()
         return self._box.take(count)
 
     def wait_unclaimed(self, groups: list[Group]) -> None:
@@ -139,20 +146,19 @@ class WorkflowExecutor:
         self._refuse_paused()
         groups: list[Group | None] = [None] * len(rows)
         left = len(rows)
-        done = asyncio.get_running_loop().create_future()
 
         def deliver(index: int, group: Group) -> None:
             nonlocal left
             groups[index] = group
             left -= 1
-            if left == 0 and not done.done():
-                done.set_result(None)
+            if left == 0:
+                self._box.changed()
 
         for index, row in enumerate(rows):
             name = f"row {index}"
             self.enqueue(self._runner.make(row, recipe, partial(deliver, index), training=False, seed_name=name))
-        if rows:
-            await done
+        await self._box.until(lambda: left == 0 or self._error is not None)
+        self._raise_error()
         return [group for group in groups if group is not None]
 
     async def prepare_batch(self, source: Iterable[Any], recipe: EpisodeRecipe) -> list[Group]:
@@ -321,6 +327,19 @@ class WorkflowExecutor:
         self.gate.paused = False
         self._pump()
 
+    def hold(self, held: bool) -> None:
+        """Start no more groups while ``held``; running ones continue."""
+        self.gate.held = held
+        self._pump()
+
+    def fail(self, error: Exception) -> None:
+        """Start no more groups, and raise ``error`` from every call that waits or will wait."""
+        self._error = error
+        self.gate.held = True
+        for feed, _ in self._feeds.values():
+            feed.end(error)
+        self._box.changed()
+
     async def close(self) -> None:
         """Cancel everything that has not ended, allow it time to clean up, and deliver it as cancelled."""
         self.gate.paused = True
@@ -334,7 +353,12 @@ class WorkflowExecutor:
 
     # -- starting and ending -------------------------------------------------------------------
 
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
     def _refuse_paused(self) -> None:
+        self._raise_error()
         if self.gate.paused:
             raise ConfigError("the engine is paused, so no episode could start: call resume() first")
 

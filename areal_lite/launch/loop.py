@@ -120,6 +120,7 @@ class TrainingRun(ABC, Generic[E]):
     def __post_init__(self) -> None:
         self.step = self._saved_step = self.start.step
         self._saved_at: float | None = None
+        self._saved_clock = time.monotonic()
         self._longest_step_s = 0.0
 
     def run(self) -> Summary[E]:
@@ -184,9 +185,9 @@ class TrainingRun(ABC, Generic[E]):
         self.files.record(self.step, metrics)
 
     def save_if_due(self) -> None:
-        """Save a checkpoint if this step is due for one, or the machine expires soon."""
-        every_steps = self.config.checkpoint.every_steps
-        if every_steps is not None and (self.is_due(every_steps) or self.preemption_soon()):
+        """Save a checkpoint if this step is due for one, the last save is long ago, or the machine expires soon."""
+        config = self.config.checkpoint
+        if config.enabled and (self.is_due(config.every_steps or self.total_steps) or self.save_is_urgent()):
             self.save()
 
     def evaluate_if_due(self) -> None:
@@ -198,16 +199,18 @@ class TrainingRun(ABC, Generic[E]):
         """Return whether this step is a multiple of ``every_steps``, or the last."""
         return self.step == self.total_steps or self.step % every_steps == 0
 
-    def preemption_soon(self) -> bool:
-        """Return whether the machine may expire before another step ends."""
-        soon = expires_soon(
+    def save_is_urgent(self) -> bool:
+        """Return whether ``every_minutes`` have passed, or the machine may expire before another step ends."""
+        minutes = self.config.checkpoint.every_minutes
+        long_ago = minutes is not None and time.monotonic() - self._saved_clock >= 60 * minutes
+        urgent = long_ago or expires_soon(
             os.environ,
             time.time(),
             margin_s=self.config.checkpoint.expiry_margin_s,
             longest_step_s=self._longest_step_s,
             saved_at=self._saved_at,
         )
-        return bool(broadcast_json(soon))
+        return bool(broadcast_json(urgent))  # clocks of ranks differ
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -218,11 +221,11 @@ class TrainingRun(ABC, Generic[E]):
         self.files.checkpoints.wait()  # frees the memory of the previous snapshot
         files = self._checkpoint_files() if Ranks.current().rank == 0 else {}
         self.files.checkpoints.save(self.step, snapshot(self.trainer), files)
-        self._saved_step, self._saved_at = self.step, time.time()
+        self._saved_step, self._saved_at, self._saved_clock = self.step, time.time(), time.monotonic()
 
     def save_stopped(self) -> None:
         """Save the last whole step, if the run makes checkpoints, and wait until it is written."""
-        if self.config.checkpoint.every_steps is not None:
+        if self.config.checkpoint.enabled:
             self.save()
         self.files.checkpoints.wait()
         broadcast_json()  # when one rank exits, the launcher ends the others, and the first may be writing

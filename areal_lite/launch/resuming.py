@@ -59,7 +59,7 @@ def resume_hint(run_dir: Path) -> str:
 
     last = find_checkpoint(run_dir / CHECKPOINTS, "auto")
     if last is None:
-        return "there is no checkpoint to resume from: set checkpoint.every_steps to make them"
+        return "there is no checkpoint to resume from: set checkpoint.every_minutes or every_steps to make them"
     return f"the last good checkpoint is {last}"
 
 

@@ -79,7 +79,7 @@ def _check_disposable(config: ExperimentConfig, path: Path) -> None:
         config.checkpoint.resume == "never"
         or (path / "model").exists()
         or not (path / CONFIG_FILE).is_file()
-        or config.checkpoint.every_steps is None
+        or not config.checkpoint.enabled
     ):
         raise ConfigError(
             f"{path} already holds a training run, which this one would mix with: choose another name "

@@ -139,17 +139,22 @@ class Microbatch:
 def split_groups(sequences: Sequence[TokenSequence], count: int, *, rng: np.random.Generator) -> list[list[int]]:
     """Return ``count`` shares of whole groups in random order; shares without a trained token are dropped.
 
-    Which groups share an update does not depend on the order of the batch.
+    Which groups share an update depends on the order in which they were drawn (the order of their numbers), not on
+    the order of the batch or on the first number, so a resumed run shares them alike.
     """
     groups: dict[str, list[int]] = {}
     for index, sequence in enumerate(sequences):
         groups.setdefault(sequence.group_id, []).append(index)
-    members = [groups[name] for name in sorted(groups)]
+    members = [groups[name] for name in sorted(groups, key=_by_number)]
     shares = (
         [index for group in sorted(share) for index in members[group]]
         for share in np.array_split(rng.permutation(len(members)), count)
     )
     return [share for share in shares if any(sequences[index].num_trained_tokens for index in share)]
+
+
+def _by_number(name: str) -> tuple[int, str]:
+    return (len(name) if name.isdecimal() else 0, name)
 
 
 class StepCut:

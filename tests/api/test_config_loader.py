@@ -93,6 +93,9 @@ trainer: [1]
     ]
 
 
+ALIAS_BOMB = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -111,6 +114,8 @@ trainer: [1]
         ("a: 2024-13-45\n", "run.yaml: not YAML: month must be in 1..12"),
         ("a: \x01\n", "run.yaml: not YAML: "),
         ("[" * 5000, "nested too deeply"),
+        (ALIAS_BOMB, "run.yaml: its aliases (*name) repeat values so often that there are over 10000: use"),
+        ("a: &a [*a]\n", "run.yaml: its aliases (*name) repeat values so often"),
         (b"a: \xff\n", "run.yaml: byte 3 is not UTF-8"),
         ("#" * (1 << 20) + "\n", "larger than 1048576 bytes"),
     ],

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import lzma
 import os
+import subprocess
 
 import datasets
 import orjson
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from areal_lite.api.config import DatasetConfig
 from areal_lite.data.rows.load_rows import load_rows
 from areal_lite.data.rows.row_files import load_dataset
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, StorageError
 
 
 @pytest.fixture
@@ -403,6 +404,21 @@ def test_the_default_cache_is_below_the_home_folder(write, tmp_path, monkeypatch
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     load_dataset(str(write("x.jsonl", lines(*ROWS))))
     assert list((tmp_path / "home/.cache/areal_lite/tables").iterdir())
+
+
+@pytest.mark.parametrize("options", ["ro", "size=4k"])
+def test_a_cache_that_is_full_or_not_writable_is_an_error_that_names_it(tmp_path, cache, write, load, options):
+    rows = [{"a": str(n) * 40, "b": n} for n in range(1000)]
+    text, table = write("x.jsonl", lines(*rows)), parquet(tmp_path / "x.parquet", rows)
+    cache.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", cache], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    try:
+        for path in (text, table):
+            with pytest.raises(StorageError, match=f"the cache {cache}.* cannot be written: .*or set cache_dir"):
+                load(path)
+    finally:
+        subprocess.run(["umount", cache], check=True)
 
 
 def test_loading_prints_nothing_and_restores_progress_bars(tmp_path, load, capfd):

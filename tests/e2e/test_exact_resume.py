@@ -19,6 +19,7 @@ from areal_lite.trainer.crash_points import VARIABLE
 STEPS = 6
 DETERMINISTIC = [
     "trainer.deterministic=true",
+    "trainer.minibatches_per_step=2",
     "rollout.max_head_offpolicyness=0",
     f"trainer.total_steps={STEPS}",
     "checkpoint={every_steps: 1, keep: 1}",

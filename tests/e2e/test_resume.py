@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,10 @@ from transformers import AutoTokenizer
 from areal_lite.api.config_loader import load_config
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import CheckpointError, ConfigError
+from areal_lite.launch import loop
+from areal_lite.launch.resuming import CHECKPOINTS
 from areal_lite.launch.run import run_training
+from areal_lite.trainer.checkpoint import checkpoint_step, checkpoints
 from tests.fixtures.tiny_model import build_tiny_model
 
 EVERY_STEP = ["checkpoint.every_steps=1", "eval_dataset=null", "save_model=false"]
@@ -248,6 +252,21 @@ def test_resuming_with_other_data_or_without_a_checkpoint_is_refused(run_yaml: P
     (checkpoint / "policy" / "optimizer.safetensors").write_bytes(b"cut off")
     with pytest.raises(CheckpointError, match="newest checkpoint cannot be used.*step_00000001"):
         run_training(load_config(run_yaml, more))
+
+
+def test_by_default_a_run_saves_every_10_minutes_and_at_its_end(
+    run_yaml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+
+    def four_minutes_later(step: int, metrics: dict[str, float]) -> None:
+        nonlocal now
+        now += 240
+
+    some = ["eval_dataset=null", "save_model=false", "trainer.total_steps=7", "checkpoint.keep=9"]
+    run_dir = run_training(load_config(run_yaml, some), on_step=four_minutes_later).run_dir
+    assert [checkpoint_step(path) for path in checkpoints(run_dir / CHECKPOINTS)] == [3, 6, 7]
 
 
 def test_generated_rows_survive_a_restart(run_yaml: Path) -> None:

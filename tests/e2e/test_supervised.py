@@ -342,7 +342,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_over(
         start(stop_at=1)
     with pytest.raises(ConfigError, match="made with another config: seed was 1 and is 2"):
         start("seed=2")
-    for other in ("checkpoint.resume=never", "checkpoint.every_steps=null"):
+    for other in ("checkpoint.resume=never", "checkpoint={every_steps: null, every_minutes: null}"):
         with pytest.raises(ConfigError, match="already holds a training run"):
             start(other)
     summary = start()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +111,15 @@ def test_the_agent_learns(run_yaml: Path) -> None:
 
 
 def test_a_run_folder_belongs_to_one_run_and_one_process(run_yaml: Path) -> None:
-    config = load_config(run_yaml, ["trainer.total_steps=1", "eval_dataset=null", "save_model=false"])
+    some = ["trainer.total_steps=1", "eval_dataset=null", "save_model=false"]
+    config = load_config(run_yaml, some)
     run_training(config)
-    with pytest.raises(ConfigError, match="already holds a training run"):
+    with pytest.raises(ConfigError, match="has trained 1 steps and trainer.total_steps is 1"):
         run_training(config)
+    without = [*some, "checkpoint.every_minutes=null", "trial_name=without"]
+    for says in ("", "already holds a training run"):
+        with pytest.raises(ConfigError, match=says) if says else nullcontext():
+            run_training(load_config(run_yaml, without))
     with (
         run_directory(config, fresh=False),
         pytest.raises(RunDirBusyError, match="held by a run that is still alive"),
@@ -145,6 +153,8 @@ def test_rollout_and_evaluation_run_alone(run_yaml: Path) -> None:
         ("server.backend=sglang", "server.backend is sglang, which is not installed"),
         ("server.args={tp: 2}", "server.args is for sglang and vllm"),
         ("model_path=no/such/model", "no/such/model"),
+        ("model_path={truncated}", "^model_path: .*/model.safetensors is not a complete safetensors file: .* cut off"),
+        ("reward_model={truncated}", "^reward_model: .*/model.safetensors is not a complete safetensors file"),
         ("reward_model=no/such/judge", "reward_model 'no/such/judge' does not exist"),
         ("trainer.critic={learning_rate: 1.0e-3, model_path: no/such/critic}", "critic.model_path 'no/such"),
         ("trainer.advantage=gae", "trainer.critic"),
@@ -169,7 +179,12 @@ def test_rollout_and_evaluation_run_alone(run_yaml: Path) -> None:
     ],
 )
 def test_invalid_configs_are_refused_before_anything_starts(run_yaml: Path, overrides: str, says: str) -> None:
-    overrides = overrides.replace("{model_path}", yaml.safe_load(run_yaml.read_text())["model_path"])
+    model_path = yaml.safe_load(run_yaml.read_text())["model_path"]
+    if "{truncated}" in overrides:
+        truncated = shutil.copytree(model_path, run_yaml.parent / "truncated")
+        os.truncate(truncated / "model.safetensors", (truncated / "model.safetensors").stat().st_size - 1)
+        overrides = overrides.replace("{truncated}", str(truncated))
+    overrides = overrides.replace("{model_path}", model_path)
     with pytest.raises(ConfigError, match=says.replace("?", r"\?")):
         train(run_yaml, *overrides.split("\n"))
     assert not (run_yaml.parent / "runs").exists()
@@ -189,11 +204,12 @@ def test_a_folder_of_a_run_without_steps_can_be_reused(run_yaml: Path) -> None:
     with run_directory(load_config(run_yaml, ["seed=2"]), fresh=True):
         assert not (run_dir / "metrics.jsonl").exists()
         (run_dir / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
-    with (
-        pytest.raises(ConfigError, match="already holds a training run"),
-        run_directory(load_config(run_yaml, ["seed=3"]), fresh=True),
-    ):
-        pass
+    for other, says in (("seed=3", "seed was 2 and is 3"), ("checkpoint.every_minutes=null", "already holds a")):
+        with (
+            pytest.raises(ConfigError, match=says),
+            run_directory(load_config(run_yaml, ["seed=2", other]), fresh=True),
+        ):
+            pass
 
 
 def test_an_agent_that_always_raises_stops_the_run_with_its_error_counted(run_yaml: Path) -> None:

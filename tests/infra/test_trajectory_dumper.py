@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +15,11 @@ import pytest
 import torch
 
 from areal_lite.api import InferenceEngine, RolloutWorkflow
-from areal_lite.errors import ConfigError
+from areal_lite.api.trajectory import Group
+from areal_lite.errors import ConfigError, StorageError
+from areal_lite.infra import trajectory_dumper
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from areal_lite.infra.trajectory_dumper import next_task_id
 from tests.infra.scripted import OneTurn, TwoTurns
 from tests.stub_server import StubThread, answer_tokens
 
@@ -151,15 +158,143 @@ def test_every_accepted_group_is_dumped_once_whether_trained_or_left_over(
     assert statuses.count("cancelled") == counts["cancelled"] == len(files) - 2
 
 
-def test_a_dump_that_cannot_be_written_changes_no_outcome(
+def test_a_folder_that_cannot_be_written_ends_every_call_with_the_path_and_the_number_of_missing_groups(
     start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
 ) -> None:
     (tmp_path / "experiment").write_text("a file where the folder should be")
+    engine = start_engine(start_stub(), dump_to_file=True, max_concurrent_rollouts=1)
+    with pytest.raises(
+        StorageError, match=r"experiment/trial/rollout/0/\d+.jsonl \(\d+ bytes\) cannot be written: Not a"
+    ) as ended:
+        while True:
+            engine.rollout_batch([{}, {}], OneTurn)
+    with pytest.raises(StorageError, match="cannot be written"):
+        engine.prepare_batch([{}], OneTurn)
+    engine.submit({}, OneTurn)
+    with pytest.raises(StorageError, match="cannot be written"):
+        engine.wait(1, timeout=20)
+    ended_groups = sum(engine.export_stats().values())
+    with pytest.raises(StorageError) as closed:
+        engine.destroy()
+    assert closed.value is ended.value
+    # The submission never started, and is cancelled at the end.
+    assert closed.value.__notes__ == [
+        f"{ended_groups + 1} ended groups are not dumped below {tmp_path}/experiment/trial"
+    ]
+
+
+def test_a_group_without_a_json_form_changes_no_outcome(
+    start_stub: StartStub,
+    start_engine: StartEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    real = trajectory_dumper.dump_lines
+
+    def dump_lines(group: Group, tokenizer: Any) -> Any:
+        return [{"text": "\ud800"}] if group.task_id == 1 else real(group, tokenizer)
+
+    monkeypatch.setattr(trajectory_dumper, "dump_lines", dump_lines)
     engine = start_engine(start_stub(), dump_to_file=True)
-    assert [r.status for r in engine.rollout_batch([{}, {}], OneTurn)] == ["accepted"] * 2
-    dumper = engine._dumper
+    assert [r.status for r in engine.rollout_batch([{}, {}, {}], OneTurn)] == ["accepted"] * 3
     engine.destroy()
-    assert dumper is not None and dumper.failures == 2
+    assert sorted(path.name for path in tmp_path.rglob("*.jsonl")) == ["0.jsonl", "2.jsonl"]
+    assert f"1 ended groups could not be dumped below {tmp_path}" in caplog.text
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch, stack: ExitStack) -> Iterator[threading.Event]:
+    """Hold all dumps until the event is set, at the latest before the engines of ``stack`` end."""
+    takes, rename = threading.Event(), os.rename
+
+    def wait_and_rename(*paths: str) -> None:
+        takes.wait()
+        rename(*paths)
+
+    monkeypatch.setattr(os, "rename", wait_and_rename)
+    yield takes
+    takes.set()
+
+
+def test_while_the_disk_is_slow_no_group_starts_and_the_loop_stays_free(
+    start_stub: StartStub,
+    start_engine: StartEngine,
+    disk: threading.Event,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(trajectory_dumper, "MAX_QUEUED", 4)
+    engine = start_engine(start_stub(), dump_to_file=True, max_concurrent_rollouts=1)
+    for _ in range(20):
+        engine.submit({}, OneTurn, is_eval=True)
+    engine.wait(5)  # one is held by the disk, four are queued
+    with pytest.raises(TimeoutError, match="0 of 1 .* too many ended groups wait to be dumped"):
+        engine.wait(1, timeout=0.2)  # the loop answers, and nothing else ends
+    assert caplog.text.count("rollout waits for the disk: 5 ended groups are not yet dumped") == 1
+    disk.set()
+    engine.wait(15)
+    engine.destroy()
+    assert len(list(tmp_path.rglob("*.jsonl"))) == 20
+
+
+def test_close_waits_for_a_slow_disk_and_says_so(
+    start_stub: StartStub,
+    start_engine: StartEngine,
+    disk: threading.Event,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = start_engine(start_stub(), dump_to_file=True)
+    engine.rollout_batch([{}] * 20, OneTurn)
+    handler = logging.Handler()
+    handler.emit = lambda record: disk.set()  # type: ignore[method-assign]
+    trajectory_dumper.logger.addHandler(handler)
+    try:
+        engine.destroy()
+    finally:
+        trajectory_dumper.logger.removeHandler(handler)
+    assert f"waiting for the disk: 20 ended groups are not yet dumped below {tmp_path}" in caplog.text
+    assert len(list(tmp_path.rglob("*.jsonl"))) == 20
+
+
+def test_a_stalled_disk_is_an_error_with_the_number_of_missing_groups(
+    start_stub: StartStub, start_engine: StartEngine, disk: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trajectory_dumper, "STALLED_S", 0.0)
+    engine = start_engine(start_stub(), dump_to_file=True)
+    engine.rollout_batch([{}] * 3, OneTurn)
+    with pytest.raises(StorageError, match="3 ended groups are not dumped below .*: the disk took none of them in 0 s"):
+        engine.destroy()
+
+
+def test_a_file_is_one_group_also_if_engines_or_ids_repeat(
+    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    stub = start_stub()
+    for life in range(3):
+        engine = start_engine(stub, dump_to_file=True)
+        engine.rollout_batch([{}] * 2, OneTurn, group_size=2)
+        engine.rollout_batch([{}], OneTurn, is_eval=True)
+        for name in ("a", "a", str(10**16)):
+            assert engine.submit({}, OneTurn, task_id=name, is_eval=True) == name
+            engine.wait(1)
+        engine.destroy()
+        assert next_task_id(tmp_path / "experiment" / "trial") == 3 * life + 3
+    files = {
+        path.relative_to(tmp_path / "experiment" / "trial"): path.read_bytes() for path in tmp_path.rglob("*.jsonl")
+    }
+    ids = [[json.loads(line)["task_id"] for line in lines.splitlines()] for lines in files.values()]
+    assert sorted(map(str, ids)) == sorted(
+        [
+            *(f"[{n}, {n}]" for n in (0, 1, 3, 4, 6, 7)),
+            *(f"[{n}]" for n in (2, 5, 8)),
+            *["['a']"] * 6,
+            *[f"['{10**16}']"] * 3,
+        ]
+    )
+    assert {path.name for path in files} >= {"a.jsonl", "a.1.jsonl", "a.5.jsonl"}
 
 
 def test_a_tokenizer_path_without_a_tokenizer_is_told_at_the_start(
@@ -169,16 +304,16 @@ def test_a_tokenizer_path_without_a_tokenizer_is_told_at_the_start(
         start_engine(start_stub(), dump_to_file=True, tokenizer_path=str(tmp_path))
 
 
-def test_a_line_that_a_killed_run_did_not_finish_is_never_glued_to_the_next(
+def test_what_a_killed_run_left_stays_as_it_is(
     start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
 ) -> None:
     """F48"""
-    path = tmp_path / "experiment" / "trial" / "rollout" / "0" / "0.jsonl"
+    path = tmp_path / "experiment" / "trial" / "rollout" / "0" / "7.jsonl"
     path.parent.mkdir(parents=True)
     path.write_bytes(b'{"whole": 1}\n{"tor')
     engine = start_engine(start_stub(), dump_to_file=True)
     engine.rollout_batch([{}], OneTurn)
     engine.destroy()
-    whole, added = lines(tmp_path, "rollout", "0", "0.jsonl")
-    assert whole == {"whole": 1}
-    assert added["task_id"] == 0
+    assert path.read_bytes() == b'{"whole": 1}\n{"tor'
+    (added,) = lines(tmp_path, "rollout", "0", "8.jsonl")
+    assert added["task_id"] == 8

@@ -131,7 +131,7 @@ def test_t6_metrics_that_cannot_be_opened_are_a_storage_error(
     assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
 
 
-def test_t6_a_dump_can_be_appended_after_the_disk_was_full(tmp_path: Path) -> None:
+def test_t6_a_full_disk_leaves_no_part_of_a_dump(tmp_path: Path) -> None:
     config = InferenceEngineConfig(fileroot=str(tmp_path), experiment_name="e", trial_name="t", consumer_batch_size=1)
     result = Group(
         task_id=0,
@@ -142,18 +142,17 @@ def test_t6_a_dump_can_be_appended_after_the_disk_was_full(tmp_path: Path) -> No
     )
     path = tmp_path / "e" / "t" / "rollout" / "0" / "0.jsonl"
 
-    def dump() -> TrajectoryDumper:
+    def dump() -> None:
         dumper = TrajectoryDumper(config)
         dumper.put(result)
         dumper.close()
-        return dumper
 
     dump()
     record = path.read_bytes()
-    for size in range(len(record), 2 * len(record)):
-        path.write_bytes(record)
-        with files_end_at(size):
-            assert dump().failures == 1
-        assert path.stat().st_size == size
-        assert dump().failures == 0
-        assert path.read_bytes() == record * 2
+    path.unlink()
+    for size in range(len(record)):
+        with files_end_at(size), pytest.raises(StorageError, match=f"{path} .{len(record)} bytes. cannot be written"):
+            dump()
+        assert list(path.parent.iterdir()) == []
+    dump()
+    assert path.read_bytes() == record

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_lite.data.files import local_copies
+from areal_lite.data.files import check_cache, local_copies
 from areal_lite.data.rows.text_rows import COMPRESSIONS, different_columns, kind_of, text_table
 from areal_lite.errors import ConfigError
 
@@ -57,6 +57,7 @@ def load_dataset(data_path: str | Sequence[str], *, cache_dir: str | None = None
     Raises:
         ConfigError: If something cannot be read, sources differ in columns, or there are no rows; with the path and,
             for text files, the line.
+        StorageError: If the cache is full or not writable.
     """
     paths = [data_path] if isinstance(data_path, str) else list(data_path)
     cache = Path(cache_dir or "~/.cache/areal_lite").expanduser()
@@ -210,6 +211,7 @@ def _typed_table(file: Path, cache: Path) -> datasets.Dataset:
         if "corresponds to no data" in str(error):  # a file with columns but no rows
             return datasets.Dataset.from_dict({})
         reason = error.__cause__ or error
+        check_cache(cache, reason)
         raise ConfigError(
             f"dataset {file}: cannot be read ({reason}): is it complete, and does its type match its name?"
         ) from error
