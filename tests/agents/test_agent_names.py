@@ -76,11 +76,11 @@ class Team:
             base_url=access.anthropic_base_url, api_key=access.api_key, http_client=extra_kwargs["http_client"]
         )
 
-        async def chat(prompt: str, between: Any = None) -> None:
+        async def chat(prompt: str, *, delegates: bool = False) -> None:
             messages: list[Any] = [system(prompt), {"role": "user", "content": "hello"}]
             answer = await client.chat.completions.create(model="m", messages=messages)
-            if between is not None:
-                await between
+            if delegates:
+                await subs()
             messages += [answer.choices[0].message, {"role": "user", "content": "again"}]
             await client.chat.completions.create(model="m", messages=messages)
 
@@ -95,8 +95,13 @@ class Team:
             first = await client.responses.create(instructions=prompt, input="hello", **named)
             await client.responses.create(instructions=prompt, input="again", previous_response_id=first.id, **named)
 
-        subs = asyncio.gather(chat("You check sums."), messages("You add numbers."), responses("You draw."))
-        await chat("You lead.", subs) if data["main_first"] else await asyncio.gather(subs, chat("You lead."))
+        async def subs() -> None:
+            await asyncio.gather(chat("You check sums."), messages("You add numbers."), responses("You draw."))
+
+        if data["main_first"]:
+            await chat("You lead.", delegates=True)
+        else:
+            await asyncio.gather(subs(), chat("You lead."))
         if data["fails"]:
             raise RuntimeError("after all calls")
         return 1.0
