@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import gc
 import multiprocessing
 import time
@@ -202,7 +203,7 @@ async def per_turn(engine: Any, renderer: ChatRenderer) -> None:
             mean += spent / shown[-1] / TURN_SESSIONS
             if turn in shown:
                 ids = next(reversed(session.interactions.values())).model_response.input_tokens
-                seconds = (spent, cpu_of(lambda: orjson.loads(body)), cpu_of(ids.copy))
+                seconds = (spent, cpu_of(functools.partial(orjson.loads, body)), cpu_of(ids.copy))
                 best[turn] = tuple(map(min, seconds, best[turn]))
             messages.append(orjson.loads(reply.body)["choices"][0]["message"])
         assert session.forks == 0
