@@ -25,6 +25,8 @@ class TokenPrefix:
 
     ids: list[int]
     length: int
+    num_accepted: int = 0
+    """Ids at the beginning that were the prompt of an earlier call: the engine does not check them again."""
 
     def tolist(self) -> list[int]:
         """Return the ids as a new list."""
@@ -37,7 +39,7 @@ class TokenPrefix:
             if len(ids) > self.length:
                 ids = self.tolist()
             ids += more
-        return TokenPrefix(ids, end)
+        return TokenPrefix(ids, end, self.length)
 
 
 @dataclass(slots=True, kw_only=True)
