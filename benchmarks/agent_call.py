@@ -9,7 +9,7 @@ transport, session with exact tokens, and a keep-alive POST of the token ids to 
 `listener` is the same through the loopback listener. `no engine` is `session` without the POST. In `bare`
 and `listener` every concurrent agent has an HTTP client of its own, as separate programs have; one pool for
 all would cost more per call the more of its connections are idle. The arms take turns, the best round of
-each counts, and a second table shows the cost of turn 1, 10, 100, ...
+each counts. A second table shows the cost of turn 1, 10, 100, ... of one session.
 """
 
 from __future__ import annotations

@@ -67,7 +67,6 @@ class Conversation:
     """The request's body; empty if the API is not chat completions."""
     known: BodyBeginning | None
     """What the body may begin with."""
-
     raw: list[Any]
     """As the client sent them."""
     messages: list[dict[str, Any]]

@@ -63,7 +63,7 @@ class ModelRequest:
 
     def copy(self) -> ModelRequest:
         """Return a copy with its own ``input_ids`` and ``metadata``."""
-        return replace(self, input_ids=list(self.input_ids), metadata=dict(self.metadata))
+        return replace(self, input_ids=list(self.input_ids), metadata=dict(self.metadata), prefix=None)
 
 
 @dataclass(slots=True, kw_only=True)
