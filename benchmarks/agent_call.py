@@ -9,13 +9,14 @@ transport, session with exact tokens, and a keep-alive POST of the token ids to 
 `listener` is the same through the loopback listener. `no engine` is `session` without the POST. In `bare`
 and `listener` every concurrent agent has an HTTP client of its own, as separate programs have; one pool for
 all would cost more per call the more of its connections are idle. The arms take turns, the best round of
-each counts, and a second table shows the cost of turn 1, 10, 100, ...
+each counts. A second table shows the cost of turn 1, 10, 100, ... of one session.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import gc
 import multiprocessing
 import time
@@ -29,6 +30,7 @@ import orjson
 from aiohttp import web
 
 from areal_lite.agents.agent_doors import AgentDoors
+from areal_lite.agents.agent_service import AgentService
 from areal_lite.agents.apis.chat_completions import ChatCompletions
 from areal_lite.agents.chat_renderer import ChatRenderer
 from areal_lite.agents.chat_session import ChatSession
@@ -38,6 +40,7 @@ from areal_lite.data.chat.tokenizer import load_tokenizer
 
 OUTPUT_TOKENS = 64
 CONCURRENCY = 64
+TURN_SESSIONS = 3
 MESSAGES: list[Any] = [
     {"role": "system", "content": "Reply with a number only."},
     {"role": "user", "content": "Which is the largest number: 12, 89, 41, 7?"},
@@ -110,7 +113,7 @@ def make_tokenizer(path: str | None) -> Any:
 async def create(session: ChatSession, messages: list[Any]) -> dict[str, Any]:
     """Answer a chat completion without HTTP."""
     api = ChatCompletions()
-    request = api.parse({"model": "default", "messages": messages}, session)
+    request = api.parse(orjson.dumps({"messages": messages}), session)
     return api.reply(request, await session.answer(request, f"chatcmpl-{uuid.uuid4().hex}"), session)
 
 
@@ -179,24 +182,42 @@ async def measure(args: argparse.Namespace, renderer: ChatRenderer, output_ids: 
 
 
 async def per_turn(engine: Any, renderer: ChatRenderer) -> None:
-    """Print the CPU of the session alone (no SDK, no JSON) at growing turns."""
+    """Print the CPU of growing turns in the service alone, from a body's bytes to its reply's.
+
+    Beside it, what a parse of the whole body and one copy of the prompt's ids take.
+    """
     shown = (1, 10, 50, 100, 250, 500, 1000)
-    spent = dict.fromkeys(shown, float("inf"))
-    for _ in range(3):
+    best = dict.fromkeys(shown, (float("inf"),) * 3)
+    mean = 0.0
+    for _ in range(TURN_SESSIONS):
+        service = AgentService()
         session = ChatSession(engine, renderer, GenerationHyperparameters(max_tokens=10**6))
+        headers = {"x-api-key": service.open(session)}
         messages: list[Any] = []
         for turn in range(1, shown[-1] + 1):
             messages.append({"role": "user", "content": f"Which is the largest number: 12, 89, 41, {turn}?"})
-            sent = orjson.loads(orjson.dumps(messages))  # new objects, as from HTTP
+            body = orjson.dumps({"messages": messages, "model": "default"})
             start = time.process_time()
-            completion = await create(session, sent)
-            if turn in spent:
-                spent[turn] = min(spent[turn], time.process_time() - start)
-            messages.append(completion["choices"][0]["message"])
+            reply = await service.handle("POST", "/v1/chat/completions", headers, body)
+            spent = time.process_time() - start
+            mean += spent / shown[-1] / TURN_SESSIONS
+            if turn in shown:
+                ids = next(reversed(session.interactions.values())).model_response.input_tokens
+                seconds = (spent, cpu_of(functools.partial(orjson.loads, body)), cpu_of(ids.copy))
+                best[turn] = tuple(map(min, seconds, best[turn]))
+            messages.append(orjson.loads(reply.body)["choices"][0]["message"])
         assert session.forks == 0
-    print(f"\n{'turn':<12}{'CPU ms':>12}   (session alone)")
-    for turn, seconds in spent.items():
-        print(f"{turn:<12}{seconds * 1e3:>12.3f}")
+    print(f"\n{'turn':<8}{'CPU ms':>8}{'parse of the body':>20}{'copy of the ids':>18}")
+    for turn, (spent, parse, copy) in best.items():
+        print(f"{turn:<8}{spent * 1e3:>8.3f}{parse * 1e3:>20.3f}{copy * 1e3:>18.3f}")
+    print(f"{'mean':<8}{mean * 1e3:>8.3f}")
+
+
+def cpu_of(step: Callable[[], Any]) -> float:
+    """Return this process's CPU seconds of one step."""
+    start = time.process_time()
+    step()
+    return time.process_time() - start
 
 
 def main() -> None:

@@ -117,7 +117,9 @@ class AgentService:
                 raise RequestError(f"{path[:80]!r} is not served: use {served}", status=404, code="not_found")
             _require(method, "POST", path)
             try:
-                request = api.parse(_parsed(body), session)
+                if len(body) > MAX_BODY_BYTES:
+                    raise RequestError(f"the body has {len(body)} bytes: at most {MAX_BODY_BYTES}", status=413)
+                request = api.parse(body, session)
             except RequestError as error:
                 session.refusal = error
                 raise
@@ -204,18 +206,6 @@ def _result(task: asyncio.Task[list[Answer]]) -> list[Answer]:
 def _require(method: str, expected: str, path: str) -> None:
     if method != expected:
         raise RequestError(f"{method[:20]} {path} is not served: use {expected}", status=405)
-
-
-def _parsed(body: bytes) -> dict[str, Any]:
-    if len(body) > MAX_BODY_BYTES:
-        raise RequestError(f"the body has {len(body)} bytes: at most {MAX_BODY_BYTES}", status=413)
-    try:
-        parsed = orjson.loads(body)
-    except ValueError as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
-    if not isinstance(parsed, dict):
-        raise RequestError(f"the body is a {type(parsed).__name__}: send a JSON object")
-    return parsed
 
 
 def _json(value: Any) -> Reply:

@@ -66,6 +66,7 @@ class ChatRenderer:
         )
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = backend if backend and not (backend.truncation or backend.padding) else None
+        self._decode = _decoder(tokenizer)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
         self._adds_bos = list(tokenizer.encode("x"))[:1] == [getattr(tokenizer, "bos_token_id", None)]
@@ -139,7 +140,7 @@ class ChatRenderer:
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        return str(self._decode(ids, skip_special_tokens=skip_special_tokens))
 
     def visible_text(self, ids: list[int], *, skip_special_tokens: bool, tools: bool, ended: bool = False) -> str:
         """Return the text of an answer for ``answer_parser``.
@@ -228,6 +229,19 @@ def _template_text(tokenizer: Any) -> str:
     """Return the chat template; several templates by name are joined."""
     template = getattr(tokenizer, "chat_template", "")
     return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
+
+
+def _decoder(tokenizer: Any) -> Callable[..., str]:
+    """Return the tokenizer's ``decode``, or its backend's if that is all it calls; it takes half the time."""
+    owners = [
+        next((owner.__module__ for owner in type(tokenizer).__mro__ if name in vars(owner)), "")
+        for name in ("decode", "_decode")
+    ]
+    if all(owner.startswith("transformers.tokenization_utils") for owner in owners):
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None and not tokenizer.clean_up_tokenization_spaces:
+            return backend.decode  # type: ignore[no-any-return]
+    return tokenizer.decode  # type: ignore[no-any-return]
 
 
 def _argument_forms(messages: list[Any]) -> Iterator[list[Any]]:

@@ -8,6 +8,7 @@ The other APIs turn their bodies into this one.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import orjson
 
 from areal_lite.agents.answer_grammar import answer_grammar
+from areal_lite.agents.body_beginning import BodyBeginning, beginning_of
 from areal_lite.agents.request_fields import RequestError, is_token_id, number, short, typed, whole
 
 MAX_TOOLS = 128
@@ -57,16 +59,25 @@ _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_pr
                             "tokenize", "chat_template", "conversation"}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Conversation:
     """The checked messages of an earlier request; a request that begins with them checks only its new ones."""
 
+    body: bytes
+    """The request's body; empty if the API is not chat completions."""
+    known: BodyBeginning | None
+    """What the body may begin with."""
     raw: list[Any]
     """As the client sent them."""
     messages: list[dict[str, Any]]
     keys: list[Hashable]
     place: Any
     """What the session knows of it."""
+
+    @functools.cached_property
+    def beginning(self) -> BodyBeginning | None:
+        """The beginning of the body, for requests whose bodies begin so too."""
+        return beginning_of(self.body, self.known) if self.body else None
 
 
 FindConversation = Callable[[list[Any]], Conversation | None]
@@ -83,6 +94,8 @@ class ChatRequest:
     """One key per message; equal keys mean equal messages."""
     raw: list[Any] = field(default_factory=list)
     """The messages as the client sent them."""
+    body: bytes = b""
+    """The HTTP body, if the API is chat completions."""
     extends: Conversation | None = None
     """The earlier conversation it begins with."""
     prompt: str | list[int] | None = None
@@ -120,12 +133,20 @@ class ChatRequest:
         return _canonical([self.tools, self.template_kwargs]) if self.tools or self.template_kwargs else b""
 
 
-def parse_chat_request(body: Any, find: FindConversation = lambda raw: None) -> ChatRequest:
+def parse_chat_request(
+    body: Any,
+    find: FindConversation = lambda raw: None,
+    *,
+    extends: Conversation | None = None,
+    sent: bytes = b"",
+) -> ChatRequest:
     """Return the checked request.
 
     Args:
         body: Parsed JSON.
         find: Finds what an earlier request has checked already.
+        extends: That conversation if it is known; ``body`` has only the messages after it.
+        sent: The whole body as it was sent, to recognise later bodies by.
 
     Raises:
         RequestError: With status 400; the message gives field, value and fix.
@@ -136,16 +157,18 @@ def parse_chat_request(body: Any, find: FindConversation = lambda raw: None) -> 
     tools = _tools(body.get("tools"))
     tool_choice = body.get("tool_choice")
     raw = body.get("messages")
-    if not isinstance(raw, list) or not raw:
+    if not isinstance(raw, list) or not (raw or extends):
         raise RequestError(f"messages is {short(raw)}: send a list of at least one", param="messages")
-    extends = find(raw)
+    if extends is None and (extends := find(raw)) is not None:
+        raw = raw[len(extends.raw) :]
     known = len(extends.raw) if extends else 0
-    new = [parse_message(raw[index], f"messages[{index}]") for index in range(known, len(raw))]
+    new = [parse_message(message, f"messages[{known + index}]") for index, message in enumerate(raw)]
     messages, keys = [message for message, _ in new], [key for _, key in new]
     return ChatRequest(
         messages=extends.messages + messages if extends else messages,
         keys=extends.keys + keys if extends else keys,
-        raw=extends.raw + raw[known:] if extends else list(raw),
+        raw=extends.raw + raw if extends else raw,
+        body=sent,
         extends=extends,
         tools=tools,
         template_kwargs=_template_kwargs(body.get("chat_template_kwargs")),

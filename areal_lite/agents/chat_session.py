@@ -20,16 +20,22 @@ from typing import Any, Literal
 from areal_lite.agents.agent_names import AgentNames
 from areal_lite.agents.answer_parsers.answer_parser import ParsedAnswer
 from areal_lite.agents.chat_renderer import ChatRenderer
-from areal_lite.agents.chat_request import ChatRequest, Conversation, parse_message, without_reasoning
+from areal_lite.agents.chat_request import (
+    ChatRequest,
+    Conversation,
+    parse_chat_request,
+    parse_message,
+    without_reasoning,
+)
 from areal_lite.agents.chat_sampling import request_gconfig
-from areal_lite.agents.request_fields import RequestError
+from areal_lite.agents.request_fields import RequestError, json_object
 from areal_lite.agents.text_stream import Piece, TextStream
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
-from areal_lite.api.io_struct import ModelRequest, ModelResponse
+from areal_lite.api.io_struct import ModelRequest, ModelResponse, SharedPromptResponse, TokenPrefix
 from areal_lite.errors import ConfigError, ContextOverflowError
 
 logger = logging.getLogger(__name__)
@@ -193,7 +199,7 @@ class ChatSession:
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return how many tokens the prompt of a request has."""
-        return len((await self._find_prompt(request))[0])
+        return (await self._find_prompt(request))[0].length
 
     def own(self, task: asyncio.Task[list[Answer]]) -> None:
         """Cancel ``task`` when the session closes."""
@@ -208,12 +214,14 @@ class ChatSession:
 
     async def _answer(self, request: ChatRequest, index: int, answer_id: str, on_text: OnText | None) -> Answer:
         agent = self._names.name(request)  # before other calls may run: the first one is the main agent's
-        prompt, parent, is_fork = await self._find_prompt(request)
+        prefix, parent, is_fork = await self._find_prompt(request)
+        prompt = prefix.tolist()
+        thinking = self._opens_thinking(request, prompt)
         gconfig = request_gconfig(self._gconfig, request, prompt_tokens=len(prompt), agent_samples=self._agent_samples)
         if request.n > 1 and gconfig.seed is not None:
             gconfig = gconfig.new(seed=gconfig.seed + index)
         stops = [*(self._gconfig.stop or []), *request.stop]
-        text = None if on_text is None else self._text_stream(request, prompt, stops)
+        text = None if on_text is None else self._text_stream(request, thinking, stops)
 
         def on_tokens(ids: Sequence[int], _: Sequence[float]) -> None:
             assert text is not None and on_text is not None
@@ -225,6 +233,7 @@ class ChatSession:
                 response = await self._engine.agenerate(
                     ModelRequest(
                         input_ids=prompt,
+                        prefix=prefix,
                         gconfig=gconfig,
                         tokenizer=self._renderer.tokenizer,
                         top_logprobs=request.top_logprobs,
@@ -236,7 +245,8 @@ class ChatSession:
             too_long = isinstance(error, ContextOverflowError)
             code = "context_length_exceeded" if too_long else None
             raise RequestError(str(error)[:500], param="messages", code=code) from error
-        answer = self._read(request, response, answer_id, stops)
+        response = SharedPromptResponse.of(response, prefix)
+        answer = self._read(request, response, answer_id, stops, thinking=thinking)
         if text is not None and on_text is not None:
             message = answer.message
             for piece in text.finish(message["content"] or "", message.get("reasoning_content") or ""):
@@ -259,7 +269,9 @@ class ChatSession:
             )
         return answer
 
-    async def _find_prompt(self, request: ChatRequest) -> tuple[list[int], InteractionWithTokenLogpReward | None, bool]:
+    async def _find_prompt(
+        self, request: ChatRequest
+    ) -> tuple[TokenPrefix, InteractionWithTokenLogpReward | None, bool]:
         """Return the prompt's ids, the answer they extend, and whether the prompt renders an answer from text."""
         if request.prompt is not None:
             return *await self._raw_prompt(request.prompt), False
@@ -271,24 +283,27 @@ class ChatSession:
         is_fork = bool(self.interactions) and any(message["role"] == "assistant" for message in new)
         return prompt, parent, is_fork
 
-    async def _raw_prompt(self, prompt: str | list[int]) -> tuple[list[int], InteractionWithTokenLogpReward | None]:
+    async def _raw_prompt(self, prompt: str | list[int]) -> tuple[TokenPrefix, InteractionWithTokenLogpReward | None]:
         """Return the ids of a prompt without template, and the answer that it continues exactly."""
-        longest: tuple[list[int], str | list[int], InteractionWithTokenLogpReward | None] = [], prompt, None
+        parent, rest, longest = None, prompt, 0
         for text, answer in self._raw:
-            ids = [*answer.model_response.input_tokens, *answer.model_response.output_tokens]
+            before, sampled = answer.model_response.prompt, answer.model_response.output_tokens
+            length = before.length + len(sampled)
+            if length <= longest:
+                continue
             if isinstance(prompt, str):
-                rest: str | list[int] = prompt[len(text) :]
                 extends = prompt.startswith(text)
             else:
-                rest, extends = prompt[len(ids) :], prompt[: len(ids)] == ids
-            if extends and len(ids) > len(longest[0]):
-                longest = ids, rest, answer
-        ids, rest, parent = longest
-        if isinstance(rest, list):
-            return [*ids, *rest], parent
-        return [*ids, *await self._renderer.plain(rest, begins=not ids)], parent
+                extends = prompt[before.length : length] == sampled and prompt[: before.length] == before.tolist()
+            if extends:
+                parent, rest, longest = answer, prompt[len(text) if isinstance(prompt, str) else length :], length
+        added = list(rest) if isinstance(rest, list) else await self._renderer.plain(rest, begins=parent is None)
+        if parent is None:
+            return TokenPrefix(added, len(added)), None
+        recorded = parent.model_response
+        return recorded.prompt.extended(recorded.output_tokens + added), parent
 
-    def _text_stream(self, request: ChatRequest, prompt: list[int], stops: list[str]) -> TextStream:
+    def _text_stream(self, request: ChatRequest, thinking: bool, stops: list[str]) -> TextStream:
         def decode(ids: list[int]) -> str:
             return self._renderer.visible_text(
                 ids, skip_special_tokens=self._gconfig.skip_special_tokens, tools=request.parse_tools
@@ -301,7 +316,7 @@ class ChatSession:
             stops=stops,
             openings=parser.starts if request.parse_tools else (),
             json_waits=request.parse_tools and parser.tool_format.bare_json,
-            thinking=self._opens_thinking(request, prompt) if reasons else None,
+            thinking=thinking if reasons else None,
         )
         if request.parse_tools and request.grammar:  # the answer is a call as bare JSON
             stream.wait()
@@ -310,6 +325,17 @@ class ChatSession:
     def _opens_thinking(self, request: ChatRequest, prompt: list[int]) -> bool:
         """Return whether the answer begins with reasoning; under a grammar it has none."""
         return not request.grammar and self._renderer.opens_thinking(prompt)
+
+    def parse(self, body: bytes) -> ChatRequest:
+        """Return the checked request of a chat completion; messages that an earlier body had are not parsed again.
+
+        Raises:
+            RequestError: With status 400.
+        """
+        for earlier in sorted(self._conversations, key=lambda one: len(one.raw), reverse=True):
+            if earlier.beginning is not None and (rest := earlier.beginning.cut_from(body)) is not None:
+                return parse_chat_request(json_object(rest), extends=earlier, sent=body)
+        return parse_chat_request(json_object(body), self.find_conversation, sent=body)
 
     def find_conversation(self, raw: list[Any]) -> Conversation | None:
         """Return the longest earlier conversation that the messages of a request begin with.
@@ -347,11 +373,17 @@ class ChatSession:
     def _tokens_left(self, prompt: list[int]) -> int:
         """Return how many tokens of the closest earlier conversation a prompt does not share."""
         shared, left = -1, 0
+        in_common: dict[int, int] = {}  # of the prompt and each list of ids
         for answer in self.interactions.values():
-            ids = answer.model_response.input_tokens + answer.model_response.output_tokens
-            common = _shared_length(prompt, ids)
+            before, sampled = answer.model_response.prompt, answer.model_response.output_tokens
+            place, length = id(before.ids), before.length
+            if place not in in_common:
+                in_common[place] = _shared_length(prompt, before.ids)
+            common = min(in_common[place], length)
+            if common == length:
+                common += _shared_length(prompt[length : length + len(sampled)], sampled)
             if common > shared:
-                shared, left = common, len(ids) - common
+                shared, left = common, length + len(sampled) - common
         return left
 
     def _record(self, request: ChatRequest, interaction: InteractionWithTokenLogpReward) -> None:
@@ -372,12 +404,19 @@ class ChatSession:
             if request.extends is not None and request.extends in self._conversations:
                 self._conversations.remove(request.extends)
             self._conversations.append(
-                Conversation(raw=request.raw, messages=request.messages, keys=request.keys, place=node)
+                Conversation(
+                    body=request.body,
+                    known=request.extends.beginning if request.extends else None,
+                    raw=request.raw,
+                    messages=request.messages,
+                    keys=request.keys,
+                    place=node,
+                )
             )
 
     async def _prompt(
         self, request: ChatRequest, parent: InteractionWithTokenLogpReward | None, new: list[dict[str, Any]]
-    ) -> tuple[list[int], InteractionWithTokenLogpReward | None]:
+    ) -> tuple[TokenPrefix, InteractionWithTokenLogpReward | None]:
         if parent is not None:
             recorded = parent.model_response
             try:
@@ -388,12 +427,15 @@ class ChatSession:
                     request.tools,
                     request.template_kwargs,
                 )
-                return [*recorded.input_tokens, *recorded.output_tokens, *added], parent
+                return recorded.prompt.extended(recorded.output_tokens + added), parent
             except RequestError:
                 logger.debug("the new messages cannot be rendered alone", exc_info=True)
-        return await self._renderer.prompt(request.messages, request.tools, request.template_kwargs), None
+        ids = await self._renderer.prompt(request.messages, request.tools, request.template_kwargs)
+        return TokenPrefix(ids, len(ids)), None
 
-    def _read(self, request: ChatRequest, response: ModelResponse, answer_id: str, stops: list[str]) -> Answer:
+    def _read(
+        self, request: ChatRequest, response: ModelResponse, answer_id: str, stops: list[str], *, thinking: bool
+    ) -> Answer:
         """Return the answer with its message, a view of the ids."""
         text = self._renderer.visible_text(
             response.output_tokens,
@@ -408,7 +450,7 @@ class ChatSession:
             parsed = self._renderer.answer_parser.parse(
                 text,
                 request.tools if request.parse_tools else None,
-                thinking=self._opens_thinking(request, response.input_tokens),
+                thinking=thinking,
                 bare_json=bool(request.grammar),
             )
         else:

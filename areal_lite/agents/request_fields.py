@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, TypeVar
 
+import orjson
+
 T = TypeVar("T")
 
 
@@ -17,6 +19,17 @@ class RequestError(Exception):
         self.status = status
         self.param = param
         self.code = code
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """Return a request's body; raises RequestError for anything but a JSON object."""
+    try:
+        parsed = orjson.loads(body)
+    except ValueError as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise RequestError(f"the body is a {type(parsed).__name__}: send a JSON object")
+    return parsed
 
 
 def typed(name: str, value: Any, kind: type[T], hint: str) -> T | None:

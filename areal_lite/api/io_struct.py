@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from areal_lite.api.generation import GenerationHyperparameters
@@ -17,6 +17,29 @@ os.register_at_fork(after_in_child=_rids.seed)
 def _fixed_length_rid() -> str:
     # SGLang aborts by prefix of the rid, so ids must all have one length.
     return f"{_rids.getrandbits(128):032x}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenPrefix:
+    """The first ``length`` ids of a list that only grows: the turns of a conversation share one list."""
+
+    ids: list[int]
+    length: int
+    num_accepted: int = 0
+    """Ids at the beginning that were the prompt of an earlier call: the engine does not check them again."""
+
+    def tolist(self) -> list[int]:
+        """Return the ids as a new list."""
+        return self.ids[: self.length]
+
+    def extended(self, more: list[int]) -> TokenPrefix:
+        """Return these ids followed by ``more``; they are copied only if other ids follow them already."""
+        ids, end = self.ids, self.length + len(more)
+        if ids[self.length : end] != more:
+            if len(ids) > self.length:
+                ids = self.tolist()
+            ids += more
+        return TokenPrefix(ids, end, self.length)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,10 +58,12 @@ class ModelRequest:
     whole answer at once, which costs less."""
     top_logprobs: int = 0
     """Number of most likely tokens to report at each position."""
+    prefix: TokenPrefix | None = None
+    """The ids of ``input_ids``, which then do not change: records of the call share it instead of copying the ids."""
 
     def copy(self) -> ModelRequest:
         """Return a copy with its own ``input_ids`` and ``metadata``."""
-        return replace(self, input_ids=list(self.input_ids), metadata=dict(self.metadata))
+        return replace(self, input_ids=list(self.input_ids), metadata=dict(self.metadata), prefix=None)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,9 +96,14 @@ class ModelResponse:
     """The request's."""
 
     @property
+    def prompt(self) -> TokenPrefix:
+        """The prompt's ids, not copied."""
+        return TokenPrefix(self.input_tokens, len(self.input_tokens))
+
+    @property
     def input_len(self) -> int:
         """Tokens of the prompt."""
-        return len(self.input_tokens)
+        return self.prompt.length
 
     @property
     def output_len(self) -> int:
@@ -93,3 +123,36 @@ class ModelResponse:
         if self.stop_reason == "stop" and self.output_tokens and self.output_tokens[-1] in ends:
             return self.output_tokens[:-1]
         return self.output_tokens
+
+
+class SharedPromptResponse(ModelResponse):
+    """A response that shares its prompt with others; each access to ``input_tokens`` makes a new list."""
+
+    __slots__ = ("_prompt",)
+    _prompt: TokenPrefix
+
+    @classmethod
+    def of(cls, response: ModelResponse, prompt: TokenPrefix) -> SharedPromptResponse:
+        """Return ``response`` with ``prompt`` as its prompt."""
+        shared = cls.__new__(cls)
+        shared._prompt = prompt
+        for name in _OWN_FIELDS:
+            setattr(shared, name, getattr(response, name))
+        return shared
+
+    @property
+    def input_tokens(self) -> list[int]:
+        """The prompt's ids."""
+        return self._prompt.tolist()
+
+    @input_tokens.setter
+    def input_tokens(self, ids: list[int]) -> None:
+        self._prompt = TokenPrefix(ids, len(ids))
+
+    @property
+    def prompt(self) -> TokenPrefix:
+        """The prompt's ids, not copied."""
+        return self._prompt
+
+
+_OWN_FIELDS = [column.name for column in fields(ModelResponse) if column.name != "input_tokens"]

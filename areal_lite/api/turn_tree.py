@@ -135,15 +135,15 @@ class _TurnTree:
         """Add the calls that no sequence holds, each after the longest call that its prompt extends."""
         if all(_identity(call) in self.calls for call in calls):
             return
-        known: list[tuple[list[int], int]] = []
+        known: list[tuple[ModelResponse, int]] = []
         for call in calls:
             place = self.calls.get(_identity(call))
             if place is None:
-                place = self._add_call(call, *_longest_prefix(known, call.input_tokens))
-            known.append((call.input_tokens + call.output_tokens, place))
+                place = self._add_call(call, *_longest_prefix(known, call))
+            known.append((call, place))
 
     def _add_call(self, call: ModelResponse, start: int, parent: int | None) -> int:
-        given = np.array(call.input_tokens[start:], np.int32)
+        given = np.array(call.prompt.ids[start : call.input_len], np.int32)
         if len(given):
             key = (parent, False, _bytes(given))
             if key not in self._places:
@@ -196,13 +196,19 @@ def _describe(turn: Turn, call: ModelResponse, *, trained: bool) -> None:
         turn.versions = np.array(call.output_versions, np.int32)
 
 
-def _longest_prefix(known: Sequence[tuple[list[int], int]], ids: list[int]) -> tuple[int, int | None]:
-    """Return length and turn of the longest known beginning of ``ids``; 0 and None without one."""
+def _longest_prefix(known: Sequence[tuple[ModelResponse, int]], call: ModelResponse) -> tuple[int, int | None]:
+    """Return length and turn of the longest known call that the prompt of ``call`` begins with; 0 and None without one.
+
+    The latest is compared first: in a conversation it is the one.
+    """
     longest, place = 0, None
-    for tokens, end in known:
-        count = len(tokens)
-        if longest < count <= len(ids) and tokens[-1] == ids[count - 1] and ids[:count] == tokens:
-            longest, place = count, end
+    ids = call.prompt.ids
+    for other, turn in reversed(known):
+        start, end = other.input_len, other.input_len + other.output_len
+        if max(longest, 1) <= end <= call.input_len and ids[start:end] == other.output_tokens:
+            before = other.prompt.ids
+            if before is ids or before[:start] == ids[:start]:
+                longest, place = end, turn
     return longest, place
 
 

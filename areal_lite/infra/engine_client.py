@@ -23,7 +23,7 @@ import orjson
 from areal_lite.api import episode_context
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.episode_context import Episode
-from areal_lite.api.io_struct import ModelRequest, ModelResponse
+from areal_lite.api.io_struct import ModelRequest, ModelResponse, SharedPromptResponse, TokenPrefix
 from areal_lite.errors import ConfigError, ContextOverflowError, ServerError
 from areal_lite.infra.backends import dialect_of
 from areal_lite.infra.backends.dialect import BadResponse, Chunk, ErrorReply, TopLogprobs
@@ -207,7 +207,7 @@ class EngineClient:
             response = await self._generate(req, call)
             if episode is not None:
                 episode.server = call.server
-                episode.calls.append(_own_copy(response))
+                episode.calls.append(_own_copy(response, req.prefix))
             if call.interrupted:
                 await self._park(call)
             return response
@@ -218,7 +218,8 @@ class EngineClient:
         gconfig = req.gconfig
         seed = self._seed(call.episode) if gconfig.seed is None else gconfig.seed
         budget = self._budget(req)
-        input_ids = list(req.input_ids)  # the caller may extend its list while the answer is sampled
+        # Without a prefix, the caller may extend its list while the answer is sampled.
+        input_ids = list(req.input_ids) if req.prefix is None else req.input_ids
         attempts = fruitless = 0
         started, clock = time.time(), time.monotonic()
         ttft = 0.0
@@ -327,8 +328,9 @@ class EngineClient:
         if not ids:
             raise ConfigError("input_ids is empty: a prompt has at least one token")
         vocab_size = self._requests.limits.vocab_size  # an id beyond it ends an SGLang server
-        if set(map(type, ids)) != {int} or min(ids) < 0 or (vocab_size and max(ids) >= vocab_size):
-            bad = next(i for i in ids if type(i) is not int or i < 0 or (vocab_size and i >= vocab_size))
+        new = ids if req.prefix is None else ids[req.prefix.num_accepted :]
+        if set(map(type, new)) - {int} or min(new, default=0) < 0 or (vocab_size and max(new, default=0) >= vocab_size):
+            bad = next(i for i in new if type(i) is not int or i < 0 or (vocab_size and i >= vocab_size))
             raise ConfigError(
                 f"input_ids holds {bad!r}: ids are plain ints from 0 to below the vocabulary size"
                 f"{'' if vocab_size is None else f' {vocab_size}'}; a tensor needs .tolist()"
@@ -413,16 +415,17 @@ class EngineClient:
         await asyncio.sleep(random.uniform(0, min(5.0, 0.1 * 2**call.broken_streams)))
 
 
-def _own_copy(response: ModelResponse) -> ModelResponse:
-    """Return a copy for the record: a workflow may build its next prompt in the answer's lists."""
-    return replace(
+def _own_copy(response: ModelResponse, prefix: TokenPrefix | None) -> ModelResponse:
+    """Return a copy for the record: a workflow may build its next prompt in the answer's lists, not in ``prefix``."""
+    copy = replace(
         response,
-        input_tokens=response.input_tokens.copy(),
+        input_tokens=response.input_tokens.copy() if prefix is None else [],
         output_tokens=response.output_tokens.copy(),
         output_logprobs=response.output_logprobs.copy(),
         output_versions=response.output_versions.copy(),
         output_top_logprobs=response.output_top_logprobs.copy(),
     )
+    return copy if prefix is None else SharedPromptResponse.of(copy, prefix)
 
 
 def _recorded(episode: Episode, input_ids: list[int]) -> ModelResponse | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import random
 import uuid
 from collections.abc import Callable, Iterable
@@ -174,5 +175,5 @@ def random_ids(draw: random.Random, family: str, length: int) -> list[int]:
 async def create(session: ChatSession, body: Any) -> dict[str, Any]:
     """Answer a chat completion without HTTP."""
     api = ChatCompletions()
-    request = api.parse(body, session)
+    request = api.parse(json.dumps(body).encode(), session)
     return api.reply(request, await session.answer(request, f"chatcmpl-{uuid.uuid4().hex}"), session)

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from areal_lite.agents import chat_request
+from areal_lite.agents import chat_request, chat_session
 from areal_lite.agents.chat_renderer import ChatRenderer
 from areal_lite.agents.chat_session import ChatSession
 from areal_lite.api.generation import GenerationHyperparameters
@@ -32,11 +32,19 @@ def test_other_tasks_run_while_a_prompt_of_two_megabytes_is_tokenized() -> None:
     assert asyncio.run(play()) > 50  # 3 if the tokenizer holds the GIL
 
 
+@pytest.mark.parametrize("begins_alike", [True, False])
 def test_a_turn_parses_only_its_new_messages_also_among_other_conversations(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, begins_alike: bool
 ) -> None:
-    parsed = 0
-    parse = chat_request.parse_message
+    parsed = json_bytes = 0
+    parse, load = chat_request.parse_message, chat_session.json_object
+
+    def count_bytes(body: bytes) -> Any:
+        nonlocal json_bytes
+        json_bytes = len(body)
+        return load(body)
+
+    monkeypatch.setattr(chat_session, "json_object", count_bytes)
 
     def count(raw: Any, where: str) -> Any:
         nonlocal parsed
@@ -53,9 +61,9 @@ def test_a_turn_parses_only_its_new_messages_also_among_other_conversations(
             for messages in agents:
                 messages.append({"role": "user", "content": f"question {turn}"})
                 before = parsed
-                body = orjson.loads(orjson.dumps({"messages": messages}))
-                completion = await create(session, body)
+                completion = await create(session, {"seed": 0 if begins_alike else turn, "messages": messages})
                 assert parsed - before == 2  # the answer and the question, or the system message
+                assert json_bytes < 200 or not begins_alike
                 messages.append(completion["choices"][0]["message"])
         # An edited history is read from its beginning.
         agents[0][1]["content"] = "another question"
@@ -67,3 +75,24 @@ def test_a_turn_parses_only_its_new_messages_also_among_other_conversations(
     asyncio.run(play())
     assert session.forks == 1
     assert len(session.export("concat")) == 4
+
+
+def test_the_turns_of_a_conversation_share_one_list_of_ids() -> None:
+    engine = ScriptedEngine(lambda request: f"answer {len(request.input_ids)}")
+    session = ChatSession(engine, ChatRenderer(engine.tokenizer), GenerationHyperparameters(max_tokens=10**6))  # type: ignore[arg-type]
+
+    async def play() -> None:
+        messages: list[Any] = []
+        for turn in range(20):
+            messages.append({"role": "user", "content": f"question {turn}"})
+            await session.count_tokens(session.parse(orjson.dumps({"messages": messages})))
+            completion = await create(session, {"messages": messages})
+            if turn == 10:  # another answer to the same prompt, which is not continued
+                await create(session, {"messages": messages})
+            messages.append(completion["choices"][0]["message"])
+
+    asyncio.run(play())
+    responses = [answer.model_response for answer in session.interactions.values()]
+    assert [response.input_tokens for response in responses] == [request.input_ids for request in engine.requests]
+    assert len({id(response.prompt.ids) for response in responses}) == 1
+    assert len(responses[-1].prompt.ids) == responses[-1].input_len

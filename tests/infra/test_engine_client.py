@@ -13,7 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, ModelRequest, ModelResponse
+from areal_lite.api import (
+    GenerationHyperparameters,
+    InferenceEngineConfig,
+    ModelRequest,
+    ModelResponse,
+    episode_context,
+)
+from areal_lite.api.episode_context import Episode, EpisodeContext
+from areal_lite.api.io_struct import TokenPrefix
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.infra.backends.dialect import BadResponse, Dialect
 from areal_lite.infra.backends.sglang import SGLang
@@ -38,6 +46,28 @@ def test_ids_logprobs_and_versions_are_what_the_server_sent(start_stub: StartStu
     assert response.output_logprobs == [-0.5 - i / 64 for i in range(4)]
     assert response.output_versions == [0, 0, 0, 0]
     assert (response.stop_reason, response.input_len, response.output_len) == ("stop", 3, 4)
+
+
+def test_the_records_of_a_conversation_share_its_prompts(start_stub: StartStub, start_engine: StartEngine) -> None:
+    engine, episode = start_engine(start_stub()), Episode()
+
+    async def play() -> list[list[int]]:
+        episode_context.enter(EpisodeContext(episode=episode))
+        prompts, prefix = [], TokenPrefix([1, 2, 3], 3)
+        for turn in range(3):
+            prompts.append(prefix.tolist())
+            response = await engine.agenerate(ModelRequest(input_ids=prompts[-1], prefix=prefix))
+            assert response.output_tokens == answer_tokens(prompts[-1], 0, 8)
+            prefix = prefix.extended([*response.output_tokens, turn])
+        beyond = prefix.extended([-5])
+        with pytest.raises(ConfigError, match="input_ids holds -5"):
+            await engine.agenerate(ModelRequest(input_ids=beyond.tolist(), prefix=beyond))
+        return prompts
+
+    prompts = asyncio.run(play())
+    assert [call.input_tokens for call in episode.calls] == prompts
+    assert [call.input_len for call in episode.calls] == list(map(len, prompts))
+    assert len({id(call.prompt.ids) for call in episode.calls}) == 1
 
 
 @pytest.mark.parametrize("fault", ["500", "429", "reset", "garbage", "lengths", "nan", "negative"])

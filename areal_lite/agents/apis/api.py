@@ -34,7 +34,7 @@ class Api(Protocol):
 
     id_prefix: str
 
-    def parse(self, body: dict[str, Any], session: ChatSession) -> ChatRequest:
+    def parse(self, raw: bytes, session: ChatSession) -> ChatRequest:
         """Return the checked request; raises RequestError."""
 
     def reply(self, request: ChatRequest, answers: Sequence[Answer], session: ChatSession) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from areal_lite.agents.apis.api import event, openai_error
-from areal_lite.agents.chat_request import ChatRequest, parse_chat_request
+from areal_lite.agents.chat_request import ChatRequest
 from areal_lite.agents.chat_session import Answer, ChatSession
 from areal_lite.agents.request_fields import RequestError
 from areal_lite.agents.text_stream import Piece
@@ -18,9 +18,9 @@ class ChatCompletions:
 
     id_prefix = "chatcmpl-"
 
-    def parse(self, body: dict[str, Any], session: ChatSession) -> ChatRequest:
+    def parse(self, raw: bytes, session: ChatSession) -> ChatRequest:
         """Return the checked request."""
-        return parse_chat_request(body, session.find_conversation)
+        return session.parse(raw)
 
     def reply(self, request: ChatRequest, answers: Sequence[Answer], session: ChatSession) -> dict[str, Any]:
         """Return a ``chat.completion``."""

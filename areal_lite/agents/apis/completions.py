@@ -11,7 +11,7 @@ from areal_lite.agents.apis.api import event, openai_error
 from areal_lite.agents.apis.chat_completions import openai_usage
 from areal_lite.agents.chat_request import MAX_TOP_LOGPROBS, ChatRequest, request_options
 from areal_lite.agents.chat_session import Answer, ChatSession
-from areal_lite.agents.request_fields import RequestError, is_token_id, short, whole
+from areal_lite.agents.request_fields import RequestError, is_token_id, json_object, short, whole
 from areal_lite.agents.text_stream import Piece
 
 
@@ -20,8 +20,9 @@ class Completions:
 
     id_prefix = "cmpl-"
 
-    def parse(self, body: dict[str, Any], session: ChatSession) -> ChatRequest:
+    def parse(self, raw: bytes, session: ChatSession) -> ChatRequest:
         """Return the checked request; one prompt per call."""
+        body = json_object(raw)
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]

@@ -10,7 +10,7 @@ from typing import Any
 from areal_lite.agents.apis.api import event, openai_error
 from areal_lite.agents.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.chat_session import Answer, ChatSession
-from areal_lite.agents.request_fields import RequestError, short, typed
+from areal_lite.agents.request_fields import RequestError, json_object, short, typed
 from areal_lite.agents.text_stream import Piece
 
 _AS_CHAT = {
@@ -42,8 +42,9 @@ class Responses:
 
     id_prefix = "resp_"
 
-    def parse(self, body: dict[str, Any], session: ChatSession) -> ChatRequest:
+    def parse(self, raw: bytes, session: ChatSession) -> ChatRequest:
         """Return the checked request."""
+        body = json_object(raw)
         if unknown := [name for name in body if name not in _READ and name not in _IGNORED]:
             raise RequestError(f"unknown field {short(unknown[0])}: leave it out", param=unknown[0][:80])
         if body.get("background"):
