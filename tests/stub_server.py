@@ -68,6 +68,7 @@ class StubServer:
 
     async def info(self, _: web.Request) -> web.Response:
         """Tell the window."""
+        self.seen["info"] += 1
         return _json({"context_length": 4096})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:

@@ -10,10 +10,18 @@ from typing import Any
 import pytest
 
 from areal_lite.api import InferenceEngineConfig
+from areal_lite.infra import reconciler, server_pool
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from tests.stub_server import StubServer, StubThread
 
 MakeEngine = Callable[..., RemoteInfEngine]
+
+
+@pytest.fixture(autouse=True)
+def _short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that failed are probed at once, not after seconds."""
+    monkeypatch.setattr(server_pool, "FIRST_REST_S", 0.01)
+    monkeypatch.setattr(reconciler, "WATCH_S", 0.01)
 
 
 @pytest.fixture
