@@ -166,7 +166,7 @@ class EngineClient:
             self._dialect,
             must_stay=self._must_stay,
             on_change=self._wake_all,
-            is_waiting=lambda: bool(self._waiting),
+            is_waiting=lambda: bool(self._calls) and not self._holds,
             on_outage=self.give_up,
             identity=identity,
         )
@@ -325,6 +325,7 @@ class EngineClient:
         calls = [call for call in self._calls if id(call.episode) in chosen]
         for call in calls:
             call.parked = asyncio.Event()
+        self._wake_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(INTERRUPT_GRACE_S), asyncio.TaskGroup() as tasks:
                 for call in calls:
@@ -395,6 +396,8 @@ class EngineClient:
             server = pool.pick(preferred=call.server, avoid=() if failures is None else failures.servers)
             if server is None:
                 await self._until_usable()
+                if call.interrupted:
+                    return Chunk([], [], [], "abort"), sends
                 continue
             call.server = server
             sends += 1

@@ -72,7 +72,7 @@ class Reconciler:
             dialect: The servers'.
             must_stay: Whether a server runs an answer that it could not continue after an abort.
             on_change: Called when a server may take requests again.
-            is_waiting: Whether requests wait for a server.
+            is_waiting: Whether there are requests to answer.
             on_outage: Called when the servers stay away longer than ``outage_patience_s``.
             identity: The run's model, which servers are compared with.
         """
@@ -180,9 +180,12 @@ class Reconciler:
             self._repair(server)
 
     def behind(self, server: Server, reason: str) -> None:
-        """Send a server no requests until it has loaded the newest weights again."""
+        """Send a server no requests until it has loaded the newest weights again; a second time in a row it rests."""
         self._forget(server)
-        self._pool.set_behind(server, reason)
+        if server.trial:
+            self._pool.rest(server, reason)
+        else:
+            self._pool.set_behind(server, reason)
         self._repair(server)
 
     def _repair(self, server: Server) -> None:
@@ -203,13 +206,10 @@ class Reconciler:
                     await self._compare(server)
                     if self.wanted is not None and server.info.version != self.wanted.version:
                         self._forget(server)  # it may have restarted with other weights
-                if self.wanted is not None and not self._has_newest(server):
-                    self._pool.set_behind(server, server.behind or f"it has not loaded version {self.wanted.version}")
+                if self.wanted is not None:
                     await self._load(server)
-                if self.wanted is None or self._has_newest(server):
-                    if was_down:
-                        self._pool.answers(server)
-                    self._pool.set_behind(server, None)
+                if self.wanted is None or self._has_newest(server):  # else there were newer ones meanwhile
+                    self._pool.try_again(server)
             except (ConfigError, *_ERRORS) as error:
                 self._pool.rest(server, str(error) or type(error).__name__)
         self._on_change()
@@ -276,7 +276,7 @@ class Reconciler:
             if not task.done():
                 self._own(task)
             elif self._has_newest(loads[task]):
-                self._pool.set_behind(loads[task], None)
+                self._pool.caught_up(loads[task])
 
     async def _until_enough(self, pending: set[asyncio.Task[None]]) -> None:
         """Return when all loads have ended; once one has succeeded, the rest gets as long again, at least 30 s."""
@@ -344,7 +344,7 @@ class Reconciler:
     def _look_for_outage(self, now: float) -> bool:
         """Say every 10 s that no server is healthy, and end the wait when patience is over; return what to watch."""
         servers = self._pool.servers
-        outage = all(s.unhealthy for s in servers) and (self._is_waiting() or any(s.outstanding for s in servers))
+        outage = all(s.unhealthy for s in servers) and self._is_waiting()
         if not outage or self._updating or all(s.state == "slow" for s in servers):
             self._outage_since = None
             return any(s.unhealthy for s in servers)

@@ -24,6 +24,7 @@ from areal_lite.infra.failure_tally import FailureTally
 from areal_lite.infra.grouped_rollout import GroupedRolloutWorkflow
 from areal_lite.infra.loop_thread import LoopThread
 from areal_lite.infra.loop_watchdog import LoopWatchdog
+from areal_lite.infra.model_identity import ModelIdentity
 from areal_lite.infra.submission import EpisodeRecipe
 from areal_lite.infra.trajectory_dumper import TrajectoryDumper, next_task_id
 from areal_lite.infra.workflow_executor import WorkflowExecutor
@@ -78,9 +79,14 @@ class RemoteInfEngine(InferenceEngine):
     ``aupdate_weights_from_disk``. Both forms are one operation that runs on the engine's loop.
     """
 
-    def __init__(self, config: InferenceEngineConfig) -> None:
+    def __init__(self, config: InferenceEngineConfig, *, model_path: str | None = None) -> None:
+        """Start unconnected; servers must serve the model ``model_path`` (folder or hub name), if given."""
         self.config = config
-        self._client = EngineClient(config)
+        self._client = EngineClient(
+            config,
+            identity=None if model_path is None else ModelIdentity.of(model_path),
+            on_outage=lambda error: self._executor.fail(error),
+        )
         self._dumper: TrajectoryDumper | None = None
         self._loop: LoopThread | None = None
         self._watchdog: LoopWatchdog | None = None
@@ -102,7 +108,8 @@ class RemoteInfEngine(InferenceEngine):
 
         Raises:
             ServerError: If no server answers.
-            ConfigError: If dumps are to show text and ``tokenizer_path`` holds no tokenizer.
+            ConfigError: If a server speaks another protocol or serves another model, or if dumps are to show text
+                and ``tokenizer_path`` holds no tokenizer.
         """
         if self._loop is not None:
             raise ConfigError("the engine is initialized already: call destroy() before a second initialize()")
@@ -381,7 +388,12 @@ class RemoteInfEngine(InferenceEngine):
             **self.failures.metrics(),
             **self._executor.shared.counts,
             "lead_groups": lead,
+            "retried_requests": float(self._client.retried),
         }
+
+    def server_metrics(self) -> dict[str, float]:
+        """Return the figures of each server, by ``INDEX/NAME``; see docs/metrics.md, ``servers/``."""
+        return self._client.pool.metrics()
 
     @property
     def failures(self) -> FailureTally:

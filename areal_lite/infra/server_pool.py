@@ -41,9 +41,11 @@ class Server:
     down: str | None = None
     """Why it rests until a probe succeeds."""
     trial: bool = False
-    """Whether it was down and its first answer is awaited: one request at a time."""
+    """Whether it was down or behind and its first answer is awaited: one request at a time."""
     behind: str | None = None
     """Why its weights are outdated; such a server gets no requests until it has the newest."""
+    said: str = "up"
+    """The state that was logged last."""
     slow: bool = False
     """Whether it has been silent for long, but answers its health route."""
     capacity: float = math.inf
@@ -86,10 +88,12 @@ class Server:
 
     @property
     def state(self) -> str:
-        """The state in one word."""
-        if self.down is not None or self.trial:
+        """The state in one word; a server on trial keeps the one it had."""
+        if self.down is not None:
             return "down"
-        return "behind" if self.behind is not None else "slow" if self.slow else "up"
+        if self.behind is not None:
+            return "behind"
+        return self.said if self.trial else "slow" if self.slow else "up"
 
     def metrics(self) -> dict[str, float]:
         """Return the figures since the start, and quantiles of the last 512 latencies."""
@@ -198,13 +202,12 @@ class ServerPool:
         if not server.unhealthy and server.limit is math.inf:
             return
         if server.unhealthy and server.down is None and server.behind is None:
-            was = server.state
             server.unhealthy = server.trial = server.slow = False
             server.failures = server.openings = 0
-            self._refresh(server, was, "it answers again")
+            self._refresh(server, "it answers again")
         if server.limit is not math.inf:
             server.limit += 1 / SUCCESSES_TO_GROW
-            self._refresh(server, server.state, "")
+            self._refresh(server)
 
     def failed(self, server: Server, reason: str, *, at_once: bool = False) -> bool:
         """Count a failed request, and return whether the server now has to rest.
@@ -221,30 +224,31 @@ class ServerPool:
         return True
 
     def rest(self, server: Server, reason: str) -> None:
-        """Send no requests until :meth:`answers`."""
-        was = server.state
+        """Send no requests until :meth:`try_again`."""
         server.rest_s = min(MAX_REST_S, FIRST_REST_S * 2 ** min(server.openings, 5))
         server.openings += 1
         server.down, server.trial, server.slow, server.unhealthy = reason, False, False, True
-        self._refresh(server, was, reason)
+        self._refresh(server, reason)
 
-    def answers(self, server: Server) -> None:
-        """Try a server that was down: one request at a time until one succeeds."""
-        server.down, server.trial = None, True
-        self._refresh(server, server.state, "")
+    def set_behind(self, server: Server, reason: str) -> None:
+        """Send no requests until :meth:`try_again`: the server's weights are not the newest."""
+        server.behind, server.trial, server.unhealthy = reason, False, True
+        self._refresh(server, reason)
 
-    def set_behind(self, server: Server, reason: str | None) -> None:
-        """Send no requests while there is a reason: its weights are not the newest."""
-        was = server.state
-        server.behind = reason
-        server.unhealthy = server.unhealthy or reason is not None
-        self._refresh(server, was, reason or f"it has version {server.version}")
+    def try_again(self, server: Server) -> None:
+        """Send one request at a time until one succeeds."""
+        server.down, server.behind, server.trial = None, None, True
+        self._refresh(server)
+
+    def caught_up(self, server: Server) -> None:
+        """Record that a server that is not down has the newest weights."""
+        server.behind = None
+        self._refresh(server, f"it has version {server.version}")
 
     def set_slow(self, server: Server, reason: str) -> None:
         """Record that a server has been silent for long; it still gets requests."""
-        was = server.state
         server.slow = server.unhealthy = True
-        self._refresh(server, was, reason)
+        self._refresh(server, reason)
 
     def throttled(self, server: Server, reason: str, *, sent: float, now: float) -> None:
         """Halve the limit of a server that said HTTP 429, once for all requests that were running then."""
@@ -253,21 +257,21 @@ class ServerPool:
         if sent >= server.limited_at:
             server.limit = max(1.0, min(server.limit, server.outstanding) / 2)
             server.limited_at = now
-            self._refresh(server, server.state, "")
+            self._refresh(server)
 
     def wait(self, server: Server, change: int) -> None:
         """Begin (1) or end (-1) a Retry-After, in which it gets no requests."""
         server.waits += change
-        self._refresh(server, server.state, "")
+        self._refresh(server)
 
-    def _refresh(self, server: Server, was: str, reason: str) -> None:
+    def _refresh(self, server: Server, reason: str = "") -> None:
         blocked = server.down is not None or server.behind is not None or server.waits > 0
         server.capacity = 0 if blocked else 1 if server.trial else server.limit
         if server.entry is None and server.usable:
             self._push(server)
-        if server.state != was:
-            word = "back" if server.state == "up" else server.state
-            logger.warning("server %s is %s: %s", server.url, word, reason)
+        if server.state != server.said:
+            server.said = server.state
+            logger.warning("server %s is %s: %s", server.url, "back" if server.said == "up" else server.said, reason)
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of the first 32 servers as ``INDEX/NAME``."""

@@ -40,10 +40,10 @@ def start_stub(stack: ExitStack) -> Callable[..., StubThread]:
 
 @pytest.fixture
 def start_engine(stack: ExitStack, tmp_path: Path) -> MakeEngine:
-    def start(*stubs: StubThread, **kwargs: Any) -> RemoteInfEngine:
+    def start(*stubs: StubThread, model_path: str | None = None, **kwargs: Any) -> RemoteInfEngine:
         config = InferenceEngineConfig(
             backend="sglang", addresses=[s.address for s in stubs], fileroot=str(tmp_path), **kwargs
         )
-        return stack.enter_context(RemoteInfEngine(config))
+        return stack.enter_context(RemoteInfEngine(config, model_path=model_path))
 
     return start
