@@ -25,6 +25,7 @@ import orjson
 from areal_lite.api import episode_context
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.episode_context import Episode
+from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.errors import ConfigError, ContextOverflowError, ServerError
 from areal_lite.infra.backends import dialect_of
@@ -209,6 +210,33 @@ class EngineClient:
         finally:
             self.release()
             self._wake_all()
+
+    async def probe(self, input_ids: list[int], num_tokens: int) -> list[tuple[str, list[int], list[float]]]:
+        """Return the greedy answer of each server that is up to one prompt: URL, tokens, log-probs.
+
+        Raises:
+            ServerError: If none answers.
+        """
+        gconfig = GenerationHyperparameters(greedy=True, max_new_tokens=num_tokens, ignore_eos=True)
+
+        async def ask(server: Server) -> tuple[str, list[int], list[float]] | None:
+            request = ModelRequest(input_ids=input_ids, gconfig=gconfig)
+            body = self._dialect.generate_body(
+                input_ids, gconfig, rid=request.rid, max_new_tokens=num_tokens, min_new_tokens=0, seed=None
+            )
+            try:
+                chunk = await self._requests.generate(
+                    server, orjson.dumps(body), None, version=self.version, top_logprobs=0, max_tokens=num_tokens
+                )
+            except SEND_ERRORS as error:
+                self._reconciler.failed(server, _reason(error))
+                return None
+            return (server.url, chunk.tokens, chunk.logprobs) if chunk.tokens else None
+
+        answers = await asyncio.gather(*(ask(server) for server in self.pool.servers if server.usable))
+        if not (found := [answer for answer in answers if answer is not None]):
+            raise ServerError(f"no server answers: {self.pool.servers[0].last_failure or 'all are down'}")
+        return found
 
     def _must_stay(self, server: Server) -> bool:
         return any(call.must_stay and call.server is server for call in self._calls)

@@ -12,8 +12,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple
 
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.errors import ConfigError, ServerError
@@ -99,6 +99,7 @@ class Reconciler:
         self._outage_since: float | None = None
         self._said_at = 0.0
         self._updating = False
+        self._closed = False
 
     # -- start and end ---------------------------------------------------------------------------
 
@@ -122,6 +123,7 @@ class Reconciler:
 
     async def close(self) -> None:
         """Stop watching."""
+        self._closed = True
         tasks = [*self._tasks.values(), *self._others]
         for task in tasks:
             task.cancel()
@@ -191,8 +193,16 @@ class Reconciler:
     def _repair(self, server: Server) -> None:
         self._wake.set()
         if server not in self._tasks:
-            task = self._tasks[server] = asyncio.create_task(self._bring_back(server))
-            task.add_done_callback(lambda _: self._tasks.pop(server, None))
+            self._begin(server, self._bring_back(server))
+
+    def _begin(self, server: Server, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks[server] = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._on_end(server))
+
+    def _on_end(self, server: Server) -> None:
+        del self._tasks[server]
+        if not self._closed and (server.down is not None or server.behind is not None):
+            self._repair(server)
 
     async def _bring_back(self, server: Server) -> None:
         """Return once the server may get requests again."""
@@ -315,8 +325,7 @@ class Reconciler:
             for server in self._pool.servers:
                 silent_s = now - max(server.heard, server.busy_since)
                 if server.outstanding and silent_s >= SILENCE_S and server not in self._tasks and not self._updating:
-                    task = self._tasks[server] = asyncio.create_task(self._examine(server, silent_s))
-                    task.add_done_callback(lambda _, server=server: self._on_examined(server))  # type: ignore[misc]
+                    self._begin(server, self._examine(server, silent_s))
             differs = self._look_for_outage(now)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_S if differs else IDLE_WATCH_S):
@@ -335,11 +344,6 @@ class Reconciler:
                 return
         self._pool.failed(server, f"{reason}, and no answer to its health probes", at_once=True)
         self._requests.give_up(server, "the server hangs")
-
-    def _on_examined(self, server: Server) -> None:
-        self._tasks.pop(server, None)
-        if server.down is not None:
-            self._repair(server)
 
     def _look_for_outage(self, now: float) -> bool:
         """Say every 10 s that no server is healthy, and end the wait when patience is over; return what to watch."""

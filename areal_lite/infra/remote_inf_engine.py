@@ -367,6 +367,15 @@ class RemoteInfEngine(InferenceEngine):
         """End all calls that wait, and every later one, with ``error``. Returns at once, from any thread."""
         self._running_loop.fail(error)
 
+    def _probe(self, input_ids: list[int], num_tokens: int) -> Operation[list[tuple[str, list[int], list[float]]]]:
+        """Return the greedy answer of each server that is up to one prompt: URL, tokens, log-probs.
+
+        Raises:
+            ServerError: If none answers.
+        """
+        return Operation(self._client.probe(input_ids, num_tokens))
+
+    probe, aprobe = both_forms(_probe)
     pause, apause = both_forms(_pause)
     resume, aresume = both_forms(_resume)
     set_version, aset_version = both_forms(_set_version)
