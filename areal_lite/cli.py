@@ -93,13 +93,15 @@ def _config(config: ExperimentConfig) -> None:
 
 
 def _train(config: RunConfig) -> None:
-    from areal_lite.launch.progress import TrainingProgress, summary_table
+    from areal_lite.launch.progress import TrainingProgress, server_table, summary_table
     from areal_lite.launch.run import run_training
 
     with TrainingProgress(config.trainer.total_steps) as progress:
         summary = run_training(config, on_step=progress.on_step)
     if _is_first_rank():
         progress.console.print(summary_table(summary))
+        if table := server_table(progress.last, config.rollout.addresses):
+            progress.console.print(table)
         print(f"written to {summary.run_dir}")
 
 

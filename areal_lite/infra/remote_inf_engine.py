@@ -117,7 +117,7 @@ class RemoteInfEngine(InferenceEngine):
             self._dumper = TrajectoryDumper(self.config, self._on_dumper_change)
             self._executor.number_from(next_task_id(self.config.run_dir))
         self._loop = LoopThread("areal-lite-rollout")
-        self._watchdog = LoopWatchdog(self._loop, self._executor.shared)
+        self._watchdog = LoopWatchdog(self._loop, self._executor.shared, self._executor.deadline_of)
         collector_pace.relax()
         try:
             self._loop.call(self._client.open())
