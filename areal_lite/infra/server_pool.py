@@ -189,7 +189,7 @@ class ServerPool:
         """Count the end of a request that was started with ``tokens``."""
         server.outstanding -= 1
         server.load -= tokens
-        if len(self.servers) > 1 and (server.entry is None or server.load < server.entry[0]) and server.usable:
+        if len(self.servers) > 1 and (server.usable if server.entry is None else server.load < server.entry[0]):
             self._push(server)
 
     # -- states ----------------------------------------------------------------------------------

@@ -105,8 +105,8 @@ def server_table(metrics: Mapping[str, float], addresses: Sequence[str]) -> Tabl
         return None
     columns = list(figures[0])
     table = Table("server", *(column.replace("_", " ") for column in columns), title="servers")
-    for index, server in figures.items():
-        name = addresses[index] if index < len(addresses) else "embedded"
+    for place, server in figures.items():
+        name = addresses[place] if place < len(addresses) else "embedded"
         table.add_row(name, *(f"{server[c]:.2f}" if c.endswith("_s") else f"{server[c]:.0f}" for c in columns))
     return table
 
