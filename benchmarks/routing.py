@@ -6,7 +6,7 @@ stay on their server, so that its load depends on which episodes it has.
 
     python benchmarks/routing.py [--servers 1000] [--requests 400000] [--per-server 64]
 
-Bars: at most 20 us per request, all bookkeeping included; without affinity, the outstanding tokens of the fullest and of
+Bars: at most 20 us per request, all bookkeeping included; without affinity, the outstanding tokens of the fullest and
 the emptiest tenth of the servers within 5 % of the mean.
 """
 
@@ -70,7 +70,7 @@ def main() -> None:
         mean = statistics.mean(sent)
         print(
             f"{name:25} {cost:5.1f} us per request; tokens per server: mean {mean:.0f}, standard deviation "
-            f"{statistics.pstdev(sent) / mean:.1%}; outstanding tokens, worst tenth of servers {spread:.1%} off the mean"
+            f"{statistics.pstdev(sent) / mean:.1%}; outstanding tokens, worst tenth: {spread:.1%} off the mean"
         )
 
 
