@@ -446,7 +446,7 @@ class EngineClient:
                 if acknowledged is None or not chunk.versions or chunk.versions[-1] >= acknowledged:
                     now = time.monotonic()
                     pool.succeeded(server, len(chunk.tokens), now - sent, now)
-                    self.retried += sends == 2
+                    self.retried += sends > 1
                     return chunk, sends
                 reason = f"it acknowledged version {acknowledged} and sent tokens of version {chunk.versions[-1]}"
                 self._reconciler.behind(server, reason)
@@ -461,10 +461,10 @@ class EngineClient:
             finally:
                 pool.end(server, size)
                 if self._waiting:
-                    self._wake_one()
+                    self._wake_for(server)
             failures = failures or _Failures(self._config.request_retries)
             self._record_failure(server, error, sent)
-            failures.add(server, error)
+            failures.record(server, error)
             if stream is not None and len(stream):
                 await self._count_break(call, failures.last)
                 return stream.chunk(), sends
@@ -511,6 +511,11 @@ class EngineClient:
             if not (waiter := self._waiting.popleft()).done():
                 waiter.set_result(None)
                 return
+
+    def _wake_for(self, server: Server) -> None:
+        """Wake as many requests as the server has places."""
+        for _ in range(int(min(len(self._waiting), max(0, server.capacity - server.outstanding)))):
+            self._wake_one()
 
     def _wake_all(self) -> None:
         for _ in range(len(self._waiting)):
@@ -571,15 +576,14 @@ class _Failures:
         """Those to avoid."""
         self.last = ""
         self._tries = self._bad_replies = 0
-        self._refusal: Exception | None = None
 
-    def add(self, server: Server, error: Exception) -> None:
-        """Count a failure; one of a server that has not looked at the request is no try."""
+    def record(self, server: Server, error: Exception) -> None:
+        """Count a failure, as a try if the server has looked at the request; raise a refusal of the request."""
         self.last = f"{server.url} {_reason(error)}"
         if server not in self.servers:
             self.servers.append(server)
         if isinstance(error, ErrorReply) and error.status not in RETRY_STATUSES:
-            self._refusal = _refusal(error.status, self.last)
+            raise _refusal(error.status, self.last) from None
         self._bad_replies += isinstance(error, BadResponse | orjson.JSONDecodeError)
         away = isinstance(error, OutdatedReplyError | SilentServerError | aiohttp.ClientConnectorError) or (
             isinstance(error, ErrorReply) and error.status in AWAY
@@ -587,9 +591,7 @@ class _Failures:
         self._tries += not away
 
     def check(self) -> None:
-        """Raise what ends the request, if it must not be sent again."""
-        if self._refusal is not None:
-            raise self._refusal from None
+        """Raise ServerError if the request must not be sent again."""
         if self._tries >= self._max_tries or self._bad_replies > MAX_BAD_RESPONSES:
             raise ServerError(
                 f"no usable answer in {self._tries} tries; the last: {self.last}. Are the servers up, and does "

@@ -137,7 +137,7 @@ class Reconciler:
     async def _meet(self, server: Server) -> str | None:
         """Learn what a server is; return why it cannot be reached, or None."""
         last = f"{server.url}: no answer in {START_TIMEOUT_S:g} s"
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_TIMEOUT_S):
                 for attempt in range(self._config.request_retries):
                     try:
@@ -152,9 +152,7 @@ class Reconciler:
                             ) from None
                     except REQUEST_ERRORS as error:
                         last = f"{server.url}: {error or type(error).__name__}"
-                    await asyncio.sleep(0.1 * 2**attempt)
-        except TimeoutError:
-            pass
+                    await asyncio.sleep(0.1 * 2 ** min(attempt, 4))
         return last
 
     async def _compare(self, server: Server) -> None:

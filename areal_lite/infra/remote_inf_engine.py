@@ -76,7 +76,7 @@ class RemoteInfEngine(InferenceEngine):
 
     Every blocking method has an async form for callers inside an event loop: ``asubmit``, ``await_results``,
     ``arollout_batch``, ``aprepare_batch``, ``aclose_source``, ``apause``, ``aresume``, ``aset_version``,
-    ``aupdate_weights_from_disk``. Both forms are one operation that runs on the engine's loop.
+    ``aupdate_weights_from_disk``, ``aprobe``. Both forms are one operation that runs on the engine's loop.
     """
 
     def __init__(self, config: InferenceEngineConfig, *, model_path: str | None = None) -> None:

@@ -244,6 +244,25 @@ def test_more_requests_than_the_limit_wait_and_are_all_answered(
     assert servers(engine)[0].limit < 120
 
 
+def test_all_that_wait_are_sent_at_once_when_a_server_is_back(start_stub: StartStub, start_engine: StartEngine) -> None:
+    out = [True]
+    stub = start_stub(fault=lambda n: "503" if out[0] else None, delay_s=0.1)
+    engine = start_engine(stub)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(accepted, engine, 60)
+        until(lambda: len(engine._client._waiting) > 40)
+        out[0] = False
+        began = time.monotonic()
+        assert running.result(30) == 60
+    assert time.monotonic() - began < 3  # one by one they would take 6 s
+
+
+def test_a_refusal_in_the_middle_of_a_stream_ends_the_request(start_stub: StartStub, start_engine: StartEngine) -> None:
+    engine = start_engine(start_stub(fault=lambda n: "422"))
+    with pytest.raises(ConfigError, match="scheduled 422"):
+        asyncio.run(engine.agenerate(ModelRequest(input_ids=[1], on_tokens=lambda *_: None)))
+
+
 # -- silence ---------------------------------------------------------------------------------------
 
 
