@@ -7,6 +7,7 @@ later, 78 no usable checkpoint, 130 and 143 stopped by SIGINT and SIGTERM.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import traceback
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in _THREAD_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     sys.path.insert(0, str(Path.cwd()))
+    _start_logging()
     stop = StopOnSignal()
     try:
         if arguments[:1] == ["serve"]:
@@ -64,6 +66,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 128 + stop.signal if stop.signal else code
 
 
+def _start_logging() -> None:
+    """Show what areal_lite logs on stderr, with the time, unless handlers are configured."""
+    logging.getLogger("areal_lite").setLevel(logging.INFO)
+    if logging.lastResort is not None:
+        logging.lastResort.setLevel(logging.INFO)
+        logging.lastResort.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+
+
 def _view(options: argparse.Namespace) -> None:
     from areal_lite.inspect.view import view
 
@@ -83,13 +93,15 @@ def _config(config: ExperimentConfig) -> None:
 
 
 def _train(config: RunConfig) -> None:
-    from areal_lite.launch.progress import TrainingProgress, summary_table
+    from areal_lite.launch.progress import TrainingProgress, server_table, summary_table
     from areal_lite.launch.run import run_training
 
     with TrainingProgress(config.trainer.total_steps) as progress:
         summary = run_training(config, on_step=progress.on_step)
     if _is_first_rank():
         progress.console.print(summary_table(summary))
+        if table := server_table(progress.last, config.rollout.addresses):
+            progress.console.print(table)
         print(f"written to {summary.run_dir}")
 
 

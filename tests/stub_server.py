@@ -18,7 +18,8 @@ import orjson
 from aiohttp import web
 
 Fault = Callable[[int], str | None]
-"""Request number (from 0) -> None or one of: 500, 400, 429, reset, garbage, lengths, nan, negative."""
+"""Request number (from 0) -> None or a fault: an HTTP status; reset, hang; garbage, lengths, nan, negative, empty (no
+token), long (one more than asked for), newer (a version that no server has)."""
 
 
 def answer_tokens(prompt: list[int], version: int, length: int) -> list[int]:
@@ -45,6 +46,19 @@ class StubServer:
         self.seen: Counter[str] = Counter()
         self.requests: list[dict[str, Any]] = []
         self.fail_updates = False
+        self.stays_old = False
+        """Whether updates are acknowledged and not loaded."""
+        self.dead = False
+        """Whether every route says 404."""
+        self.hangs: set[str] = set()
+        """Paths that never answer."""
+        self.refuses: set[str] = set()
+        """Paths that say 503."""
+        self.retry_after: str | None = None
+        """Header of a 429."""
+        self.told: dict[str, Any] = {"context_length": 4096}
+        """What it reports about itself."""
+        self.paths: Counter[str] = Counter()
         self.hold: asyncio.Event | None = None
         """Answers wait for this event; an abort ends the wait with half the tokens."""
         self.holds: Callable[[list[int]], bool] = lambda input_ids: True
@@ -57,18 +71,41 @@ class StubServer:
 
     def app(self) -> web.Application:
         """Return the aiohttp application."""
-        app = web.Application(client_max_size=2**26)
+        app = web.Application(client_max_size=2**26, middlewares=[self._faulty])
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/abort_request", self.abort)
         app.router.add_post("/pause_generation", self.pause)
         app.router.add_post("/continue_generation", self.resume)
         app.router.add_post("/update_weights_from_disk", self.update)
         app.router.add_get("/server_info", self.info)
+        app.router.add_get("/model_info", self.model_info)
+        app.router.add_get("/health", self.health)
         return app
+
+    @web.middleware
+    async def _faulty(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        self.paths[request.path] += 1
+        if self.dead:
+            return _json({"detail": "Not Found"}, status=404)
+        if request.path in self.refuses:
+            return _json({}, status=503)
+        if request.path in self.hangs:
+            await asyncio.Event().wait()
+        response: web.StreamResponse = await handler(request)
+        return response
+
+    async def health(self, _: web.Request) -> web.Response:
+        """Answer at once."""
+        return web.Response()
+
+    async def model_info(self, _: web.Request) -> web.Response:
+        """Tell the version."""
+        return _json({"weight_version": self.version} if self.tell_version else {})
 
     async def info(self, _: web.Request) -> web.Response:
         """Tell the window."""
-        return _json({"context_length": 4096})
+        self.seen["info"] += 1
+        return _json(self.told)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Answer, or fail as scheduled."""
@@ -79,8 +116,11 @@ class StubServer:
         fault = self.fault(number) if self.fault else None
         if fault is not None:
             self.seen[f"fault {fault}"] += 1
-        if fault in ("500", "429", "400"):
-            return _json({"error": {"message": f"scheduled {fault}"}}, status=int(fault))
+        if fault is not None and fault.isdigit():
+            headers = {"Retry-After": self.retry_after} if self.retry_after and fault == "429" else None
+            return _json({"error": {"message": f"scheduled {fault}"}}, status=int(fault), headers=headers)
+        if fault == "hang":
+            await asyncio.Event().wait()
         if fault == "reset":
             assert request.transport is not None
             request.transport.close()
@@ -95,8 +135,14 @@ class StubServer:
             length, finish = 0, {"type": "abort", "message": "Aborted"}
         elif await self._generating(body):
             length, finish = length // 2, {"type": "abort", "message": "Aborted"}
+        if fault == "empty":
+            length = 0
+        if fault == "long":
+            length = body["sampling_params"]["max_new_tokens"] + 1
         tokens = answer_tokens(body["input_ids"], version, length)
         label = self.version if finish["type"] == "abort" or version == 0 else str(version)
+        if fault == "newer":
+            label = "99"
         reply = self._reply(body, tokens, finish, label if self.tell_version else None, fault)
         return await _streamed(request, reply) if body.get("stream") else _json(reply)
 
@@ -178,7 +224,8 @@ class StubServer:
         self.seen["update"] += 1
         if self.fail_updates:
             return _json({"success": False, "message": "no such folder"}, status=400)
-        self.version = body["weight_version"]
+        if not self.stays_old:
+            self.version = body["weight_version"]
         return _json({"success": True, "message": "ok"})
 
 
@@ -227,8 +274,9 @@ class StubThread:
         self._loop.close()
 
 
-def _json(value: Any, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), content_type="application/json", status=status)
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    body = orjson.dumps(value)
+    return web.Response(body=body, content_type="application/json", status=status, headers=headers)
 
 
 async def _streamed(request: web.Request, reply: dict[str, Any]) -> web.StreamResponse:

@@ -123,13 +123,18 @@ class InferenceEngineConfig(RunIdentity):
     """Wall-clock limit in seconds for the episodes of a group, tool calls included."""
 
     request_retries: Positive = 4
-    """Attempts per request, over all servers, before it fails."""
+    """Failed answers to a request, from all servers, after which it fails. A server that cannot be reached, says HTTP
+    429, 502, 503 or 504, or falls silent does not count: the request goes to another one or waits."""
+
+    outage_patience_s: Above0 = 300.0
+    """Seconds that requests and weight updates wait while no server is healthy, before the run ends."""
 
     connect_timeout_s: Above0 = 5.0
     """Timeout in seconds for connecting to a server."""
 
     request_timeout_s: Above0 = 600.0
-    """Seconds without data from the server before a request times out."""
+    """Seconds without data from a server, for any of its requests, before they go to another server. One that also
+    leaves health probes unanswered is given up after 2 to 3 minutes."""
 
     max_connections_per_server: Positive = 512
     """Connection limit per server; further requests queue."""

@@ -18,6 +18,8 @@ class SharedResources:
         self.while_blocked: list[Callable[[Any, str], None]] = []
         """Called from another thread while an episode blocks the event loop, many times a second: with how that
         episode's agent reaches its model (None in a workflow), and a sentence for people."""
+        self.blocked_at = 0.0
+        """When an episode was last seen blocking the event loop, on the monotonic clock."""
         self._made: dict[str, Any] = {}
         self._making = asyncio.Lock()
 

@@ -290,6 +290,7 @@ class SGLangDialect:
             "tokenizer_path": self._model_path,
             "is_generation": True,
             "weight_version": self._scheduler.weight_version,
+            "is_paused": self._scheduler.paused,
             **self._description,
             "context_length": self._limits.context_length,
             "vocab_size": self._limits.vocab_size,

@@ -36,6 +36,10 @@ class Deadlines(Generic[Key]):
         """Remove ``key`` if present."""
         self._due.pop(key, None)
 
+    def pending(self) -> list[Key]:
+        """Return the keys that are still there."""
+        return list(self._due)
+
     def close(self) -> None:
         """Remove all keys."""
         self._due.clear()
@@ -47,10 +51,13 @@ class Deadlines(Generic[Key]):
         loop = asyncio.get_running_loop()
         now = loop.time()
         self._timer = None
-        while self._due:
-            key, due = next(iter(self._due.items()))
+        expired: list[Key] = []
+        for key, due in self._due.items():
             if due > now:
                 self._timer = loop.call_at(due, self._expire)
-                return
+                break
+            expired.append(key)
+        for key in expired:
             del self._due[key]
+        for key in expired:  # may add keys
             self._on_expire(key)

@@ -15,29 +15,42 @@ import contextlib
 import hashlib
 import random
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import aiohttp
 import orjson
 
 from areal_lite.api import episode_context
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.episode_context import Episode
+from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.io_struct import ModelRequest, ModelResponse, SharedPromptResponse, TokenPrefix
 from areal_lite.errors import ConfigError, ContextOverflowError, ServerError
 from areal_lite.infra.backends import dialect_of
 from areal_lite.infra.backends.dialect import BadResponse, Chunk, ErrorReply, TopLogprobs
 from areal_lite.infra.backends.token_stream import Receiver, ReceiverError, TokenStream
+from areal_lite.infra.model_identity import ModelIdentity
 from areal_lite.infra.reconciler import Reconciler
 from areal_lite.infra.server_pool import Server, ServerPool
-from areal_lite.infra.server_requests import REQUEST_ERRORS, ServerRequests
+from areal_lite.infra.server_requests import REQUEST_ERRORS, ServerRequests, SilentServerError
 
-RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+THIS_SERVER = frozenset({401, 403, 404, 405})
+"""Statuses of a server that is not what it should be; another may serve the request."""
+AWAY = frozenset({429, 502, 503, 504})
+"""Statuses of a server that has not looked at the request, which do not count as tries."""
+RETRY_STATUSES = THIS_SERVER | AWAY | {408, 500}
+SEND_ERRORS = (ErrorReply, *REQUEST_ERRORS, BadResponse, orjson.JSONDecodeError)
 MAX_FRUITLESS_ABORTS = 8
 """Aborts in a row without a new token before a request fails."""
 MAX_BAD_RESPONSES = 2
 INTERRUPT_GRACE_S = 2.0
 """Seconds a server has to return the tokens of interrupted calls."""
+
+
+class OutdatedReplyError(Exception):
+    """A server answered with older weights than it acknowledged."""
 
 
 class _Call:
@@ -125,56 +138,105 @@ class _Call:
 class EngineClient:
     """A client of all servers; ``open`` and ``close`` on the loop it is used on."""
 
-    def __init__(self, config: InferenceEngineConfig) -> None:
+    def __init__(
+        self,
+        config: InferenceEngineConfig,
+        *,
+        identity: ModelIdentity | None = None,
+        on_outage: Callable[[ServerError], None] | None = None,
+    ) -> None:
+        """Start unconnected.
+
+        Args:
+            config: Addresses and limits.
+            identity: The run's model, which servers are compared with.
+            on_outage: Called when no server has been healthy for ``outage_patience_s``.
+        """
         self.pool = ServerPool(config.addresses)
         self.version = 0
         """The client's policy version; labels tokens only if a server does not."""
+        self.retried = 0
+        """Requests that took more than one try."""
         self._config = config
         self._dialect = dialect_of(config.backend)
         self._requests = ServerRequests(config, self._dialect)
-        self._reconciler = Reconciler(self.pool, self._requests, self._dialect, self._must_stay)
+        self._reconciler = Reconciler(
+            config,
+            self.pool,
+            self._requests,
+            self._dialect,
+            must_stay=self._must_stay,
+            on_change=self._wake_all,
+            is_waiting=lambda: bool(self._calls) and not self._holds,
+            on_outage=self.give_up,
+            identity=identity,
+        )
+        self._on_outage = on_outage
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        """Requests that no server takes now, the oldest first."""
         self._may_send = asyncio.Event()
         self._may_send.set()
         self._holds = 0
         self._calls: set[_Call] = set()
 
     async def open(self) -> None:
-        """Open the connections and ask every server what it serves.
+        """Open the connections and compare every server with what the run wants; see :class:`Reconciler`.
 
         Raises:
             ServerError: If no server answers.
+            ConfigError: If one speaks another protocol or serves another model.
         """
         self._requests.open()
-        failures = await asyncio.gather(*(self._ask_info(server) for server in self.pool.servers))
-        if all(failures):
-            raise ServerError(
-                f"no inference server answers: {'; '.join(f for f in failures if f)}. Are they up, and does "
-                "rollout.addresses name them?"
-            )
-
-    async def _ask_info(self, server: Server) -> str | None:
-        """Respect the limits that the server reports; return why it cannot be reached, or None."""
-        last = ""
-        for attempt in range(self._config.request_retries):
-            try:
-                self._requests.respect(await self._requests.info(server))
-                return None
-            except REQUEST_ERRORS as error:
-                last = f"{server.url}: {error}"
-                await asyncio.sleep(random.uniform(0, 0.2 * 2**attempt))
-        return last
+        await self._reconciler.open()
 
     async def close(self) -> None:
         """Close all connections; servers drop what they still generate for us."""
+        await self._reconciler.close()
         await self._requests.close()
 
+    def give_up(self, error: ServerError) -> None:
+        """Fail all requests that wait for a server, and report the end of patience."""
+        if self._on_outage is not None:
+            self._on_outage(error)
+        while self._waiting:
+            if not (waiter := self._waiting.popleft()).done():
+                waiter.set_exception(ServerError(str(error)))
+
     async def update_weights_from_disk(self, path: str, version: int) -> None:
-        """Have every server load the checkpoint folder at ``path`` as ``version``; see :class:`Reconciler`."""
+        """Have the servers load the checkpoint folder at ``path`` as ``version``; see :class:`Reconciler`."""
         self.hold()
         try:
             await self._reconciler.update_weights_from_disk(path, version)
         finally:
             self.release()
+            self._wake_all()
+
+    async def probe(self, input_ids: list[int], num_tokens: int) -> list[tuple[str, list[int], list[float]]]:
+        """Return the greedy answer of each server that is up to one prompt: URL, tokens, log-probs.
+
+        Raises:
+            ServerError: If none answers.
+        """
+        gconfig = GenerationHyperparameters(greedy=True, max_new_tokens=num_tokens, ignore_eos=True)
+
+        async def ask(server: Server) -> tuple[str, list[int], list[float]] | None:
+            request = ModelRequest(input_ids=input_ids, gconfig=gconfig)
+            body = self._dialect.generate_body(
+                input_ids, gconfig, rid=request.rid, max_new_tokens=num_tokens, min_new_tokens=0, seed=None
+            )
+            try:
+                chunk = await self._requests.generate(
+                    server, orjson.dumps(body), None, version=self.version, top_logprobs=0, max_tokens=num_tokens
+                )
+            except SEND_ERRORS as error:
+                self._reconciler.failed(server, _reason(error))
+                return None
+            return (server.url, chunk.tokens, chunk.logprobs) if chunk.tokens else None
+
+        answers = await asyncio.gather(*(ask(server) for server in self.pool.servers if server.usable))
+        if not (found := [answer for answer in answers if answer is not None]):
+            raise ServerError(f"no server answers: {self.pool.servers[0].last_failure or 'all are down'}")
+        return found
 
     def _must_stay(self, server: Server) -> bool:
         return any(call.must_stay and call.server is server for call in self._calls)
@@ -243,7 +305,9 @@ class EngineClient:
                 top_logprobs=req.top_logprobs,
                 stream=req.on_tokens is not None,
             )
-            chunk, tries = await self._send(orjson.dumps(body), call, req.top_logprobs)
+            chunk, tries = await self._send(
+                orjson.dumps(body), call, req.top_logprobs, len(input_ids) + num_tokens, budget - num_tokens
+            )
             ttft = ttft or (call.first_token_at or time.monotonic()) - clock
             attempts += tries
             call.extend(chunk)
@@ -290,6 +354,7 @@ class EngineClient:
         calls = [call for call in self._calls if id(call.episode) in chosen]
         for call in calls:
             call.parked = asyncio.Event()
+        self._wake_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(INTERRUPT_GRACE_S), asyncio.TaskGroup() as tasks:
                 for call in calls:
@@ -344,68 +409,129 @@ class EngineClient:
             )
         return budget
 
-    async def _send(self, body: bytes, call: _Call, top_logprobs: int) -> tuple[Chunk, int]:
-        """Return the first usable reply, from ``call.server``, and the number of tries.
+    async def _send(
+        self, body: bytes, call: _Call, top_logprobs: int, num_prompt: int, max_tokens: int
+    ) -> tuple[Chunk, int]:
+        """Return the first usable reply, from ``call.server``, and how often it was sent.
 
-        The reply of a stream that broke after its first token has the tokens that arrived and is "aborted".
+        Waits while no server takes requests. Only servers that answered count as tries. The reply of a stream that
+        broke after its first token has the tokens that arrived and is "aborted".
         """
-        failed: list[Server] = []
-        last = "no server has the newest weights"
-        bad_responses = 0
-        for attempt in range(1, self._config.request_retries + 1):
+        pool, size = self.pool, num_prompt + max_tokens
+        failures: _Failures | None = None
+        sends = 0
+        while True:
             if self._holds:
                 await self._may_send.wait()
-            now = time.monotonic()
-            server = self.pool.pick(now, preferred=call.server, avoid=failed)
-            retry_after_s = 0.0
-            if server is not None:
-                call.server = server
-                stream = self._stream(call, top_logprobs)
-                try:
-                    chunk = await self._requests.generate(
-                        server, body, stream, version=self.version, top_logprobs=top_logprobs
-                    )
-                    self.pool.succeeded(server)
-                    return chunk, attempt
-                except ReceiverError as error:
-                    assert error.__cause__ is not None
-                    raise error.__cause__ from None
-                except ErrorReply as error:
-                    last = f"{server.url} said HTTP {error.status}: {error.message}"
-                    if error.status not in RETRY_STATUSES:
-                        raise _refusal(error.status, last) from None
-                    retry_after_s = error.retry_after_s
-                    if error.status != 429:
-                        self.pool.failed(server, now)
-                except REQUEST_ERRORS as error:
-                    last = f"{server.url} failed: {type(error).__name__}: {error}"
-                    self.pool.failed(server, now)
-                except (BadResponse, orjson.JSONDecodeError) as error:
-                    last = f"{server.url} sent {error}"
-                    self.pool.failed(server, now)
-                    bad_responses += 1
-                    if bad_responses > MAX_BAD_RESPONSES:
-                        break
-                if stream is not None and len(stream):
-                    await self._count_break(call, last)
-                    return stream.chunk(), attempt
-                failed.append(server)
-            if attempt < self._config.request_retries:
-                await asyncio.sleep(max(retry_after_s, random.uniform(0, min(5.0, 0.1 * 2**attempt))))
-        raise ServerError(
-            f"no usable answer in {attempt} tries; the last: {last}. Are the servers up, and does rollout.addresses "
-            "name them?"
-        )
+            server = pool.pick(preferred=call.server, avoid=() if failures is None else failures.servers)
+            if server is None:
+                await self._until_usable()
+                if call.interrupted:
+                    return Chunk([], [], [], "abort"), sends
+                continue
+            call.server = server
+            sends += 1
+            acknowledged, newest = server.version, self._reconciler.newest
+            stream = None if call.on_tokens is None else self._stream(call, top_logprobs, max_tokens, newest)
+            sent = time.monotonic()
+            pool.start(server, size, sent)
+            try:
+                chunk = await self._requests.generate(
+                    server,
+                    body,
+                    stream,
+                    version=self.version,
+                    top_logprobs=top_logprobs,
+                    max_tokens=max_tokens,
+                    newest=newest,
+                )
+                if acknowledged is None or not chunk.versions or chunk.versions[-1] >= acknowledged:
+                    now = time.monotonic()
+                    pool.succeeded(server, len(chunk.tokens), now - sent, now)
+                    self.retried += sends > 1
+                    return chunk, sends
+                reason = f"it acknowledged version {acknowledged} and sent tokens of version {chunk.versions[-1]}"
+                self._reconciler.behind(server, reason)
+                if stream is not None:
+                    return chunk, sends
+                error: Exception = OutdatedReplyError(f"{server.url}: {reason}")
+            except ReceiverError as raised:
+                assert raised.__cause__ is not None
+                raise raised.__cause__ from None
+            except SEND_ERRORS as raised:
+                error = raised
+            finally:
+                pool.end(server, size)
+                if self._waiting:
+                    self._wake_for(server)
+            failures = failures or _Failures(self._config.request_retries)
+            self._record_failure(server, error, sent)
+            failures.record(server, error)
+            if stream is not None and len(stream):
+                await self._count_break(call, failures.last)
+                return stream.chunk(), sends
+            failures.check()
+            await asyncio.sleep(failures.pause_s(sends))
 
-    def _stream(self, call: _Call, top_logprobs: int) -> TokenStream | None:
-        if call.on_tokens is None:
-            return None
+    def _record_failure(self, server: Server, error: Exception, sent: float) -> None:
+        """Update the state of the server that failed a request."""
+        reason = _reason(error)
+        if isinstance(error, OutdatedReplyError):
+            return
+        if not isinstance(error, ErrorReply):
+            server.bad_replies += isinstance(error, BadResponse | orjson.JSONDecodeError)
+            self._reconciler.failed(server, reason, at_once=isinstance(error, SilentServerError))
+        elif error.status == 429:
+            self.pool.throttled(server, reason, sent=sent, now=time.monotonic())
+            if error.retry_after_s:
+                self.pool.wait(server, 1)
+                asyncio.get_running_loop().call_later(error.retry_after_s, self._end_wait, server)
+        elif error.status in RETRY_STATUSES:
+            self._reconciler.failed(server, reason, at_once=error.status in THIS_SERVER)
+
+    def _end_wait(self, server: Server) -> None:
+        self.pool.wait(server, -1)
+        self._wake_all()
+
+    async def _until_usable(self) -> None:
+        """Wait until a server may take a request.
+
+        Raises:
+            ServerError: If none has been healthy for ``outage_patience_s``.
+        """
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():  # woken and cancelled at once: wake another
+                self._wake_one()
+            raise
+
+    def _wake_one(self) -> None:
+        while self._waiting:
+            if not (waiter := self._waiting.popleft()).done():
+                waiter.set_result(None)
+                return
+
+    def _wake_for(self, server: Server) -> None:
+        """Wake as many requests as the server has places."""
+        for _ in range(int(min(len(self._waiting), max(0, server.capacity - server.outstanding)))):
+            self._wake_one()
+
+    def _wake_all(self) -> None:
+        for _ in range(len(self._waiting)):
+            self._wake_one()
+
+    def _stream(self, call: _Call, top_logprobs: int, max_tokens: int, newest: int | None) -> TokenStream:
         return TokenStream(
             self._dialect,
             call.receive,
             version=self.version,
             vocab_size=self._requests.limits.vocab_size,
             top_logprobs=top_logprobs,
+            max_tokens=max_tokens,
+            newest=newest,
         )
 
     async def _count_break(self, call: _Call, last: str) -> None:
@@ -434,6 +560,50 @@ def _recorded(episode: Episode, input_ids: list[int]) -> ModelResponse | None:
         return None
     answers = episode.recorded.get(tuple(input_ids))
     return answers.pop(0) if answers else None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ErrorReply):
+        return f"said HTTP {error.status}: {error.message}"
+    if isinstance(error, BadResponse | orjson.JSONDecodeError):
+        return f"sent {error}"
+    return f"failed: {type(error).__name__}: {error}"
+
+
+class _Failures:
+    """The failed tries of one request."""
+
+    def __init__(self, max_tries: int) -> None:
+        self._max_tries = max_tries
+        self.servers: list[Server] = []
+        """Those to avoid."""
+        self.last = ""
+        self._tries = self._bad_replies = 0
+
+    def record(self, server: Server, error: Exception) -> None:
+        """Count a failure, as a try if the server has looked at the request; raise a refusal of the request."""
+        self.last = f"{server.url} {_reason(error)}"
+        if server not in self.servers:
+            self.servers.append(server)
+        if isinstance(error, ErrorReply) and error.status not in RETRY_STATUSES:
+            raise _refusal(error.status, self.last) from None
+        self._bad_replies += isinstance(error, BadResponse | orjson.JSONDecodeError)
+        away = isinstance(error, OutdatedReplyError | SilentServerError | aiohttp.ClientConnectorError) or (
+            isinstance(error, ErrorReply) and error.status in AWAY
+        )
+        self._tries += not away
+
+    def check(self) -> None:
+        """Raise ServerError if the request must not be sent again."""
+        if self._tries >= self._max_tries or self._bad_replies > MAX_BAD_RESPONSES:
+            raise ServerError(
+                f"no usable answer in {self._tries} tries; the last: {self.last}. Are the servers up, and does "
+                "rollout.addresses name them?"
+            )
+
+    def pause_s(self, sends: int) -> float:
+        """Return how long to wait before the next try."""
+        return random.uniform(0, min(5.0, 0.1 * 2 ** min(sends, 6)))
 
 
 def _refusal(status: int, message: str) -> Exception:

@@ -21,12 +21,15 @@ class LoopThread:
         self._calls: dict[asyncio.Task[Any], Exception | None] = {}
         """The calls that run, and the error with which :meth:`fail` ended each."""
         self._error: Exception | None = None
+        self._stopping = False
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
         self.thread.start()
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        while not self._stopping:
+            with contextlib.suppress(BaseException):  # raised by the watchdog just after the code that it was for
+                self._loop.run_forever()
 
     def is_current(self) -> bool:
         """Return whether the caller runs on this loop."""
@@ -122,6 +125,7 @@ class LoopThread:
             await self._loop.shutdown_asyncgens()
 
         self.call(drain())
+        self._stopping = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self.thread.join(timeout=5)
         if not self.thread.is_alive():

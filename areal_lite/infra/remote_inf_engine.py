@@ -24,6 +24,7 @@ from areal_lite.infra.failure_tally import FailureTally
 from areal_lite.infra.grouped_rollout import GroupedRolloutWorkflow
 from areal_lite.infra.loop_thread import LoopThread
 from areal_lite.infra.loop_watchdog import LoopWatchdog
+from areal_lite.infra.model_identity import ModelIdentity
 from areal_lite.infra.submission import EpisodeRecipe
 from areal_lite.infra.trajectory_dumper import TrajectoryDumper, next_task_id
 from areal_lite.infra.workflow_executor import WorkflowExecutor
@@ -75,12 +76,17 @@ class RemoteInfEngine(InferenceEngine):
 
     Every blocking method has an async form for callers inside an event loop: ``asubmit``, ``await_results``,
     ``arollout_batch``, ``aprepare_batch``, ``aclose_source``, ``apause``, ``aresume``, ``aset_version``,
-    ``aupdate_weights_from_disk``. Both forms are one operation that runs on the engine's loop.
+    ``aupdate_weights_from_disk``, ``aprobe``. Both forms are one operation that runs on the engine's loop.
     """
 
-    def __init__(self, config: InferenceEngineConfig) -> None:
+    def __init__(self, config: InferenceEngineConfig, *, model_path: str | None = None) -> None:
+        """Start unconnected; servers must serve the model ``model_path`` (folder or hub name), if given."""
         self.config = config
-        self._client = EngineClient(config)
+        self._client = EngineClient(
+            config,
+            identity=None if model_path is None else ModelIdentity.of(model_path),
+            on_outage=lambda error: self._executor.fail(error),
+        )
         self._dumper: TrajectoryDumper | None = None
         self._loop: LoopThread | None = None
         self._watchdog: LoopWatchdog | None = None
@@ -102,7 +108,8 @@ class RemoteInfEngine(InferenceEngine):
 
         Raises:
             ServerError: If no server answers.
-            ConfigError: If dumps are to show text and ``tokenizer_path`` holds no tokenizer.
+            ConfigError: If a server speaks another protocol or serves another model, or if dumps are to show text
+                and ``tokenizer_path`` holds no tokenizer.
         """
         if self._loop is not None:
             raise ConfigError("the engine is initialized already: call destroy() before a second initialize()")
@@ -110,7 +117,7 @@ class RemoteInfEngine(InferenceEngine):
             self._dumper = TrajectoryDumper(self.config, self._on_dumper_change)
             self._executor.number_from(next_task_id(self.config.run_dir))
         self._loop = LoopThread("areal-lite-rollout")
-        self._watchdog = LoopWatchdog(self._loop, self._executor.shared)
+        self._watchdog = LoopWatchdog(self._loop, self._executor.shared, self._executor.deadline_of)
         collector_pace.relax()
         try:
             self._loop.call(self._client.open())
@@ -360,6 +367,15 @@ class RemoteInfEngine(InferenceEngine):
         """End all calls that wait, and every later one, with ``error``. Returns at once, from any thread."""
         self._running_loop.fail(error)
 
+    def _probe(self, input_ids: list[int], num_tokens: int) -> Operation[list[tuple[str, list[int], list[float]]]]:
+        """Return the greedy answer of each server that is up to one prompt: URL, tokens, log-probs.
+
+        Raises:
+            ServerError: If none answers.
+        """
+        return Operation(self._client.probe(input_ids, num_tokens))
+
+    probe, aprobe = both_forms(_probe)
     pause, apause = both_forms(_pause)
     resume, aresume = both_forms(_resume)
     set_version, aset_version = both_forms(_set_version)
@@ -381,7 +397,12 @@ class RemoteInfEngine(InferenceEngine):
             **self.failures.metrics(),
             **self._executor.shared.counts,
             "lead_groups": lead,
+            "retried_requests": float(self._client.retried),
         }
+
+    def server_metrics(self) -> dict[str, float]:
+        """Return the figures of each server, by ``INDEX/NAME``; see docs/metrics.md, ``servers/``."""
+        return self._client.pool.metrics()
 
     @property
     def failures(self) -> FailureTally:

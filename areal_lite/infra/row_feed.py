@@ -191,8 +191,10 @@ class RowFeed:
         self.box.put(group)
 
     def hand_over(self, groups: list[Group]) -> None:
-        """Record the batch just cut, and mark the one before as trained."""
+        """Record the batch just cut, mark the one before as trained, and reset the counts of missed groups."""
         self.mark_trained()
+        self._misses.clear()
+        self._missed_kinds.clear()
         self._handed_over = [group.samples for group in groups]
 
     def take_back(self, batch: list[Group]) -> None:
@@ -276,8 +278,6 @@ class RowFeed:
         if self.error is not None:
             raise self.error
         if len(self.box.groups) >= count:
-            self._misses.clear()
-            self._missed_kinds.clear()
             return
         if self._ended():
             what = "has no rows" if not self.source.sample_index else f"ended with {len(self.box.groups)} groups left"

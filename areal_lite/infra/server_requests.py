@@ -1,15 +1,16 @@
 """HTTP requests to inference servers. Each is sent once: retries and the choice of the server are the caller's.
 
-A server may take as long as it likes to answer if something arrives every ``request_timeout_s`` seconds. A reply
-that cannot be trusted is never returned.
+A request may take as long as it likes while its server sends something, to it or to others, every
+``request_timeout_s`` seconds. A reply that cannot be trusted is never returned.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,32 +18,55 @@ import orjson
 
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.errors import ServerError
-from areal_lite.infra.backends.dialect import BadResponse, Chunk, ControlCall, Dialect, ErrorReply, ServerInfo
+from areal_lite.infra.backends.dialect import (
+    BadResponse,
+    Chunk,
+    ControlCall,
+    Dialect,
+    ErrorReply,
+    ServerInfo,
+    check_budget,
+    check_version,
+)
 from areal_lite.infra.backends.token_stream import TokenStream
 from areal_lite.infra.deadlines import Deadlines
+from areal_lite.infra.model_identity import read_config
 from areal_lite.infra.server_pool import Server
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
 """What a request raises if its server cannot be reached or stays silent."""
+CONTROL_TIMEOUT_S = 25.0
+"""Seconds for a request of the control plane; loading weights may take longer."""
+MAX_RETRY_AFTER_S = 30.0
 _JSON = {"Content-Type": "application/json"}
 
 
+class SilentServerError(TimeoutError):
+    """A request was given up because its server sent nothing."""
+
+
+class RefusedError(ServerError):
+    """A server refused a request of the control plane; sent again, it would be refused again."""
+
+
 class _Request:
-    """A request whose task is cancelled when the server stays silent too long."""
+    """A request whose task is cancelled when it is given up."""
 
-    __slots__ = ("task", "timed_out")
+    __slots__ = ("given_up", "server", "task")
 
-    def __init__(self) -> None:
+    def __init__(self, server: Server) -> None:
         task = asyncio.current_task()
         assert task is not None
         self.task = task
-        self.timed_out = False
+        self.server = server
+        self.given_up: str | None = None
 
-    def give_up(self) -> None:
-        self.timed_out = True
-        self.task.cancel()
+    def give_up(self, reason: str) -> None:
+        if self.given_up is None:
+            self.given_up = reason
+            self.task.cancel()
 
 
 class ServerRequests:
@@ -52,7 +76,7 @@ class ServerRequests:
         self._config = config
         self._dialect = dialect
         self._session: aiohttp.ClientSession | None = None
-        self._silences: Deadlines[_Request] = Deadlines(config.request_timeout_s, _Request.give_up)
+        self._silences: Deadlines[_Request] = Deadlines(config.request_timeout_s, self._on_silence)
         self._warned_no_version = False
         self.limits = ServerInfo(vocab_size=_vocab_size(config.tokenizer_path))
         """What every request must respect: limits that servers, or the tokenizer's folder, report."""
@@ -86,7 +110,15 @@ class ServerRequests:
         )
 
     async def generate(
-        self, server: Server, body: bytes, stream: TokenStream | None, *, version: int, top_logprobs: int
+        self,
+        server: Server,
+        body: bytes,
+        stream: TokenStream | None,
+        *,
+        version: int,
+        top_logprobs: int,
+        max_tokens: int | None = None,
+        newest: int | None = None,
     ) -> Chunk:
         """Return the reply to one generation; its tokens go to ``stream`` as they arrive, if given.
 
@@ -96,18 +128,20 @@ class ServerRequests:
             stream: Reads the events of a streamed reply.
             version: Label of tokens whose version the server does not report.
             top_logprobs: Number of top log-probs asked for.
+            max_tokens: The budget that ``body`` asks for.
+            newest: The newest version that any server was given.
 
         Raises:
             ErrorReply: If the server refused.
             BadResponse: If the reply cannot be trusted or ends too early.
             ReceiverError: If the receiver of the stream raised.
         """
-        status, reply, retry_after_s = await self._post(server, self._dialect.generate_path, body, stream)
+        status, reply, retry_after_s = await self._post(server, body, stream)
         if status != 200:
             raise ErrorReply(status, _short(reply), retry_after_s)
         if stream is None:
             chunk = self._dialect.parse_generate(orjson.loads(reply), top_logprobs=top_logprobs)
-            self._check_vocabulary(chunk)
+            self._check(chunk, max_tokens, newest)
             if chunk.versions is not None or not chunk.tokens:  # vLLM reports none for an answer without tokens
                 return chunk
             chunk = replace(chunk, versions=[version] * len(chunk.tokens))
@@ -115,6 +149,7 @@ class ServerRequests:
             if not stream.finished:
                 raise BadResponse("a stream that ends before its answer does")
             chunk = stream.chunk()
+            _check_not_empty(chunk)
             if stream.reports_versions:
                 return chunk
         if not self._warned_no_version:
@@ -126,35 +161,53 @@ class ServerRequests:
             )
         return chunk
 
-    def _check_vocabulary(self, chunk: Chunk) -> None:
+    def _check(self, chunk: Chunk, max_tokens: int | None, newest: int | None) -> None:
+        _check_not_empty(chunk)
+        check_budget(len(chunk.tokens), max_tokens)
+        if chunk.versions is not None:
+            check_version(chunk.versions, newest)
         vocab_size = self.limits.vocab_size
         if vocab_size and max(chunk.tokens, default=0) >= vocab_size:
             raise BadResponse(f"token {max(chunk.tokens)}, which is not in the vocabulary [0, {vocab_size})")
 
-    async def _post(
-        self, server: Server, path: str, body: bytes, stream: TokenStream | None = None
-    ) -> tuple[int, bytes, float]:
+    async def _post(self, server: Server, body: bytes, stream: TokenStream | None) -> tuple[int, bytes, float]:
         """Return status, body and the seconds of Retry-After; the body of a 200 goes to ``stream``, if given."""
         assert self._session is not None, "open() first"
-        request = _Request()
+        request = _Request(server)
         self._silences.add(request)
-        server.outstanding += 1
         try:
-            async with self._session.post(server.url + path, data=body, headers=_JSON, allow_redirects=False) as reply:
+            url = server.url + self._dialect.generate_path
+            async with self._session.post(url, data=body, headers=_JSON, allow_redirects=False) as reply:
                 if stream is not None and reply.status == 200:
                     await self._feed(stream, reply, request)
                     return 200, b"", 0.0
                 after = "" if reply.status == 200 else reply.headers.get("Retry-After", "")
-                return reply.status, await reply.read(), min(30.0, float(after)) if after.isdigit() else 0.0
+                return (
+                    reply.status,
+                    await reply.read(),
+                    min(MAX_RETRY_AFTER_S, float(after)) if after.isdigit() else 0.0,
+                )
         except asyncio.CancelledError:
-            if request.timed_out and request.task.uncancel() == 0:
+            if request.given_up is not None and request.task.uncancel() == 0:
                 if stream is not None and stream.finished:  # only the connection's end is missing
                     return 200, b"", 0.0
-                raise TimeoutError(f"no answer in {self._config.request_timeout_s:g} s") from None
+                raise SilentServerError(request.given_up) from None
             raise
         finally:
-            server.outstanding -= 1
             self._silences.discard(request)
+
+    def _on_silence(self, request: _Request) -> None:
+        """Give up a request, unless its server has sent something to others meanwhile: then it is only slow."""
+        if time.monotonic() - request.server.heard < self._config.request_timeout_s:
+            self._silences.add(request)
+        else:
+            request.give_up(f"no answer in {self._config.request_timeout_s:g} s")
+
+    def give_up(self, server: Server, reason: str) -> None:
+        """Fail the running generations of one server."""
+        for request in self._silences.pending():
+            if request.server is server:
+                request.give_up(reason)
 
     async def _feed(self, stream: TokenStream, reply: aiohttp.ClientResponse, request: _Request) -> None:
         """Pass the body on as it arrives; each part restarts the timeout."""
@@ -162,45 +215,77 @@ class ServerRequests:
             async for data in reply.content.iter_any():
                 self._silences.discard(request)
                 self._silences.add(request)
+                request.server.heard = time.monotonic()
                 stream.feed(data)
         except (aiohttp.ClientError, OSError):
             if not stream.finished:
                 raise
 
     async def info(self, server: Server) -> ServerInfo:
-        """Return what the server reports about itself; nothing if it has no such route.
+        """Return what the server reports about itself; an unknown route reports nothing.
 
         Raises:
+            ErrorReply: If none of its routes answers, with the status of the last.
             aiohttp.ClientError, TimeoutError, OSError: If it cannot be reached.
         """
-        assert self._session is not None, "open() first"
-        async with self._session.get(server.url + self._dialect.info_path, allow_redirects=False) as reply:
-            body = await reply.read()
-            try:
-                return self._dialect.parse_info(orjson.loads(body)) if reply.status == 200 else ServerInfo()
-            except orjson.JSONDecodeError:
-                return ServerInfo()
+        info, known, status = ServerInfo(), False, 0
+        for path in self._dialect.info_paths:
+            status, body = await self._get(server, path)
+            if status == 200:
+                known = True
+                with contextlib.suppress(orjson.JSONDecodeError):
+                    info = info.merged(self._dialect.parse_info(orjson.loads(body)))
+        if not known and (status := (await self._get(server, self._dialect.health_path))[0]) != 200:
+            paths = ", ".join((*self._dialect.info_paths, self._dialect.health_path))
+            raise ErrorReply(status, f"{server.url} said HTTP {status} to {paths}")
+        return info
 
-    async def control(self, server: Server, call: ControlCall) -> None:
-        """Send a request of the control plane; raises ServerError if the server refuses."""
-        status, reply, _ = await self._post(server, call.path, orjson.dumps(call.body))
-        if status != 200:
-            raise ServerError(f"{server.url}{call.path} said HTTP {status}: {_short(reply)}")
+    async def is_healthy(self, server: Server) -> bool:
+        """Return whether the health route answers in time; SGLang's takes 20 s to say that it is stuck."""
         try:
-            error = self._dialect.update_error(orjson.loads(reply))
+            status, _ = await self._get(server, self._dialect.health_path)
+        except REQUEST_ERRORS:
+            return False
+        return status < 500
+
+    async def _get(self, server: Server, path: str) -> tuple[int, bytes]:
+        assert self._session is not None, "open() first"
+        timeout = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_S)
+        async with self._session.get(server.url + path, allow_redirects=False, timeout=timeout) as reply:
+            return reply.status, await reply.read()
+
+    async def control(self, server: Server, call: ControlCall, *, timeout_s: float | None = None) -> None:
+        """Send a request of the control plane.
+
+        Raises:
+            RefusedError: If the server refuses it.
+            aiohttp.ClientError, TimeoutError, OSError: If it does not answer within ``timeout_s``, or has an error.
+        """
+        assert self._session is not None, "open() first"
+        timeout = aiohttp.ClientTimeout(total=timeout_s or CONTROL_TIMEOUT_S)
+        body = orjson.dumps(call.body)
+        async with self._session.post(
+            server.url + call.path, data=body, headers=_JSON, allow_redirects=False, timeout=timeout
+        ) as reply:
+            status, text = reply.status, await reply.read()
+        if status != 200:
+            kind = OSError if status in (429, 502, 503, 504) else RefusedError
+            raise kind(f"{server.url}{call.path} said HTTP {status}: {_short(text)}")
+        try:
+            error = self._dialect.update_error(orjson.loads(text))
         except orjson.JSONDecodeError:
             return
         if error is not None:
-            raise ServerError(f"{server.url}{call.path}: {error}")
+            raise RefusedError(f"{server.url}{call.path}: {error}")
+
+
+def _check_not_empty(chunk: Chunk) -> None:
+    if not chunk.tokens and chunk.finish != "abort":  # an answer that ends at once has its end token
+        raise BadResponse(f"no tokens, with the finish reason {chunk.finish!r}")
 
 
 def _vocab_size(folder: str | None) -> int | None:
-    """Return the vocabulary size in the config.json of a model folder; None without one."""
-    try:
-        config = orjson.loads((Path(folder or "") / "config.json").read_bytes())
-        size = config.get("text_config", config).get("vocab_size")
-    except (OSError, ValueError, AttributeError):
-        return None
+    size = read_config(folder).get("vocab_size")
     return size if isinstance(size, int) else None
 
 

@@ -45,6 +45,8 @@ class Submission:
     started: float = 0.0
     start_order: int = 0
     start_version: int = 0
+    extended: bool = False
+    """Whether it got its time again, because another episode blocked the event loop at its deadline."""
     task: asyncio.Task[Group] | None = None
     stopped_by: Failure | None = None
     """Why the run cancelled it; None otherwise."""

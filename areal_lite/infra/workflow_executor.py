@@ -82,6 +82,10 @@ class WorkflowExecutor:
         """Episodes that swallowed their cancellation and were left behind."""
         return self._runner.abandoned
 
+    def deadline_of(self, task_id: TaskId) -> float | None:
+        """Return when a running group must end, on the monotonic clock; from any thread."""
+        return self._runner.deadline_of(task_id)
+
     @property
     def shared(self) -> SharedResources:
         """What all episodes share."""

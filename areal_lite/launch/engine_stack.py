@@ -81,7 +81,7 @@ class EngineStack:
 def engine_stack(config: RunConfig, run_dir: Path) -> Iterator[EngineStack]:
     """Yield an engine with running servers; both stop when the context ends."""
     if config.rollout.addresses:
-        with _reporting(RemoteInfEngine(config.rollout)) as engine:
+        with _reporting(RemoteInfEngine(config.rollout, model_path=config.model_path)) as engine:
             yield EngineStack(engine, None)
         return
     settings = config.server
@@ -97,7 +97,7 @@ def engine_stack(config: RunConfig, run_dir: Path) -> Iterator[EngineStack]:
     )
     with ServerGroup(servers) as group:
         rollout = replace(config.rollout, addresses=group.addresses, backend=settings.backend or "embedded")
-        with _reporting(RemoteInfEngine(rollout)) as engine:
+        with _reporting(RemoteInfEngine(rollout, model_path=config.model_path)) as engine:
             group.attach(engine)
             try:
                 yield EngineStack(engine, group)

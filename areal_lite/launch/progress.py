@@ -6,7 +6,7 @@ Under torchrun only the first rank prints.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
@@ -33,6 +33,8 @@ class TrainingProgress:
 
     def __init__(self, total_steps: int, *, console: Console | None = None) -> None:
         self.console = console or Console(quiet=os.environ.get("RANK", "0") != "0")
+        self.last: dict[str, float] = {}
+        """The newest value of each metric."""
         self._bar = Progress(
             TextColumn("[bold]training"),
             BarColumn(),
@@ -61,6 +63,7 @@ class TrainingProgress:
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show one record of metrics.jsonl."""
+        self.last = {**self.last, **metrics}
         if "eval/reward" in metrics:
             reward = metrics["eval/reward"]
             self.console.print(
@@ -72,10 +75,40 @@ class TrainingProgress:
             self.console.print(
                 f"step {step:>4}  reward {metrics['train/reward_mean']:.3f}  loss {metrics['train/loss']:+.4f}  "
                 f"{metrics['timing/step_s']:.1f} s (rollout {metrics['timing/rollout_wait_s']:.1f}, "
-                f"weights {metrics['timing/weight_update_s']:.1f})"
+                f"weights {metrics['timing/weight_update_s']:.1f}){_failures(metrics)}"
             )
             shown = {"reward": f"{metrics['train/reward_mean']:.3f}"}
         self._bar.update(self._task, completed=step, visible=True, **shown)
+
+
+def _failures(metrics: Mapping[str, float]) -> str:
+    """Return failed episodes with the most common kind, and retried requests, so far; empty without any."""
+    prefix = "rollout/failed_episodes/"
+    kinds = {name.removeprefix(prefix): count for name, count in metrics.items() if name.startswith(prefix)}
+    text = ""
+    if failed := metrics.get("rollout/failed_episodes"):
+        kind = max(kinds, key=lambda name: kinds[name], default="")
+        text += f"  failed {failed:.0f}{f' (most: {kind})' if kind else ''}"
+    if retried := metrics.get("rollout/retried_requests"):
+        text += f"  retried {retried:.0f}"
+    return text
+
+
+def server_table(metrics: Mapping[str, float], addresses: Sequence[str]) -> Table | None:
+    """Return the figures of each server in the last record of a run; None without any."""
+    figures: dict[int, dict[str, float]] = {}
+    for metric, value in metrics.items():
+        if metric.startswith("servers/"):
+            _, index, key = metric.split("/")
+            figures.setdefault(int(index), {})[key] = value
+    if not figures:
+        return None
+    columns = list(figures[0])
+    table = Table("server", *(column.replace("_", " ") for column in columns), title="servers")
+    for place, server in figures.items():
+        name = addresses[place] if place < len(addresses) else "embedded"
+        table.add_row(name, *(f"{server[c]:.2f}" if c.endswith("_s") else f"{server[c]:.0f}" for c in columns))
+    return table
 
 
 def summary_table(summary: Summary[Evaluation]) -> Table | str:

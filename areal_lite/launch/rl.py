@@ -17,6 +17,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from areal_lite.api.config import RunConfig
+from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.source.data_source_state import state_bytes, state_path
 from areal_lite.launch.engine_stack import engine_stack, thread_budget
 from areal_lite.launch.evaluation import Evaluation
@@ -33,11 +34,12 @@ from areal_lite.launch.profiling import StepProfiler
 from areal_lite.launch.resuming import find_start
 from areal_lite.launch.rollout_driver import RolloutDriver, load_rollout_inputs
 from areal_lite.launch.run_data import tokenizer_path
+from areal_lite.launch.server_probe import NUM_TOKENS, compare_logprobs, probe_prompt
 from areal_lite.launch.stopping import Stopped, interruptible, stop_together
 from areal_lite.trainer.algorithm import Algorithm
 from areal_lite.trainer.policy_step import Batch
 from areal_lite.trainer.policy_trainer import PolicyTrainer
-from areal_lite.trainer.ranks import Ranks, broadcast_batch
+from areal_lite.trainer.ranks import Ranks, broadcast_batch, broadcast_json
 from areal_lite.trainer.shared_weights import SharedWeights, can_share
 from areal_lite.trainer.weights import publish_weights
 
@@ -57,9 +59,15 @@ class RLRun(TrainingRun[Evaluation]):
     """Where weights are published in memory; None publishes files."""
 
     def run(self) -> Summary[Evaluation]:
-        """Train up to ``total_steps`` and save the model; servers that were running before get the weights first."""
-        if self.start.checkpoint is None and self.config.rollout.addresses:
-            self.publish()  # they may still serve the weights of an earlier run
+        """Train up to ``total_steps`` and save the model; servers that were running before get the weights first.
+
+        Raises:
+            ConfigError: If a server serves another model, before the first step.
+        """
+        if self.start.checkpoint is None:
+            if self.config.rollout.addresses:
+                self.publish()  # they may still serve the weights of an earlier run
+            self.compare_with_servers()
         return super().run()
 
     def fit(self) -> None:
@@ -103,6 +111,12 @@ class RLRun(TrainingRun[Evaluation]):
             with suppress(Stopped), interruptible():
                 self.driver.update_weights(str(folder.resolve()), self.step)
 
+    def compare_with_servers(self) -> None:
+        """Compare the servers' log-probs of a short answer with the trainer's; see :mod:`server_probe`."""
+        prompt = probe_prompt(load_tokenizer(self.tokenizer_path))
+        answers = broadcast_json(self.on_lead_rank(lambda driver: driver.engine.probe(prompt, NUM_TOKENS)))
+        compare_logprobs(self.trainer, prompt, answers)
+
     def log(self, metrics: dict[str, float], began: float, generated: float, trained: float) -> None:
         """Record the metrics of the step; the moments are of the monotonic clock."""
         if self.driver is not None:
@@ -139,6 +153,7 @@ class RLRun(TrainingRun[Evaluation]):
         """Load the trainer's state and publish its weights."""
         super().resume_from(checkpoint)
         self.publish()
+        self.compare_with_servers()
 
     def data_state(self) -> dict[str, bytes]:
         """Return the state of the data source."""

@@ -134,6 +134,7 @@ class RolloutDriver:
             "data/buffered_groups": float(source.get_buffer_length()),
             "data/dropped_groups": float(source.dropped.total()),
             **{f"rollout/{name}": value for name, value in self.engine.rollout_metrics().items()},
+            **{f"servers/{name}": value for name, value in self.engine.server_metrics().items()},
         }
 
     def scalars(self) -> dict[str, float]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from areal_lite.api.trainer_config import TrainerConfig
+from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import ConfigError, TrainingError
 from areal_lite.trainer.algorithm import Algorithm
 from areal_lite.trainer.learner import Learner, Update
@@ -30,6 +31,7 @@ from areal_lite.trainer.objectives.policy_loss import PolicyInputs, value_loss
 from areal_lite.trainer.packed_model import PackedSequences
 from areal_lite.trainer.policy_model import load_policy, resolve_device
 from areal_lite.trainer.policy_step import Batch, Step
+from areal_lite.trainer.ranks import Ranks
 from areal_lite.trainer.scalar_model import ValueScorer, load_critic
 from areal_lite.trainer.seeding import seed_process
 from areal_lite.trainer.sharding import shard
@@ -287,6 +289,20 @@ class PolicyTrainer:
             compares_engine=self.config.proximal == "trainer",
             max_new_tokens=self._max_new_tokens,
         )
+
+    @torch.no_grad()
+    def logprobs_of(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """Return the policy's log-probs ``[S]`` of the sequences' trained tokens at temperature 1, on every rank."""
+        cut = StepCut(sequences, self._policy, ranks=Ranks(), device=self.device)
+        logprobs = torch.zeros(sum(sequence.num_trained_tokens for sequence in sequences), device=self.device)
+        temperature, self._policy.temperature = self._policy.temperature, 1.0
+        try:
+            for microbatch in cut(range(len(sequences)), self.config.max_tokens_per_microbatch):
+                with self.learner.autocast():
+                    logprobs[microbatch.tokens] = self._policy(microbatch.packed).logprobs.float()
+        finally:
+            self._policy.temperature = temperature
+        return logprobs
 
     # -- what a checkpoint holds beside the learners ------------------------------------------------
 

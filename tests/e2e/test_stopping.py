@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import aiohttp
 import psutil
 import pytest
+from aiohttp import web
 
 from areal_lite.api.config_loader import load_config
+from areal_lite.embedded.process import EmbeddedServer
 from areal_lite.launch.run import run_training
+from tests.stub_server import StubThread
 
+_JSON = {"Content-Type": "application/json"}
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -124,3 +131,49 @@ def test_a_port_in_use_is_an_error_before_the_model_loads(run_yaml: Path) -> Non
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 64
     assert str(port) in errors
+
+
+class HangingProxy:
+    """Passes requests on to a server, until :attr:`hangs`: then weight updates never answer."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self.hangs = False
+        self.hung = threading.Event()
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=2**26)
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        return app
+
+    async def _pass_on(self, request: web.Request) -> web.Response:
+        if self.hangs and request.path == "/update_weights_from_disk":
+            self.hung.set()
+            await asyncio.Event().wait()
+        url = f"{self._address}{request.path}"
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(request.method, url, data=await request.read(), headers=_JSON) as reply,
+        ):
+            return web.Response(status=reply.status, body=await reply.read())
+
+
+def test_a_signal_during_a_hung_weight_update_stops_the_run_in_time(run_yaml: Path, tiny_model: Path) -> None:
+    with EmbeddedServer(model_path=str(tiny_model), dtype="float32", num_threads=1, device="cpu") as server:
+        proxy = HangingProxy(server.address)
+        with StubThread(proxy) as listener:  # type: ignore[arg-type]
+            process = start(run_yaml, f"rollout.addresses=[{listener.address}]", "checkpoint.every_steps=100000")
+            until_step(process, 2)
+            proxy.hangs = True
+            assert proxy.hung.wait(30)
+            sent = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=30)
+            took = time.monotonic() - sent
+            assert "still running" not in errors, errors
+            assert process.returncode == 130, errors
+            assert took < 12
+    run_dir = run_yaml.parent / "runs" / "e2e" / "t"
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    (checkpoint,) = (run_dir / "checkpoints").iterdir()
+    assert checkpoint.name == f"step_{steps[-1]:08d}"

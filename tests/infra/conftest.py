@@ -10,10 +10,18 @@ from typing import Any
 import pytest
 
 from areal_lite.api import InferenceEngineConfig
+from areal_lite.infra import reconciler, server_pool
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from tests.stub_server import StubServer, StubThread
 
 MakeEngine = Callable[..., RemoteInfEngine]
+
+
+@pytest.fixture(autouse=True)
+def _short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that failed are probed at once, not after seconds."""
+    monkeypatch.setattr(server_pool, "FIRST_REST_S", 0.01)
+    monkeypatch.setattr(reconciler, "WATCH_S", 0.01)
 
 
 @pytest.fixture
@@ -32,10 +40,10 @@ def start_stub(stack: ExitStack) -> Callable[..., StubThread]:
 
 @pytest.fixture
 def start_engine(stack: ExitStack, tmp_path: Path) -> MakeEngine:
-    def start(*stubs: StubThread, **kwargs: Any) -> RemoteInfEngine:
+    def start(*stubs: StubThread, model_path: str | None = None, **kwargs: Any) -> RemoteInfEngine:
         config = InferenceEngineConfig(
             backend="sglang", addresses=[s.address for s in stubs], fileroot=str(tmp_path), **kwargs
         )
-        return stack.enter_context(RemoteInfEngine(config))
+        return stack.enter_context(RemoteInfEngine(config, model_path=model_path))
 
     return start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, ParamSpec
 
@@ -26,6 +27,14 @@ def on_a_loop(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
         asyncio.run(main())
 
     return run
+
+
+def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Return once the condition holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never held"
+        time.sleep(0.005)
 
 
 def tensors_of(*responses: ModelResponse, reward: float = 1.0) -> dict[str, torch.Tensor]:

@@ -23,6 +23,7 @@ FORMS = {
     "resume": "aresume",
     "set_version": "aset_version",
     "update_weights_from_disk": "aupdate_weights_from_disk",
+    "probe": "aprobe",
 }
 
 

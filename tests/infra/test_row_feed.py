@@ -207,6 +207,7 @@ def test_misses_in_a_row_end_a_wait_and_stale_groups_count_even_between_accepted
     assert not ready()  # the next wait counts anew
     feed.owe(drawn(feed))
     feed.check(1)
+    feed.hand_over([])  # a batch was cut
     assert not woken(feed, lambda: feed.owe(drawn(feed)), count=9)
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from areal_lite.launch.evaluation import Evaluation
 from areal_lite.launch.loop import Summary
-from areal_lite.launch.progress import TrainingProgress, summary_table
+from areal_lite.launch.progress import TrainingProgress, server_table, summary_table
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(None, 2), ("0", 2), ("1", 0)])
@@ -50,3 +50,32 @@ def test_the_table_of_a_resumed_run_has_no_before(resumed: bool) -> None:
     shown_values = [[word for word in row if word not in "│|"][-2:] for row in rows]
     first = ["-", "-", "-"] if resumed else ["0.250", "3", "2"]
     assert shown_values == [list(pair) for pair in zip(first, ["0.750", "4", "1"], strict=True)]
+
+
+STEP = {
+    "train/reward_mean": 0.5, "train/loss": 0.1, "timing/step_s": 1.0, "timing/rollout_wait_s": 0.5,
+    "timing/weight_update_s": 0.1,
+}  # fmt: skip
+
+
+def test_a_step_shows_failed_and_retried_work_with_the_most_common_kind() -> None:
+    shown = StringIO()
+    with TrainingProgress(4, console=Console(file=shown, width=200)) as progress:
+        progress.on_step(1, {**STEP, "rollout/failed_episodes": 0.0, "rollout/retried_requests": 0.0})
+        kinds = {"rollout/failed_episodes/agent": 1.0, "rollout/failed_episodes/engine": 2.0}
+        progress.on_step(2, {**STEP, **kinds, "rollout/failed_episodes": 3.0, "rollout/retried_requests": 7.0})
+    first, second = (line for line in shown.getvalue().splitlines() if line.startswith("step"))
+    assert first.endswith("weights 0.1)")
+    assert second.endswith("failed 3 (most: engine)  retried 7")
+
+
+def test_the_table_at_the_end_has_a_row_for_each_server() -> None:
+    figures = {"servers/0/requests": 12.0, "servers/0/latency_p50_s": 0.25, "servers/1/requests": 3.0}
+    table = server_table({**figures, "servers/1/latency_p50_s": 1.5, "train/loss": 1.0}, ["a:1", "b:2"])
+    assert table is not None
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(table)
+    rows = [line.split() for line in captured.get().splitlines() if "a:1" in line or "b:2" in line]
+    assert [[word for word in row if word not in "│|"] for row in rows] == [["a:1", "12", "0.25"], ["b:2", "3", "1.50"]]
+    assert server_table({"train/loss": 1.0}, []) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from areal_lite.api.generation import GenerationHyperparameters
@@ -68,13 +68,25 @@ class ServerInfo:
 
     context_length: int | None = None
     vocab_size: int | None = None
+    model: str | None = None
+    """Folder or name of the served model."""
+    version: int | None = None
+    """Version of its weights; 0 before the first update."""
+    paused: bool | None = None
+
+    def merged(self, newer: ServerInfo) -> ServerInfo:
+        """Return these facts, replaced by those that ``newer`` has."""
+        known = {name: value for name, value in asdict(newer).items() if value is not None}
+        return replace(self, **known)
 
 
 class Dialect(Protocol):
     """One backend's wire protocol, without any I/O."""
 
     generate_path: str
-    info_path: str
+    health_path: str
+    info_paths: tuple[str, ...]
+    """Routes that describe the server; the facts of later ones win."""
     continues_constraints: bool
     """Whether a schema, regex or grammar holds for a continued answer as a whole. If not, it starts anew."""
 
@@ -112,7 +124,7 @@ class Dialect(Protocol):
         """
 
     def parse_info(self, reply: Any) -> ServerInfo:
-        """Parse the reply of ``info_path``; never raises."""
+        """Parse the reply of one of ``info_paths``; never raises."""
 
     def abort(self, rid: str) -> ControlCall:
         """Return the call that aborts one running request, which returns its tokens so far."""
@@ -205,6 +217,18 @@ def _check_pairs(tokens: list[int], logprobs: list[float]) -> None:
             raise BadResponse("log-probs that are not finite numbers up to 0")
 
 
+def check_budget(count: int, max_tokens: int | None) -> None:
+    """Raise BadResponse for more tokens than the request asked for."""
+    if max_tokens is not None and count > max_tokens:
+        raise BadResponse(f"{count} tokens for a request of at most {max_tokens}")
+
+
+def check_version(versions: list[int], newest: int | None) -> None:
+    """Raise BadResponse if the last token has a version that no server was given."""
+    if newest is not None and versions and versions[-1] > newest:
+        raise BadResponse(f"tokens of version {versions[-1]}, but the newest is {newest}")
+
+
 def check_error_event(event: Any) -> None:
     """Raise ErrorReply if the event of a stream is ``{"error": {message, code}}``."""
     error = event.get("error") if isinstance(event, dict) else None
@@ -226,6 +250,14 @@ def version_number(label: Any) -> int:
         return int(label)
     except (TypeError, ValueError):
         raise BadResponse(f"the weight version {label!r}: it must be a number") from None
+
+
+def version_or_none(label: Any) -> int | None:
+    """Return a version label as a policy version; None if it is missing or not a number."""
+    try:
+        return None if label is None else version_number(label)
+    except BadResponse:
+        return None
 
 
 def spans_to_versions(spans: Any, length: int) -> list[int]:

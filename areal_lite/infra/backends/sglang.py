@@ -18,6 +18,7 @@ from areal_lite.infra.backends.dialect import (
     checked_event,
     spans_to_versions,
     version_number,
+    version_or_none,
     with_extra,
 )
 
@@ -33,7 +34,8 @@ class SGLang:
     """
 
     generate_path = "/generate"
-    info_path = "/server_info"
+    health_path = "/health"
+    info_paths: tuple[str, ...] = ("/server_info", "/model_info")
 
     def __init__(self, *, embedded: bool = False) -> None:
         """Speak to SGLang, or to the embedded server, which understands two more fields."""
@@ -131,16 +133,19 @@ class SGLang:
             raise BadResponse(f"an event without the fields of /generate ({error!r})") from None
 
     def parse_info(self, reply: Any) -> ServerInfo:
-        """Return the context length and vocabulary size if the server reports them."""
+        """Return what the server reports; ``/model_info`` has the path and version of the last update."""
         if not isinstance(reply, dict):
             return ServerInfo()
         # SGLang refuses prompts of max_req_input_len tokens (6 below the context length), also those that only
         # became so long because an aborted answer is continued.
         windows = [reply.get("context_length"), reply.get("max_req_input_len")]
-        vocab = reply.get("vocab_size")
+        vocab, model, paused = reply.get("vocab_size"), reply.get("model_path"), reply.get("is_paused")
         return ServerInfo(
             min((window for window in windows if isinstance(window, int)), default=None),
             vocab if isinstance(vocab, int) else None,
+            model if isinstance(model, str) else None,
+            version_or_none(reply.get("weight_version")),
+            paused if isinstance(paused, bool) else None,
         )
 
     def abort(self, rid: str) -> ControlCall:

@@ -10,7 +10,15 @@ from collections.abc import Callable, Sequence
 
 import orjson
 
-from areal_lite.infra.backends.dialect import BadResponse, Chunk, Dialect, StreamEvent, TopLogprobs
+from areal_lite.infra.backends.dialect import (
+    BadResponse,
+    Chunk,
+    Dialect,
+    StreamEvent,
+    TopLogprobs,
+    check_budget,
+    check_version,
+)
 
 Receiver = Callable[[Sequence[int], Sequence[float]], None]
 
@@ -30,6 +38,8 @@ class TokenStream:
         version: int,
         vocab_size: int | None,
         top_logprobs: int = 0,
+        max_tokens: int | None = None,
+        newest: int | None = None,
     ) -> None:
         """Start an answer.
 
@@ -39,12 +49,16 @@ class TokenStream:
             version: Label of tokens whose version the server does not report.
             vocab_size: Ids must be below it.
             top_logprobs: Number of top log-probs asked for.
+            max_tokens: The request's budget; None checks none.
+            newest: The newest version that any server was given; None checks none.
         """
         self._dialect = dialect
         self._receive = receive
         self._version = version
         self._vocab_size = vocab_size
         self._num_top = top_logprobs
+        self._max_tokens = max_tokens
+        self._newest = newest
         self._rest = b""
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
@@ -85,6 +99,8 @@ class TokenStream:
         largest = max(event.tokens, default=0)
         if self._vocab_size and largest >= self._vocab_size:
             raise BadResponse(f"token {largest}, which is not in the vocabulary [0, {self._vocab_size})")
+        check_budget(len(self._tokens) + len(event.tokens), self._max_tokens)
+        check_version(event.all_versions or ([] if event.version is None else [event.version]), self._newest)
         self._tokens += event.tokens
         self._logprobs += event.logprobs
         self._top_logprobs += event.top_logprobs

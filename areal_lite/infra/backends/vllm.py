@@ -21,6 +21,7 @@ from areal_lite.infra.backends.dialect import (
     checked_chunk,
     checked_event,
     spans_to_versions,
+    version_or_none,
     with_extra,
 )
 
@@ -32,7 +33,8 @@ class VLLM:
     """Weight updates use the worker extension's ``load_checkpoint_dir``; docs/servers.md shows how to start it."""
 
     generate_path = "/inference/v1/generate"
-    info_path = "/v1/models"
+    health_path = "/health"
+    info_paths: tuple[str, ...] = ("/v1/models", "/weight_info", "/is_paused")
     continues_constraints = False
 
     def generate_body(
@@ -116,12 +118,21 @@ class VLLM:
             raise BadResponse(f"an event without the fields of /inference/v1/generate ({error!r})") from None
 
     def parse_info(self, reply: Any) -> ServerInfo:
-        """Return the context length that ``/v1/models`` reports."""
-        try:
-            window = reply["data"][0]["max_model_len"]
-        except (KeyError, TypeError, IndexError):
+        """Return what the server reports: model and window, version, or whether it is paused."""
+        if not isinstance(reply, dict):
             return ServerInfo()
-        return ServerInfo(context_length=window if isinstance(window, int) else None)
+        try:
+            model = reply["data"][0]
+            window, name = model["max_model_len"], model.get("root")
+        except (KeyError, TypeError, IndexError, AttributeError):
+            window = name = None
+        paused = reply.get("is_paused")
+        return ServerInfo(
+            context_length=window if isinstance(window, int) else None,
+            model=name if isinstance(name, str) else None,
+            version=version_or_none(reply.get("weight_version")),
+            paused=paused if isinstance(paused, bool) else None,
+        )
 
     def abort(self, rid: str) -> ControlCall:
         """Abort one request by the id that vLLM made from its ``rid``."""
