@@ -254,6 +254,17 @@ def test_restarts_that_fail_count_however_long_they_take(tmp_path: Path) -> None
             generate(engine)
 
 
+def test_a_server_that_cannot_be_started_again_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(output: object) -> None:
+        raise OSError("cannot allocate memory")
+
+    with servers(tmp_path) as group, attached_engine(group) as engine:
+        monkeypatch.setattr(group._servers[0], "_launch", no_memory)
+        kill(group)
+        with pytest.raises(ServerError, match="by signal 9(.|\n)*It cannot be started again: cannot allocate memory"):
+            generate(engine)
+
+
 def test_a_group_can_be_stopped_while_a_server_is_restarted(tmp_path: Path) -> None:
     with servers(tmp_path, args={"fault": "slow"}) as group:
         kill(group)
