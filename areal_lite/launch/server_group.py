@@ -31,12 +31,12 @@ _NOTICE_SECONDS = 1.0
 """Seconds after a connection broke in which the end of its server is noticed."""
 
 
-def check_servers(config: ServerConfig, *, model_path: str) -> None:
+def check_servers(config: ServerConfig) -> None:
     """Check before anything starts that the servers can be started; raises ConfigError."""
     if config.backend in ("sglang", "vllm"):
         check_program(config, config.backend)
     else:
-        check_embedded(config, model_path)
+        check_embedded(config)
     gpu_groups(config)
 
 
