@@ -58,7 +58,7 @@ def check_startable(config: RunConfig) -> None:
             f"rollout.backend is {protocol} and rollout.addresses is empty: name the running servers "
             f"(rollout.addresses=[127.0.0.1:30000]), or have the run start them (server.backend={protocol})"
         )
-    check_servers(config.server, model_path=config.model_path)
+    check_servers(config.server)
 
 
 class EngineStack:

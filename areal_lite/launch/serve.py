@@ -39,7 +39,7 @@ def serve(argv: Sequence[str]) -> NoReturn:
             raise ConfigError(f"--{name} {settings[name]!r} is not YAML: write {{name: value}}") from error
     config = checked_settings(ServerConfig, settings)
     check_model_path(arguments["model_path"])
-    check_servers(config, model_path=arguments["model_path"])
+    check_servers(config)
     log_dir = arguments["log_dir"] or Path(tempfile.mkdtemp(prefix="areal-lite-servers-"))
     print(f"logs: {log_dir}", flush=True)
     servers = make_servers(

@@ -31,12 +31,12 @@ _NOTICE_SECONDS = 1.0
 """Seconds after a connection broke in which the end of its server is noticed."""
 
 
-def check_servers(config: ServerConfig, *, model_path: str) -> None:
+def check_servers(config: ServerConfig) -> None:
     """Check before anything starts that the servers can be started; raises ConfigError."""
     if config.backend in ("sglang", "vllm"):
         check_program(config, config.backend)
     else:
-        check_embedded(config, model_path)
+        check_embedded(config)
     gpu_groups(config)
 
 
@@ -221,16 +221,22 @@ class ServerGroup:
                 weights, version = self._newest or (server.model_path, server.weight_version)
                 server.weights_path, server.weight_version = weights, str(version)
                 logger.warning("%s. Restarting it with %s", cause, weights)
-                server.launch()
+                try:
+                    server.launch()
+                except OSError as error:
+                    self._fail(f"{cause}\nIt cannot be started again: {error}")
+                    return False
             else:
-                self._failure = ServerError(
-                    f"{cause.rstrip()}\nIt ended {MAX_RESTARTS + 1} times within {RESTART_WINDOW_S / 60:g} minutes, "
-                    f"so it is not restarted. {server.log_tail()}"
-                )
-                if self._engine is not None:
-                    self._engine.fail(self._failure)
+                times = f"{MAX_RESTARTS + 1} times within {RESTART_WINDOW_S / 60:g} minutes"
+                self._fail(f"{cause.rstrip()}\nIt ended {times}, so it is not restarted. {server.log_tail()}")
             self._changed.notify_all()
         return restart
+
+    def _fail(self, message: str) -> None:
+        self._failure = ServerError(message)
+        if self._engine is not None:
+            self._engine.fail(self._failure)
+        self._changed.notify_all()
 
     def _mark_up(self, server: ServerProcess) -> None:
         with self._changed:

@@ -22,7 +22,7 @@ from areal_lite.api.child_process import ChildProcess
 from areal_lite.api.config import ServerConfig
 from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.server_process import ServerProcess
-from areal_lite.embedded.settings import check_model_path, check_port
+from areal_lite.embedded.settings import check_port
 from areal_lite.errors import ConfigError
 from areal_lite.infra.backends import dialect_of
 from areal_lite.infra.backends.dialect import BadResponse
@@ -247,9 +247,8 @@ def _is_free(host: str, port: int) -> bool:
     return True
 
 
-def check_embedded(config: ServerConfig, model_path: str) -> None:
+def check_embedded(config: ServerConfig) -> None:
     """Check that nothing is set that the embedded server does not have."""
-    check_model_path(model_path)
     for name in ("args", "python"):
         if getattr(config, name):
             raise ConfigError(f"server.{name} is for sglang and vllm, and server.backend is embedded: remove it")

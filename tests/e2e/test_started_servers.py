@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -50,17 +52,24 @@ def test_a_server_that_dies_four_times_ends_the_run_with_75_and_its_log(
     assert "servers/sglang-0.log:\nerror: {" in errors
 
 
-@pytest.mark.parametrize("backend", ["sglang", "embedded"])
-def test_serve_starts_servers_without_a_run(tiny_model: Path, tmp_path: Path, backend: str) -> None:
-    options = ["--backend", backend, "--dtype=float32", "--num-threads=1", "--env", f"{{PYTHONPATH: {FAKES}}}"]
+def serve(model: Path, logs: Path, *options: str) -> subprocess.Popen[str]:
+    """Start ``areal-lite serve``; stand-ins of SGLang and vLLM are installed."""
+    always = ["--dtype=float32", "--num-threads=1", "--env", f"{{PYTHONPATH: {FAKES}}}", "--log-dir", str(logs)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "areal_lite", "serve", str(tiny_model), *options, "--log-dir", str(tmp_path / "logs")],
+        [sys.executable, "-m", "areal_lite", "serve", str(model), *always, *options],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == f"logs: {tmp_path / 'logs'}\n"
+    assert process.stdout.readline() == f"logs: {logs}\n"
+    return process
+
+
+@pytest.mark.parametrize("backend", ["sglang", "embedded"])
+def test_serve_starts_servers_without_a_run(tiny_model: Path, tmp_path: Path, backend: str) -> None:
+    process = serve(tiny_model, tmp_path / "logs", "--backend", backend)
+    assert process.stdout is not None
     ready = process.stdout.readline()
     assert ready.startswith(f"ready: rollout.backend={backend} 'rollout.addresses=[127.0.0.1:")
     (address,) = yaml.safe_load(ready.split("rollout.addresses=")[1].rstrip("'\n"))
@@ -71,3 +80,22 @@ def test_serve_starts_servers_without_a_run(tiny_model: Path, tmp_path: Path, ba
     assert process.returncode == 143
     server.wait(1)
     assert (tmp_path / f"logs/{backend}-0.log").is_file()
+
+
+def test_ctrl_c_ends_servers_that_are_not_ready(tiny_model: Path, tmp_path: Path) -> None:
+    process = serve(tiny_model, tmp_path / "logs", "--backend=sglang", "--args={fault: never ready}")
+    log = tmp_path / "logs/sglang-0.log"
+    until(lambda: log.exists() and log.stat().st_size > 0)
+    (server,) = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=12)
+    assert process.returncode == 130
+    server.wait(1)
+
+
+def until(happened: Callable[[], bool]) -> None:
+    """Wait for what another process does."""
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

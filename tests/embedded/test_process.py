@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -161,9 +162,8 @@ def test_errors_of_the_child_process_are_raised_in_the_parent(tiny: Path, tmp_pa
     with pytest.raises(ConfigError, match="context_length is 999.*256 at most"):
         EmbeddedServer(model_path=str(tiny), context_length=999, **FAST).start()
     broken = tmp_path / "broken"
-    broken.mkdir()
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        (broken / name).write_text("{}")
+    shutil.copytree(tiny, broken)
+    (broken / "config.json").write_text("{}")
     server = EmbeddedServer(model_path=str(broken), **FAST)
     with pytest.raises(ServerError, match="ended with code 1 before it was ready. The end of its log:\n(.|\n)*Error"):
         server.start()

@@ -35,7 +35,7 @@ ENV = {"PYTHONPATH": FAKES}
 
 def servers(tmp_path: Path, **settings: Any) -> ServerGroup:
     config = ServerConfig(**{"backend": "sglang", "env": ENV, **settings})
-    check_servers(config, model_path="a/model")
+    check_servers(config)
     return ServerGroup(
         make_servers(config, model_path="a/model", seed=5, deterministic=False, log_dir=tmp_path / "servers")
     )
@@ -144,19 +144,11 @@ def test_vllm_gets_its_flags_the_extension_and_the_version(tmp_path: Path) -> No
     ],
 )
 def test_settings_that_contradict_the_engine_are_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], says: str
+    tmp_path: Path, settings: dict[str, Any], says: str
 ) -> None:
-    monkeypatch.setattr(server_group, "check_embedded", lambda config, path: _without_model(config))
     with pytest.raises(ConfigError, match=says):
         servers(tmp_path, **settings)
     assert not list(tmp_path.iterdir())
-
-
-def _without_model(config: ServerConfig) -> None:
-    from areal_lite.launch import server_program
-
-    server_program.check_model_path = lambda path: None  # type: ignore[assignment]
-    server_program.check_embedded(config, "a/model")
 
 
 def test_a_server_that_does_not_start_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
@@ -251,6 +243,17 @@ def test_restarts_that_fail_count_however_long_they_take(tmp_path: Path) -> None
         group._newest = "broken", 1
         kill(group)
         with pytest.raises(ServerError, match="sglang-0 ended with code 1 before it was ready(.|\n)*It ended 4 times"):
+            generate(engine)
+
+
+def test_a_server_that_cannot_be_started_again_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(output: object) -> None:
+        raise OSError("cannot allocate memory")
+
+    with servers(tmp_path) as group, attached_engine(group) as engine:
+        monkeypatch.setattr(group._servers[0], "_launch", no_memory)
+        kill(group)
+        with pytest.raises(ServerError, match="by signal 9(.|\n)*It cannot be started again: cannot allocate memory"):
             generate(engine)
 
 
