@@ -23,7 +23,7 @@ from areal_lite.api import (
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.io_struct import TokenPrefix
 from areal_lite.errors import ConfigError, ServerError
-from areal_lite.infra.backends.dialect import BadResponse, Dialect
+from areal_lite.infra.backends.dialect import BadResponse, Dialect, ServerInfo
 from areal_lite.infra.backends.sglang import SGLang
 from areal_lite.infra.backends.vllm import VLLM
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
@@ -327,3 +327,31 @@ def test_vllm_replies_and_requests_in_its_own_words() -> None:
     assert body["sampling_params"]["seed"] == 4
     with pytest.raises(BadResponse):
         VLLM().parse_generate({"choices": []})
+
+
+@pytest.mark.parametrize(
+    ("dialect", "replies", "expected"),
+    [
+        (
+            SGLang(),
+            [{"context_length": 2048, "max_req_input_len": 2042}, {"model_path": "M", "weight_version": "default"}],
+            ServerInfo(context_length=2042, model="M", version=0),
+        ),
+        (
+            SGLang(),
+            [{"vocab_size": 64, "is_paused": True, "weight_version": "odd"}, []],
+            ServerInfo(None, 64, paused=True),
+        ),
+        (
+            VLLM(),
+            [{"data": [{"root": "M", "max_model_len": 2048}]}, {"weight_version": "21"}, {"is_paused": False}],
+            ServerInfo(2048, None, "M", 21, paused=False),
+        ),
+        (VLLM(), [{"data": []}, "odd", None], ServerInfo()),
+    ],
+)
+def test_what_servers_report_about_themselves(dialect: Dialect, replies: list[Any], expected: ServerInfo) -> None:
+    info = ServerInfo()
+    for reply in replies:
+        info = info.merged(dialect.parse_info(reply))
+    assert info == expected

@@ -34,7 +34,12 @@ async def update_version(request: web.Request) -> web.Response:
     return web.Response()
 
 
+async def health(_: web.Request) -> web.Response:
+    return web.Response()
+
+
 app = web.Application()
+app.router.add_get("/health", health)
 app.router.add_post("/inference/v1/generate", generate)
 app.router.add_post("/update_weight_version", update_version)
 web.run_app(app, host="127.0.0.1", port=options.port, print=None)
