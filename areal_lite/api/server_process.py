@@ -29,14 +29,12 @@ class ServerProcess(ABC):
         Args:
             name: Its name in messages.
             model_path: Directory of model and tokenizer, or a name on the Hugging Face Hub.
-            weight_version: Name of the first weights.
+            weight_version: Name of the weights in ``model_path``.
             log_path: File to append the server's stdout and stderr to. None: a temporary file, for error messages.
             start_timeout_s: Seconds in which it must be ready.
         """
         self.name = name
         self.model_path = model_path
-        self.weights_path = model_path
-        """Folder of the weights that the next start loads."""
         self.weight_version = weight_version
         self.log_path = None if log_path is None else Path(log_path)
         self._start_timeout_s = start_timeout_s

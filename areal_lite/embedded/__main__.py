@@ -53,7 +53,6 @@ def _child_parser() -> argparse.ArgumentParser:
         prog="python -m areal_lite.embedded",
         description="Serve a Hugging Face model in SGLang's HTTP dialect, without SGLang.",
     )
-    parser.add_argument("--tokenizer-path", metavar="PATH", help="Folder of the tokenizer; default MODEL")
     parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)  # where to report the address
     return parser
 

@@ -117,10 +117,9 @@ class EmbeddedServer(ServerProcess):
             "port": self._port,
             "seed": self.seed,
             "weight_version": self.weight_version,
-            "tokenizer_path": None if self.weights_path == self.model_path else self.model_path,
         }
         return [
-            self.weights_path,
+            self.model_path,
             f"--ready-fd={ready_fd}",
             *(["--deterministic"] if self.deterministic else []),
             *(f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None),

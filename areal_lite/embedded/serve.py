@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from areal_lite.embedded.scheduler import Scheduler
 
 
-def resolve_model_path(model_path: str, *, has_tokenizer: bool = True) -> Path:
+def resolve_model_path(model_path: str) -> Path:
     """Return the directory of a model; download it if ``model_path`` is a name on the Hugging Face Hub.
 
     Raises:
         ConfigError: If the directory cannot be served, or the download fails.
     """
-    check_model_path(model_path, has_tokenizer=has_tokenizer)
+    check_model_path(model_path)
     local = Path(model_path).expanduser()
     if local.is_dir():
         return local
@@ -54,29 +54,20 @@ def serve(
     weight_version: str,
     deterministic: bool,
     on_ready: Callable[[str, int], None],
-    tokenizer_path: str | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
         deterministic: Whether to run requests one by one, so that an answer's bits do not depend on other requests.
         on_ready: Called with host and port once the server answers requests.
-        tokenizer_path: Folder or Hub name of the tokenizer; None is ``model_path``.
 
     Raises:
         ConfigError: If model, port or device cannot be used; if possible before torch is imported.
     """
-    directory = resolve_model_path(model_path, has_tokenizer=tokenizer_path is None)
+    directory = resolve_model_path(model_path)
     check_port(config.host, config.port)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    dialect, scheduler = build(
-        config,
-        directory,
-        seed=seed,
-        weight_version=weight_version,
-        deterministic=deterministic,
-        tokenizer_path=tokenizer_path,
-    )
+    dialect, scheduler = build(config, directory, seed=seed, weight_version=weight_version, deterministic=deterministic)
     asyncio.run(_serve_until_signal(config, dialect, scheduler, on_ready))
 
 
@@ -87,7 +78,6 @@ def build(
     seed: int = 0,
     weight_version: str = "0",
     deterministic: bool = False,
-    tokenizer_path: str | None = None,
 ) -> tuple[SGLangDialect, Scheduler]:
     """Load the model in ``directory`` and connect the parts; ``listening`` starts them."""
     import torch
@@ -109,7 +99,7 @@ def build(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
     model = load_model(directory, dtype=config.dtype, device=device)
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path or directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     longest = longest_context(model.config)
     context_length = config.context_length or longest
     if context_length > longest:

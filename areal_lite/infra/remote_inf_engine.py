@@ -85,7 +85,7 @@ class RemoteInfEngine(InferenceEngine):
         self._client = EngineClient(
             config,
             identity=None if model_path is None else ModelIdentity.of(model_path),
-            on_outage=lambda error: self._executor.fail(error),
+            on_outage=self.fail,
         )
         self._dumper: TrajectoryDumper | None = None
         self._loop: LoopThread | None = None
@@ -184,7 +184,7 @@ class RemoteInfEngine(InferenceEngine):
         if self._dumper is None:
             return
         if self._dumper.error is not None:
-            self._executor.fail(self._dumper.error)
+            self.fail(self._dumper.error)
         else:
             self._executor.hold(self._dumper.behind)
 
@@ -355,17 +355,11 @@ class RemoteInfEngine(InferenceEngine):
 
         return Operation(update())
 
-    def hold(self) -> None:
-        """Send no generation until :meth:`release`; holds nest. Returns at once, from any thread."""
-        self._running_loop.call_soon(self._client.hold)
-
-    def release(self) -> None:
-        """End one :meth:`hold`."""
-        self._running_loop.call_soon(self._client.release)
-
     def fail(self, error: Exception) -> None:
-        """End all calls that wait, and every later one, with ``error``. Returns at once, from any thread."""
-        self._running_loop.fail(error)
+        """End all calls that wait, and every later one, with ``error``; returns at once, from any thread."""
+        with contextlib.suppress(RuntimeError, ConfigError):  # the engine was destroyed meanwhile
+            self._running_loop.call_soon(self._executor.hold, True)
+            self._running_loop.fail(error)
 
     def _probe(self, input_ids: list[int], num_tokens: int) -> Operation[list[tuple[str, list[int], list[float]]]]:
         """Return the greedy answer of each server that is up to one prompt: URL, tokens, log-probs.

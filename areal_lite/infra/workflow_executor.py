@@ -74,8 +74,6 @@ class WorkflowExecutor:
         self._outstanding = 0
         """Number of running or waiting submissions whose group is for ``wait``."""
         self._last_cut: float | None = None
-        self._error: Exception | None = None
-        """What ended all work; see :meth:`fail`."""
 
     @property
     def abandoned(self) -> int:
@@ -132,13 +130,12 @@ class WorkflowExecutor:
             )
         try:
             async with asyncio.timeout(timeout_s):
-                await self._box.until(lambda: len(self._box.groups) >= count or self._error is not None)
+                await self._box.until(lambda: len(self._box.groups) >= count)
         except TimeoutError:
             raise TimeoutError(
                 f"{len(self._box.groups)} of {count} episodes ended within {timeout_s} s; {self.gate.describe()}. "
                 "Nothing is lost: wait again"
             ) from None
-        self._raise_error()
         return self._box.take(count)
 
     def wait_unclaimed(self, groups: list[Group]) -> None:
@@ -161,8 +158,7 @@ class WorkflowExecutor:
         for index, row in enumerate(rows):
             name = f"row {index}"
             self.enqueue(self._runner.make(row, recipe, partial(deliver, index), training=False, seed_name=name))
-        await self._box.until(lambda: left == 0 or self._error is not None)
-        self._raise_error()
+        await self._box.until(lambda: left == 0)
         return [group for group in groups if group is not None]
 
     async def prepare_batch(self, source: Iterable[Any], recipe: EpisodeRecipe) -> list[Group]:
@@ -336,14 +332,6 @@ class WorkflowExecutor:
         self.gate.held = held
         self._pump()
 
-    def fail(self, error: Exception) -> None:
-        """Start no more groups, and raise ``error`` from every call that waits or will wait."""
-        self._error = error
-        self.gate.held = True
-        for feed, _ in self._feeds.values():
-            feed.end(error)
-        self._box.changed()
-
     async def close(self) -> None:
         """Cancel everything that has not ended, allow it time to clean up, and deliver it as cancelled."""
         self.gate.paused = True
@@ -357,12 +345,7 @@ class WorkflowExecutor:
 
     # -- starting and ending -------------------------------------------------------------------
 
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
     def _refuse_paused(self) -> None:
-        self._raise_error()
         if self.gate.paused:
             raise ConfigError("the engine is paused, so no episode could start: call resume() first")
 

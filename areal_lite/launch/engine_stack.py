@@ -61,28 +61,12 @@ def check_startable(config: RunConfig) -> None:
     check_servers(config.server)
 
 
-class EngineStack:
-    """A running engine and the servers behind it."""
-
-    def __init__(self, engine: RemoteInfEngine, servers: ServerGroup | None) -> None:
-        self.engine = engine
-        self._servers = servers
-        """None if the run did not start them."""
-
-    def update_weights(self, path: str, version: int) -> None:
-        """Have the servers load the checkpoint folder at ``path`` as policy version ``version``."""
-        if self._servers is None:
-            self.engine.update_weights_from_disk(path, version)
-        else:
-            self._servers.update_weights(self.engine, path, version)
-
-
 @contextmanager
-def engine_stack(config: RunConfig, run_dir: Path) -> Iterator[EngineStack]:
+def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEngine]:
     """Yield an engine with running servers; both stop when the context ends."""
     if config.rollout.addresses:
         with _reporting(RemoteInfEngine(config.rollout, model_path=config.model_path)) as engine:
-            yield EngineStack(engine, None)
+            yield engine
         return
     settings = config.server
     if settings.backend in (None, "embedded"):
@@ -96,11 +80,17 @@ def engine_stack(config: RunConfig, run_dir: Path) -> Iterator[EngineStack]:
         log_dir=run_dir / "servers",
     )
     with ServerGroup(servers) as group:
-        rollout = replace(config.rollout, addresses=group.addresses, backend=settings.backend or "embedded")
+        patience = max(config.rollout.outage_patience_s, settings.start_timeout_s)  # for all of them to restart
+        rollout = replace(
+            config.rollout,
+            addresses=group.addresses,
+            backend=settings.backend or "embedded",
+            outage_patience_s=patience,
+        )
         with _reporting(RemoteInfEngine(rollout, model_path=config.model_path)) as engine:
             group.attach(engine)
             try:
-                yield EngineStack(engine, group)
+                yield engine
             finally:
                 group.attach(None)
 

@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from areal_lite.api.config import RunConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.source.data_source_state import state_bytes, state_path
-from areal_lite.launch.engine_stack import engine_stack, thread_budget
+from areal_lite.launch.engine_stack import generating_engine, thread_budget
 from areal_lite.launch.evaluation import Evaluation
 from areal_lite.launch.loop import (
     OnStep,
@@ -109,7 +109,7 @@ class RLRun(TrainingRun[Evaluation]):
             folder = publish_weights(self.trainer.model, _weights_dir(self.files), self.step, dtype=self.dtype)
         if self.driver is not None:
             with suppress(Stopped), interruptible():
-                self.driver.update_weights(str(folder.resolve()), self.step)
+                self.driver.engine.update_weights_from_disk(str(folder.resolve()), self.step)
 
     def compare_with_servers(self) -> None:
         """Compare the servers' log-probs of a short answer with the trainer's; see :mod:`server_probe`."""
@@ -172,8 +172,8 @@ def run_rl(config: RunConfig, on_step: OnStep | None) -> Summary[Evaluation]:
         files = stack.enter_context(open_run_files(config, start, on_step))
         driver = None
         if inputs is not None:
-            engines = stack.enter_context(engine_stack(config, files.run_dir))
-            driver = RolloutDriver(config, files.run_dir, engines=engines, inputs=inputs)
+            engine = stack.enter_context(generating_engine(config, files.run_dir))
+            driver = RolloutDriver(config, files.run_dir, engine=engine, inputs=inputs)
         disable_progress_bar()  # type: ignore[no-untyped-call]
         started = time.monotonic()
         dtype = getattr(torch, "float32" if config.server.dtype == "auto" else config.server.dtype)

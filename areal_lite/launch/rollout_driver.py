@@ -22,7 +22,7 @@ from areal_lite.data.packer.data_packer import row_of, training_batch
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
 from areal_lite.data.rows.collate import object_array
 from areal_lite.data.source.buffered_data_source import CurriculumDataSource
-from areal_lite.launch.engine_stack import EngineStack
+from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.launch.evaluation import Evaluation, evaluate
 from areal_lite.launch.resuming import Start
 from areal_lite.launch.run_data import (
@@ -72,9 +72,8 @@ def load_rollout_inputs(config: RunConfig, start: Start, *, baselines: bool) -> 
 class RolloutDriver:
     """Makes the batches of a run and reports trained ones to its data source."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, *, engines: EngineStack, inputs: RolloutInputs) -> None:
-        self.engine = engines.engine
-        self.update_weights = engines.update_weights
+    def __init__(self, config: RunConfig, run_dir: Path, *, engine: RemoteInfEngine, inputs: RolloutInputs) -> None:
+        self.engine = engine
         self.data = inputs.data
         self._config = config
         self._run_dir = run_dir

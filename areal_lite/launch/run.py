@@ -11,7 +11,7 @@ from areal_lite.api.trajectory import EpisodeStatus, Group
 from areal_lite.data.rows.load_rows import check_held_out
 from areal_lite.embedded.settings import check_model_path
 from areal_lite.errors import ConfigError
-from areal_lite.launch.engine_stack import check_startable, engine_stack
+from areal_lite.launch.engine_stack import check_startable, generating_engine
 from areal_lite.launch.evaluation import Evaluation, evaluate, no_success
 from areal_lite.launch.run_data import workflow_kwargs, workflow_rows
 from areal_lite.launch.run_directory import run_directory
@@ -53,9 +53,9 @@ def run_rollout(config: RunConfig) -> list[Group]:
     rows = workflow_rows(config, config.train_dataset, is_train=True)
     with (
         run_directory(config, fresh=False, trains=False) as run_dir,
-        engine_stack(config, run_dir) as stack,
+        generating_engine(config, run_dir) as engine,
     ):
-        groups = stack.engine.rollout_batch(rows, config.workflow, kwargs, config.should_accept_fn)
+        groups = engine.rollout_batch(rows, config.workflow, kwargs, config.should_accept_fn)
     if groups and all(group.status is EpisodeStatus.FAILED for group in groups):
         raise no_success(groups)
     return groups
@@ -74,9 +74,9 @@ def run_evaluation(config: RunConfig) -> Evaluation:
     rows = workflow_rows(config, config.eval_dataset, is_train=False)
     with (
         run_directory(config, fresh=False, trains=False) as run_dir,
-        engine_stack(config, run_dir) as stack,
+        generating_engine(config, run_dir) as engine,
     ):
-        return evaluate(stack.engine, config, rows)
+        return evaluate(engine, config, rows)
 
 
 def _check_trainable(config: RunConfig) -> None:

@@ -1,8 +1,8 @@
-"""The servers that a run starts: started together, watched, restarted with the newest weights, stopped.
+"""The servers that a run starts: started together, watched, restarted, stopped.
 
 A server that ends is restarted at its address at most ``MAX_RESTARTS`` times within ``RESTART_WINDOW_S`` of uptime; its
-next end is the group's. While no server is up, the engine sends no generation, so that answers wait and then continue
-from their tokens.
+next end is the group's. It restarts with the run's first weights: the engine gives it the newest ones before it gets
+requests, and running answers continue from their tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 MAX_RESTARTS = 3
 RESTART_WINDOW_S = 600.0
 STOP_SECONDS = 5.0
-_NOTICE_SECONDS = 1.0
-"""Seconds after a connection broke in which the end of its server is noticed."""
 
 
 def check_servers(config: ServerConfig) -> None:
@@ -98,7 +96,6 @@ class ServerGroup:
         self._stopping = False
         self._failure: ServerError | None = None
         self._engine: RemoteInfEngine | None = None
-        self._newest: tuple[str, int] | None = None
         self._watchers: list[threading.Thread] = []
 
     @property
@@ -144,42 +141,11 @@ class ServerGroup:
     # -- the run's side --------------------------------------------------------------------------
 
     def attach(self, engine: RemoteInfEngine | None) -> None:
-        """Hold the requests of this engine while no server is up, and end its calls if the group fails."""
+        """End the calls of this engine if the group fails."""
         with self._changed:
             self._engine = engine
             if engine is not None and self._failure is not None:
                 engine.fail(self._failure)
-            elif engine is not None and not self._up:
-                engine.hold()
-
-    def update_weights(self, engine: RemoteInfEngine, path: str, version: int) -> None:
-        """Have the servers load the checkpoint folder at ``path``; wait while all of them are restarted.
-
-        Raises:
-            ServerError: If no server loaded it.
-        """
-        engine.hold()  # a restarted server has the version before the engine does
-        try:
-            with self._changed:
-                self._newest = path, version
-            while not self._try_update(engine, path, version):
-                pass
-        finally:
-            engine.release()
-
-    def _try_update(self, engine: RemoteInfEngine, path: str, version: int) -> bool:
-        """Update once; return False if it failed because a server ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._up or self._failure)
-            deaths = self._deaths
-        try:
-            engine.update_weights_from_disk(path, version)
-        except ServerError:
-            with self._changed:
-                if self._failure or not self._changed.wait_for(lambda: self._deaths > deaths, _NOTICE_SECONDS):
-                    raise
-            return False
-        return True
 
     def wait_for_failure(self) -> NoReturn:
         """Block until the group has failed, and raise its error."""
@@ -214,13 +180,9 @@ class ServerGroup:
             if self._stopping:
                 return False
             self._deaths += 1
-            if self._up == {server} and self._engine is not None:
-                self._engine.hold()
             self._up.discard(server)
             if restart:
-                weights, version = self._newest or (server.model_path, server.weight_version)
-                server.weights_path, server.weight_version = weights, str(version)
-                logger.warning("%s. Restarting it with %s", cause, weights)
+                logger.warning("%s. Restarting it", cause)
                 try:
                     server.launch()
                 except OSError as error:
@@ -242,8 +204,6 @@ class ServerGroup:
         with self._changed:
             if self._stopping:
                 return
-            if not self._up and self._engine is not None:
-                self._engine.release()
             self._up.add(server)
             logger.warning("%s is up again at %s", server.name, server.address)
             self._changed.notify_all()

@@ -94,8 +94,7 @@ class ServerProgram(ServerProcess):
         flags = _flags(
             self._backend,
             self._config,
-            weights=self.weights_path,
-            tokenizer=self.model_path,
+            model_path=self.model_path,
             version=self.weight_version,
             seed=self._seed,
             port=self._port,
@@ -255,13 +254,12 @@ def check_embedded(config: ServerConfig) -> None:
 
 
 def _flags(
-    backend: Backend, config: ServerConfig, *, weights: str, tokenizer: str, version: str, seed: int, port: int
+    backend: Backend, config: ServerConfig, *, model_path: str, version: str, seed: int, port: int
 ) -> dict[str, Any]:
     shared = {"host": config.host, "port": port, "dtype": config.dtype}
     if backend == "sglang":
         return shared | {
-            "model-path": weights,
-            "tokenizer-path": tokenizer,
+            "model-path": model_path,
             "context-length": config.context_length,
             "random-seed": seed,
             "device": None if config.device == "auto" else config.device,
@@ -270,8 +268,7 @@ def _flags(
             "constrained-json-disable-any-whitespace": True,  # a small model fills its budget with white space
         }
     return shared | {
-        "model": weights,
-        "tokenizer": tokenizer,
+        "model": model_path,
         "max-model-len": config.context_length,
         "seed": seed,
         "enable-scale-out": True,
