@@ -321,22 +321,24 @@ class Reconciler:
         while True:
             now = time.monotonic()
             for server in self._pool.servers:
-                silent_s = now - max(server.heard, server.busy_since)
-                if server.outstanding and silent_s >= SILENCE_S and server not in self._tasks and not self._updating:
-                    self._begin(server, self._examine(server, silent_s))
+                if _silent_s(server) >= SILENCE_S and server not in self._tasks and not self._updating:
+                    self._begin(server, self._examine(server))
             differs = self._look_for_outage(now)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_S if differs else IDLE_WATCH_S):
                     await self._wake.wait()
             self._wake.clear()
 
-    async def _examine(self, server: Server, silent_s: float) -> None:
+    async def _examine(self, server: Server) -> None:
         """Tell a slow server from a hung one: only the slow one answers its health route."""
-        reason = f"nothing from it for {silent_s:.0f} s while {server.outstanding} requests run"
+        reason = f"nothing from it for {_silent_s(server):.0f} s while {server.outstanding} requests run"
         for _ in range(SILENT_PROBES):
             with contextlib.suppress(*_ERRORS):  # it may be paused: another run paused it, or our resume was lost
                 await self._requests.control(server, self._dialect.resume())
-            if await self._requests.is_healthy(server):
+            healthy = await self._requests.is_healthy(server)
+            if _silent_s(server) < SILENCE_S:  # it has answered meanwhile
+                return
+            if healthy:
                 if server.down is None and not server.slow:
                     self._pool.set_slow(server, f"{reason}, but it is healthy")
                 return
@@ -372,6 +374,11 @@ class Reconciler:
         ]
         more = len(self._pool.servers) - len(reasons)
         return "; ".join(reasons) + (f"; and {more} more" if more else "")
+
+
+def _silent_s(server: Server) -> float:
+    """Return for how many seconds a server with running requests has sent nothing; 0 without any."""
+    return time.monotonic() - max(server.heard, server.busy_since) if server.outstanding else 0.0
 
 
 def _error_of(task: asyncio.Task[None]) -> BaseException | None:

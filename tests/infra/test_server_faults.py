@@ -250,7 +250,7 @@ def test_all_that_wait_are_sent_at_once_when_a_server_is_back(start_stub: StartS
     engine = start_engine(stub)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(accepted, engine, 60)
-        until(lambda: len(engine._client._waiting) > 40)
+        until(lambda: len(engine._client._waiting) > 57)
         out[0] = False
         began = time.monotonic()
         assert running.result(30) == 60
@@ -344,7 +344,7 @@ def test_a_server_that_restarts_with_old_weights_gets_the_newest(
 
 
 def test_old_weights_for_ever_end_the_run_instead_of_a_silent_loop(
-    start_stub: StartStub, start_engine: StartEngine
+    start_stub: StartStub, start_engine: StartEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     stub = start_stub()
     stub.server.stays_old = True
@@ -352,6 +352,7 @@ def test_old_weights_for_ever_end_the_run_instead_of_a_silent_loop(
     engine.update_weights_from_disk("ckpt", 1)
     with pytest.raises(ServerError, match="no inference server is healthy"):
         engine.prepare_batch([{}] * 2, OneTurn)
+    assert lines(caplog, stub) == ["behind", "down"]
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -390,7 +391,9 @@ def test_an_update_does_not_wait_for_a_server_that_hangs(
     sound, hung = start_stub(), start_stub()
     hung.server.hangs = {"/update_weights_from_disk"}
     engine = start_engine(sound, hung)
+    began = time.monotonic()
     engine.update_weights_from_disk("ckpt", 1)
+    assert time.monotonic() - began < 5
     assert engine.get_version() == 1
     assert accepted(engine, 10) == 10
     assert hung.server.seen["generate"] == 0

@@ -25,7 +25,7 @@ if options.fault == "exits" or options.model_path == "broken":
     sys.exit("\n".join(f"line {number}" for number in range(50)))
 server = StubServer(answer_len=4)
 server.version = options.weight_version
-server.told = {}
+server.told = {}  # the tests serve models of any size
 if options.fault == "never ready":
     server.fault = lambda number: "500"
 if options.fault == "dies":  # after the probe of its launcher
