@@ -21,6 +21,7 @@ class LoopThread:
         self._calls: dict[asyncio.Task[Any], Exception | None] = {}
         """The calls that run, and the error with which :meth:`fail` ended each."""
         self._error: Exception | None = None
+        self._can_fail = True
         self._stopping = False
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
         self.thread.start()
@@ -79,16 +80,25 @@ class LoopThread:
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             self._loop.call_soon_threadsafe(pending.leave)
 
-    def fail(self, error: Exception | None) -> None:
-        """End the calls that wait, and all later ones until ``fail(None)``, with ``error``; returns at once."""
+    def fail(self, error: Exception) -> None:
+        """End the calls that wait, and all later ones until :meth:`end_failing`, with ``error``; returns at once."""
 
         def fail() -> None:
-            self._error = error
-            for task in self._calls if error is not None else ():
-                self._calls[task] = error
-                task.cancel()
+            if self._can_fail:
+                self._error = error
+                for task in self._calls:
+                    self._calls[task] = error
+                    task.cancel()
 
         self.call_soon(fail)
+
+    def end_failing(self) -> None:
+        """Let all later calls run, whatever fails."""
+
+        def end() -> None:
+            self._can_fail, self._error = False, None
+
+        self.call_soon(end)
 
     async def _failing(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if self._error is not None:

@@ -131,8 +131,13 @@ class Reconciler:
             await asyncio.wait(tasks, timeout=1.0)
 
     def _own(self, task: asyncio.Task[None]) -> None:
+        def on_end(_: object) -> None:
+            self._others.discard(task)
+            if not task.cancelled():
+                task.exception()  # it was acted on where it matters
+
         self._others.add(task)
-        task.add_done_callback(self._others.discard)
+        task.add_done_callback(on_end)
 
     async def _meet(self, server: Server) -> str | None:
         """Learn what a server is; return why it cannot be reached, or None."""
@@ -277,6 +282,7 @@ class Reconciler:
         except BaseException:
             for task in loads:
                 task.cancel()
+                self._own(task)
             raise
         finally:
             self._updating = False

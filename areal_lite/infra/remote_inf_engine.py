@@ -134,7 +134,7 @@ class RemoteInfEngine(InferenceEngine):
         """
         if self._loop is None:
             return
-        self._loop.fail(None)
+        self._loop.end_failing()
         self._loop.call(self._executor.close())
         self._loop.call(self._client.close())
         if self._watchdog is not None:
