@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from tests.fixtures.tiny_model import build_tiny_model
 from tests.servers.contract import AGENT, EXACT, ROW, answers_of, distance
 from tests.servers.launch import ServerProcess
-from tests.servers.real_server import Policy
+from tests.servers.real_server import Policy, start
 
 EPISODES = 16
 TOKENS = 200
@@ -27,8 +26,7 @@ TOKENS = 200
 class Pair:
     """Two servers, either of which can be killed and started again on its port."""
 
-    def __init__(self, python: Path, folder: Path) -> None:
-        self.python = python
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.old, self.new = (
             Policy(build_tiny_model(folder / f"v{seed}", seed=seed, hidden_size=128, context=2048)) for seed in (0, 1)
@@ -38,9 +36,7 @@ class Pair:
 
     def start(self, index: int) -> None:
         """Start a server with the old weights."""
-        server = ServerProcess(
-            "sglang", self.python, self.old.path, self.folder / f"{index}.log", port=self.ports[index]
-        )
+        server = start("sglang", self.old.path, self.folder, port=self.ports[index])
         self.ports[index] = server.port
         self.running[index] = server.__enter__()
 
@@ -62,10 +58,7 @@ class Pair:
 
 @pytest.fixture(scope="class")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    python = os.environ.get("AREAL_LITE_SGLANG_PYTHON")
-    if not python:
-        pytest.skip("needs sglang: run `make test-servers`")
-    pair = Pair(Path(python).absolute(), tmp_path_factory.mktemp("pair"))
+    pair = Pair(tmp_path_factory.mktemp("pair"))
     with ExitStack() as stack:
         stack.callback(lambda: [pair.stop(index) for index in list(pair.running)])
         for index in (0, 1):
