@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from tests.servers.launch import ServerProcess
 from tests.servers.real_server import Policy, start
 
 EPISODES = 16
-TOKENS = 200
+TOKENS = 800
 
 
 class Pair:
@@ -83,30 +83,30 @@ def check(groups: list[Group], policies: dict[int, Policy]) -> set[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 class TestSGLangPair:
-    def run(self, engine: RemoteInfEngine) -> list[Any]:
-        for _ in range(EPISODES):
-            engine.submit(ROW, AGENT, group_size=1)
-        return engine.wait(EPISODES, timeout=300)
-
     def test_a_killed_server_loses_no_episode(self, pair: Pair) -> None:
-        with pair.engine() as engine:
-            for _ in range(EPISODES):
-                engine.submit(ROW, AGENT, group_size=1)
-            time.sleep(2)
+        with pair.engine() as engine, ThreadPoolExecutor() as pool:
+            groups = pool.submit(run, engine)
             servers = engine._client.pool.servers
-            assert all(server.outstanding for server in servers)
+            while not all(server.outstanding for server in servers):
+                time.sleep(0.1)
+            time.sleep(1)
             pair.stop(0)
-            groups = engine.wait(EPISODES, timeout=300)
+            check(groups.result(), {0: pair.old})
+            assert servers[0].failures
         pair.start(0)
-        assert check(groups, {0: pair.old}) == {0}
 
     def test_a_server_that_returns_with_old_weights_labels_its_tokens_with_their_version(self, pair: Pair) -> None:
         policies = {0: pair.old, 1: pair.new, 2: pair.new}
         with pair.engine() as engine:
             engine.update_weights_from_disk(str(pair.new.path), 1)
-            assert check(self.run(engine), policies) == {1}
+            assert check(run(engine), policies) == {1}
             pair.stop(0)
             pair.start(0)
-            check(self.run(engine), policies)
+            check(run(engine), policies)
             engine.update_weights_from_disk(str(pair.new.path), 2)
-            assert check(self.run(engine), policies) == {2}
+            assert check(run(engine), policies) == {2}
+
+
+def run(engine: RemoteInfEngine) -> list[Group]:
+    """Run all episodes at once."""
+    return engine.rollout_batch([ROW] * EPISODES, AGENT, group_size=1)

@@ -49,13 +49,15 @@ class TrainingContract:
         steps = [json.loads(line) for line in (summary.run_dir / "metrics.jsonl").read_bytes().splitlines()]
         assert [step["step"] for step in steps] == list(range(1, 21))
         assert {step["train/staleness_max"] for step in steps} == {0}
-        mismatch = max(step["train/engine_mismatch/log_prob_diff_max"] for step in steps)
-        assert mismatch < 1e-3
+        name = "train/engine_mismatch/log_prob_diff_max"  # not in steps whose groups have equal rewards throughout
+        mismatches = [step[name] for step in steps if name in step]
+        assert len(mismatches) >= 10
+        assert max(mismatches) < 1e-3
         rewards = [step["train/reward_mean"] for step in steps]
         first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
         assert last > first + 0.2
         record_property("20 training steps: seconds", f"{seconds:.0f}")
-        record_property("20 training steps: largest difference of log-probs", f"{mismatch:.0e}")
+        record_property("20 training steps: largest difference of log-probs", f"{max(mismatches):.0e}")
         record_property("20 training steps: mean reward of the first and the last 5", f"{first:.2f}, {last:.2f}")
 
 
