@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import pytest
@@ -303,24 +304,16 @@ class RealServerContract:
             torch.testing.assert_close(trained, torch.tensor(turn.output_logprobs))
             assert distance(turn, policy.logprobs(turn, 0.7)) < EXACT
 
-    def test_a_server_that_dies_fails_its_episodes(self, config: dict[str, Any], server: RealServer) -> None:
+    def test_a_server_that_stays_dead_ends_the_run(self, config: dict[str, Any], server: RealServer) -> None:
         gconfig = GenerationHyperparameters(max_new_tokens=400, ignore_eos=True)
         with CuttableLine(server.address) as line:
-            cut = InferenceEngineConfig(**{**config, "addresses": [line.address]}, gconfig=gconfig)
-            with RemoteInfEngine(cut) as engine:
-                for _ in range(3):
-                    engine.submit(ROW, AGENT, group_size=2)
+            config |= {"addresses": [line.address], "gconfig": gconfig, "outage_patience_s": 3.0}
+            with RemoteInfEngine(InferenceEngineConfig(**config)) as engine, ThreadPoolExecutor() as pool:
+                groups = pool.submit(engine.rollout_batch, [ROW] * 3, AGENT, group_size=2)
                 asyncio.run(server.until(busy=True))
                 line.cut()
-                results = engine.wait(3, timeout=60)
-                direct = ModelRequest(input_ids=prompt(server.model))
-                with pytest.raises(ServerError, match="Are the servers up"):
-                    asyncio.run(engine.agenerate(direct))
-        for result in results:
-            assert result.status is EpisodeStatus.FAILED
-            assert [t.status for t in result.trajectories] == [EpisodeStatus.FAILED] * 2
-            assert "no usable answer in 4 tries" in (result.error or "")
-            assert line.address in (result.error or "")
+                with pytest.raises(ServerError, match=f"no inference server is healthy since 3 s: .*{line.address}"):
+                    groups.result(60)
 
     def test_an_idle_connection_the_server_closed_is_no_error(
         self, engine: RemoteInfEngine, server: RealServer

@@ -92,7 +92,7 @@ class TestSGLangPair:
             time.sleep(1)
             pair.stop(0)
             check(groups.result(), {0: pair.old})
-            assert servers[0].failures
+            assert servers[0].failed_requests
         pair.start(0)
 
     def test_a_server_that_returns_with_old_weights_labels_its_tokens_with_their_version(self, pair: Pair) -> None:
