@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,9 +77,16 @@ def restored(server: RealServer, config: dict[str, Any]) -> Iterator[None]:
 
 DOCUMENT = Path(__file__).parents[2] / "docs/servers.md"
 BEGIN, END = "<!-- table of real servers: begin -->", "<!-- table of real servers: end -->"
-NAMES = {"TestSGLang": "SGLang", "TestSGLangPair": "SGLang", "TestVLLM": "vLLM"}
-promises: dict[str, dict[str, str]] = {}
-figures: dict[str, dict[str, Any]] = {}
+NAMES = {
+    "TestSGLang": "SGLang",
+    "TestSGLangPair": "SGLang",
+    "TestSGLangTraining": "SGLang",
+    "TestVLLM": "vLLM",
+    "TestVLLMTraining": "vLLM",
+}
+RESULTS = Path("runs/servers.json")
+"""Outcome of each promise and value of each figure, by server; a run updates those of its own tests."""
+results: dict[str, dict[str, Any]] = {}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -94,27 +102,29 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     parts = report.nodeid.partition("[")[0].split("::")
     if parts[-2] not in NAMES or (report.when != "call" and not report.failed):
         return
-    server, promise = NAMES[parts[-2]], parts[-1].removeprefix("test_").replace("_", " ")
+    promise = parts[-1].removeprefix("test_").replace("_", " ")
     outcome = "yes" if report.passed else f"no: {getattr(report, 'wasxfail', 'FAILED')}"
-    cells = promises.setdefault(promise, {})
-    cells[server] = outcome if cells.get(server, "yes") == "yes" else cells[server]
+    cells = results.setdefault(NAMES[parts[-2]], {})
+    cells[promise] = outcome if cells.get(promise, "yes") == "yes" else cells[promise]
+    cells.update(report.user_properties)
     if distances:
-        report.user_properties.append(("largest difference of log-probs", max(distances)))
+        name = "largest difference of log-probs"
+        cells[name] = f"{max(*distances, float(cells.get(name, 0))):.0e}"
         distances.clear()
-    for name, value in report.user_properties:
-        row = figures.setdefault(name, {})
-        row[server] = max(value, row.get(server, value))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the table; `UPDATE_TABLE=1` writes it into docs/servers.md."""
-    servers = [name for name in dict.fromkeys(NAMES.values()) if any(name in cells for cells in promises.values())]
-    if not servers:
+    if not results:
         return
-    lines = [f"| promise | {' | '.join(servers)} |", "|---" * (len(servers) + 1) + "|"]
-    for name, row in (promises | figures).items():
-        cells = [row.get(server, "-") for server in servers]
-        lines.append(f"| {name} | {' | '.join(f'{c:.0e}' if isinstance(c, float) else str(c) for c in cells)} |")
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for server, cells in results.items():
+        known[server] = known.get(server, {}) | cells
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(known, indent=1))
+    lines = [f"| promise | {' | '.join(known)} |", "|---" * (len(known) + 1) + "|"]
+    for name in dict.fromkeys(name for cells in known.values() for name in cells):
+        lines.append(f"| {name} | {' | '.join(cells.get(name, '-') for cells in known.values())} |")
     table = "\n".join(lines) + "\n"
     terminalreporter.write_line(table)
     if os.environ.get("UPDATE_TABLE"):

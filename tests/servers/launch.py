@@ -27,14 +27,14 @@ _FLAGS = {
     "vllm": (
         "-m vllm.entrypoints.openai.api_server --model {model} --max-model-len {window} --max-num-seqs 64 "
         "--enforce-eager --enable-scale-out --logprobs-mode processed_logprobs "
-        "--worker-extension-cls load_checkpoint.WorkerExtension "
+        "--worker-extension-cls areal_lite_vllm.WorkerExtension "
         "--structured-outputs-config.backend xgrammar --structured-outputs-config.disable_any_whitespace true"
     ),
 }
 _VARIABLES = {
     "sglang": {"PYTHONPATH": str(HERE / "sglang_cpu"), "SGLANG_USE_CPU_ENGINE": "1"},
     "vllm": {
-        "PYTHONPATH": str(HERE / "vllm_cpu"),
+        "PYTHONPATH": str(HERE.parents[1] / "areal_lite/launch/vllm_extension"),
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -72,16 +72,21 @@ class RealServer:
 
 @contextmanager
 def real_server(backend: str, folder: Path) -> Iterator[RealServer]:
-    """Use the server that the environment names, or start one with its log in ``folder``; else skip the test."""
-    name = f"AREAL_LITE_{backend.upper()}"
+    """Use the server that the environment names, or start one; skip the test if there is neither."""
     model = Path(os.environ.get("AREAL_LITE_SERVER_MODEL", SMOLLM2)).absolute()
-    if address := os.environ.get(f"{name}_ADDRESS"):
+    if address := os.environ.get(f"AREAL_LITE_{backend.upper()}_ADDRESS"):
         yield RealServer(backend, address, model)
-    elif python := os.environ.get(f"{name}_PYTHON"):
-        with ServerProcess(backend, Path(python).absolute(), model, folder / f"{backend}.log") as process:
-            yield RealServer(backend, process.address, model)
     else:
-        pytest.skip(f"needs {backend}: run `make test-servers`, or set {name}_ADDRESS to a server's host:port")
+        with start(backend, model, folder) as process:
+            yield RealServer(backend, process.address, model)
+
+
+def start(backend: str, model: Path, folder: Path, *, port: int = 0) -> ServerProcess:
+    """Start a server that logs into ``folder``; skip the test if the environment names none."""
+    name = f"AREAL_LITE_{backend.upper()}_PYTHON"
+    if python := os.environ.get(name):
+        return ServerProcess(backend, Path(python).absolute(), model, folder / f"{backend}.log", port=port)
+    pytest.skip(f"needs {backend}: run `make test-servers`, or set {name} to the Python of its environment")
 
 
 class Policy:

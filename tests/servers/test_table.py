@@ -1,4 +1,4 @@
-"""docs/servers.md shows the tests of the real servers, their versions, and vLLM's extension."""
+"""docs/servers.md shows the tests of the real servers and their versions."""
 
 from __future__ import annotations
 
@@ -28,8 +28,3 @@ def test_the_versions_are_those_installed() -> None:
         requirements = (HERE / f"{package.partition('-')[0]}-requirements.txt").read_text()
         (version,) = re.findall(rf"^{package}==(.*)$", requirements, re.MULTILINE)
         assert f"{shown} {version}" in TEXT
-
-
-def test_the_extension_of_vllm_is_the_one_that_is_tested() -> None:
-    tested = (HERE / "vllm_cpu/load_checkpoint.py").read_text().partition('"""\n\n')[2]
-    assert f"```python\n{tested}```" in TEXT
