@@ -77,7 +77,11 @@ class ServerProcess(ABC):
         if self._child is not None and self.poll() is None:
             raise ServerError(f"{self.name} is already started (pid {self.pid}); create another one.")
         if self._log is None or self._log.closed:
-            self._log = tempfile.TemporaryFile() if self.log_path is None else self.log_path.open("a+b")  # noqa: SIM115
+            if self.log_path is None:
+                self._log = tempfile.TemporaryFile()  # noqa: SIM115
+            else:
+                self.log_path.parent.mkdir(parents=True, exist_ok=True)
+                self._log = self.log_path.open("a+b")
         self._log_start = self._log.seek(0, os.SEEK_END)
         self._child = self._launch(self._log)
 

@@ -107,8 +107,6 @@ class ServerGroup:
         """Start all servers, and return once each answers requests."""
         try:
             for server in self._servers:
-                if server.log_path is not None:
-                    server.log_path.parent.mkdir(parents=True, exist_ok=True)
                 server.launch()
             for server in self._servers:
                 server.wait_until_ready()

@@ -1,117 +1,62 @@
-"""Starts real servers on this machine's CPU, each from a virtual environment of its own, and stops them."""
+"""Settings with which a run starts a real server on this machine's CPU."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any
+
+import pytest
+
+from areal_lite.api.config import ServerConfig
+from areal_lite.api.server_process import ServerProcess
+from areal_lite.launch.server_group import check_servers, make_servers
 
 HERE = Path(__file__).parent
 WINDOW = 2048
-START_TIMEOUT_S = 400.0
-_FLAGS = {
-    "sglang": (
-        "-m sglang.launch_server --model-path {model} --device cpu --attention-backend torch_native "
-        "--disable-overlap-schedule --context-length {window} --max-total-tokens 65536 --max-running-requests 64 "
-        "--sleep-on-idle --skip-server-warmup --constrained-json-disable-any-whitespace"
-    ),
-    "vllm": (
-        "-m vllm.entrypoints.openai.api_server --model {model} --max-model-len {window} --max-num-seqs 64 "
-        "--enforce-eager --enable-scale-out --logprobs-mode processed_logprobs "
-        "--worker-extension-cls areal_lite_vllm.WorkerExtension "
-        "--structured-outputs-config.backend xgrammar --structured-outputs-config.disable_any_whitespace true"
-    ),
-}
-_VARIABLES = {
-    "sglang": {"PYTHONPATH": str(HERE / "sglang_cpu"), "SGLANG_USE_CPU_ENGINE": "1"},
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sglang": {
+        "device": "cpu",
+        "env": {"PYTHONPATH": str(HERE / "sglang_cpu"), "SGLANG_USE_CPU_ENGINE": "1"},
+        "args": {
+            "attention_backend": "torch_native",
+            "disable_overlap_schedule": True,
+            "max_total_tokens": 65536,
+            "max_running_requests": 64,
+            "sleep_on_idle": True,
+            "skip_server_warmup": True,
+        },
+    },
     "vllm": {
-        "PYTHONPATH": str(HERE.parents[1] / "areal_lite/launch/vllm_extension"),
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "env": {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        "args": {"enforce_eager": True, "max_num_seqs": 64},
     },
 }
 
 
-class ServerProcess:
-    """A server in float32 on a free port of 127.0.0.1, with all the processes it starts.
-
-    Args:
-        backend: sglang or vllm.
-        python: The Python of its virtual environment.
-        model: Folder of the model.
-        log: File for its output.
-        port: 0 takes a free one.
-    """
-
-    def __init__(self, backend: str, python: Path, model: Path, log: Path, *, port: int = 0) -> None:
-        self.port = port or _free_port()
-        self.log = log
-        flags = _FLAGS[backend].format(model=model, window=_window(model)).split()
-        command = [str(python), *flags, "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"]
-        variables = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **_VARIABLES[backend]}
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                command, env=os.environ | variables, stdout=output, stderr=output, start_new_session=True
-            )
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    def wait_until_ready(self) -> None:
-        """Return once the server lists its model.
-
-        Raises:
-            RuntimeError: If it ends first, or takes too long.
-        """
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while self._process.poll() is None and time.monotonic() < deadline:
-            try:
-                with urllib.request.urlopen(f"http://{self.address}/v1/models", timeout=5):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
-        raise RuntimeError(f"the server did not start; the end of {self.log}:\n{self.log.read_text()[-3000:]}")
-
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal to the server and all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
-
-    def __enter__(self) -> Self:
-        try:
-            self.wait_until_ready()
-        except BaseException:
-            self.kill()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.kill(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(20)
-        self.kill()
-        self._process.wait()
+def server_settings(backend: str, model: Path) -> dict[str, Any]:
+    """Return the keys of ``server:`` for a float32 server; skip the test if the environment names none."""
+    name = f"AREAL_LITE_{backend.upper()}_PYTHON"
+    python = os.environ.get(name)
+    if python is None:
+        pytest.skip(f"needs {backend}: run `make test-servers`, or set {name} to the Python of its environment")
+    longest = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    settings = SETTINGS[backend]
+    return {
+        **settings,
+        "env": {**settings["env"], "HF_HUB_OFFLINE": "1"},
+        "backend": backend,
+        "python": str(Path(python).absolute()),
+        "dtype": "float32",
+        "context_length": min(WINDOW, longest),
+        "num_threads": 1,
+    }
 
 
-def _window(model: Path) -> int:
-    return min(WINDOW, json.loads((model / "config.json").read_text())["max_position_embeddings"])
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+def real_process(backend: str, model: Path, folder: Path) -> ServerProcess:
+    """Return a server that logs into ``folder``, not yet started; it keeps its address when it starts again."""
+    config = ServerConfig(**server_settings(backend, model))
+    check_servers(config)
+    (server,) = make_servers(config, model_path=str(model), seed=0, deterministic=False, log_dir=folder)
+    return server

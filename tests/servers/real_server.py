@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +20,7 @@ from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.infra.backends import dialect_of
 from areal_lite.infra.backends.dialect import ControlCall
 from areal_lite.infra.loop_thread import LoopThread
-from tests.servers.launch import ServerProcess
+from tests.servers.launch import real_process
 
 SMOLLM2 = Path("runs/models/SmolLM2-135M-Instruct")
 
@@ -77,16 +76,8 @@ def real_server(backend: str, folder: Path) -> Iterator[RealServer]:
     if address := os.environ.get(f"AREAL_LITE_{backend.upper()}_ADDRESS"):
         yield RealServer(backend, address, model)
     else:
-        with start(backend, model, folder) as process:
-            yield RealServer(backend, process.address, model)
-
-
-def start(backend: str, model: Path, folder: Path, *, port: int = 0) -> ServerProcess:
-    """Start a server that logs into ``folder``; skip the test if the environment names none."""
-    name = f"AREAL_LITE_{backend.upper()}_PYTHON"
-    if python := os.environ.get(name):
-        return ServerProcess(backend, Path(python).absolute(), model, folder / f"{backend}.log", port=port)
-    pytest.skip(f"needs {backend}: run `make test-servers`, or set {name} to the Python of its environment")
+        with real_process(backend, model, folder) as server:
+            yield RealServer(backend, server.address.removeprefix("http://"), model)
 
 
 class Policy:

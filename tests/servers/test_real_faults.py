@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +18,8 @@ from areal_lite.api.trajectory import Group
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from tests.fixtures.tiny_model import build_tiny_model
 from tests.servers.contract import AGENT, EXACT, ROW, answers_of, distance
-from tests.servers.launch import ServerProcess
-from tests.servers.real_server import Policy, start
+from tests.servers.launch import real_process
+from tests.servers.real_server import Policy
 
 EPISODES = 16
 TOKENS = 800
@@ -31,24 +33,18 @@ class Pair:
         self.old, self.new = (
             Policy(build_tiny_model(folder / f"v{seed}", seed=seed, hidden_size=128, context=2048)) for seed in (0, 1)
         )
-        self.running: dict[int, ServerProcess] = {}
-        self.ports = [0, 0]
+        self.servers = [real_process("sglang", self.old.path, folder / str(index)) for index in (0, 1)]
 
-    def start(self, index: int) -> None:
-        """Start a server with the old weights."""
-        server = start("sglang", self.old.path, self.folder, port=self.ports[index])
-        self.ports[index] = server.port
-        self.running[index] = server.__enter__()
-
-    def stop(self, index: int) -> None:
+    def kill(self, index: int) -> None:
         """Kill a server as `kill -9` does."""
-        server = self.running.pop(index)
-        server.kill()
-        server.__exit__(None, None, None)
+        server = self.servers[index]
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        server.wait()
 
     def engine(self) -> RemoteInfEngine:
         gconfig = GenerationHyperparameters(max_new_tokens=TOKENS, ignore_eos=True)
-        addresses = [f"127.0.0.1:{port}" for port in self.ports]
+        addresses = [server.address for server in self.servers]
         return RemoteInfEngine(
             InferenceEngineConfig(
                 backend="sglang", addresses=addresses, tokenizer_path=str(self.old.path), gconfig=gconfig
@@ -60,9 +56,8 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     pair = Pair(tmp_path_factory.mktemp("pair"))
     with ExitStack() as stack:
-        stack.callback(lambda: [pair.stop(index) for index in list(pair.running)])
-        for index in (0, 1):
-            pair.start(index)
+        for server in pair.servers:
+            stack.enter_context(server)
         yield pair
 
 
@@ -90,18 +85,18 @@ class TestSGLangPair:
             while not all(server.outstanding for server in servers):
                 time.sleep(0.1)
             time.sleep(1)
-            pair.stop(0)
+            pair.kill(0)
             check(groups.result(), {0: pair.old})
             assert servers[0].failed_requests
-        pair.start(0)
+        pair.servers[0].start()
 
     def test_a_server_that_returns_with_old_weights_labels_its_tokens_with_their_version(self, pair: Pair) -> None:
         policies = {0: pair.old, 1: pair.new, 2: pair.new}
         with pair.engine() as engine:
             engine.update_weights_from_disk(str(pair.new.path), 1)
             assert check(run(engine), policies) == {1}
-            pair.stop(0)
-            pair.start(0)
+            pair.kill(0)
+            pair.servers[0].start()
             check(run(engine), policies)
             engine.update_weights_from_disk(str(pair.new.path), 2)
             assert check(run(engine), policies) == {2}

@@ -14,7 +14,7 @@ import yaml
 from areal_lite.api.config_loader import load_config
 from areal_lite.launch.run import run_training
 from tests.fixtures.tiny_model import build_tiny_model
-from tests.servers.real_server import start
+from tests.servers.launch import real_process
 
 CONFIG = """
 experiment_name: servers
@@ -39,7 +39,7 @@ class TrainingContract:
         self, tmp_path: Path, record_property: Callable[[str, object], None]
     ) -> None:
         model = build_tiny_model(tmp_path / "tiny", hidden_size=128)
-        with start(self.backend, model, tmp_path) as server:
+        with real_process(self.backend, model, tmp_path) as server:
             config = yaml.safe_load(CONFIG) | {"model_path": str(model), "fileroot": str(tmp_path / "runs")}
             config["rollout"] |= {"backend": self.backend, "addresses": [server.address]}
             (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
@@ -51,7 +51,7 @@ class TrainingContract:
         assert {step["train/staleness_max"] for step in steps} == {0}
         name = "train/engine_mismatch/log_prob_diff_max"  # not in steps whose groups have equal rewards throughout
         mismatches = [step[name] for step in steps if name in step]
-        assert len(mismatches) >= 10
+        assert len(mismatches) >= 4
         assert max(mismatches) < 1e-3
         rewards = [step["train/reward_mean"] for step in steps]
         first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5

@@ -5,61 +5,30 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import yaml
 
 from tests.e2e.test_stopping import start, until_step
-
-HERE = Path(__file__).parent
-SETTINGS: dict[str, dict[str, Any]] = {
-    "sglang": {
-        "device": "cpu",
-        "env": {"PYTHONPATH": str(HERE / "sglang_cpu"), "SGLANG_USE_CPU_ENGINE": "1"},
-        "args": {
-            "attention_backend": "torch_native",
-            "disable_overlap_schedule": True,
-            "max_total_tokens": 8192,
-            "max_running_requests": 16,
-            "sleep_on_idle": True,
-            "skip_server_warmup": True,
-        },
-    },
-    "vllm": {
-        "env": {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-        "args": {"enforce_eager": True, "max_num_seqs": 16},
-    },
-}
+from tests.servers.launch import server_settings
+from tests.servers.real_server import SMOLLM2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("backend", ["sglang", "vllm"])
 def test_a_run_starts_a_real_server_and_outlives_its_death(tmp_path: Path, backend: str) -> None:
-    python = os.environ.get(f"AREAL_LITE_{backend.upper()}_PYTHON")
-    if python is None:
-        pytest.skip(f"needs AREAL_LITE_{backend.upper()}_PYTHON, the Python of an environment with {backend}")
-    model = os.environ.get("AREAL_LITE_SERVER_MODEL", "runs/models/SmolLM2-135M-Instruct")
-    settings = SETTINGS[backend]
+    model = Path(os.environ.get("AREAL_LITE_SERVER_MODEL", SMOLLM2)).absolute()
     config = {
         "experiment_name": "e2e",
         "trial_name": "t",
         "fileroot": str(tmp_path / "runs"),
-        "model_path": model,
+        "model_path": str(model),
         "workflow": "tests.e2e.agents.LetterAgent",  # its rewards differ, so there are log-probs to compare
         "train_dataset": {"path": "tests.e2e.agents.rows"},
         "rollout": {"group_size": 4, "consumer_batch_size": 2, "gconfig": {"max_new_tokens": 8, "temperature": 0.7}},
-        "server": {
-            **settings,
-            "env": {**settings["env"], "HF_HUB_OFFLINE": "1"},
-            "backend": backend,
-            "python": str(Path(python).absolute()),
-            "dtype": "float32",
-            "num_threads": 1,
-            "context_length": 2048,
-        },
+        "server": server_settings(backend, model),
         "trainer": {"total_steps": 3, "learning_rate": 1e-4, "dtype": "float32", "num_threads": 1, "device": "cpu"},
         "save_model": False,
     }
