@@ -10,6 +10,7 @@ import asyncio
 import importlib.metadata
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextvars import Context
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_lite.agents.agent_service import AgentService, EventBody
@@ -40,11 +41,22 @@ class ServiceTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Answer one request; ``httpx`` calls this."""
         body = await request.aread()
-        reply = await self._on_loop(self._service.handle(request.method, request.url.path, request.headers, body))
+        answer = self._service.handle(request.method, request.url.path, request.headers, body)
+        reply = await self._receive(request, answer)
         headers = dict(reply.headers)
         if isinstance(reply.body, bytes):
             return httpx.Response(reply.status, headers=headers, content=reply.body)
-        return httpx.Response(reply.status, headers=headers, stream=_Stream(reply.body, self._on_loop))
+        return httpx.Response(
+            reply.status, headers=headers, stream=_Stream(reply.body, partial(self._receive, request))
+        )
+
+    async def _receive(self, request: httpx.Request, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Await a part of the answer no longer than the client's timeout."""
+        try:
+            async with asyncio.timeout(request.extensions.get("timeout", {}).get("read")):
+                return await self._on_loop(coroutine)
+        except TimeoutError as error:
+            raise httpx.ReadTimeout("the model did not answer in time", request=request) from error
 
     async def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if self._loop is None or self._loop is asyncio.get_running_loop() or self._loop.is_closed():
@@ -55,30 +67,32 @@ class ServiceTransport(httpx.AsyncBaseTransport):
 
 
 class _Stream(httpx.AsyncByteStream):
-    def __init__(self, body: EventBody, on_loop: Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]) -> None:
+    def __init__(self, body: EventBody, receive: Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]) -> None:
         self._body = body
         self._events = aiter(body)
-        self._on_loop = on_loop
+        self._receive = receive
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        while (chunk := await self._on_loop(self._next())) is not None:
+        while (chunk := await self._receive(self._next())) is not None:
             yield chunk
 
     async def _next(self) -> bytes | None:
         return await anext(self._events, None)
 
     async def aclose(self) -> None:
-        await self._on_loop(self._body.aclose())
+        await self._receive(self._body.aclose())
 
 
 class SharedClient(httpx.AsyncClient):
     """One client for all episodes of a process, without sockets and for any event loop.
 
-    Closing it does nothing, so an agent that closes its SDK client does not close those of other agents.
+    Closing it does nothing, so an agent that closes its SDK client does not close those of other agents. It waits
+    for answers without a limit, unless a request or an SDK client sets a timeout.
     """
 
     def __init__(self, service: AgentService, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        super().__init__(transport=ServiceTransport(service, loop), base_url=BASE_URL, trust_env=False)
+        transport = ServiceTransport(service, loop)
+        super().__init__(transport=transport, base_url=BASE_URL, trust_env=False, timeout=None)
 
     async def aclose(self) -> None:
         """Do nothing."""

@@ -382,6 +382,38 @@ def test_a_client_that_hangs_up_ends_its_generation(door: str) -> None:
     asyncio.run(run())
 
 
+@DOORS
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_timeout_of_a_client_ends_its_generation(door: str, stream: bool) -> None:
+    async def run() -> None:
+        cancelled = asyncio.Event()
+
+        class Hanging(ScriptedEngine):
+            async def agenerate(self, req: Any) -> Any:
+                try:
+                    req.on_tokens and req.on_tokens([40, 41], [-1.0] * 2)
+                    await asyncio.Event().wait()
+                finally:
+                    cancelled.set()
+
+        doors = await AgentDoors.open()
+        engine = Hanging([])
+        session = ChatSession(engine, ChatRenderer(engine.tokenizer), GenerationHyperparameters())  # type: ignore[arg-type]
+        client = openai_client(doors.access(doors.service.open(session)), door).with_options(timeout=0.2, max_retries=0)
+        async with asyncio.timeout(5):
+            with pytest.raises((openai.APITimeoutError, httpx2.ReadTimeout)):
+                answer: Any = await client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": "x"}], stream=stream
+                )
+                assert stream, "the whole answer cannot come"
+                async for _ in answer:
+                    pass
+            await cancelled.wait()
+        await doors.aclose()
+
+    asyncio.run(run())
+
+
 def test_calls_through_the_listener_belong_to_the_episode() -> None:
     async def run() -> None:
         episode = Episode(member_idx=3)
