@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import orjson
-
-from areal_lite.agents.request_fields import RequestError, short
+from areal_lite.agents.request_fields import RequestError, json_bytes, short
 
 _SERVER_FIELDS = {"regex": "regex", "ebnf": "ebnf", "guided_regex": "regex", "guided_grammar": "ebnf"}
 """Fields of SGLang and vLLM that hold a grammar as text, and the grammar's kind."""
@@ -52,7 +50,7 @@ def _call_or_format(choice: Any, response_format: Any, tools: list[dict[str, Any
     elif calls:
         schema = None
     schemas = calls if schema is None else [*calls, schema]
-    return {"json_schema": orjson.dumps(_any_of(schemas)).decode()} if schemas else {}
+    return {"json_schema": json_bytes(_any_of(schemas)).decode()} if schemas else {}
 
 
 def _response_format(raw: Any) -> dict[str, Any] | None:
@@ -124,7 +122,7 @@ def _structured(raw: Any) -> dict[str, str]:
         return {}
     for name, value in raw.items() if isinstance(raw, dict) else ():
         if name in ("json", "json_schema") and isinstance(value, dict | str):
-            return {"json_schema": value if isinstance(value, str) else orjson.dumps(value).decode()}
+            return {"json_schema": value if isinstance(value, str) else json_bytes(value).decode()}
         if name in ("regex", "ebnf", "grammar") and isinstance(value, str):
             return {"regex" if name == "regex" else "ebnf": value}
         if name == "choice" and isinstance(value, list) and all(isinstance(choice, str) for choice in value):

@@ -17,7 +17,7 @@ import orjson
 
 from areal_lite.agents.answer_grammar import answer_grammar
 from areal_lite.agents.body_beginning import BodyBeginning, beginning_of
-from areal_lite.agents.request_fields import RequestError, is_token_id, number, short, typed, whole
+from areal_lite.agents.request_fields import RequestError, is_token_id, json_bytes, number, short, typed, whole
 
 MAX_TOOLS = 128
 MAX_CHOICES = 128
@@ -363,7 +363,4 @@ def _logit_bias(raw: Any) -> dict[int, float]:
 
 
 def _canonical(value: Any) -> bytes:
-    try:
-        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
-    except TypeError:
-        raise RequestError("the tools or arguments are nested too deeply: at most 250 levels") from None
+    return json_bytes(value, orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)

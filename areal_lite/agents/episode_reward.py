@@ -42,7 +42,7 @@ def rewarded(
         by_id = {key: value for key, value in zip(ids, reward, strict=True) if value is not None}
         if not by_id:
             raise ValueError("run() rewards no answer: return None to reject the episode")
-        return _of_answers(session, by_id, None), {}
+        return _of_answers(session, by_id, weights), {}
     return _of_episode(session, as_reward(reward)), {}
 
 
@@ -53,6 +53,8 @@ def _of_episode(session: ChatSession, reward: float) -> Interactions:
 def _of_answers(session: ChatSession, rewards: Mapping[Any, Any], weights: Mapping[str, float] | None) -> Interactions:
     answers = session.export("individual")
     if unknown := [key for key in rewards if key not in answers]:
-        names = f", and rollout.reward_weights names {list(weights)}" if weights else ""
-        raise ValueError(f"run() rewards {unknown[0]!r}, which is not one of its completions: {list(answers)}{names}")
+        raise ValueError(
+            f"run() rewards {unknown[0]!r}, which is not one of its completions: {list(answers)}; "
+            f"rollout.reward_weights names {list(weights) if weights else 'no parts of a reward'}"
+        )
     return {key: replace(answer, reward=as_reward(rewards[key])) for key, answer in answers.items() if key in rewards}

@@ -32,6 +32,14 @@ def json_object(body: bytes) -> dict[str, Any]:
     return parsed
 
 
+def json_bytes(value: Any, option: int | None = None) -> bytes:
+    """Return a part of a request as JSON; raises RequestError if it is nested too deeply."""
+    try:
+        return orjson.dumps(value, option=option)
+    except TypeError:
+        raise RequestError("the tools, arguments or schema are nested too deeply: at most 250 levels") from None
+
+
 def typed(name: str, value: Any, kind: type[T], hint: str) -> T | None:
     """Return an optional value of type ``kind``; raises RequestError for another type."""
     if value is not None and not isinstance(value, kind):

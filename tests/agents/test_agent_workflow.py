@@ -93,8 +93,8 @@ def test_a_dict_rewards_each_completion_as_a_row_of_its_own(config: Any) -> None
 @pytest.mark.parametrize(
     ("reward", "says"),
     [(float("nan"), "the reward is nan"), (float("inf"), "the reward is inf"), ("1.0", "finite"),
-     ([1.0], "1 rewards for 2 answers"), ({"chatcmpl-x": 1.0}, "not one of its completions"), ({}, "empty dict"),
-     (1j, "must be a finite number")],
+     ([1.0], "1 rewards for 2 answers"), ({}, "empty dict"), (1j, "must be a finite number"),
+     ({"fmt": 1.0}, "not one of its completions.*rollout.reward_weights")],
 )  # fmt: skip
 def test_what_is_no_reward_fails_the_episode(config: Any, reward: Any, says: str) -> None:
     async def run(data: dict[str, Any], **extra_kwargs: Any) -> Any:

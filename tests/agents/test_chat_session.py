@@ -208,10 +208,16 @@ def test_300_levels_of_nesting_in_arguments_are_a_call_and_continue_the_conversa
         result = {"role": "tool", "tool_call_id": call["id"], "content": "error"}
         await create(session, {"messages": [user("?"), message, result], "tools": [TOOL]})
         assert (session.tool_parse_errors, session.clean_turns, session.forks) == (0, 2, 0)
-        deep = {"type": "function", "function": {"name": "f", "parameters": json.loads(nested)}}
-        with pytest.raises(RequestError, match="nested too deeply") as refused:
-            await create(session, {"messages": [user("?")], "tools": [deep]})
-        assert refused.value.status == 400
+        deep: Any = {"type": "function", "function": {"name": "f", "parameters": json.loads(nested)}}
+        schema = deep["function"]["parameters"]
+        for fields in (
+            {"tools": [deep]},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}},
+            {"guided_json": schema},
+        ):
+            with pytest.raises(RequestError, match="nested too deeply") as refused:
+                await create(session, {"messages": [user("?")], **fields})
+            assert refused.value.status == 400
 
     asyncio.run(play())
 
