@@ -46,8 +46,8 @@ class AgentAccess:
         """Run an agent in another program; its SDK finds this episode's model in the environment.
 
         The program sees PATH, LANG, HOME (its working directory), :attr:`environment` and what ``inherit`` and
-        ``variables`` add, no other variable. It is killed with all programs it started when it ends, at the timeout,
-        and when the episode is stopped. What it printed is kept in the episode's trajectory.
+        ``variables`` add, no other variable. Its process group is killed when it ends, at the timeout, and when
+        the episode is stopped. What it printed is kept in the episode's trajectory.
 
         Args:
             command: Program and arguments; no shell.
