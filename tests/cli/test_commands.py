@@ -29,9 +29,10 @@ stopping.STOP_SECONDS = 1.0
 
 @contextlib.contextmanager
 def no_progress(total_steps):
-    yield types.SimpleNamespace(on_step=None, console=types.SimpleNamespace(print=print))
+    yield types.SimpleNamespace(on_step=None, last={{}}, console=types.SimpleNamespace(print=print))
 
 progress.TrainingProgress, progress.summary_table = no_progress, str
+progress.server_table = lambda metrics, addresses: None
 
 def run_training(config, on_step):
     {body}
