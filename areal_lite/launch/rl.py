@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from areal_lite.api.config import RunConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.source.data_source_state import state_bytes, state_path
-from areal_lite.launch.engine_stack import generating_engine, thread_budget
+from areal_lite.launch.engine_stack import generating_engine, reports_truncated, thread_budget
 from areal_lite.launch.evaluation import Evaluation
 from areal_lite.launch.loop import (
     OnStep,
@@ -41,6 +41,7 @@ from areal_lite.trainer.policy_step import Batch
 from areal_lite.trainer.policy_trainer import PolicyTrainer
 from areal_lite.trainer.ranks import Ranks, broadcast_batch, broadcast_json
 from areal_lite.trainer.shared_weights import SharedWeights, can_share
+from areal_lite.trainer.truncation import Truncation
 from areal_lite.trainer.weights import publish_weights
 
 T = TypeVar("T")
@@ -195,11 +196,15 @@ def run_rl(config: RunConfig, on_step: OnStep | None) -> Summary[Evaluation]:
 
 def _make_trainer(config: RunConfig, files: RunFiles) -> PolicyTrainer:
     gconfig = config.rollout.gconfig
+    truncation = Truncation(
+        top_p=gconfig.top_p, top_k=gconfig.top_k, min_p=gconfig.min_p, reported=reports_truncated(config)
+    )
     return PolicyTrainer(
         replace(config.trainer, num_threads=thread_budget(config).trainer),
         model_path=config.model_path,
         seed=config.seed,
         temperature=gconfig.effective_temperature,
+        truncation=truncation if gconfig.is_truncated else None,
         max_new_tokens=gconfig.max_new_tokens,
         on_skip=files.record_skipped_update,
     )

@@ -38,6 +38,9 @@ class StepTokens:
     proximal: Tensor
     reference: Tensor
     sum_squared_probs: Tensor
+    log_kept: Tensor
+    """Log of the probability mass that truncated sampling kept, under the weights at the start of the step; 0 where the
+    engine's log-probs are renormalized or nothing is truncated."""
     values: Tensor
     correction: Tensor
     """Factor of the token's loss that corrects for off-policy sampling."""
@@ -80,8 +83,8 @@ class StepTokens:
         return cls(**given, **flags, **zeros)
 
     def behaviour_or_proximal(self) -> Tensor:
-        """Return behaviour log-probs, the proximal ones where none were recorded (ratio 1)."""
-        return torch.where(self.behaviour.isnan(), self.proximal, self.behaviour)
+        """Return renormalized behaviour log-probs, the proximal ones where none were recorded (ratio 1)."""
+        return torch.where(self.behaviour.isnan(), self.proximal, self.behaviour - self.log_kept)
 
     def fill(self, sequences: Sequence[int], scores: Mapping[str, Tensor]) -> None:
         """Copy values ``[T]`` by name at the tokens of the sequences."""

@@ -97,6 +97,7 @@ def test_documented_metrics_are_exactly_those_that_runs_write(run_yaml: Path) ->
         "save_model": "false",
     }
     choosing = {"trainer.loss": "clip_cov", "trainer.minibatches_per_step": "2", "trainer.total_steps": "1"}
+    choosing["rollout.gconfig"] = "{max_new_tokens: 8, top_p: 0.9}"
     written = set()
     for changes in (given, choosing | {"trial_name": "choosing", "save_model": "false"}):
         config = load_config(run_yaml, [f"{key}={value}" for key, value in changes.items()])
