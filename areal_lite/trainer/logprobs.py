@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from areal_lite.errors import ConfigError
+from areal_lite.exact_attention import MIN_ROWS
 from areal_lite.trainer.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.truncation import Truncation, truncate_
 
@@ -194,7 +195,8 @@ def _chunk_gradient(
 
 
 def _chunk_logprobs(states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = F.linear(states, weight, bias).float()
+    missing = max(0, MIN_ROWS - len(states))
+    logits = F.linear(F.pad(states, (0, 0, 0, missing)), weight, bias)[: len(states)].float()
     return torch.log_softmax(logits if temperature == 1.0 else logits.div_(temperature), dim=-1)
 
 

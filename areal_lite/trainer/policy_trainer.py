@@ -84,6 +84,8 @@ class PolicyTrainer:
             model_path, device=self.device, gradient_checkpointing=recompute, lora=config.lora
         )
         self._policy = TokenScorer(self.model, temperature=temperature, truncation=truncation)
+        if config.deterministic and config.dtype == "float32":
+            self._policy.read_exactly()
         self._reference: TokenScorer | None = None
         if config.kl is not None:
             # Under adapters the reference is the model without them.

@@ -209,7 +209,9 @@ class StepCut:
             batch = [block for number in numbers for block in bundles[number]]
             places = [np.arange(*self._offsets[[i, i + 1]]) for block in batch for i in block.sequences]
             yield Microbatch(
-                packed=pack(self._sequences, batch, device=self._device, ragged=ragged),
+                packed=pack(
+                    self._sequences, batch, device=self._device, ragged=ragged, min_width=self._model.min_width
+                ),
                 tokens=torch.from_numpy(np.concatenate(places)).to(self._device),
             )
         for _ in range(num_fillers):
@@ -232,5 +234,6 @@ class StepCut:
         shortest = min(chosen, key=lambda index: num_inputs(self._sequences[index]))
         block = Block((shortest,), (0,), num_inputs(self._sequences[shortest]))
         place = torch.arange(*self._offsets[[shortest, shortest + 1]].tolist(), device=self._device)
-        packed = pack(self._sequences, [block], device=self._device, ragged=self._model.ragged)
+        model = self._model
+        packed = pack(self._sequences, [block], device=self._device, ragged=model.ragged, min_width=model.min_width)
         return Microbatch(packed, place, counts=False)

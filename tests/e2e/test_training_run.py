@@ -62,6 +62,14 @@ def test_on_policy_training_leaves_metrics_dumps_weights_and_a_model(run_yaml: P
     AutoModelForCausalLM.from_pretrained(summary.model_dir)
 
 
+@pytest.mark.timeout(300)
+def test_a_deterministic_run_has_no_mismatch_in_50_steps(run_yaml: Path) -> None:
+    changes = ["trainer.total_steps=50", "trainer.learning_rate=1e-3", "trainer.minibatches_per_step=2"]
+    changes += ["trainer.entropy_coef=0.01", "rollout.gconfig.temperature=0.8", "eval_dataset=null", "save_model=false"]
+    run = train(run_yaml, "trainer.deterministic=true", *changes)
+    assert [r["train/engine_mismatch/log_prob_diff_max"] for r in records(run.run_dir)] == [0.0] * 50
+
+
 def test_weights_published_on_disk_and_in_memory_give_the_same_run(run_yaml: Path) -> None:
     curves = {}
     for way in ("disk", "memory"):
