@@ -123,8 +123,8 @@ class InferenceEngineConfig(RunIdentity):
     """Wall-clock limit in seconds for the episodes of a group, tool calls included."""
 
     probe_every_steps: Count = 0
-    """Compare each server's log-probs of a short answer with the trainer's every so many steps, and warn of a server that
-    is further away than rounding explains; 0 compares at the start only."""
+    """Compare each server's log-probs of a short answer with the trainer's every so many steps, and warn of a server
+    that is further away than rounding explains; 0 compares at the start only."""
 
     request_retries: Positive = 4
     """Failed answers to a request, from all servers, after which it fails. A server that cannot be reached, says HTTP

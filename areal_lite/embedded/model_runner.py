@@ -48,7 +48,7 @@ class ModelRunner:
             return inputs
         hidden = inputs[0]
         last = hidden[torch.arange(hidden.shape[0], device=hidden.device), self._last][:, None]
-        return (last.expand(-1, max(1, self._min_width), -1), *inputs[1:])
+        return (last.repeat(1, max(1, self._min_width), 1), *inputs[1:])
 
     @torch.inference_mode()
     def forward(self, slots: list[int], tokens: list[list[int]], past: list[int], *, all_positions: bool) -> Tensor:

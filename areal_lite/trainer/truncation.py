@@ -48,7 +48,7 @@ class Truncation:
 
 
 def _nucleus(largest: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Return the smallest log-prob ``[n, 1]`` of each nucleus, and ``[n]`` whether ``largest [n, k]`` holds all of it."""
+    """Return the smallest log-prob ``[n, 1]`` of each nucleus, and ``[n]`` whether ``largest [n, k]`` holds it."""
     probs = largest.double().exp()
     kept = probs.cumsum(1) - probs <= top_p
     return largest.gather(1, kept.sum(1, keepdim=True) - 1), probs.sum(1) > top_p
