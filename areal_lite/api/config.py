@@ -122,6 +122,10 @@ class InferenceEngineConfig(RunIdentity):
     episode_timeout_s: Above0 = 3600.0
     """Wall-clock limit in seconds for the episodes of a group, tool calls included."""
 
+    probe_every_steps: Count = 0
+    """Compare each server's log-probs of a short answer with the trainer's every so many steps, and warn of a server
+    that is further away than rounding explains; 0 compares at the start only."""
+
     request_retries: Positive = 4
     """Failed answers to a request, from all servers, after which it fails. A server that cannot be reached, says HTTP
     429, 502, 503 or 504, or falls silent does not count: the request goes to another one or waits."""

@@ -33,7 +33,7 @@ class GenerationHyperparameters:
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Sampling temperature, also applied by the trainer; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling; 1 disables it. Disable top_p and top_k for training: log-probs are computed without them."""
+    """Nucleus sampling; 1 disables it. The trainer replays top_p, top_k and min_p on its own log-probs."""
     top_k: Positive | None = None
     """Sample from the k most likely tokens; null disables it."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -121,6 +121,11 @@ class GenerationHyperparameters:
             "seed": ("seed", self.seed),
         }
         return {name: value for key, (name, value) in named.items() if key not in exclude_args and value is not None}
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether top_p, top_k or min_p limits which tokens are sampled."""
+        return not self.greedy and (self.top_p < 1 or self.top_k is not None or self.min_p > 0)
 
     @property
     def effective_temperature(self) -> float:

@@ -78,7 +78,8 @@ class LearnerConfig(OptimizerConfig):
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
     deterministic: bool = False
-    """Use deterministic operations for bit-equal reruns. Slower: the embedded server computes one request at a time."""
+    """Use deterministic operations for bit-equal reruns. Slower: the embedded server computes one request at a time.
+    With dtype and server.dtype float32 on a CPU, server and trainer also compute the same bits: no mismatch."""
 
     lora: LoRAConfig | None = None
     """Train low-rank adapters only. Null trains all weights."""

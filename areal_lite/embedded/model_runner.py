@@ -17,19 +17,26 @@ from transformers import AutoModelForCausalLM
 from areal_lite.embedded.checkpoint import CheckpointHeader
 from areal_lite.embedded.slot_cache import SlotCache
 from areal_lite.errors import ConfigError
+from areal_lite.exact_attention import MIN_ROWS, read_exactly
 
 
 class ModelRunner:
-    """A causal language model with a slot cache."""
+    """A causal language model with a slot cache.
 
-    def __init__(self, model: Any, *, slots: int, context_length: int) -> None:
+    Args:
+        exact: Compute a token with the same bits as the trainer does, if it is alone in its batch.
+    """
+
+    def __init__(self, model: Any, *, slots: int, context_length: int, exact: bool = False) -> None:
         self.model = model
         self.device: torch.device = model.device
         self.context_length = context_length
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.slots = slots
         layers = int(model.config.get_text_config().num_hidden_layers)
-        self.cache = SlotCache(num_layers=layers, slots=slots, capacity=context_length, device=self.device)
+        self._min_width = MIN_ROWS if exact and read_exactly(model) else 0
+        capacity = context_length + self._min_width  # padding must not overwrite the last token
+        self.cache = SlotCache(num_layers=layers, slots=slots, capacity=capacity, device=self.device)
         self._last: Tensor | None = None
         head: nn.Module = model.get_output_embeddings()
         head.register_forward_pre_hook(self._keep_last_positions)
@@ -40,7 +47,8 @@ class ModelRunner:
         if self._last is None:
             return inputs
         hidden = inputs[0]
-        return (hidden[torch.arange(hidden.shape[0], device=hidden.device), self._last][:, None], *inputs[1:])
+        last = hidden[torch.arange(hidden.shape[0], device=hidden.device), self._last][:, None]
+        return (last.repeat(1, max(1, self._min_width), 1), *inputs[1:])
 
     @torch.inference_mode()
     def forward(self, slots: list[int], tokens: list[list[int]], past: list[int], *, all_positions: bool) -> Tensor:
@@ -56,7 +64,7 @@ class ModelRunner:
             ``[n, vocab]`` logits of each slot's last token, or ``[n, q, vocab]``.
         """
         lengths = [len(ids) for ids in tokens]
-        width = max(lengths)
+        width = max(*lengths, self._min_width)
         plan = self.cache.plan
         plan.set(slots, past, width)
         padded = [ids + [0] * (width - len(ids)) for ids in tokens]
@@ -76,7 +84,7 @@ class ModelRunner:
             use_cache=True,
         )
         logits: Tensor = output.logits
-        return logits if all_positions else logits[:, -1]
+        return logits[:, : max(lengths)] if all_positions else logits[:, -1]
 
     @torch.inference_mode()
     def check_against_plain_forward(self) -> None:

@@ -58,7 +58,8 @@ def serve(
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        deterministic: Whether to run requests one by one, so that an answer's bits do not depend on other requests.
+        deterministic: Whether to run requests one by one, so that an answer's bits do not depend on other requests. In
+            float32 on a CPU they equal the trainer's.
         on_ready: Called with host and port once the server answers requests.
 
     Raises:
@@ -108,7 +109,7 @@ def build(
     batch_size = 1 if deterministic else config.max_running_requests
     # Slots beyond the batch keep the KV of finished turns for an agent's next turn.
     slots = batch_size + max(4, batch_size // 2)
-    runner = ModelRunner(model, slots=slots, context_length=context_length)
+    runner = ModelRunner(model, slots=slots, context_length=context_length, exact=deterministic)
     runner.check_against_plain_forward()
     max_total_tokens = config.max_total_tokens or batch_size * context_length
 

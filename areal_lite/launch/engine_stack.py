@@ -95,6 +95,11 @@ def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEng
                 group.attach(None)
 
 
+def reports_truncated(config: RunConfig) -> bool:
+    """Return whether the servers' log-probs are renormalized over the tokens that top_p, top_k and min_p keep."""
+    return "vllm" in (config.rollout.backend, config.server.backend)
+
+
 @contextmanager
 def _reporting(engine: RemoteInfEngine) -> Iterator[RemoteInfEngine]:
     """Run the engine, and log its failed episodes by cause when it ends, also after an error."""

@@ -19,7 +19,8 @@ from transformers.utils.logging import disable_progress_bar
 from areal_lite.api.config import RunConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.source.data_source_state import state_bytes, state_path
-from areal_lite.launch.engine_stack import generating_engine, thread_budget
+from areal_lite.errors import ServerError
+from areal_lite.launch.engine_stack import generating_engine, reports_truncated, thread_budget
 from areal_lite.launch.evaluation import Evaluation
 from areal_lite.launch.loop import (
     OnStep,
@@ -34,13 +35,14 @@ from areal_lite.launch.profiling import StepProfiler
 from areal_lite.launch.resuming import find_start
 from areal_lite.launch.rollout_driver import RolloutDriver, load_rollout_inputs
 from areal_lite.launch.run_data import tokenizer_path
-from areal_lite.launch.server_probe import NUM_TOKENS, compare_logprobs, probe_prompt
+from areal_lite.launch.server_probe import NUM_TOKENS, Answer, compare_logprobs, probe_prompt, usual_difference
 from areal_lite.launch.stopping import Stopped, interruptible, stop_together
 from areal_lite.trainer.algorithm import Algorithm
 from areal_lite.trainer.policy_step import Batch
 from areal_lite.trainer.policy_trainer import PolicyTrainer
 from areal_lite.trainer.ranks import Ranks, broadcast_batch, broadcast_json
 from areal_lite.trainer.shared_weights import SharedWeights, can_share
+from areal_lite.trainer.truncation import Truncation
 from areal_lite.trainer.weights import publish_weights
 
 T = TypeVar("T")
@@ -78,9 +80,10 @@ class RLRun(TrainingRun[Evaluation]):
         while self.step < self.total_steps:
             with self.profiler(self.step + 1):
                 began = time.monotonic()
+                probed = self.probe_if_due()
                 batch = self.generate()
                 generated = time.monotonic()
-                metrics = self.trainer.train_step(batch, version=self.step)
+                metrics = self.trainer.train_step(batch, version=self.step) | probed
                 self.step += 1
                 self.mark_trained(batch)
                 trained = time.monotonic()
@@ -111,11 +114,28 @@ class RLRun(TrainingRun[Evaluation]):
             with suppress(Stopped), interruptible():
                 self.driver.engine.update_weights_from_disk(str(folder.resolve()), self.step)
 
-    def compare_with_servers(self) -> None:
-        """Compare the servers' log-probs of a short answer with the trainer's; see :mod:`server_probe`."""
+    def compare_with_servers(self, *, warn_above: float | None = None) -> dict[str, float]:
+        """Compare the servers' log-probs of a short answer with the trainer's; see :mod:`server_probe`.
+
+        With ``warn_above`` the result is empty if no server answers.
+        """
         prompt = probe_prompt(load_tokenizer(self.tokenizer_path))
-        answers = broadcast_json(self.on_lead_rank(lambda driver: driver.engine.probe(prompt, NUM_TOKENS)))
-        compare_logprobs(self.trainer, prompt, answers)
+
+        def ask(driver: RolloutDriver) -> list[Answer]:
+            with suppress(*[ServerError] if warn_above is not None else []):
+                return driver.engine.probe(prompt, NUM_TOKENS)
+            return []
+
+        answers = broadcast_json(self.on_lead_rank(ask))
+        return compare_logprobs(self.trainer, prompt, answers, warn_above=warn_above) if answers else {}
+
+    def probe_if_due(self) -> dict[str, float]:
+        """Compare the servers with the trainer every ``rollout.probe_every_steps``; return the largest difference."""
+        every = self.config.rollout.probe_every_steps
+        if every == 0 or self.step == self.start.step or self.step % every:
+            return {}
+        figures = self.compare_with_servers(warn_above=usual_difference(self.config))
+        return {"probe_log_prob_diff": max(figures.values())} if figures else {}
 
     def log(self, metrics: dict[str, float], began: float, generated: float, trained: float) -> None:
         """Record the metrics of the step; the moments are of the monotonic clock."""
@@ -195,11 +215,15 @@ def run_rl(config: RunConfig, on_step: OnStep | None) -> Summary[Evaluation]:
 
 def _make_trainer(config: RunConfig, files: RunFiles) -> PolicyTrainer:
     gconfig = config.rollout.gconfig
+    truncation = Truncation(
+        top_p=gconfig.top_p, top_k=gconfig.top_k, min_p=gconfig.min_p, reported=reports_truncated(config)
+    )
     return PolicyTrainer(
         replace(config.trainer, num_threads=thread_budget(config).trainer),
         model_path=config.model_path,
         seed=config.seed,
         temperature=gconfig.effective_temperature,
+        truncation=truncation if gconfig.is_truncated else None,
         max_new_tokens=gconfig.max_new_tokens,
         on_skip=files.record_skipped_update,
     )

@@ -11,7 +11,7 @@ from areal_lite.api.trajectory import EpisodeStatus, Group
 from areal_lite.data.rows.load_rows import check_held_out
 from areal_lite.embedded.settings import check_model_path
 from areal_lite.errors import ConfigError
-from areal_lite.launch.engine_stack import check_startable, generating_engine
+from areal_lite.launch.engine_stack import check_startable, generating_engine, reports_truncated
 from areal_lite.launch.evaluation import Evaluation, evaluate, no_success
 from areal_lite.launch.run_data import workflow_kwargs, workflow_rows
 from areal_lite.launch.run_directory import run_directory
@@ -110,10 +110,29 @@ def _check_trainable(config: RunConfig) -> None:
             "rollout.gconfig is greedy: all episodes of a group would be equal and every advantage 0. Set greedy: "
             "false and a temperature above 0"
         )
+    _check_log_probs(config)
+    if config.eval_dataset is not None:
+        check_held_out(config.train_dataset, config.eval_dataset)
+
+
+def _check_log_probs(config: RunConfig) -> None:
+    """Check that trainer and servers can agree on log-probs; warn where they differ."""
+    rollout = config.rollout
+    if rollout.gconfig.is_truncated and config.trainer.proximal == "behaviour" and not reports_truncated(config):
+        raise ConfigError(
+            "trainer.proximal is 'behaviour', but the log-probs of these servers ignore top_p, top_k and min_p of "
+            "rollout.gconfig: set trainer.proximal: trainer, or remove them"
+        )
+    if config.trainer.dtype == "float32" and config.server.dtype in ("bfloat16", "float16"):
+        logger.warning(
+            "trainer.dtype is float32 and server.dtype %s: published weights are rounded, which undoes most of a small "
+            "update for the servers; set server.dtype: float32",
+            config.server.dtype,
+        )
     changed = [
         name
         for name in (
-            *("top_p", "top_k", "min_p", "min_new_tokens", "frequency_penalty", "presence_penalty"),
+            *("min_new_tokens", "frequency_penalty", "presence_penalty"),
             *("repetition_penalty", "logit_bias", "json_schema", "regex", "ebnf"),
         )
         if getattr(rollout.gconfig, name) != getattr(GenerationHyperparameters, name)
@@ -124,5 +143,3 @@ def _check_trainable(config: RunConfig) -> None:
             "describe, and neither corrections nor metrics account for it. Keep the defaults while training",
             ", ".join(changed),
         )
-    if config.eval_dataset is not None:
-        check_held_out(config.train_dataset, config.eval_dataset)

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from areal_lite.errors import ConfigError
+from areal_lite.exact_attention import MIN_ROWS
 from areal_lite.trainer.packed_model import PackedModel, PackedSequences
+from areal_lite.trainer.truncation import Truncation, truncate_
 
 LOGIT_BYTES = 64 << 20
 """Size of the float32 logits that exist at once, with up to two copies: 341 positions for a vocabulary of 49,152,
@@ -21,7 +23,7 @@ LOGIT_BYTES = 64 << 20
 
 
 class TokenScores(NamedTuple):
-    """Scores of each trained token, ``[N]`` float32, from ``log_softmax(logits / temperature)``."""
+    """Scores of each trained token, ``[N]`` float32, from ``log_softmax(logits / temperature)``, then truncated."""
 
     logprobs: Tensor
     """Nats."""
@@ -29,6 +31,8 @@ class TokenScores(NamedTuple):
     """Nats."""
     sum_squared_probs: Tensor
     """Over the vocabulary."""
+    log_kept: Tensor
+    """Log of the probability mass that the truncation keeps; 0 without one."""
 
 
 class TokenScorer(PackedModel):
@@ -37,24 +41,30 @@ class TokenScorer(PackedModel):
     Models that transform logits after the output embedding (soft caps, scales) compute full logits.
     """
 
-    def __init__(self, model: Any, *, temperature: float) -> None:
+    def __init__(self, model: Any, *, temperature: float, truncation: Truncation | None = None) -> None:
         if temperature <= 0:
             raise ConfigError(
                 f"temperature is {temperature}: the trainer divides logits by it; sample with a temperature above 0"
             )
         super().__init__(model)
         self.temperature = temperature
+        self.truncation = truncation
         with torch.no_grad():
             self._head = (self._plain_head(),)
 
-    def forward(self, packed: PackedSequences, *, entropy_grad: bool = False) -> TokenScores:
-        """Return the scores of the trained tokens; log-probs carry gradient, entropies only with ``entropy_grad``."""
+    def forward(self, packed: PackedSequences, *, entropy_grad: bool = False, truncated: bool = True) -> TokenScores:
+        """Return the scores of the trained tokens; log-probs carry gradient, entropies only with ``entropy_grad``.
+
+        Args:
+            truncated: False gives the scores of the whole vocabulary.
+        """
         (head,) = self._head
+        truncation = self.truncation if truncated else None
         if head is None:
             logits = self.model(**self.inputs(packed)).logits.flatten(0, 1)[packed.predicted_at]
-            return _score_logits(logits, packed.targets, self.temperature, entropy_grad)
+            return _score_logits(logits, packed.targets, self.temperature, truncation, entropy_grad)
         scores: tuple[Tensor, ...] = ChunkedScores.apply(  # type: ignore[no-untyped-call]
-            self.states(packed), head.weight, head.bias, packed.targets, self.temperature, entropy_grad
+            self.states(packed), head.weight, head.bias, packed.targets, self.temperature, truncation, entropy_grad
         )
         return TokenScores(*scores)
 
@@ -84,8 +94,9 @@ class ChunkedScores(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
+        truncation: Truncation | None,
         entropy_grad: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         kind = states.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
         ctx.dtypes = states.dtype, weight.dtype
@@ -93,16 +104,18 @@ class ChunkedScores(torch.autograd.Function):
         states, weight = states.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
         chunks = [
-            _chunk_scores(states[here], weight, bias, targets[here], temperature) for here in _chunks(states, weight)
+            _chunk_scores(states[here], weight, bias, targets[here], temperature, truncation)
+            for here in _chunks(states, weight)
         ]
-        chosen, entropy, squared = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-        ctx.save_for_backward(states, weight, bias, targets, entropy)
-        ctx.mark_non_differentiable(squared, *([] if entropy_grad else [entropy]))
-        return chosen, entropy, squared
+        scores, least = zip(*chunks, strict=True)
+        chosen, entropy, squared, log_kept = (torch.cat(parts) for parts in zip(*scores, strict=True))
+        ctx.save_for_backward(states, weight, bias, targets, entropy, None if truncation is None else torch.cat(least))
+        ctx.mark_non_differentiable(squared, log_kept, *([] if entropy_grad else [entropy]))
+        return chosen, entropy, squared, log_kept
 
     @staticmethod
-    def backward(ctx: Any, grad_chosen: Tensor, grad_entropy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        states, weight, bias, targets, entropy = ctx.saved_tensors
+    def backward(ctx: Any, grad_chosen: Tensor, grad_entropy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        states, weight, bias, targets, entropy, least = ctx.saved_tensors
         states_dtype, weight_dtype = ctx.dtypes
         grad_chosen, grad_entropy = grad_chosen / ctx.temperature, grad_entropy / ctx.temperature
         grad_states = torch.empty_like(states, dtype=states_dtype)
@@ -116,6 +129,7 @@ class ChunkedScores(torch.autograd.Function):
                 bias,
                 targets[here],
                 ctx.temperature,
+                None if least is None else least[here],
                 grad_chosen[here, None],
                 grad_entropy[here, None] if ctx.entropy_grad else None,
                 entropy[here, None],
@@ -129,7 +143,7 @@ class ChunkedScores(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
             del grad_logits  # free it before the next chunk
-        return grad_states, grad_weight, grad_bias, None, None, None
+        return grad_states, grad_weight, grad_bias, None, None, None, None
 
 
 def _chunks(states: Tensor, weight: Tensor) -> Iterator[slice]:
@@ -138,13 +152,23 @@ def _chunks(states: Tensor, weight: Tensor) -> Iterator[slice]:
 
 
 def _chunk_scores(
-    states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
-) -> TokenScores:
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    truncation: Truncation | None,
+) -> tuple[TokenScores, Tensor | None]:
+    """Return the scores, and the smallest kept log-prob ``[n, 1]`` of each position if there is a truncation."""
     logprobs = _chunk_logprobs(states, weight, bias, temperature)
+    least, log_kept = None, torch.zeros_like(logprobs[:, 0])
+    if truncation is not None:
+        least = truncation.smallest_kept(logprobs)
+        logprobs, log_kept = truncate_(logprobs, targets, least)
     chosen = logprobs.gather(1, targets[:, None])[:, 0]
     probs = logprobs.exp()
     squared = torch.linalg.vector_norm(probs, dim=1).square_()
-    return TokenScores(chosen, probs.mul_(logprobs).sum(1).neg_(), squared)
+    return TokenScores(chosen, probs.mul_(logprobs).sum(1).neg_(), squared, log_kept), least
 
 
 def _chunk_gradient(
@@ -153,12 +177,15 @@ def _chunk_gradient(
     bias: Tensor | None,
     targets: Tensor,
     temperature: float,
+    least: Tensor | None,
     grad_chosen: Tensor,
     grad_entropy: Tensor | None,
     entropy: Tensor,
 ) -> Tensor:
     """Return the gradient of the logits, ``[n, vocabulary]``, from gradients ``[n, 1]`` of log-probs and entropies."""
     logprobs = _chunk_logprobs(states, weight, bias, temperature)
+    if least is not None:
+        logprobs, _ = truncate_(logprobs, targets, least)
     if grad_entropy is None:  # dlogprob/dlogit = [logit is the target's] - p
         grad_logits = logprobs.exp_().mul_(-grad_chosen)
     else:  # dH/dlogit = -p (log p + H)
@@ -168,13 +195,19 @@ def _chunk_gradient(
 
 
 def _chunk_logprobs(states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = F.linear(states, weight, bias).float()
+    missing = max(0, MIN_ROWS - len(states))
+    logits = F.linear(F.pad(states, (0, 0, 0, missing)), weight, bias)[: len(states)].float()
     return torch.log_softmax(logits if temperature == 1.0 else logits.div_(temperature), dim=-1)
 
 
-def _score_logits(logits: Tensor, targets: Tensor, temperature: float, entropy_grad: bool) -> TokenScores:
+def _score_logits(
+    logits: Tensor, targets: Tensor, temperature: float, truncation: Truncation | None, entropy_grad: bool
+) -> TokenScores:
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    log_kept = torch.zeros_like(logprobs[:, 0])
+    if truncation is not None:
+        logprobs, log_kept = truncate_(logprobs.clone(), targets, truncation.smallest_kept(logprobs))
     chosen = logprobs.gather(1, targets[:, None])[:, 0]
     spread = logprobs if entropy_grad else logprobs.detach()
     probs = spread.exp()
-    return TokenScores(chosen, -(probs * spread).sum(1), probs.detach().square().sum(1))
+    return TokenScores(chosen, -(probs * spread).sum(1), probs.detach().square().sum(1), log_kept.detach())

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from areal_lite.api.trajectory import TokenSequence
+from areal_lite.exact_attention import MIN_ROWS, read_exactly
 from areal_lite.trainer.microbatches import Block, num_inputs
 from areal_lite.trainer.ragged_attention import RAGGED, Segments
 
@@ -45,16 +46,22 @@ class PackedSequences:
 
 
 def pack(
-    sequences: Sequence[TokenSequence], blocks: Sequence[Block], *, device: torch.device, ragged: bool = False
+    sequences: Sequence[TokenSequence],
+    blocks: Sequence[Block],
+    *,
+    device: torch.device,
+    ragged: bool = False,
+    min_width: int = 0,
 ) -> PackedSequences:
     """Lay out the blocks: a shared prefix is stored once, and each sequence attends to it and to itself.
 
     Args:
         blocks: Which sequences to lay out, and the prefixes they share.
         ragged: Put all blocks into one bin, without padding, instead of one bin per block.
+        min_width: Fewest tokens of a bin that holds one block.
     """
     lengths = [block.length for block in blocks]
-    width = max(lengths)
+    width = max(*lengths, min_width)
     starts = np.cumsum([0, *lengths]) if ragged else width * np.arange(len(blocks) + 1)
     ids = np.zeros(starts[-1], np.int64)
     positions = np.zeros_like(ids)
@@ -132,6 +139,8 @@ class PackedModel(nn.Module):
             on four tokens."""
         self.ragged = False
         """Whether one bin holds all sequences, without padding and mask."""
+        self.min_width = 0
+        """Fewest tokens of a bin."""
         if model.device.type == "cuda":
             self.read_ragged()
 
@@ -155,6 +164,12 @@ class PackedModel(nn.Module):
         else:
             model.set_attn_implementation(before)
         return self.ragged
+
+    def read_exactly(self) -> bool:
+        """Compute each sequence on its own, with the bits of the embedded server; return whether the model can."""
+        if exact := self.shares_prefixes and not self.ragged and read_exactly(self.model):
+            self.shares_prefixes, self.min_width = False, MIN_ROWS
+        return exact
 
     def inputs(self, packed: PackedSequences) -> dict[str, Any]:
         """Return the arguments of model or decoder."""

@@ -195,7 +195,7 @@ class Step:
     def _engine_metrics(self, ranks: Ranks) -> dict[str, float]:
         """Return how far engine and trainer disagree, and how far the policy has moved."""
         tokens, own = self.tokens, self.tokens.computed
-        proximal = ranks.sum_(torch.where(own, tokens.proximal, 0.0))
+        proximal = ranks.sum_(torch.where(own, tokens.proximal + tokens.log_kept, 0.0))
         recorded = (ranks.sum_(own.float()) > 0) & ~tokens.behaviour.isnan()
         return mismatch_statistics(
             proximal[recorded],

@@ -23,7 +23,7 @@ from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import ConfigError, TrainingError
 from areal_lite.trainer.algorithm import Algorithm
 from areal_lite.trainer.learner import Learner, Update
-from areal_lite.trainer.logprobs import TokenScorer
+from areal_lite.trainer.logprobs import TokenScorer, TokenScores
 from areal_lite.trainer.lora import adapters_off
 from areal_lite.trainer.objectives.aggregation import AggregationMode, aggregate, token_weights
 from areal_lite.trainer.objectives.kl import kl_penalty
@@ -36,6 +36,7 @@ from areal_lite.trainer.scalar_model import ValueScorer, load_critic
 from areal_lite.trainer.seeding import seed_process
 from areal_lite.trainer.sharding import shard
 from areal_lite.trainer.step_tokens import Microbatch, StepCut, split_groups
+from areal_lite.trainer.truncation import Truncation
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class PolicyTrainer:
         model_path: Folder of a Hugging Face causal LM, or a hub name.
         seed: Seeds python, numpy and torch, and the order of minibatches.
         temperature: Sampling temperature of the inference engine; log-probs at use the same.
+        truncation: Truncated sampling of the inference engine, which the log-probs of the loss replay.
         max_new_tokens: Length limit of an answer, for the share of truncated answers and the overlong penalty.
         on_skip: Called with updates that were skipped.
 
@@ -67,6 +69,7 @@ class PolicyTrainer:
         model_path: str,
         seed: int,
         temperature: float = 1.0,
+        truncation: Truncation | None = None,
         max_new_tokens: int | None = None,
         on_skip: OnSkip | None = None,
     ) -> None:
@@ -80,7 +83,9 @@ class PolicyTrainer:
         self.model: Any = load_policy(
             model_path, device=self.device, gradient_checkpointing=recompute, lora=config.lora
         )
-        self._policy = TokenScorer(self.model, temperature=temperature)
+        self._policy = TokenScorer(self.model, temperature=temperature, truncation=truncation)
+        if config.deterministic and config.dtype == "float32":
+            self._policy.read_exactly()
         self._reference: TokenScorer | None = None
         if config.kl is not None:
             # Under adapters the reference is the model without them.
@@ -178,7 +183,7 @@ class PolicyTrainer:
                 step.all_indices,
                 self.learner,
                 reference,
-                lambda packed: {"reference": reference(packed).logprobs},
+                lambda packed: {"reference": reference(packed, truncated=False).logprobs},
             )
         step.tokens.fill(step.all_indices, scored)
 
@@ -292,14 +297,17 @@ class PolicyTrainer:
 
     @torch.no_grad()
     def logprobs_of(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """Return the policy's log-probs ``[S]`` of the sequences' trained tokens at temperature 1, on every rank."""
+        """Return the policy's log-probs ``[S]`` of the sequences' trained tokens, on every rank.
+
+        They are of the whole vocabulary at temperature 1.
+        """
         cut = StepCut(sequences, self._policy, ranks=Ranks(), device=self.device)
         logprobs = torch.zeros(sum(sequence.num_trained_tokens for sequence in sequences), device=self.device)
         temperature, self._policy.temperature = self._policy.temperature, 1.0
         try:
             for microbatch in cut(range(len(sequences)), self.config.max_tokens_per_microbatch):
                 with self.learner.autocast():
-                    logprobs[microbatch.tokens] = self._policy(microbatch.packed).logprobs.float()
+                    logprobs[microbatch.tokens] = self._policy(microbatch.packed, truncated=False).logprobs.float()
         finally:
             self._policy.temperature = temperature
         return logprobs
@@ -324,12 +332,18 @@ class PolicyTrainer:
     def _score_proximal(self, step: Step, chosen: Sequence[int]) -> None:
         def score(packed: PackedSequences) -> dict[str, Tensor]:
             scores = self._policy(packed)
-            return {"proximal": scores.logprobs, "sum_squared_probs": scores.sum_squared_probs}
+            return self._at_start(scores) | {"sum_squared_probs": scores.sum_squared_probs}
 
         with step.clock("proximal"):
             scored = self._scored(step, chosen, self.learner, self._policy, score)
         step.tokens.fill(chosen, scored)
         step.tokens.known |= step.tokens.chosen(chosen)
+
+    def _at_start(self, scores: TokenScores) -> dict[str, Tensor]:
+        """Return the columns of the step that the weights at its start give."""
+        columns = {"proximal": scores.logprobs.detach()}
+        truncation = self._policy.truncation
+        return columns if truncation is None or truncation.reported else columns | {"log_kept": scores.log_kept}
 
     @torch.no_grad()
     def _choose(self, step: Step, chosen: Sequence[int], *, first: bool) -> None:
@@ -430,13 +444,16 @@ class PolicyTrainer:
             return zero_loss(scores.logprobs)
         tokens.computed[at] = True
         if not bool(tokens.known[at].all()):
-            tokens.proximal[at] = scores.logprobs.detach()
+            for name, values in self._at_start(scores).items():
+                getattr(tokens, name)[at] = values
         terms = self.algorithm.policy_loss(self._inputs(step, scores.logprobs, at))
         if not self.algorithm.needs_proximal_early:
             tokens.correction[at] = self.algorithm.correction(
                 tokens.proximal[at], tokens.behaviour_or_proximal()[at], tokens.episodes[at]
             )
         own = {"entropy": scores.entropy, "correction_weight": tokens.correction[at]}
+        if self._policy.truncation is not None:
+            own["kept_mass"] = scores.log_kept.exp()
         step.record_statistics(at, terms.statistics | own)
         losses = tokens.correction[at] * terms.losses
         if config.kl is not None:

@@ -38,6 +38,9 @@ class StepTokens:
     proximal: Tensor
     reference: Tensor
     sum_squared_probs: Tensor
+    log_kept: Tensor
+    """Log of the probability mass that truncated sampling kept, under the weights at the start of the step; 0 where the
+    engine's log-probs are renormalized or nothing is truncated."""
     values: Tensor
     correction: Tensor
     """Factor of the token's loss that corrects for off-policy sampling."""
@@ -80,8 +83,8 @@ class StepTokens:
         return cls(**given, **flags, **zeros)
 
     def behaviour_or_proximal(self) -> Tensor:
-        """Return behaviour log-probs, the proximal ones where none were recorded (ratio 1)."""
-        return torch.where(self.behaviour.isnan(), self.proximal, self.behaviour)
+        """Return renormalized behaviour log-probs, the proximal ones where none were recorded (ratio 1)."""
+        return torch.where(self.behaviour.isnan(), self.proximal, self.behaviour - self.log_kept)
 
     def fill(self, sequences: Sequence[int], scores: Mapping[str, Tensor]) -> None:
         """Copy values ``[T]`` by name at the tokens of the sequences."""
@@ -206,7 +209,9 @@ class StepCut:
             batch = [block for number in numbers for block in bundles[number]]
             places = [np.arange(*self._offsets[[i, i + 1]]) for block in batch for i in block.sequences]
             yield Microbatch(
-                packed=pack(self._sequences, batch, device=self._device, ragged=ragged),
+                packed=pack(
+                    self._sequences, batch, device=self._device, ragged=ragged, min_width=self._model.min_width
+                ),
                 tokens=torch.from_numpy(np.concatenate(places)).to(self._device),
             )
         for _ in range(num_fillers):
@@ -229,5 +234,6 @@ class StepCut:
         shortest = min(chosen, key=lambda index: num_inputs(self._sequences[index]))
         block = Block((shortest,), (0,), num_inputs(self._sequences[shortest]))
         place = torch.arange(*self._offsets[[shortest, shortest + 1]].tolist(), device=self._device)
-        packed = pack(self._sequences, [block], device=self._device, ragged=self._model.ragged)
+        model = self._model
+        packed = pack(self._sequences, [block], device=self._device, ragged=model.ragged, min_width=model.min_width)
         return Microbatch(packed, place, counts=False)

@@ -93,14 +93,18 @@ def test_documented_metrics_are_exactly_those_that_runs_write(run_yaml: Path) ->
         "trainer.minibatches_per_step": "2",
         "trainer.total_steps": "6",
         "rollout.max_head_offpolicyness": "2",
+        "rollout.probe_every_steps": "2",
         "rollout.consumer_batch_size": "2",
         "save_model": "false",
     }
     choosing = {"trainer.loss": "clip_cov", "trainer.minibatches_per_step": "2", "trainer.total_steps": "1"}
+    choosing["rollout.gconfig"] = "{max_new_tokens: 8, top_p: 0.9}"
     written = set()
     for changes in (given, choosing | {"trial_name": "choosing", "save_model": "false"}):
         config = load_config(run_yaml, [f"{key}={value}" for key, value in changes.items()])
         run_dir = run_training(config).run_dir
+        probed = [line["step"] for line in records(run_dir) if "train/probe_log_prob_diff" in line]
+        assert probed == ([3, 5] if changes is given else [])
         written |= {name.replace("servers/0/", "servers/N/") for line in records(run_dir) for name in line}
     written -= {"step", "time"}
     if_any = {"episodes/rejected", "episodes/failed", "episodes/cancelled"}

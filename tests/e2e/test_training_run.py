@@ -19,7 +19,7 @@ from areal_lite.embedded import EmbeddedServer
 from areal_lite.errors import ConfigError, RunDirBusyError, StarvationError
 from areal_lite.launch.evaluation import Evaluation
 from areal_lite.launch.loop import Summary
-from areal_lite.launch.run import run_evaluation, run_rollout, run_training
+from areal_lite.launch.run import _check_trainable, run_evaluation, run_rollout, run_training
 from areal_lite.launch.run_directory import run_directory
 
 TIMES = re.compile("train/(seconds_|ms_per_token_|tokens_per_second)")
@@ -60,6 +60,14 @@ def test_on_policy_training_leaves_metrics_dumps_weights_and_a_model(run_yaml: P
     assert not list((summary.run_dir / "weights").iterdir())  # they were published in memory
     assert summary.model_dir is not None
     AutoModelForCausalLM.from_pretrained(summary.model_dir)
+
+
+@pytest.mark.timeout(300)
+def test_a_deterministic_run_has_no_mismatch_in_50_steps(run_yaml: Path) -> None:
+    changes = ["trainer.total_steps=50", "trainer.learning_rate=1e-3", "trainer.minibatches_per_step=2"]
+    changes += ["trainer.entropy_coef=0.01", "rollout.gconfig.temperature=0.8", "eval_dataset=null", "save_model=false"]
+    run = train(run_yaml, "trainer.deterministic=true", *changes)
+    assert [r["train/engine_mismatch/log_prob_diff_max"] for r in records(run.run_dir)] == [0.0] * 50
 
 
 def test_weights_published_on_disk_and_in_memory_give_the_same_run(run_yaml: Path) -> None:
@@ -158,6 +166,7 @@ def test_rollout_and_evaluation_run_alone(run_yaml: Path) -> None:
         ("reward_model=no/such/judge", "reward_model 'no/such/judge' does not exist"),
         ("trainer.critic={learning_rate: 1.0e-3, model_path: no/such/critic}", "critic.model_path 'no/such"),
         ("trainer.advantage=gae", "trainer.critic"),
+        ("trainer.proximal=behaviour\nrollout.gconfig.top_p=0.9", "log-probs of these servers ignore top_p"),
         ("workflow=tests.e2e.agents.LeterAgent", "did you mean tests.e2e.agents.LetterAgent?"),
         ("workflow=tests.e2e.agents.rows", "is a function"),
         ("workflow_kwargs={leters: 2}", "workflow_kwargs .'leters'. do not fit"),
@@ -188,6 +197,18 @@ def test_invalid_configs_are_refused_before_anything_starts(run_yaml: Path, over
     with pytest.raises(ConfigError, match=says.replace("?", r"\?")):
         train(run_yaml, *overrides.split("\n"))
     assert not (run_yaml.parent / "runs").exists()
+
+
+def test_sampling_that_the_trainer_cannot_follow_is_named(run_yaml: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for changes, says in (
+        (["rollout.gconfig.top_p=0.9", "rollout.gconfig.top_k=5", "rollout.gconfig.min_p=0.1"], None),
+        (["rollout.gconfig.presence_penalty=0.5"], "rollout.gconfig changes presence_penalty: "),
+        (["server.dtype=bfloat16"], "trainer.dtype is float32 and server.dtype bfloat16: .* set server.dtype: float32"),
+        (["server.dtype=bfloat16", "trainer.dtype=bfloat16"], None),
+    ):
+        caplog.clear()
+        _check_trainable(load_config(run_yaml, changes))
+        assert bool(says and re.search(says, caplog.text)) if says else not caplog.text
 
 
 def test_an_evaluation_does_not_change_the_training_runs_config(run_yaml: Path) -> None:

@@ -12,12 +12,14 @@ from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.embedded.process import EmbeddedServer
 from areal_lite.errors import ConfigError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
-from areal_lite.launch.server_probe import NUM_TOKENS, compare_logprobs, probe_prompt
+from areal_lite.launch.server_probe import NUM_TOKENS, USUAL_DIFFERENCE, compare_logprobs, probe_prompt
 from areal_lite.trainer.policy_trainer import PolicyTrainer
 from tests.fixtures.tiny_model import build_tiny_model
 
 
-def test_a_probe_measures_how_far_a_server_is_from_the_trainer(tmp_path: Path) -> None:
+def test_a_probe_measures_how_far_a_server_is_from_the_trainer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     ours, other = build_tiny_model(tmp_path / "ours"), build_tiny_model(tmp_path / "other", seed=1)
     config = TrainerConfig(total_steps=1, learning_rate=1e-3, dtype="float32", device="cpu", num_threads=1)
     trainer = PolicyTrainer(config, model_path=str(ours), seed=1, temperature=0.7)
@@ -31,6 +33,11 @@ def test_a_probe_measures_how_far_a_server_is_from_the_trainer(tmp_path: Path) -
         (figure,) = compare_logprobs(trainer, prompt, answers).values()
         assert figure < 1e-4
         engine.update_weights_from_disk(str(other), 1)
+        answers = engine.probe(prompt, NUM_TOKENS)
+        caplog.clear()
+        (figure,) = compare_logprobs(trainer, prompt, answers, warn_above=USUAL_DIFFERENCE["float32"]).values()
+        assert figure > 0.25
+        assert f"log-probs of server {server.address} differ from the trainer's by {figure:.4f} nats" in caplog.text
         with pytest.raises(ConfigError, match=rf"log-probs of {server.address} \(\d.* nats\) differ from"):
-            compare_logprobs(trainer, prompt, engine.probe(prompt, NUM_TOKENS))
+            compare_logprobs(trainer, prompt, answers)
     assert trainer._policy.temperature == 0.7

@@ -57,8 +57,9 @@ def assert_scores_are_those_alone(model: Any, batch: list[TokenSequence], temper
         expected = [
             torch.cat(parts) for parts in zip(*(scores_alone(model, one, temperature) for one in order), strict=True)
         ]
-    assert [scores.dtype for scores in ours] == [torch.float32] * 3
-    torch.testing.assert_close([scores.double() for scores in ours], expected, atol=5e-5, rtol=5e-5)
+    assert [scores.dtype for scores in ours] == [torch.float32] * 4
+    assert not ours.log_kept.any()
+    torch.testing.assert_close([scores.double() for scores in ours[:3]], expected, atol=5e-5, rtol=5e-5)
 
 
 @settings(max_examples=20)
@@ -86,7 +87,7 @@ def test_a_model_that_caps_logits_computes_full_logits(entropy_grad: bool, sprea
     scorer = TokenScorer(model, temperature=0.9)
     assert scorer._head == (None,)
     scores = packed_scores(scorer, drawn_batch(3), entropy_grad=entropy_grad)
-    assert [one.requires_grad for one in scores] == [True, entropy_grad, False]
+    assert [one.requires_grad for one in scores] == [True, entropy_grad, False, False]
 
 
 @pytest.mark.parametrize(
@@ -106,8 +107,8 @@ def test_other_models_never_build_full_logits(config: Any) -> None:
 
 def test_verl_computes_the_same_scores_from_logits() -> None:
     logits, labels = inputs("logits", torch.float32).flatten(0, 1), inputs("labels", torch.float32).flatten()
-    scores = ChunkedScores.apply(logits, torch.eye(logits.shape[1]), None, labels, 1.0, False)
-    for ours, key in zip(scores, ("logp.naive", "entropy.from_logits", "logp.sum_pi_squared"), strict=True):
+    scores = ChunkedScores.apply(logits, torch.eye(logits.shape[1]), None, labels, 1.0, None, False)
+    for ours, key in zip(scores[:3], ("logp.naive", "entropy.from_logits", "logp.sum_pi_squared"), strict=True):
         expected = case(key, "value", torch.float32).flatten()
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
@@ -125,12 +126,12 @@ def test_chunked_gradients_equal_those_of_the_full_softmax(entropy_grad: bool, b
         return full_scores(torch.nn.functional.linear(states, weight, bias) / 0.8, targets)
 
     def chunked(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
-        return ChunkedScores.apply(states, weight, bias, targets, 0.8, entropy_grad)
+        return ChunkedScores.apply(states, weight, bias, targets, 0.8, None, entropy_grad)
 
     results = []
     for scores in (full, chunked):
         leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-        logprobs, entropies, squares = scores(*leaves)
+        logprobs, entropies, squares = scores(*leaves)[:3]
         loss = (weights * logprobs).sum() + (entropies.square().sum() if entropy_grad else 0.0)
         loss.backward()
         results.append([logprobs, entropies, squares.detach(), *(leaf.grad for leaf in leaves)])
@@ -155,7 +156,7 @@ class Shapes(TorchDispatchMode):
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_frozen_output_embedding_allocates_no_gradient(frozen: bool) -> None:
     states, weight = torch.randn(8, 5, requires_grad=True), torch.randn(7, 5, requires_grad=not frozen)
-    scores = ChunkedScores.apply(states, weight, None, torch.zeros(8, dtype=torch.long), 1.0, False)
+    scores = ChunkedScores.apply(states, weight, None, torch.zeros(8, dtype=torch.long), 1.0, None, False)
     with Shapes() as shapes:
         scores[0].sum().backward()
     assert states.grad is not None

@@ -1,0 +1,79 @@
+"""Attention that computes a token the same way in every layout, for trainer and embedded server.
+
+Guarantees, on a CPU in float32, that a token gets the same bits whether a model reads a sequence at once or token by
+token: each query is computed on its own, over its keys in whole blocks. Matrix products give a row the same bits in all
+batches of at least :data:`MIN_ROWS` rows, which callers keep. Slower than plain attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+EXACT = "areal_lite_exact"
+"""Name of the attention implementation."""
+MIN_ROWS = 16
+"""Fewest tokens of a forward pass; libraries have other kernels for fewer rows."""
+_BLOCK = 32
+
+
+def exact_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **_options: Any,
+) -> tuple[Tensor, None]:
+    """Return ``[n, T, heads, width]`` from inputs ``[n, heads, T, width]``, the layout of transformers."""
+    (rows, heads, length, _), num_keys = query.shape, key.shape[2]
+    past, missing = num_keys - length, -num_keys % _BLOCK
+    if attention_mask is None:
+        later = torch.ones(length, num_keys, dtype=torch.bool, device=query.device).triu(past + 1)
+        attention_mask = query.new_zeros(later.shape).masked_fill_(later, torch.finfo(query.dtype).min)
+        attention_mask = attention_mask.expand(rows, 1, -1, -1)
+    mask = F.pad(attention_mask, (0, missing), value=torch.finfo(query.dtype).min)
+    repeats = heads // key.shape[1]
+    key, value = (F.pad(states.repeat_interleave(repeats, 1), (0, 0, 0, missing)) for states in (key, value))
+    parts = []
+    for row in range(rows):
+        start = 0
+        while start < length:
+            width = (past + start) // _BLOCK * _BLOCK + _BLOCK
+            end = min(length, width - past)
+            q = query[row, :, start:end].transpose(0, 1)[:, :, None]
+            k, v = (states[row, None, :, :width].expand(end - start, -1, -1, -1) for states in (key, value))
+            seen = mask[row, :, start:end, :width].transpose(0, 1)[:, :, None]
+            parts.append(F.scaled_dot_product_attention(q, k, v, seen, scale=scaling)[:, :, 0])
+            start = end
+    return torch.cat(parts).view(rows, length, heads, -1), None
+
+
+AttentionInterface.register(EXACT, exact_attention)
+
+
+@torch.no_grad()
+def read_exactly(model: Any) -> bool:
+    """Switch a Hugging Face model to exact attention if its logits stay the same; return whether they do.
+
+    Models on a GPU or in half precision keep their attention.
+    """
+    if model.device.type != "cpu" or model.dtype != torch.float32:
+        return False
+    before = model.config.get_text_config()._attn_implementation
+    ids = torch.arange(1, MIN_ROWS + 1)[None]
+    plain = model(input_ids=ids, use_cache=False).logits
+    try:
+        model.set_attn_implementation(EXACT)
+        if torch.allclose(model(input_ids=ids, use_cache=False).logits, plain, atol=1e-3, rtol=1e-3):
+            return True
+    except (RuntimeError, TypeError, ValueError):
+        pass
+    model.set_attn_implementation(before)
+    return False
