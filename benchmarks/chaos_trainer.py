@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -33,7 +34,7 @@ from areal_lite.api.trajectory import Group
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.infra import group_runner, reconciler, server_requests, workflow_context
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
-from areal_lite.infra.trajectory_dumper import TrajectoryDumper
+from areal_lite.infra.trajectory_dumper import TrajectoryDumper, next_task_id
 from tests.infra.scripted import tensors_of
 
 MISDEEDS = {
@@ -121,7 +122,7 @@ class ToolAgent(RolloutWorkflow):
                     until = min(until, time.monotonic() + 3 * self._grace_s)
             raise asyncio.CancelledError
         if do == "leak":
-            task = asyncio.create_task(asyncio.sleep(5.0))
+            task = asyncio.create_task(asyncio.sleep(5 * self._grace_s))
             self._leaked.add(task)
             task.add_done_callback(self._leaked.discard)
         if do == "block":
@@ -132,10 +133,11 @@ class ToolAgent(RolloutWorkflow):
 class CountTasks(RolloutWorkflow):
     """Counts the tasks of the engine's event loop, its own included."""
 
-    count = 0
+    calls = count = 0
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> None:
         """Count."""
+        CountTasks.calls += 1
         CountTasks.count = len(asyncio.all_tasks())
 
 
@@ -144,12 +146,12 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self._checkpoint = folder / "checkpoint.json"
-        self._file = open(folder / "journal.jsonl", "ab+")
+        self._file = (folder / "journal.jsonl").open("ab+")
         self.state: dict[str, Any] = {"step": 0, "offset": 0, "source": None}
         if self._checkpoint.exists():
             self.state = json.loads(self._checkpoint.read_bytes())
         self._file.seek(self.state["offset"])
-        with open(folder / "rolled_back.jsonl", "ab") as rolled_back:
+        with (folder / "rolled_back.jsonl").open("ab") as rolled_back:
             rolled_back.write(self._file.read().rpartition(b"\n")[0] + b"\n")
         self._file.truncate(self.state["offset"])
 
@@ -162,14 +164,8 @@ class Journal:
         """Write a checkpoint atomically."""
         os.fsync(self._file.fileno())
         unfinished = self._checkpoint.with_suffix(".unfinished")
-        unfinished.write_text(
-            json.dumps({"step": step, "offset": self._file.tell(), "source": source.state_dict()})
-        )
+        unfinished.write_text(json.dumps({"step": step, "offset": self._file.tell(), "source": source.state_dict()}))
         unfinished.replace(self._checkpoint)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 def record_of(groups: list[Group], version: int) -> dict[str, Any]:
@@ -203,17 +199,24 @@ def say(**news: Any) -> None:
     print(json.dumps(news), flush=True)
 
 
+def open_files() -> int:
+    """Return how many files this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def rss_mb() -> float:
     """Return the resident memory of this process in MB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def rows_of(count: int, group_size: int, seed: int) -> list[dict[str, Any]]:
+def rows_of(settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows, some with a misdeed for one episode of their group."""
-    draw = random.Random(seed)
-    kinds, shares = (*MISDEEDS, None), (*MISDEEDS.values(), 1 - sum(MISDEEDS.values()))
+    draw, group_size = random.Random(settings["seed"]), settings["rollout"]["group_size"]
+    kinds, shares = (*MISDEEDS, None), [settings["more"] * share for share in MISDEEDS.values()]
+    shares.append(1 - sum(shares))
     return [
-        {"row": i, "do": draw.choices(kinds, shares)[0], "member": draw.randrange(group_size)} for i in range(count)
+        {"row": i, "do": draw.choices(kinds, shares)[0], "member": draw.randrange(group_size)}
+        for i in range(settings["rows"])
     ]
 
 
@@ -238,7 +241,7 @@ def slow_disk(orders: Orders) -> None:
     TrajectoryDumper._write = slow  # type: ignore[method-assign]
 
 
-def tasks_now(engine: RemoteInfEngine, wanted: int | None = None) -> int:
+def count_tasks(engine: RemoteInfEngine, wanted: int | None = None) -> int:
     """Return the tasks on the engine's loop, once there are ``wanted`` or after 20 s."""
     until = time.monotonic() + 20
     while True:
@@ -256,44 +259,38 @@ def main(folder: Path) -> None:
     shorten_waits(settings)
     orders = Orders()
     slow_disk(orders)
-    rows = rows_of(settings["rows"], settings["rollout"]["group_size"], settings["seed"])
     source = RolloutDataSource(
-        rows, n_samples_per_prompt=settings["rollout"]["group_size"], seed=settings["seed"], shuffle=True, name="chaos"
+        rows_of(settings),
+        n_samples_per_prompt=settings["rollout"]["group_size"],
+        seed=settings["seed"],
+        shuffle=True,
     )
     journal = Journal(folder)
     if journal.state["source"] is not None:
         source.load_state_dict(journal.state["source"])
     misdeeds = os.open(folder / "misdeeds.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     config = InferenceEngineConfig(fileroot=str(folder / "runs"), **settings["rollout"])
-    # The first name lookup of a process opens files that stay open.
-    fds = len(os.listdir("/proc/self/fd"))
+    uvloop.new_event_loop().close()  # the first one of a process opens files that stay open
+    files, first_id = open_files(), next_task_id(config.run_dir)
     engine = RemoteInfEngine(config).initialize()
-    threads = threading.active_count()
-    first_id = engine._executor._runner._next_task_id
-    tasks = tasks_now(engine)
+    tasks = count_tasks(engine)
     memory = _train(engine, source, journal, orders, ToolAgent(orders, misdeeds, settings["grace_s"]))
-    tasks_left = tasks_now(engine, tasks) - tasks
+    tasks_left = count_tasks(engine, tasks) - tasks
     counts = engine.export_stats()
     engine.destroy()
-    journal.close()
+    state = source.state_dict()
     say(
         done=True,
         first_id=first_id,
-        ended=sum(counts.values()) - counts["abandoned"],
-        counts=counts,
+        ended=sum(counts.values()) - counts["abandoned"] - CountTasks.calls,
         tasks_left=tasks_left,
-        threads_left=max(0, threading.active_count() - 2),
-        threads=threads,
-        fds_left=len(os.listdir("/proc/self/fd")) - fds + 1,  # the journal is closed
+        threads_left=threading.active_count() - 2,  # this one and that of the orders
+        files_left=open_files() - files,
         memory=memory,
-        source={"handed_out": source._next_group, "dropped": source.dropped.total(), "left": _left(source)},
-        failures=engine.failures.metrics(),
+        handed_out=state["group_index"],
+        dropped=sum(state["dropped"].values()),
+        owed=len(state["owed"]) + len(state["returned"]),
     )
-
-
-def _left(source: RolloutDataSource) -> int:
-    state = source.state_dict()
-    return len(state["owed"]) + len(state["returned"])
 
 
 def _train(
