@@ -141,13 +141,14 @@ class ChaosServer(StubServer):
         length = self._lengths[sum(body["input_ids"]) % len(self._lengths)]
         finish: dict[str, Any] = {"type": "stop", "matched": 2} if length <= budget else {"type": "length"}
         length = min(length, budget)
-        done = await self._in_turn(body, length)
-        if done < length:
-            length, finish = done, {"type": "abort", "message": "Aborted"}
         if fault == "reset":
+            await asyncio.sleep(self._draw.random() * max(0.0, self._free_at - time.monotonic()))
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
+        done = await self._in_turn(body, length)
+        if done < length:
+            length, finish = done, {"type": "abort", "message": "Aborted"}
         if fault == "empty":
             length, finish = 0, {"type": "stop", "matched": 2}
         if fault == "long":

@@ -245,7 +245,7 @@ def count_tasks(engine: RemoteInfEngine, wanted: int | None = None) -> int:
     """Return the tasks on the engine's loop, once there are ``wanted`` or after 20 s."""
     until = time.monotonic() + 20
     while True:
-        engine.rollout_batch([{}], CountTasks, is_eval=True)
+        engine.rollout_batch([{}], CountTasks, group_size=1, is_eval=True)
         if wanted is None or CountTasks.count <= wanted or time.monotonic() > until:
             return CountTasks.count
         time.sleep(0.5)
@@ -276,8 +276,8 @@ def main(folder: Path) -> None:
     tasks = count_tasks(engine)
     memory = _train(engine, source, journal, orders, ToolAgent(orders, misdeeds, settings["grace_s"]))
     tasks_left = count_tasks(engine, tasks) - tasks
-    counts = engine.export_stats()
     engine.destroy()
+    counts = engine.export_stats()
     state = source.state_dict()
     say(
         done=True,

@@ -59,6 +59,19 @@ def test_a_server_may_fail_any_number_of_times_in_a_row() -> None:
     assert all(pool.pick() is pool.servers[1] for _ in range(5))
 
 
+def test_a_few_quick_errors_among_many_running_requests_do_not_rest_a_server() -> None:
+    pool = ServerPool(["a:1"])
+    server = pool.servers[0]
+    for _ in range(96):
+        pool.start(server, 10, 0.0)
+    failed = 0
+    while server.usable:
+        pool.end(server, 10)
+        pool.failed(server, "reset")
+        failed += 1
+    assert failed == 10  # one for eight of the 86 that still run
+
+
 # -- replies that cannot be trusted --------------------------------------------------------------
 
 
