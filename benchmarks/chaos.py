@@ -495,7 +495,7 @@ def parse_args() -> argparse.Namespace:
     args.batch, args.fault_s, args.timeout_s, args.grace_s, args.more = 96, 3.0, 30.0, 1.0, 1
     if args.smoke:
         args.episodes, args.servers, args.tokens_per_s = 800, 4, 3000.0
-        args.batch, args.fault_s, args.timeout_s, args.grace_s, args.more = 16, 0.3, 3.0, 0.3, 5
+        args.batch, args.fault_s, args.timeout_s, args.grace_s, args.more = 16, 0.3, 20.0, 0.3, 5
     args.rounds = max(1, round(args.episodes / 10_000))
     return args
 
