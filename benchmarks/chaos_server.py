@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 import sys
 import time
@@ -200,10 +201,11 @@ async def _slowly(request: web.Request, body: bytes, *, cut: bool) -> web.Stream
         assert request.transport is not None
         request.transport.close()
         return response
-    for i in range(10):
-        await asyncio.sleep(DRIP_S / 10)
-        start = len(body) // 2 + i
-        await response.write(body[start : start + 1] if i < 9 else body[start:])
+    with contextlib.suppress(ConnectionResetError):  # the client is gone
+        for i in range(10):
+            await asyncio.sleep(DRIP_S / 10)
+            start = len(body) // 2 + i
+            await response.write(body[start : start + 1] if i < 9 else body[start:])
     return response
 
 
