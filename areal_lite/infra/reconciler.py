@@ -267,6 +267,8 @@ class Reconciler:
         self._updating = True
         loaded, versions = dict(self._loaded), {server: server.version for server in self._pool.servers}
         loads = {asyncio.create_task(self._load(s)): s for s in self._pool.servers if s.down is None}
+        for task in loads:
+            task.add_done_callback(_error_of)  # one that fails after this has returned is not asked otherwise
         try:
             await self._until_enough(set(loads))
             errors = {server: _error_of(task) for task, server in loads.items()}

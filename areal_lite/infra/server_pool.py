@@ -19,7 +19,10 @@ from areal_lite.infra.backends.dialect import ServerInfo
 logger = logging.getLogger(__name__)
 
 FAILURES_TO_OPEN = 3
-"""Failures in a row after which a server rests."""
+"""Failures in a row after which a server rests, see also :data:`REQUESTS_PER_FAILURE`."""
+REQUESTS_PER_FAILURE = 8
+"""A server with many running requests rests after one failure in a row for so many of them: errors return before the
+answers to requests that were sent with them."""
 FIRST_REST_S = 1.0
 MAX_REST_S = 30.0
 SUCCESSES_TO_GROW = 50
@@ -212,13 +215,15 @@ class ServerPool:
     def failed(self, server: Server, reason: str, *, at_once: bool = False) -> bool:
         """Count a failed request, and return whether the server now has to rest.
 
-        It rests from the third failure in a row on, or ``at_once``; each rest in a row is longer.
+        It rests from the third failure in a row on, later if it runs many requests, or ``at_once``; each rest in a row
+        is longer.
         """
         server.failures += 1
         server.failed_requests += 1
         server.last_failure = reason
         server.unhealthy = True
-        if server.down is not None or not (at_once or server.trial or server.failures >= FAILURES_TO_OPEN):
+        enough = server.failures >= max(FAILURES_TO_OPEN, server.outstanding // REQUESTS_PER_FAILURE)
+        if server.down is not None or not (at_once or server.trial or enough):
             return False
         self.rest(server, reason)
         return True

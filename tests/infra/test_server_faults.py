@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import time
@@ -57,6 +58,19 @@ def test_a_server_may_fail_any_number_of_times_in_a_row() -> None:
     assert failing.trial
     pool.failed(failing, "refused")
     assert all(pool.pick() is pool.servers[1] for _ in range(5))
+
+
+def test_a_few_quick_errors_among_many_running_requests_do_not_rest_a_server() -> None:
+    pool = ServerPool(["a:1"])
+    server = pool.servers[0]
+    for _ in range(96):
+        pool.start(server, 10, 0.0)
+    failed = 0
+    while server.usable:
+        pool.end(server, 10)
+        pool.failed(server, "reset")
+        failed += 1
+    assert failed == 10  # one for eight of the 86 that still run
 
 
 # -- replies that cannot be trusted --------------------------------------------------------------
@@ -397,6 +411,19 @@ def test_an_update_does_not_wait_for_a_server_that_hangs(
     assert engine.get_version() == 1
     assert accepted(engine, 10) == 10
     assert hung.server.seen["generate"] == 0
+
+
+def test_an_update_that_fails_after_others_had_it_is_no_stray_exception(
+    start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(reconciler, "STRAGGLER_S", 0.1)
+    sound, hung = start_stub(), start_stub()
+    hung.server.hangs = {"/update_weights_from_disk"}
+    start_engine(sound, hung, request_timeout_s=0.3).update_weights_from_disk("ckpt", 1)
+    until(lambda: hung.server.paths["/update_weights_from_disk"] > 1)  # the first has timed out
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_an_update_waits_out_an_outage(start_stub: StartStub, start_engine: StartEngine) -> None:
