@@ -46,6 +46,7 @@ _HINTS = {
     "functions": "use tools",
     "function_call": "use tool_choice",
     "audio": "only text is served",
+    "json_schema": "use response_format or guided_json",
     "prediction": "the model samples every token",
     "web_search_options": "no tool runs here; declare a function in tools",
 }

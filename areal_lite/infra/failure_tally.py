@@ -50,7 +50,8 @@ class FailureTally:
         """Return the causes as lines of text, with the traceback of the most common one; empty without failures."""
         if not self._causes:
             return ""
-        lines = [f"{self.episodes.total()} episodes failed:"]
+        total = self.episodes.total()
+        lines = [f"{total} episode{'s' if total > 1 else ''} failed:"]
         common = self._causes.most_common(limit)
         lines += [f"{count:>8}  {cause.kind:<16}  {cause.summary}" for cause, count in common]
         if len(self._causes) > limit:

@@ -138,7 +138,7 @@ class ServerRequests:
         """
         status, reply, retry_after_s = await self._post(server, body, stream)
         if status != 200:
-            raise ErrorReply(status, _short(reply), retry_after_s)
+            raise ErrorReply(status, _message(reply), retry_after_s)
         if stream is None:
             chunk = self._dialect.parse_generate(orjson.loads(reply), top_logprobs=top_logprobs)
             self._check(chunk, max_tokens, newest)
@@ -270,7 +270,7 @@ class ServerRequests:
             status, text = reply.status, await reply.read()
         if status != 200:
             kind = OSError if status in (429, 502, 503, 504) else RefusedError
-            raise kind(f"{server.url}{call.path} said HTTP {status}: {_short(text)}")
+            raise kind(f"{server.url}{call.path} said HTTP {status}: {_message(text)}")
         try:
             error = self._dialect.update_error(orjson.loads(text))
         except orjson.JSONDecodeError:
@@ -289,5 +289,12 @@ def _vocab_size(folder: str | None) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _short(reply: bytes) -> Any:
-    return reply[:500].decode(errors="replace")
+def _message(reply: bytes) -> str:
+    """Return what an error reply says: its message if it is JSON with one, else its beginning."""
+    text = reply[:500].decode(errors="replace")
+    with contextlib.suppress(orjson.JSONDecodeError):
+        parsed: Any = orjson.loads(reply)
+        if isinstance(parsed, dict):
+            parsed = parsed.get("error", parsed)
+            text = str(parsed.get("message", text) if isinstance(parsed, dict) else parsed)[:500]
+    return text

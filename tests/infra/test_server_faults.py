@@ -458,3 +458,18 @@ def test_a_hung_update_can_be_interrupted_and_the_engine_ends_at_once(
     asyncio.run(interrupted(engine))
     engine.destroy()
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        (b'{"error": {"message": "the prompt is too long", "code": 400}}', "the prompt is too long"),
+        (b'{"object": "error", "message": "no such model"}', "no such model"),
+        (b'{"error": "busy"}', "busy"),
+        (b'{"detail": "Not Found"}', '{"detail": "Not Found"}'),
+        (b"<html>" + b"x" * 600, "<html>" + "x" * 494),
+        (b"[1]", "[1]"),
+    ],
+)
+def test_an_error_says_the_servers_message_without_its_json(reply: bytes, says: str) -> None:
+    assert server_requests._message(reply) == says

@@ -36,7 +36,10 @@ class AnthropicAgent:
         self, data: dict[str, Any], base_url: Any = None, api_key: Any = None, http_client: Any = None
     ) -> float:
         address = workflow_context.get().agent.anthropic_base_url  # base_url is for OpenAI's APIs
-        client = AsyncAnthropic(base_url=address, api_key=api_key, http_client=http_client)
+        async with AsyncAnthropic(base_url=address, api_key=api_key, http_client=http_client) as client:
+            return await self.solve(client, data)
+
+    async def solve(self, client: AsyncAnthropic, data: dict[str, Any]) -> float:
         messages: list[Any] = [{"role": "user", "content": data["question"]}]
         try:
             for _ in range(MAX_CALLS):

@@ -34,7 +34,10 @@ class OpenAIAgent:
     async def run(
         self, data: dict[str, Any], base_url: Any = None, api_key: Any = None, http_client: Any = None
     ) -> float:
-        client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client) as client:
+            return await self.solve(client, data)
+
+    async def solve(self, client: AsyncOpenAI, data: dict[str, Any]) -> float:
         messages: list[Any] = [{"role": "user", "content": data["question"]}]
         try:
             for _ in range(MAX_CALLS):
