@@ -45,6 +45,7 @@ def small(name: str, run_yaml: Path) -> Path:
         "max_concurrent_rollouts": 16,
         "gconfig": {"max_new_tokens": 4},
         "dump_to_file": False,
+        "weight_update": "disk",
     }
     config["trainer"] |= {"total_steps": 10, "dtype": "float32", "num_threads": 1, "device": "cpu"}
     path = run_yaml.with_name(f"{name}.yaml")
@@ -63,7 +64,7 @@ def test_a_config_runs_ten_steps(name: str, run_yaml: Path) -> None:
         assert all(value is not None and math.isfinite(value) for value in line.values())
     assert lines[-1].keys() >= EXTRA_METRICS[name]
     before = load_file(Path(config.model_path) / "model.safetensors")
-    after = load_file(run_dir / "checkpoints" / "step_00000010" / "policy" / "model" / "model.safetensors")
+    after = load_file(run_dir / "weights" / "v00000010" / "model.safetensors")
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[key], after[key]) for key in before)
     saved = [path.name for path in sorted((run_dir / "checkpoints").iterdir())]

@@ -79,7 +79,6 @@ def test_every_setting_reaches_the_child_process(tiny: Path, deterministic: bool
         "seed": 3,
         "weight_version": "7",
         "deterministic": deterministic,
-        "tokenizer_path": None,
     }
 
 
