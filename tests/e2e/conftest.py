@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from tests.fixtures.tiny_model import build_tiny_model
@@ -14,6 +16,13 @@ from tests.fixtures.tiny_model import build_tiny_model
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def undo_determinism() -> Iterator[None]:
+    """Reset what a run with ``trainer.deterministic`` sets for the whole process."""
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def test_a_run_with_some_failures_says_so_and_exits_with_0(
     tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert run("rollout", tmp_path, tiny_model, bad=[1]) == 0
-    assert "1 episodes failed:" in caplog.text
+    assert "1 episode failed:" in caplog.text
 
 
 def group(status: EpisodeStatus, *kinds: FailureKind | None, failure: Failure | None = None) -> Group:
