@@ -23,11 +23,7 @@ class Result(BaseModel):
 
 
 class AnthropicAgent:
-    """Reward 1 for the right result, 0 for a wrong one or for an answer that breaks its schema.
-
-    Args:
-        stream: Whether to stream the answers.
-    """
+    """Reward 1 for the right result, 0 for a wrong one or for an answer that breaks its schema."""
 
     def __init__(self, stream: bool = False) -> None:
         self.stream = stream
