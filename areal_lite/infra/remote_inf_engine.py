@@ -358,7 +358,7 @@ class RemoteInfEngine(InferenceEngine):
     def fail(self, error: Exception) -> None:
         """End all calls that wait, and every later one, with ``error``; returns at once, from any thread."""
         with contextlib.suppress(RuntimeError, ConfigError):  # the engine was destroyed meanwhile
-            self._running_loop.call_soon(self._executor.hold, True)
+            self._running_loop.call_soon(self._executor.pause)
             self._running_loop.fail(error)
 
     def _probe(self, input_ids: list[int], num_tokens: int) -> Operation[list[tuple[str, list[int], list[float]]]]:

@@ -473,3 +473,14 @@ def test_a_hung_update_can_be_interrupted_and_the_engine_ends_at_once(
 )
 def test_an_error_says_the_servers_message_without_its_json(reply: bytes, says: str) -> None:
     assert server_requests._message(reply) == says
+
+
+def test_a_failed_engine_starts_no_more_groups_when_the_disk_has_caught_up(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    engine = start_engine(start_stub(), dump_to_file=True)
+    engine.fail(ServerError("over"))
+    engine._on_dumper_change()
+    with pytest.raises(ServerError, match="over"):
+        engine.wait(1, timeout=1)
+    assert not engine._executor.gate.may_start()
