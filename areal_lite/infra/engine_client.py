@@ -27,6 +27,7 @@ from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.io_struct import ModelRequest, ModelResponse, SharedPromptResponse, TokenPrefix
+from areal_lite.api.published_weights import PublishedWeights
 from areal_lite.errors import ConfigError, ContextOverflowError, ServerError
 from areal_lite.infra.backends import dialect_of
 from areal_lite.infra.backends.dialect import BadResponse, Chunk, ErrorReply, TopLogprobs
@@ -202,11 +203,11 @@ class EngineClient:
             if not (waiter := self._waiting.popleft()).done():
                 waiter.set_exception(ServerError(str(error)))
 
-    async def update_weights_from_disk(self, path: str, version: int) -> None:
-        """Have the servers load the checkpoint folder at ``path`` as ``version``; see :class:`Reconciler`."""
+    async def update_weights(self, weights: PublishedWeights) -> None:
+        """Have the servers load ``weights``; see :class:`Reconciler`."""
         self.hold()
         try:
-            await self._reconciler.update_weights_from_disk(path, version)
+            await self._reconciler.update_weights(weights)
         finally:
             self.release()
             self._wake_all()

@@ -13,9 +13,10 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple
+from typing import Any
 
 from areal_lite.api.config import InferenceEngineConfig
+from areal_lite.api.published_weights import PublishedWeights
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.infra.backends.dialect import Dialect, ErrorReply
 from areal_lite.infra.model_identity import ModelIdentity
@@ -38,13 +39,6 @@ STRAGGLER_S = 30.0
 """Seconds that an update waits at least for other servers once one has it."""
 
 _ERRORS = (ServerError, ErrorReply, *REQUEST_ERRORS)
-
-
-class Weights(NamedTuple):
-    """A checkpoint folder and its policy version."""
-
-    path: str
-    version: int
 
 
 class Reconciler:
@@ -85,12 +79,12 @@ class Reconciler:
         self._is_waiting = is_waiting
         self._on_outage = on_outage
         self._identity = identity or ModelIdentity.unknown()
-        self.wanted: Weights | None = None
+        self.wanted: PublishedWeights | None = None
         """The newest weights; None before the first update."""
         self.newest: int | None = None
         """The newest version that any server was given."""
         self._locks = {server: asyncio.Lock() for server in pool.servers}
-        self._loaded: dict[Server, Weights] = {}
+        self._loaded: dict[Server, PublishedWeights] = {}
         """What each server acknowledged last."""
         self._tasks: dict[Server, asyncio.Task[None]] = {}
         """What repairs or examines a server."""
@@ -237,7 +231,7 @@ class Reconciler:
             self._forget(server)
             await self._requests.control(server, self._dialect.pause(keep=self._must_stay(server)))
             try:
-                for call in self._dialect.update_weights(*wanted):
+                for call in self._dialect.load_folder(wanted):
                     await self._requests.control(server, call, timeout_s=self._config.request_timeout_s)
             finally:
                 await self._requests.control(server, self._dialect.resume())
@@ -252,8 +246,8 @@ class Reconciler:
 
     # -- updates ---------------------------------------------------------------------------------
 
-    async def update_weights_from_disk(self, path: str, version: int) -> None:
-        """Have every server load the checkpoint folder at ``path`` as ``version``.
+    async def update_weights(self, weights: PublishedWeights) -> None:
+        """Have every server load ``weights``.
 
         Running requests are aborted and continue from their tokens under the new weights. Returns once all servers
         that take part have it; one that fails or lags gets no requests until it has caught up in the background. If
@@ -262,8 +256,8 @@ class Reconciler:
         Raises:
             ServerError: If all servers refused, which keep what they serve, or none came back in time.
         """
-        before, self.wanted = self.wanted, Weights(path, version)
-        self.newest = max(version, self.newest or 0)
+        before, self.wanted = self.wanted, weights
+        self.newest = max(weights.version, self.newest or 0)
         self._updating = True
         loaded, versions = dict(self._loaded), {server: server.version for server in self._pool.servers}
         loads = {asyncio.create_task(self._load(s)): s for s in self._pool.servers if s.down is None}
@@ -276,11 +270,11 @@ class Reconciler:
                 self.wanted, self._loaded = before, loaded  # none is behind another: all serve what they have
                 for server, had in versions.items():
                     server.version = had
-                raise ServerError(f"no server took policy version {version} from {path}: {next(iter(errors.values()))}")
+                raise ServerError(f"no server took {weights}: {next(iter(errors.values()))}")
             for server, error in errors.items():
                 if error is not None:
-                    self.behind(server, f"version {version} failed to load: {error or type(error).__name__}")
-            await self._until_one_has(version, path)
+                    self.behind(server, f"version {weights.version} failed to load: {error or type(error).__name__}")
+            await self._until_one_has(weights)
         except BaseException:
             for task in loads:
                 task.cancel()
@@ -307,19 +301,19 @@ class Reconciler:
             if deadline is None and any(_error_of(task) is None for task in done):
                 deadline = now + max(STRAGGLER_S, now - started)
 
-    async def _until_one_has(self, version: int, path: str) -> None:
+    async def _until_one_has(self, weights: PublishedWeights) -> None:
         """Return once a server has the version; servers that are being repaired get ``outage_patience_s``."""
         patience, waited = self._config.outage_patience_s, time.monotonic()
         said = waited
         while not any(s.down is None and self._has_newest(s) for s in self._pool.servers):
             now = time.monotonic()
             if now - waited >= patience:
-                raise ServerError(
-                    f"no server took policy version {version} from {path} in {patience:g} s: {self._why()}"
-                )
+                raise ServerError(f"no server took {weights} in {patience:g} s: {self._why()}")
             if now - said >= OUTAGE_LINE_S:
                 said = now
-                logger.warning("no server has taken version %d for %.0f s: %s", version, now - waited, self._why())
+                logger.warning(
+                    "no server has taken version %d for %.0f s: %s", weights.version, now - waited, self._why()
+                )
             tasks = list(self._tasks.values())
             await asyncio.wait(tasks, timeout=min(WATCH_S, patience)) if tasks else await asyncio.sleep(0)
 

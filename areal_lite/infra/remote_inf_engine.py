@@ -14,6 +14,7 @@ from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.dotted_path import load_object
 from areal_lite.api.engine_api import InferenceEngine, Row, ShouldAcceptFn
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
+from areal_lite.api.published_weights import PublishedWeights, WeightFolder
 from areal_lite.api.trajectory import Group, TaskId
 from areal_lite.api.workflow_api import RolloutWorkflow, WorkflowLike
 from areal_lite.errors import ConfigError, StorageError
@@ -76,7 +77,8 @@ class RemoteInfEngine(InferenceEngine):
 
     Every blocking method has an async form for callers inside an event loop: ``asubmit``, ``await_results``,
     ``arollout_batch``, ``aprepare_batch``, ``aclose_source``, ``apause``, ``aresume``, ``aset_version``,
-    ``aupdate_weights_from_disk``, ``aprobe``. Both forms are one operation that runs on the engine's loop.
+    ``aupdate_weights``, ``aupdate_weights_from_disk``, ``aprobe``. Both forms are one operation that runs on the
+    engine's loop.
     """
 
     def __init__(self, config: InferenceEngineConfig, *, model_path: str | None = None) -> None:
@@ -342,18 +344,26 @@ class RemoteInfEngine(InferenceEngine):
 
         return Operation(set_version())
 
-    def _update_weights_from_disk(self, path: str, version: int) -> Operation[None]:
-        """Have the servers load the checkpoint folder at ``path`` and make ``version`` the policy version.
+    def _update_weights(self, weights: PublishedWeights) -> Operation[None]:
+        """Have the servers load ``weights`` and make its version the policy version.
 
         Raises:
             ServerError: If no server loaded it; the policy version then stays.
         """
 
         async def update() -> None:
-            await self._client.update_weights_from_disk(path, version)
-            await self._set_version(version).coroutine
+            await self._client.update_weights(weights)
+            await self._set_version(weights.version).coroutine
 
         return Operation(update())
+
+    def _update_weights_from_disk(self, path: str, version: int) -> Operation[None]:
+        """Have the servers load the checkpoint folder at ``path`` and make ``version`` the policy version.
+
+        Raises:
+            ServerError: If no server loaded it; the policy version then stays.
+        """
+        return self._update_weights(WeightFolder(path, version))
 
     def fail(self, error: Exception) -> None:
         """End all calls that wait, and every later one, with ``error``; returns at once, from any thread."""
@@ -373,6 +383,7 @@ class RemoteInfEngine(InferenceEngine):
     pause, apause = both_forms(_pause)
     resume, aresume = both_forms(_resume)
     set_version, aset_version = both_forms(_set_version)
+    update_weights, aupdate_weights = both_forms(_update_weights)
     update_weights_from_disk, aupdate_weights_from_disk = both_forms(_update_weights_from_disk)
 
     def export_stats(self) -> dict[str, int]:

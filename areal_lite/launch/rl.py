@@ -32,6 +32,7 @@ from areal_lite.launch.loop import (
     with_scalars,
 )
 from areal_lite.launch.profiling import StepProfiler
+from areal_lite.launch.publishing import Publish, weight_publisher
 from areal_lite.launch.resuming import find_start
 from areal_lite.launch.rollout_driver import RolloutDriver, load_rollout_inputs
 from areal_lite.launch.run_data import tokenizer_path
@@ -41,9 +42,7 @@ from areal_lite.trainer.algorithm import Algorithm
 from areal_lite.trainer.policy_step import Batch
 from areal_lite.trainer.policy_trainer import PolicyTrainer
 from areal_lite.trainer.ranks import Ranks, broadcast_batch, broadcast_json
-from areal_lite.trainer.shared_weights import SharedWeights, can_share
 from areal_lite.trainer.truncation import Truncation
-from areal_lite.trainer.weights import publish_weights
 
 T = TypeVar("T")
 
@@ -57,8 +56,7 @@ class RLRun(TrainingRun[Evaluation]):
     driver: RolloutDriver | None
     """None on ranks other than the first."""
     profiler: StepProfiler
-    shared_weights: SharedWeights | None
-    """Where weights are published in memory; None publishes files."""
+    publish_version: Publish
 
     def run(self) -> Summary[Evaluation]:
         """Train up to ``total_steps`` and save the model; servers that were running before get the weights first.
@@ -102,17 +100,14 @@ class RLRun(TrainingRun[Evaluation]):
             self.driver.mark_trained(self.step, batch)
 
     def publish(self) -> None:
-        """Write the weights as policy version ``step`` and have the servers load them.
+        """Publish the weights as policy version ``step`` and have the servers load them.
 
         A run that is asked to stop does not wait for the servers.
         """
-        if self.shared_weights is not None:
-            folder = self.shared_weights.publish(self.trainer.model, self.step)
-        else:
-            folder = publish_weights(self.trainer.model, _weights_dir(self.files), self.step, dtype=self.dtype)
+        weights = self.publish_version(self.step)
         if self.driver is not None:
             with suppress(Stopped), interruptible():
-                self.driver.engine.update_weights_from_disk(str(folder.resolve()), self.step)
+                self.driver.engine.update_weights(weights)
 
     def compare_with_servers(self, *, warn_above: float | None = None) -> dict[str, float]:
         """Compare the servers' log-probs of a short answer with the trainer's; see :mod:`server_probe`.
@@ -208,7 +203,9 @@ def run_rl(config: RunConfig, on_step: OnStep | None) -> Summary[Evaluation]:
             dtype=dtype,
             started=started,
             driver=driver,
-            shared_weights=_shared_weights(config, trainer, files, dtype, stack),
+            publish_version=stack.enter_context(
+                weight_publisher(config.rollout, trainer.model, files.run_dir / "weights", dtype)
+            ),
             profiler=stack.enter_context(StepProfiler(config.profile_steps, files.run_dir / "profile")),
         ).run()
 
@@ -227,19 +224,3 @@ def _make_trainer(config: RunConfig, files: RunFiles) -> PolicyTrainer:
         max_new_tokens=gconfig.max_new_tokens,
         on_skip=files.record_skipped_update,
     )
-
-
-def _weights_dir(files: RunFiles) -> Path:
-    return files.run_dir / "weights"
-
-
-def _shared_weights(
-    config: RunConfig, trainer: PolicyTrainer, files: RunFiles, dtype: torch.dtype, stack: ExitStack
-) -> SharedWeights | None:
-    """Return where weights are published in memory until ``stack`` closes; None if they are published as files."""
-    way = config.rollout.weight_update
-    if way == "disk" or (way == "auto" and config.rollout.addresses) or not can_share(trainer.model):
-        return None
-    shared = SharedWeights(_weights_dir(files), dtype=dtype)
-    stack.callback(shared.close)
-    return shared

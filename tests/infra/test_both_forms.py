@@ -22,6 +22,7 @@ FORMS = {
     "pause": "apause",
     "resume": "aresume",
     "set_version": "aset_version",
+    "update_weights": "aupdate_weights",
     "update_weights_from_disk": "aupdate_weights_from_disk",
     "probe": "aprobe",
 }

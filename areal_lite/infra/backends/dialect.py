@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from areal_lite.api.generation import GenerationHyperparameters
+from areal_lite.api.published_weights import WeightFolder
 from areal_lite.errors import ConfigError
 
 TopLogprobs = list[list[tuple[int, float]]]
@@ -135,8 +136,8 @@ class Dialect(Protocol):
         With ``keep`` they stay on the server instead and continue after :meth:`resume`, with the new weights.
         """
 
-    def update_weights(self, path: str, version: int) -> list[ControlCall]:
-        """Return the calls that load the checkpoint folder at ``path`` as ``version``."""
+    def load_folder(self, weights: WeightFolder) -> list[ControlCall]:
+        """Return the calls that load a checkpoint folder."""
 
     def resume(self) -> ControlCall:
         """Return the call that ends :meth:`pause`."""

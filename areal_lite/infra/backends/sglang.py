@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from areal_lite.api.generation import CONSTRAINTS, GenerationHyperparameters
+from areal_lite.api.published_weights import WeightFolder
 from areal_lite.infra.backends.dialect import (
     BadResponse,
     Chunk,
@@ -156,9 +157,9 @@ class SGLang:
         """Abort what runs; the client keeps the partial tokens and continues them afterwards."""
         return ControlCall("/pause_generation", {"mode": "retract" if keep else "abort"})
 
-    def update_weights(self, path: str, version: int) -> list[ControlCall]:
+    def load_folder(self, weights: WeightFolder) -> list[ControlCall]:
         """Load from disk and drop the prefix cache, which holds the old weights' states."""
-        body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
+        body = {"model_path": weights.path, "weight_version": str(weights.version), "flush_cache": True}
         return [ControlCall("/update_weights_from_disk", body)]
 
     def resume(self) -> ControlCall:

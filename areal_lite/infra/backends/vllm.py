@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from areal_lite.api.generation import GenerationHyperparameters
+from areal_lite.api.published_weights import WeightFolder
 from areal_lite.infra.backends.dialect import (
     BadResponse,
     Chunk,
@@ -142,11 +143,11 @@ class VLLM:
         """Abort what runs; the client keeps the partial tokens and continues them afterwards."""
         return ControlCall("/pause?mode=keep" if keep else "/pause?mode=abort")
 
-    def update_weights(self, path: str, version: int) -> list[ControlCall]:
+    def load_folder(self, weights: WeightFolder) -> list[ControlCall]:
         """Load from disk on every worker, name the version, drop the prefix cache."""
         return [
-            ControlCall("/collective_rpc", {"method": "load_checkpoint_dir", "kwargs": {"weights_path": path}}),
-            ControlCall("/update_weight_version", {"new_version": str(version)}),
+            ControlCall("/collective_rpc", {"method": "load_checkpoint_dir", "kwargs": {"weights_path": weights.path}}),
+            ControlCall("/update_weight_version", {"new_version": str(weights.version)}),
             ControlCall("/reset_prefix_cache"),
         ]
 
