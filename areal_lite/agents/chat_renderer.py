@@ -11,8 +11,11 @@ import asyncio
 import contextlib
 import functools
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import orjson
 
 from areal_lite.agents.answer_parsers.answer_parser import THINK, answer_parser
 from areal_lite.agents.request_fields import RequestError
@@ -25,6 +28,8 @@ _THINK_TOKENS = 12
 """Tokens that hold ``<think>`` and a line break at a prompt's end, however the tokenizer cuts them."""
 _LONG_TEXT = 20_000
 """Texts of this many characters are tokenized in a thread, so the event loop is not blocked."""
+_PROMPTS_KEPT = 256
+"""Rendered prompts kept in memory: the episodes of a group begin with the same one."""
 
 
 class ChatRenderer:
@@ -64,6 +69,9 @@ class ChatRenderer:
             tool_parser=tool_parser or ("hermes" if tools_in_system_prompt else None),
             reasoning_parser=reasoning_parser,
         )
+        self._prompts: OrderedDict[bytes, list[int]] = OrderedDict()
+        """Ids of the latest short prompts, by messages, tools and template variables."""
+        self._depends_on_time = "strftime_now" in _template_text(tokenizer)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = backend if backend and not (backend.truncation or backend.padding) else None
         self._decode = _decoder(tokenizer)
@@ -92,6 +100,10 @@ class ChatRenderer:
         Raises:
             RequestError: If the template rejects the messages, or does not render the tools.
         """
+        key = None if self._depends_on_time else _prompt_key(messages, tools, template_kwargs)
+        if key is not None and (known := self._prompts.get(key)) is not None:
+            self._prompts.move_to_end(key)
+            return known.copy()
         if self._tools_in_system_prompt:
             messages, tools = in_hermes_form(messages, tools), None
         elif tools and drops_tools(self.tokenizer, template_kwargs):
@@ -101,7 +113,13 @@ class ChatRenderer:
                 param="tools",
                 code="tools_not_rendered",
             )
-        return await self._ids(self._render(messages, tools, template_kwargs))
+        text = self._render(messages, tools, template_kwargs)
+        ids = await self._ids(text)
+        if key is not None and len(text) < _LONG_TEXT:
+            self._prompts[key] = ids.copy()
+            if len(self._prompts) > _PROMPTS_KEPT:
+                self._prompts.popitem(last=False)
+        return ids
 
     async def continuation(
         self,
@@ -223,6 +241,15 @@ def chat_renderer(
         reasoning_parser=reasoning_parser,
         tools_in_system_prompt=tools_in_system_prompt,
     )
+
+
+def _prompt_key(messages: list[Any], tools: Any, template_kwargs: dict[str, Any]) -> bytes | None:
+    """Return a key that equal prompts share; None if the prompt has no JSON form or is long."""
+    try:
+        key = orjson.dumps([messages, tools, template_kwargs])
+    except TypeError:  # lone surrogates, or deep nesting
+        return None
+    return key if len(key) < _LONG_TEXT else None
 
 
 def _template_text(tokenizer: Any) -> str:

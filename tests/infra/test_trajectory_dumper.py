@@ -205,10 +205,15 @@ def test_a_group_without_a_json_form_changes_no_outcome(
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch, stack: ExitStack) -> Iterator[threading.Event]:
-    """Hold all dumps until the event is set, at the latest before the engines of ``stack`` end."""
+    """Hold all dumps until the event is set, at the latest before the engines of ``stack`` end.
+
+    Its attribute ``is_busy`` is set once the first dump is held.
+    """
     takes, rename = threading.Event(), os.rename
+    takes.is_busy = threading.Event()  # type: ignore[attr-defined]
 
     def wait_and_rename(*paths: str) -> None:
+        takes.is_busy.set()  # type: ignore[attr-defined]
         takes.wait()
         rename(*paths)
 
@@ -227,7 +232,9 @@ def test_while_the_disk_is_slow_no_group_starts_and_the_loop_stays_free(
 ) -> None:
     monkeypatch.setattr(trajectory_dumper, "MAX_QUEUED", 4)
     engine = start_engine(start_stub(), dump_to_file=True, max_concurrent_rollouts=1)
-    for _ in range(20):
+    engine.submit({}, OneTurn, is_eval=True)
+    assert disk.is_busy.wait(60)  # type: ignore[attr-defined]
+    for _ in range(19):
         engine.submit({}, OneTurn, is_eval=True)
     engine.wait(5)  # one is held by the disk, four are queued
     with pytest.raises(TimeoutError, match="0 of 1 .* too many ended groups wait to be dumped"):
