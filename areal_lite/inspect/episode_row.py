@@ -1,0 +1,162 @@
+"""From one line of a dump to one row of the index; a line of another shape is an error that says where.
+
+Reads schemas 1 and 2. A missing field is None, so that dumps of older versions are read too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+SCOPES = ("rollout", "eval-rollout")
+"""Folders of a run that hold dumps."""
+TEXTS = ("scope", "status", "error", "error_kind", "error_type", "stop", "agent")
+"""Columns kept in the table ``texts``; ``stop`` and ``agent`` are JSON lists."""
+COLUMNS = (
+    *TEXTS,
+    *("version", "reward", "tokens", "trained", "turns", "calls", "prompt_len", "start", "head", "tail"),
+    *("member", "sample", "finished", "run_s", "queued_s", "task", "group"),
+)
+"""The columns of a row that come from its line and its folder."""
+Row = tuple[Any, ...]
+
+
+class ShapeError(ValueError):
+    """A line that is not one of a dump."""
+
+
+def row_of(record: Any, scope: str | None, version: int | None) -> Row:
+    """Return the values of :data:`COLUMNS`.
+
+    Args:
+        record: The parsed line.
+        scope: The dump's folder, if it is one of a run.
+        version: The folder's version; None takes it from the record.
+
+    Raises:
+        ShapeError: If the line has another shape.
+    """
+    if not isinstance(record, dict):
+        raise ShapeError(f"not an object but {_type(record)}")
+    turns = record.get("turns")
+    if not isinstance(turns, list):
+        raise ShapeError(f"turns is {_type(turns)}, not a list" if "turns" in record else "it has no turns")
+    trained, calls = 0, 0
+    stops: dict[str, None] = {}
+    agents: dict[str, None] = {}
+    for place, turn in enumerate(turns):
+        try:
+            trained += _check_turn(turn)
+        except ShapeError as error:
+            raise ShapeError(f"turn {place}: {error}") from None
+        calls += turn.get("role") == "assistant"
+        for values, name in ((stops, "stop_reason"), (agents, "agent")):
+            if (value := turn.get(name)) is not None:
+                values[value] = None
+    timings = record.get("timings") or {}
+    if not isinstance(timings, dict):
+        raise ShapeError(f"timings is {_type(timings)}, not an object")
+    for process in _list(record, "processes"):
+        _check_process(process)
+    tail = _integer(record, "tail_version")
+    start = _integer(record, "start_version")
+    if version is None:
+        version = start if tail is None else tail
+    return (
+        *(scope, _text(record, "status"), _text(record, "error")),
+        *(_text(record, "error_kind"), _text(record, "error_type")),
+        *(_json(stops), _json(agents)),
+        *(version, _number(record, "reward"), _integer(record, "seqlen"), trained, len(turns), calls),
+        *(_integer(record, "prompt_len"), start, _integer(record, "head_version"), tail),
+        *(_integer(record, "member_idx"), _integer(record, "sample_idx")),
+        *(_number(timings, "finished_at"), _number(timings, "run_s"), _number(timings, "queued_s")),
+        *(_id(record, "task_id"), _id(record, "group_id")),
+    )
+
+
+def _check_turn(turn: Any) -> int:
+    """Check what readers of a turn rely on, and return its trained tokens."""
+    if not isinstance(turn, dict):
+        raise ShapeError(f"not an object but {_type(turn)}")
+    for name in ("role", "text", "stop_reason", "agent"):
+        _text(turn, name)
+    _number(turn, "latency_s")
+    for name in ("ids", "loss_mask", "logprobs", "versions"):
+        column = _list(turn, name)
+        if column and not {int, float} >= set(map(type, column)):
+            raise ShapeError(f"{name} has an entry that is not a number")
+    return int(sum(turn.get("loss_mask") or ()))
+
+
+def _check_process(process: Any) -> None:
+    if not isinstance(process, dict):
+        raise ShapeError(f"an entry of processes is {_type(process)}, not an object")
+    _list(process, "command")
+    _number(process, "seconds")
+    _text(process, "stdout")
+    _text(process, "stderr")
+
+
+def _list(record: Mapping[str, Any], name: str) -> list[Any]:
+    value = record.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise ShapeError(f"{name} is {_type(value)}, not a list")
+    return value
+
+
+def _text(record: Mapping[str, Any], name: str) -> str | None:
+    value = record.get(name)
+    if value is None or isinstance(value, str):
+        return value
+    raise ShapeError(f"{name} is {_type(value)}, not text")
+
+
+def _number(record: Mapping[str, Any], name: str) -> float | None:
+    value = record.get(name)
+    if value is None or type(value) is float or (type(value) is int and -(2**63) <= value < 2**63):
+        return value
+    raise ShapeError(f"{name} is {_type(value)}, not a number of 64 bits")
+
+
+def _integer(record: Mapping[str, Any], name: str) -> int | None:
+    value = record.get(name)
+    if value is None or (type(value) is int and -(2**63) <= value < 2**63):
+        return value
+    raise ShapeError(f"{name} is {_type(value)}, not an integer of 64 bits")
+
+
+def _id(record: Mapping[str, Any], name: str) -> int | str | None:
+    value = record.get(name)
+    if value is None or isinstance(value, str):
+        return value
+    if type(value) is not int:
+        raise ShapeError(f"{name} is {_type(value)}, not an integer or text")
+    return value if -(2**63) <= value < 2**63 else str(value)
+
+
+def _json(values: Mapping[str, None]) -> str | None:
+    return orjson.dumps(list(values)).decode() if values else None
+
+
+_NAMES = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+
+
+def _type(value: Any) -> str:
+    return _NAMES.get(type(value), f"the number {value}")
+
+
+def text_found(record: Mapping[str, Any], pattern: re.Pattern[str]) -> bool:
+    """Return whether the text of a turn has ``pattern``."""
+    return any(turn["text"] is not None and pattern.search(turn["text"]) for turn in record["turns"] if "text" in turn)
+
+
+def cause(error: str | None, error_type: str | None) -> str | None:
+    """Return the line of an error that names the exception, otherwise the last one that says something."""
+    lines = [line.strip()[:300] for line in (error or "").splitlines() if line.strip()]
+    named = [line for line in lines if error_type and line.startswith(error_type)]
+    return [error_type, *lines, *named][-1]

@@ -1,0 +1,369 @@
+"""The filter language of ``inspect`` and ``view``: ``reward<0.5 status=failed turns>3 text~"regex"``.
+
+A filter is terms of key, operator and value. A space or ``and`` joins two terms that must both hold; ``or``, ``not``
+and parentheses work as in Python. A comparison with a missing value is false, ``KEY=none`` finds missing values, and
+``!=`` and ``!~`` are true exactly where ``=`` and ``~`` are false. Regular expressions are Python's, found anywhere.
+
+:func:`parse` checks a filter, :func:`to_sql` turns it into a condition on the table of :mod:`.dump_index`. Values are
+always SQL parameters.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from areal_lite.api.failure import FailureKind
+from areal_lite.api.trajectory import EpisodeStatus
+from areal_lite.errors import ConfigError
+
+
+class Kind(StrEnum):
+    """Type of a key's values; it decides the operators and the SQL."""
+
+    NUMBER = "number"
+    ID = "id"
+    """An integer or text of its own in nearly every row, compared as text."""
+    NAME = "text"
+    """Text that many rows share, kept once in the table ``texts``."""
+    NAMES = "texts"
+    """A list of texts; a comparison holds if it holds for one of them."""
+    FILE = "file"
+    RUN = "run"
+    TEXT = "full text"
+    """The texts of all turns, which are only in the dumps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a filter can ask for."""
+
+    name: str
+    kind: Kind
+    meaning: str
+    """One line, for help and docs; a field of the dump is in backquotes."""
+    alias: str = ""
+    """The dump's name of it, where that differs."""
+    values: tuple[str, ...] = ()
+    """All values it can have; empty for any."""
+
+
+_ALL = (
+    Key("reward", Kind.NUMBER, "`reward`"),
+    Key("status", Kind.NAME, "`status`", values=tuple(EpisodeStatus)),
+    Key("error", Kind.NAME, "`error`"),
+    Key("error_kind", Kind.NAME, "`error_kind`", alias="kind", values=tuple(FailureKind)),
+    Key("error_type", Kind.NAME, "`error_type`"),
+    Key("text", Kind.TEXT, "`turns.text` of any turn; reads the dumps, so the slowest key"),
+    Key("tokens", Kind.NUMBER, "`seqlen`", alias="seqlen"),
+    Key("prompt_len", Kind.NUMBER, "`prompt_len`"),
+    Key("trained", Kind.NUMBER, "trained tokens: the sum of all `turns.loss_mask`"),
+    Key("turns", Kind.NUMBER, "number of `turns`"),
+    Key("calls", Kind.NUMBER, "number of `turns` with the role `assistant`: model calls"),
+    Key("stop", Kind.NAMES, "`turns.stop_reason` of any turn", alias="stop_reason"),
+    Key("agent", Kind.NAMES, "`turns.agent` of any turn"),
+    Key("version", Kind.NUMBER, "policy version: the folder's, or `tail_version` in other folders"),
+    Key("start", Kind.NUMBER, "`start_version`", alias="start_version"),
+    Key("head", Kind.NUMBER, "`head_version`", alias="head_version"),
+    Key("tail", Kind.NUMBER, "`tail_version`", alias="tail_version"),
+    Key("task", Kind.ID, "`task_id`", alias="task_id"),
+    Key("group", Kind.ID, "`group_id`", alias="group_id"),
+    Key("member", Kind.NUMBER, "`member_idx`", alias="member_idx"),
+    Key("sample", Kind.NUMBER, "`sample_idx`", alias="sample_idx"),
+    Key("finished", Kind.NUMBER, "`timings.finished_at`", alias="finished_at"),
+    Key("run_s", Kind.NUMBER, "`timings.run_s`"),
+    Key("queued_s", Kind.NUMBER, "`timings.queued_s`"),
+    Key("scope", Kind.NAME, "the dump's folder: `rollout` for training, `eval-rollout` for evaluation"),
+    Key("file", Kind.FILE, "path of the dump below the run's folder"),
+    Key("run", Kind.RUN, "name of the run, if several are open"),
+)
+KEYS = {key.name: key for key in _ALL}
+"""Every key by name, in the order of the docs."""
+_NAMES = KEYS | {key.alias: key for key in _ALL if key.alias}
+SORT_KEYS = tuple(key.name for key in _ALL if key.kind in (Kind.NUMBER, Kind.ID))
+_NUMERIC = ("<=", ">=", "!=", "=", "<", ">")
+_TEXTUAL = ("!=", "!~", "=", "~")
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One comparison; ``value`` None stands for a missing value."""
+
+    key: Key
+    op: str
+    value: float | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Not:
+    """True where ``part`` is false."""
+
+    part: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """``and`` of parts, or ``or`` if ``either``; without parts every row matches."""
+
+    parts: tuple[Expr, ...]
+    either: bool = False
+
+
+Expr = Term | Not | Both
+
+_TOKEN = re.compile(
+    r"""\s*(?:
+        (?P<paren>[()])
+      | (?P<word>and|or|not)(?![\w.])(?!\s*(?:[<>]=?|!?[=~]))
+      | (?P<key>[A-Za-z_][\w.]*)\s*(?P<op><=|>=|!=|!~|==|=|<|>|~)\s*
+        (?:"(?P<quoted>(?:[^"\\]|\\.)*)"|'(?P<single>(?:[^'\\]|\\.)*)'|(?P<bare>(?:\([^\s()]*\)|[^\s()"'])+))
+    )""",
+    re.VERBOSE | re.DOTALL,
+)
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\Z")
+_DEPTH = 100
+_TOKENS = 500
+
+
+def parse(text: str) -> Expr:
+    """Return the filter ``text``; one without terms matches everything.
+
+    Raises:
+        ConfigError: With the place, the rule and the fix.
+    """
+    parser = _Parser(text)
+    expr = parser.either(0)
+    if parser.tokens[parser.at][0] != "end":
+        raise parser.error("a ')' has no '('")
+    return expr
+
+
+class _Parser:
+    """Recursive descent; ``tokens`` are (type, match) pairs that end with ("end", None)."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at = text, 0
+        self.tokens: list[tuple[str, re.Match[str] | None]] = []
+        place = 0
+        while text[place:].strip():
+            match = _TOKEN.match(text, place)
+            if match is None:
+                raise self._unreadable(place)
+            kind = match["paren"] or match["word"] or "term"
+            self.tokens.append((kind, match))
+            place = match.end()
+        self.tokens.append(("end", None))
+        if len(self.tokens) > _TOKENS:
+            raise _error(text, f"more than {_TOKENS} terms and parentheses")
+
+    def either(self, depth: int) -> Expr:
+        if depth > _DEPTH:
+            raise self.error(f"more than {_DEPTH} parentheses or 'not' inside each other")
+        parts = [self.both(depth)]
+        while self.take("or"):
+            parts.append(self.both(depth))
+        return parts[0] if len(parts) == 1 else Both(tuple(parts), either=True)
+
+    def both(self, depth: int) -> Expr:
+        parts: list[Expr] = []
+        while self.tokens[self.at][0] in ("term", "not", "("):
+            parts.append(self.part(depth))
+            joined = self.take("and")
+            if joined and self.tokens[self.at][0] not in ("term", "not", "("):
+                raise self.error("'and' needs a term after it")
+        if not parts and (depth or len(self.tokens) > 1):
+            raise self.error("a term is missing")
+        return parts[0] if len(parts) == 1 else Both(tuple(parts))
+
+    def part(self, depth: int) -> Expr:
+        if depth > _DEPTH:
+            raise self.error(f"more than {_DEPTH} parentheses or 'not' inside each other")
+        if self.take("not"):
+            if self.tokens[self.at][0] not in ("term", "not", "("):
+                raise self.error("'not' needs a term after it")
+            return Not(self.part(depth + 1))
+        if self.take("("):
+            inner = self.either(depth + 1)
+            if not self.take(")"):
+                raise self.error("a '(' has no ')'")
+            return inner
+        match = self.tokens[self.at][1]
+        self.at += 1
+        assert match is not None
+        return _term(match)
+
+    def take(self, kind: str) -> bool:
+        found = self.tokens[self.at][0] == kind
+        self.at += found
+        return found
+
+    def error(self, rule: str) -> ConfigError:
+        match = self.tokens[self.at][1]
+        place = len(self.text) if match is None else match.end()
+        return _error(self.text[:place], f"{rule}. {_EXAMPLE}")
+
+    def _unreadable(self, place: int) -> ConfigError:
+        rest = self.text[place:].strip()
+        if name := re.match(r"[\w.]+", rest):
+            rule = (
+                f"{name[0]!r} needs an operator and a value; quote a value with spaces, quotes or unmatched parentheses"
+            )
+        else:
+            rule = "a term begins with a key"
+        return _error(rest, f"{rule}. {_EXAMPLE}")
+
+
+_EXAMPLE = 'Example: status=failed (reward<0.5 or turns>3) text~"not sure"'
+
+
+def _error(where: str, rule: str) -> ConfigError:
+    return ConfigError(f"filter, at {where.strip()[:80]!r}: {rule}")
+
+
+def _term(match: re.Match[str]) -> Term:
+    source, op = match[0], match["op"].replace("==", "=")
+    key = _NAMES.get(match["key"])
+    if key is None:
+        close = difflib.get_close_matches(match["key"], _NAMES, 1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise _error(source, f"no key {match['key']!r}; {hint}Keys: {', '.join(KEYS)}")
+    quoted = match["quoted"] if match["quoted"] is not None else match["single"]
+    escaped = r"\\([\"'])" if "~" in op else r"\\([\"'\\])"  # a regular expression keeps its backslashes
+    value = match["bare"] if quoted is None else re.sub(escaped, r"\1", quoted)
+    allowed = _NUMERIC if key.kind is Kind.NUMBER else ("~", "!~") if key.kind is Kind.TEXT else _TEXTUAL
+    if op not in allowed:
+        raise _error(source, f"{key.name} is a {key.kind} and takes {' '.join(allowed)}")
+    if op in ("~", "!~"):
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise _error(
+                source, f"no regular expression: {error}. Put a backslash before a literal . ( [ * + ?"
+            ) from None
+    elif quoted is None and value in ("none", "null") and op in ("=", "!="):
+        return Term(key, op, None)
+    elif key.kind is Kind.NUMBER:
+        if not _NUMBER.match(value):
+            raise _error(source, f"{key.name} needs a number such as 0.5, or none, not {value!r}")
+        return Term(key, op, float(value))
+    elif key.values and value not in key.values:
+        raise _error(source, f"{key.name} is one of {', '.join(key.values)}, not {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _error(source.encode(errors="replace").decode(), "the value is not UTF-8") from None
+    return Term(key, op, value)
+
+
+def text_hash(text: str) -> int:
+    """Return the number under which the table ``texts`` finds ``text``."""
+    return zlib.crc32(text.encode())
+
+
+def needs_text(expr: Expr) -> bool:
+    """Return whether ``expr`` has to read the dumps."""
+    if isinstance(expr, Term):
+        return expr.key.kind is Kind.TEXT
+    return any(map(needs_text, (expr.part,) if isinstance(expr, Not) else expr.parts))
+
+
+def to_sql(expr: Expr) -> tuple[str, list[float | str]]:
+    """Return an SQL condition, true or false and never NULL, and its parameters.
+
+    It calls the functions ``matches``, ``any_is``, ``any_matches``, ``text_matches`` and ``run_name``, which
+    :mod:`.dump_index` defines.
+    """
+    if isinstance(expr, Not):
+        condition, values = to_sql(expr.part)
+        return f"NOT ({condition})", values
+    if isinstance(expr, Term):
+        if expr.op[0] == "!":
+            return to_sql(Not(Term(expr.key, expr.op[1:], expr.value)))
+        if expr.value is None:
+            return f"+{_column(expr.key)} IS NULL", []
+        condition, values = _SQL[expr.key.kind](expr.key, expr.op, expr.value)
+        return f"coalesce({condition}, 0)", values
+    if not expr.parts:
+        return "1", []
+    # CASE is the only form whose order SQLite keeps: what reads the dumps comes last.
+    parts = sorted(expr.parts, key=needs_text)
+    conditions, parameters = [], []
+    for part in parts:
+        condition, values = to_sql(part)
+        conditions.append(condition)
+        parameters += values
+    if not needs_text(expr):
+        return "(" + (" OR " if expr.either else " AND ").join(conditions) + ")", parameters
+    if expr.either:
+        return "CASE " + " ".join(f"WHEN {c} THEN 1" for c in conditions) + " ELSE 0 END", parameters
+    return "CASE " + " ".join(f"WHEN NOT ({c}) THEN 0" for c in conditions) + " ELSE 1 END", parameters
+
+
+def _column(key: Key) -> str:
+    return {Kind.RUN: "run_name()", Kind.FILE: "e.file"}.get(key.kind, f'e."{key.name}"')
+
+
+_Sql = Callable[[Key, str, "float | str"], tuple[str, "list[float | str]"]]
+
+
+def _number_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
+    return f"+{_column(key)} {op} ?", [value]
+
+
+def _match_sql(column: str, op: str, value: str) -> tuple[str, list[float | str]]:
+    """Compare a text column; a regular expression without special characters needs no call into Python."""
+    if op == "=":
+        return f"{column} = ?", [value]
+    return (f"instr({column}, ?) > 0" if is_literal(value) else f"matches({column}, ?)"), [value]
+
+
+def is_literal(pattern: str) -> bool:
+    """Return whether a regular expression finds exactly its own text."""
+    return not set(pattern) & set(".^$*+?{}[]\\|()")
+
+
+def _id_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
+    return _match_sql(f"CAST({_column(key)} AS TEXT)", op, str(value))
+
+
+def _name_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
+    text = str(value)
+    condition, values = _match_sql("text", op, text)
+    if op == "=":
+        condition, values = f"hash = {text_hash(text)} AND {condition}", values
+    return f"+{_column(key)} IN (SELECT id FROM texts WHERE field = '{key.name}' AND {condition})", values
+
+
+def _names_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
+    function = "any_is" if op == "=" else "any_matches"
+    condition = f"field = '{key.name}' AND {function}(text, ?)"
+    return f"+{_column(key)} IN (SELECT id FROM texts WHERE {condition})", [value]
+
+
+def _file_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
+    condition, values = _match_sql("folders.path || '/' || files.name", op, str(value))
+    files = "SELECT files.id FROM files JOIN folders ON folders.id = files.folder WHERE"
+    return f"+e.file IN ({files} {condition})", values
+
+
+def _run_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
+    return _match_sql("run_name()", op, str(value))
+
+
+def _text_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
+    return "text_matches(e.file, e.offset, e.length, ?)", [value]
+
+
+_SQL: dict[Kind, _Sql] = {
+    Kind.NUMBER: _number_sql,
+    Kind.ID: _id_sql,
+    Kind.NAME: _name_sql,
+    Kind.NAMES: _names_sql,
+    Kind.FILE: _file_sql,
+    Kind.RUN: _run_sql,
+    Kind.TEXT: _text_sql,
+}
