@@ -41,9 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from areal_lite.launch.serve import serve
 
             serve(arguments[1:])
-        options = _parser().parse_args(arguments)
+        options = _parse(arguments)
         if options.command == "view":
             _view(options)
+        elif options.command == "inspect":
+            _inspect(options)
         elif options.command == "plot":
             _plot(options)
         else:
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = error.exit_code
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
         code = ArealLiteError.exit_code
-        only_prints = arguments[:1] in (["config"], ["view"]) or arguments[-1:] in (["-h"], ["--help"])
+        only_prints = arguments[:1] in (["config"], ["inspect"], ["view"]) or arguments[-1:] in (["-h"], ["--help"])
         if isinstance(error, BrokenPipeError) and only_prints:  # the reader, for example `head`, has left
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 0
@@ -78,6 +80,13 @@ def _view(options: argparse.Namespace) -> None:
     from areal_lite.inspect.view import view
 
     view(options.path, limit=options.limit)
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    from areal_lite.inspect import terminal
+
+    chosen = {name: getattr(options, name) for name in terminal.Options.__dataclass_fields__ if name != "filter"}
+    terminal.inspect(options.path, terminal.Options(filter=" ".join(options.filter), **chosen))
 
 
 def _plot(options: argparse.Namespace) -> None:
@@ -194,6 +203,44 @@ def positive_integer(text: str) -> int:
     return number
 
 
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    """Parse a command; ``inspect`` takes the terms of its filter anywhere, and ``--sort -KEY``."""
+    parser = _parser()
+    if arguments[:1] != ["inspect"]:
+        return parser.parse_args(arguments)
+    for place in range(len(arguments) - 1, 0, -1):
+        if arguments[place - 1] == "--sort":
+            arguments[place - 1 : place + 1] = [f"--sort={arguments[place]}"]
+    options, terms = parser.parse_known_args(arguments)
+    if unknown := [term for term in terms if term.startswith("-")]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    options.filter += terms
+    return options
+
+
+def _add_inspect(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    command.description = (
+        "Shows runs, versions, groups, episodes or turns of dumps. docs/trajectories.md has the filter keys."
+    )
+    add("path", type=Path, metavar="RUN", help="a run's folder, a folder of runs, a folder of dumps, or a dump")
+    add(
+        "filter",
+        nargs="*",
+        metavar="FILTER",
+        help="such as 'reward<0.5 status=failed text~\"not sure\"' (quote < and >)",
+    )
+    add("--by", choices=("runs", "versions", "groups", "episodes", "turns", "problems"), help="what to list")
+    add("--sort", default="version", metavar="KEY", help="a filter key, with - before it for descending")
+    add("--limit", type=positive_integer, metavar="N", help="at most N (default: 50, of turns 10; with --json all)")
+    add("--offset", type=int, default=0, metavar="N", help="leave out the first N")
+    add("--sample", type=positive_integer, metavar="N", help="N random episodes")
+    add("--seed", type=int, default=0, metavar="S", help="seed of --sample")
+    add("--json", action="store_true", help="one JSON object per line: of an episode its dumped line with run and id")
+    add("--diff", nargs=2, metavar="ID", help="where two episodes begin to differ; an ID is FILE:LINE, as listed")
+    add("--tokens", metavar="ID", help="the tokens of an episode: id, text, mask, log-prob, version")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="areal-lite", description="Agentic RL rollouts and training from one YAML file.")
     parser.add_argument("--version", action="version", version=f"areal-lite {__version__}")
@@ -207,6 +254,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("-h", "--help", action=_ConfigHelp)
         command.set_defaults(run=run, root=root)
     commands.add_parser("serve", help="start SGLang, vLLM or embedded servers of a model", add_help=False)
+    _add_inspect(commands.add_parser("inspect", help="filter, sort and compare dumped episodes; also as JSON"))
     command = commands.add_parser("view", help="show dumped episodes in the terminal")
     command.add_argument("path", type=Path, metavar="PATH", help="a .jsonl dump, or a folder that contains dumps")
     command.add_argument(

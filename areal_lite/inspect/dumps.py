@@ -14,7 +14,7 @@ import random
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,7 +198,7 @@ class Dumps:
         """Return the dumped line ``id`` as it was written, and its ``run``, ``id``, ``scope`` and ``version``."""
         return self._record(*self._find(run, id))
 
-    def records(self, rows: Iterator[Row] | Sequence[Row]) -> Iterator[dict[str, Any]]:
+    def records(self, rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
         """Yield the record of each row; rows that are gone meanwhile are left out."""
         for row in rows:
             with contextlib.suppress(ConfigError):
@@ -273,6 +273,24 @@ class Dumps:
                     path = run.index.file_path(connection, file)
                     found.append(dict(zip(keys, (name, path, *rest), strict=True)))
         return found
+
+    def notes(self) -> list[str]:
+        """Return what a user should know: lines that could not be read, files of a killed run, where an index is."""
+        found = []
+        for name, run in self._runs.items():
+            found += run.index.notes
+            with run.index.connection() as connection:
+                counts, unfinished = _problem_counts(run, connection)
+            if counts:
+                kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+                found.append(f"{name}: {sum(counts.values())} lines or files could not be read ({kinds})")
+            if unfinished:
+                found.append(f"{name}: {unfinished} unfinished files: a run is writing, or was killed while it wrote")
+        return found
+
+    def path_of(self, record: Mapping[str, Any]) -> Path:
+        """Return the file of a row or record."""
+        return self._runs[record["run"]].index.full_path(record["id"].rpartition(":")[0])
 
     # -- one run
 
@@ -379,12 +397,7 @@ class Dumps:
                 example = {key: row and row[key] for key in ("status", "run", "id", "cause")}
                 facts = {"error_kind": texts[kind], "error_type": texts[type_], "count": count}
                 failures.append({**facts, **example, "error": error and error[0]})
-            problems = dict(
-                connection.execute(
-                    f"SELECT kind, count(*) FROM problems AS e WHERE {run.condition} GROUP BY 1", run.parameters
-                ).fetchall()
-            )
-            unfinished = connection.execute("SELECT coalesce(sum(unfinished), 0) FROM folders").fetchone()[0]
+            problems, unfinished = _problem_counts(run, connection)
         statuses: dict[str, int] = {}
         for each in versions.values():
             for status, count in each["status"].items():
@@ -451,6 +464,13 @@ def _fetch(
             yield row
     finally:
         cursor.close()
+
+
+def _problem_counts(run: _Run, connection: sqlite3.Connection) -> tuple[dict[str, int], int]:
+    """Return the problems of a run by kind, and its unfinished files."""
+    sql = f"SELECT kind, count(*) FROM problems AS e WHERE {run.condition} GROUP BY 1"
+    counts = dict(connection.execute(sql, run.parameters).fetchall())
+    return counts, int(connection.execute("SELECT coalesce(sum(unfinished), 0) FROM folders").fetchone()[0])
 
 
 def _limit(limit: int | None) -> int:

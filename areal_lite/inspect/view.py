@@ -1,13 +1,13 @@
-"""Episodes of a dump as text in the terminal: what the model read, and what it wrote (in colour).
+"""Episodes as text in the terminal: what the model read, and what it wrote (in colour).
 
 Text comes from a model, so only its printable characters reach the terminal.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from areal_lite.errors import ConfigError
+from areal_lite.inspect.dumps import Dumps
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -50,32 +51,21 @@ _ROLE_STYLE = {"assistant": "cyan", "prompt": "dim"}
 def view(path: Path, *, limit: int, console: Console | None = None) -> int:
     """Print up to ``limit`` lines of a dump file, or of all dumps below a folder, and return how many.
 
-    Reads schemas 1 and 2.
-
     Raises:
-        ConfigError: If there is nothing to show, or a line is damaged or has another shape; with file and number.
+        ConfigError: If there is nothing to show.
     """
     console = console or Console(highlight=False)
-    shown = 0
-    last = None
-    for file, number, record in itertools.islice(_records(path), limit):
-        if file != last:
-            last = file
-            console.print(Text(printable(str(file)), "dim"), soft_wrap=True)
-        shown += 1
-        try:
-            texts = list(_lines(record))
-        except (AttributeError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{file}, line {number}: not a line of a dump: {error}; docs/trajectories.md describes its fields"
-            ) from None
-        for text in texts:
-            console.print(text, soft_wrap=True)
-    if not shown:
-        raise ConfigError(
-            f"{path}: no dumped episodes here: with rollout.dump_to_file a run writes them to RUN_DIR/rollout, and "
-            "those of the held-out rows to RUN_DIR/eval-rollout"
-        )
+    shown, last = 0, None
+    with Dumps.open(path) as dumps:
+        for record in dumps.records(dumps.rows(limit=limit)):
+            shown += 1
+            if (file := dumps.path_of(record)) != last:
+                last = file
+                console.print(Text(printable(str(file)), "dim"), soft_wrap=True)
+            for text in episode_text(record):
+                console.print(text, soft_wrap=True)
+        for note in dumps.notes():
+            print(f"note: {printable(note)}", file=sys.stderr)
     return shown
 
 
@@ -84,19 +74,14 @@ def printable(text: str) -> str:
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def _records(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
-    files = sorted(path.rglob("*.jsonl"), key=_by_number) if path.is_dir() else [path]
-    for file in files:
-        for number, record in enumerate(read_records(file), 1):
-            if "turns" in record:
-                yield file, number, record
+def json_line(record: Mapping[str, Any]) -> str:
+    """Return ``record`` as one line of JSON, its unprintable characters escaped."""
+    text = orjson.dumps(record, option=orjson.OPT_NON_STR_KEYS).decode()
+    return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def _by_number(path: Path) -> list[tuple[int, str]]:
-    return [(len(part) if part.isdigit() else 0, part) for part in path.with_suffix("").parts]
-
-
-def _lines(record: dict[str, Any]) -> Iterator[Text]:
+def episode_text(record: Mapping[str, Any]) -> Iterator[Text]:
+    """Yield the lines of one record of :class:`~.dumps.Dumps`."""
     status = str(record.get("status"))
     versions = f"{record.get('head_version')}..{record.get('tail_version')}"
     yield Text.assemble(
@@ -127,10 +112,10 @@ def _lines(record: dict[str, Any]) -> Iterator[Text]:
     yield Text()
 
 
-def _process_lines(process: dict[str, Any]) -> Iterator[Text]:
-    command = " ".join(map(str, process["command"]))
-    how = "killed" if process["timed_out"] else f"exit status {process['returncode']}"
-    yield Text(printable(f"process ({how}, {process['seconds']:.2f} s): {command}"), "bold")
+def _process_lines(process: Mapping[str, Any]) -> Iterator[Text]:
+    command = " ".join(map(str, process.get("command") or ()))
+    how = "killed" if process.get("timed_out") else f"exit status {process.get('returncode')}"
+    yield Text(printable(f"process ({how}, {process.get('seconds') or 0:.2f} s): {command}"), "bold")
     for name in ("stdout", "stderr"):
-        if process[name]:
+        if process.get(name):
             yield Text(printable(f"{name}:\n{process[name]}"), "dim")

@@ -1,0 +1,73 @@
+"""A record token by token, and where two records begin to differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token of a record; None where the dump does not say."""
+
+    index: int
+    """Place in the sequence."""
+    turn: int
+    """Place of its turn in ``turns``."""
+    role: str | None
+    id: int | None
+    text: str | None
+    mask: int | None
+    """1 where the token trains."""
+    logprob: float | None
+    version: int | None
+
+
+def tokens(record: Record, decode: Callable[[int], str] | None = None) -> Iterator[Token]:
+    """Yield the tokens of a record; ``decode`` gives the text of an id."""
+    index = 0
+    for place, turn in enumerate(record["turns"]):
+        columns = [turn.get(name) or () for name in ("ids", "loss_mask", "logprobs", "versions")]
+        for id, mask, logprob, version in zip_longest(*columns):
+            text = None if decode is None or id is None else decode(id)
+            yield Token(index, place, turn.get("role"), id, text, mask, logprob, version)
+            index += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two sequences begin to differ; None where one has ended."""
+
+    index: int
+    first: Token | None
+    second: Token | None
+
+
+def first_token_difference(first: Record, second: Record) -> Difference | None:
+    """Return the first place with different token ids; None if all ids are equal."""
+    pairs = zip_longest(tokens(first), tokens(second))
+    for index, (a, b) in enumerate(pairs):
+        if a is None or b is None or a.id != b.id:
+            return Difference(index, a, b)
+    return None
+
+
+def first_text_difference(first: Record, second: Record) -> tuple[int, str, str] | None:
+    """Return the first place where the texts of two records differ, and both texts; None if they are equal."""
+    a, b = (whole_text(record) for record in (first, second))
+    if a == b:
+        return None
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle - 1)
+    return low, a, b
+
+
+def whole_text(record: Record) -> str:
+    """Return the texts of all turns, joined."""
+    return "".join(turn.get("text") or "" for turn in record["turns"])
