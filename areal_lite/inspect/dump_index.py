@@ -5,8 +5,11 @@ of another version or deleted is built again. A line that cannot be read is a ro
 exception. An unfinished last line is read again when its file grows. Processes may share an index: each chunk of a
 file is added in a transaction, by the process that comes first.
 
-Readers build the index, not the dumper. Extracting and inserting a row costs TODO us beside TODO us for the dump
-itself, in a thread that shares the interpreter with all episodes, while a reader indexes TODO lines/s once.
+Readers build the index, not the dumper: a row costs 22 us of CPU beside the 36 us of dumping a line (192 tokens), in a
+thread that shares the interpreter with all episodes. A reader spends about 45 us a line, parsing included, once. Full
+text is searched in the dumps, line by line in the order asked for, at 15 us a line: the first matches come at once, and
+an FTS5 trigram index would first have to read everything, take as much disk as the text, and still not answer regular
+expressions.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
@@ -28,7 +31,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, StorageError
 from areal_lite.inspect.episode_row import COLUMNS, SCOPES, TEXTS, ShapeError, row_of, text_found
 from areal_lite.inspect.filters import is_literal, text_hash
 
@@ -77,6 +80,13 @@ class _State:
     guard: int = 0
     """Checksum of the last of these bytes."""
 
+    def columns(self) -> tuple[int, ...]:
+        """Return the fields."""
+        return self.size, self.mtime, self.inode, self.indexed, self.lines, self.guard
+
+
+_NEW = _State().columns()
+
 
 @dataclass(slots=True)
 class _Chunk:
@@ -114,7 +124,7 @@ class DumpIndex:
         self.root, self.name = root, name
         self.notes: list[str] = []
         """What a reader should know about the index itself."""
-        self._is_run = any((root / scope).is_dir() for scope in SCOPES)
+        self._is_run = is_run(root)
         self._on_progress = on_progress
         self._idle: list[tuple[sqlite3.Connection, _TextReader]] = []
         self._idle_lock, self._refreshing = Lock(), Lock()
@@ -145,19 +155,11 @@ class DumpIndex:
         for attempt in range(2):
             with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=_BUSY_S)) as connection:
                 try:
+                    connection.execute("PRAGMA page_size = 16384")  # scans are a fifth faster than with 4096
                     connection.execute("PRAGMA journal_mode = WAL")
-                    connection.execute("BEGIN IMMEDIATE")
-                    (version,) = connection.execute("PRAGMA user_version").fetchone()
-                    if version != _SCHEMA:
-                        for table in ("folders", "files", "texts", "episodes", "problems"):
-                            connection.execute(f"DROP TABLE IF EXISTS {table}")
-                        for statement in _CREATE.split(";"):
-                            connection.execute(statement)
-                        connection.execute(f"PRAGMA user_version = {_SCHEMA}")
-                    else:
-                        connection.execute("SELECT count(*) FROM files").fetchone()
-                        connection.execute("SELECT max(id) FROM episodes").fetchone()
-                    connection.execute("COMMIT")
+                    if connection.execute("PRAGMA user_version").fetchone() != (_SCHEMA,):
+                        _create_tables(connection)
+                    connection.execute("SELECT max(id) FROM episodes").fetchone()
                     return
                 except sqlite3.OperationalError:
                     raise
@@ -170,12 +172,20 @@ class DumpIndex:
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[sqlite3.Connection]:
-        """Lend a connection to this thread."""
+        """Lend a connection to this thread.
+
+        Raises:
+            StorageError: If SQLite fails in the block, for example on a full disk.
+        """
         with self._idle_lock:
             lent = self._idle.pop() if self._idle else None
         connection, reader = lent or self._connect()
         try:
             yield connection
+        except sqlite3.Error as error:
+            raise StorageError(
+                f"{self.path}: {error}: free disk space, or delete the file to build it again"
+            ) from error
         finally:
             reader.close()
             with self._idle_lock:
@@ -233,17 +243,20 @@ class DumpIndex:
         ``budget_s`` seconds, the newest first and the next call continuing: our dumper never writes a file twice.
         """
         read, rows, pending = 0, 0, []
-        with self._refreshing, self.connection() as connection:
-            for each in self._changes(connection, budget_s):
-                pending.append(each)
-                if isinstance(each, _Chunk):
-                    rows += len(each.rows) + len(each.problems)
-                    read += each.after.lines - (0 if each.replaces else each.before.lines)
-                if rows >= _CHUNK_LINES or len(pending) >= _CHUNK_LINES:
-                    _write(connection, pending)
-                    self._on_progress(read)
-                    rows, pending = 0, []
-            _write(connection, pending)
+        try:
+            with self._refreshing, self.connection() as connection:
+                for each in self._changes(connection, budget_s):
+                    pending.append(each)
+                    if isinstance(each, _Chunk):
+                        rows += len(each.rows) + len(each.problems)
+                        read += each.after.lines - (0 if each.replaces else each.before.lines)
+                    if rows >= _CHUNK_LINES or len(pending) >= _CHUNK_LINES:
+                        _write(connection, pending)
+                        self._on_progress(read)
+                        rows, pending = 0, []
+                _write(connection, pending)
+        except StorageError as error:
+            self._note(f"the index is not up to date: {error}")
         return read
 
     def _changes(self, connection: sqlite3.Connection, budget_s: float) -> Iterator[_Chunk | _Listed]:
@@ -337,6 +350,18 @@ class DumpIndex:
             self.notes.append(text)
 
 
+def _create_tables(connection: sqlite3.Connection) -> None:
+    """Make the tables anew, unless another process has."""
+    connection.execute("BEGIN IMMEDIATE")
+    if connection.execute("PRAGMA user_version").fetchone() != (_SCHEMA,):
+        for table in ("folders", "files", "texts", "episodes", "problems"):
+            connection.execute(f"DROP TABLE IF EXISTS {table}")
+        for statement in _CREATE.split(";"):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {_SCHEMA}")
+    connection.execute("COMMIT")
+
+
 def _chunks(
     file: BinaryIO, begin: _State, scope: str | None, version: int | None, *, is_loose: bool
 ) -> Iterator[_Chunk]:
@@ -398,7 +423,8 @@ def _write(connection: sqlite3.Connection, changes: list[_Chunk | _Listed]) -> N
                 )
         connection.execute("COMMIT")
     except BaseException:
-        connection.execute("ROLLBACK")
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
         raise
 
 
@@ -407,12 +433,12 @@ def _write_chunk(connection: sqlite3.Connection, chunk: _Chunk, texts: dict[tupl
     found = connection.execute(
         "SELECT id, size, mtime, inode, indexed, lines, guard FROM files WHERE folder = ? AND name = ?", key
     ).fetchone()
-    if (_State() if found is None else _State(*found[1:])) != chunk.before:
+    if (_NEW if found is None else found[1:]) != chunk.before.columns():
         return
     if found is not None and chunk.replaces:
         _forget_file(connection, *key)
         found = None
-    after = astuple(chunk.after)
+    after = chunk.after.columns()
     if found is None:
         insert = "INSERT INTO files VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)"
         file = connection.execute(insert, (*key, *after)).lastrowid
@@ -478,6 +504,11 @@ def _forget_file(connection: sqlite3.Connection, folder: int, name: str) -> None
         connection.execute("DELETE FROM episodes WHERE file = ?", found)
         connection.execute("DELETE FROM problems WHERE file = ?", found)
         connection.execute("DELETE FROM files WHERE id = ?", found)
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether ``folder`` is a run's: it has dumps, or the lock of a run that has none yet."""
+    return any((folder / scope).is_dir() for scope in SCOPES) or (folder / ".lock").is_file()
 
 
 def _place_of(path: str) -> tuple[str | None, int | None]:

@@ -22,7 +22,7 @@ from typing import Any
 import orjson
 
 from areal_lite.errors import ConfigError
-from areal_lite.inspect.dump_index import DumpIndex
+from areal_lite.inspect.dump_index import DumpIndex, is_run
 from areal_lite.inspect.episode_row import COLUMNS, SCOPES, TEXTS, cause, row_of
 from areal_lite.inspect.filters import KEYS, SORT_KEYS, Expr, Term, needs_text, parse, to_sql
 
@@ -54,6 +54,13 @@ class _Run:
     """SQL that holds for the rows of the part."""
     parameters: tuple[int | str, ...]
 
+    def problem_counts(self) -> tuple[dict[str, int], int]:
+        """Return the problems by kind, and the number of unfinished files."""
+        sql = f"SELECT kind, count(*) FROM problems AS e WHERE {self.condition} GROUP BY 1"
+        with self.index.connection() as connection:
+            counts = dict(connection.execute(sql, self.parameters).fetchall())
+            return counts, int(connection.execute("SELECT coalesce(sum(unfinished), 0) FROM folders").fetchone()[0])
+
 
 class Dumps:
     """Opened dumps. Thread-safe; a context manager. Filters and sort keys are those of :mod:`.filters`.
@@ -68,13 +75,20 @@ class Dumps:
 
     def __init__(self, runs: Sequence[_Run]) -> None:
         self._runs = {run.index.name: run for run in runs}
+        self._summaries: dict[str, tuple[Any, dict[str, Any]]] = {}
 
     @classmethod
-    def open(cls, *paths: str | Path, on_progress: Callable[[int], object] = lambda lines: None) -> Dumps:
+    def open(
+        cls,
+        *paths: str | Path,
+        may_be_empty: bool = False,
+        on_progress: Callable[[int], object] = lambda lines: None,
+    ) -> Dumps:
         """Return the dumps of ``paths``, indexed up to now.
 
         Args:
             paths: Folders of runs, folders above runs, folders of dumps below a run or anywhere, or files.
+            may_be_empty: Whether dumps may come later, from a run that has just begun.
             on_progress: Called with the number of lines that were read, every some thousand lines of an update.
 
         Raises:
@@ -86,7 +100,7 @@ class Dumps:
             for name, (root, part) in zip(_names(places), places, strict=True):
                 dumps._runs[name] = _Run(DumpIndex(root, name, on_progress), *_part_condition(part))
             dumps.refresh(budget_s=0.3)
-            if not dumps.problems(limit=1) and not dumps.count():
+            if not may_be_empty and not dumps.problems(limit=1) and not dumps.count():
                 raise ConfigError(
                     f"{', '.join(map(str, paths))}: no dumped episodes here: with rollout.dump_to_file a run writes "
                     "them to RUN_DIR/rollout, and those of the held-out rows to RUN_DIR/eval-rollout"
@@ -132,7 +146,7 @@ class Dumps:
 
         Args:
             sort: A key of ``SORT_KEYS``, with ``-`` before it for descending; missing values come last. Without it
-                rows come by version, task and sample.
+                rows come by version, task and sample. Equal values come in the order in which they were indexed.
             count_s: Seconds that counting may take for each run, beyond the page itself.
         """
         rows = list(self.rows(filter, sort=sort, offset=offset, limit=limit))
@@ -253,7 +267,19 @@ class Dumps:
         (its text) of one example; rejected episodes are there too.
         """
         expr = parse(filter)
-        return [self._summary(name, run, expr) for name, run in self._runs.items()]
+        summaries = []
+        for name, run in self._runs.items():
+            with run.index.connection() as connection:
+                state = (filter, connection.execute("SELECT count(*), max(id) FROM episodes").fetchone())
+            known, summary = self._summaries.get(name, (None, {}))
+            if known != state:
+                summary = self._summary(name, run, expr)
+                self._summaries[name] = state, summary
+            problems, unfinished = run.problem_counts()
+            summaries.append(
+                {**summary, "problems": problems, "unfinished": unfinished, "notes": list(run.index.notes)}
+            )
+        return summaries
 
     def problems(self, *, limit: int = 1000) -> list[dict[str, Any]]:
         """Return what could not be read: dicts with run, file, line, offset, kind and message.
@@ -279,8 +305,7 @@ class Dumps:
         found = []
         for name, run in self._runs.items():
             found += run.index.notes
-            with run.index.connection() as connection:
-                counts, unfinished = _problem_counts(run, connection)
+            counts, unfinished = run.problem_counts()
             if counts:
                 kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
                 found.append(f"{name}: {sum(counts.values())} lines or files could not be read ({kinds})")
@@ -339,7 +364,8 @@ class Dumps:
         sql, parameters = self._where(run, expr)
         table = "episodes"
         if order != _ORDER and needs_text(expr):  # sorted first, so that the first match comes at once
-            table = f"(SELECT * FROM episodes AS e ORDER BY {order} LIMIT -1)"
+            table = f"(SELECT e.id AS place FROM episodes AS e ORDER BY {order} LIMIT -1) CROSS JOIN episodes"
+            sql = f"ON e.id = place {sql}"
             order = ""
         order = order and f"ORDER BY {order}"
         with run.index.connection() as connection:
@@ -397,7 +423,6 @@ class Dumps:
                 example = {key: row and row[key] for key in ("status", "run", "id", "cause")}
                 facts = {"error_kind": texts[kind], "error_type": texts[type_], "count": count}
                 failures.append({**facts, **example, "error": error and error[0]})
-            problems, unfinished = _problem_counts(run, connection)
         statuses: dict[str, int] = {}
         for each in versions.values():
             for status, count in each["status"].items():
@@ -408,8 +433,7 @@ class Dumps:
             **{"run": name, "path": str(run.index.root), "index": str(run.index.path)},
             **{key: sum(each[key] for each in versions.values()) for key in ("lines", "groups")},
             **{"reward": total / rewarded if rewarded else None, "status": statuses},
-            **{"versions": list(versions.values()), "failures": failures, "problems": problems},
-            **{"unfinished": unfinished, "notes": list(run.index.notes)},
+            **{"versions": list(versions.values()), "failures": failures},
         }
 
 
@@ -466,13 +490,6 @@ def _fetch(
         cursor.close()
 
 
-def _problem_counts(run: _Run, connection: sqlite3.Connection) -> tuple[dict[str, int], int]:
-    """Return the problems of a run by kind, and its unfinished files."""
-    sql = f"SELECT kind, count(*) FROM problems AS e WHERE {run.condition} GROUP BY 1"
-    counts = dict(connection.execute(sql, run.parameters).fetchall())
-    return counts, int(connection.execute("SELECT coalesce(sum(unfinished), 0) FROM folders").fetchone()[0])
-
-
 def _limit(limit: int | None) -> int:
     return -1 if limit is None else limit
 
@@ -494,7 +511,7 @@ def _sort(sort: str) -> _Sort | None:
         keys = ", ".join(SORT_KEYS)
         raise ConfigError(f"cannot sort by {sort!r}; use one of {keys}, with - before it for descending")
     way = "DESC" if sort[0] == "-" else "ASC"
-    return _Sort(key, sort[0] == "-", f'e."{key}" IS NULL, e."{key}" {way}, {_ORDER}')
+    return _Sort(key, sort[0] == "-", f'e."{key}" {way} NULLS LAST, e.id')
 
 
 def _rank(value: Any, descending: bool) -> tuple[bool, bool, Any]:
@@ -523,16 +540,13 @@ def _places(path: Path) -> list[tuple[Path, str]]:
 
 
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
-    try:
-        with os.scandir(folder) as entries:
-            names = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
-    except OSError:
-        return
-    if not set(SCOPES).isdisjoint(names):
+    if is_run(folder):
         yield folder
     elif depth:
-        for name in names:
-            yield from _runs_below(folder / name, depth - 1)
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+            for name in names:
+                yield from _runs_below(folder / name, depth - 1)
 
 
 def _by_number(path: Path) -> list[tuple[int, str]]:

@@ -216,6 +216,8 @@ WRONG = [
     *([], 3, "text", None, {"task_id": 1}),
     *({"turns": turns} for turns in (3, None, [3], [{"loss_mask": ["a"]}], [{"loss_mask": 3}], [{"ids": 3}])),
     {"turns": [{"latency_s": "soon"}]},
+    {"turns": [{"loss_mask": [2**63, 2**63]}]},
+    {"turns": [{"loss_mask": [1e308, 1e308]}]},
     {"turns": [], "reward": "much"},
     {"turns": [], "reward": True},
     {"turns": [], "seqlen": 2**64},
@@ -255,6 +257,34 @@ def test_what_cannot_be_read_and_what_a_killed_run_left_is_noted(run: Path) -> N
         assert dumps.refresh() == 0
         assert len(dumps.problems()) == 1
         assert dumps.summary()[0]["unfinished"] == 1
+
+
+def test_a_run_that_has_just_begun_may_be_opened_and_its_dumps_come_later(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    with pytest.raises(ConfigError, match="no dumped episodes here"):
+        Dumps.open(tmp_path)
+    with Dumps.open(tmp_path, may_be_empty=True) as dumps:
+        assert (dumps.page().rows, dumps.page().total, dumps.summary()[0]["lines"]) == ([], 0, 0)
+        write(tmp_path / "rollout/0/0.jsonl", line(0))
+        dumps.refresh()
+        assert (dumps.count(), dumps.summary()[0]["lines"]) == (1, 1)
+
+
+def test_an_index_that_cannot_be_updated_is_read_as_it_is_with_a_note(
+    run: Path, dumps: Dumps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = dumps.summary()[0]["index"]
+    write(run / "rollout/3/30.jsonl", *(line(30, place, error=f"{place}" * 999) for place in range(99)))
+    with sqlite3.connect(index, isolation_level=None) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with monkeypatch.context() as impatient:
+            impatient.setattr(dump_index, "_BUSY_S", 0.01)
+            with Dumps.open(run) as blocked:
+                assert blocked.count() == 6
+                assert "the index is not up to date" in blocked.notes()[0]
+        other.execute("ROLLBACK")
+    other.close()
+    assert dumps.refresh() == 99
 
 
 def test_odd_ids_are_kept(run: Path) -> None:
