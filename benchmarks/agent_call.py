@@ -6,7 +6,8 @@ All arms run the same agent, one call with an SDK client that it makes around it
 messages and the same answer; the stub runs in a process of its own, so only the CPU of agent and service is
 counted. `bare` POSTs to the stub's /v1/chat/completions. `session` is an episode's call: in-process
 transport, session with exact tokens, and a keep-alive POST of the token ids to the stub's /generate.
-`listener` is the same through the loopback listener. `no engine` is `session` without the POST. In `bare`
+`listener` is the same through the loopback listener. `no engine` is `session` without the POST. Eight calls
+have the same messages, as the episodes of a group have. All run on uvloop, as a run does. In `bare`
 and `listener` every concurrent agent has an HTTP client of its own, as separate programs have; one pool for
 all would cost more per call the more of its connections are idle. The arms take turns, the best round of
 each counts. A second table shows the cost of turn 1, 10, 100, ... of one session.
@@ -18,6 +19,7 @@ import argparse
 import asyncio
 import functools
 import gc
+import itertools
 import multiprocessing
 import time
 import uuid
@@ -27,6 +29,7 @@ from typing import Any
 import aiohttp
 import openai
 import orjson
+import uvloop
 from aiohttp import web
 
 from areal_lite.agents.agent_doors import AgentDoors
@@ -40,10 +43,12 @@ from areal_lite.data.chat.tokenizer import load_tokenizer
 
 OUTPUT_TOKENS = 64
 CONCURRENCY = 64
+GROUP_SIZE = 8
 TURN_SESSIONS = 3
+QUESTION = "Which is the largest number: 12, 89, 41,"
 MESSAGES: list[Any] = [
     {"role": "system", "content": "Reply with a number only."},
-    {"role": "user", "content": "Which is the largest number: 12, 89, 41, 7?"},
+    {"role": "user", "content": f"{QUESTION} 7?"},
 ]
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -138,9 +143,12 @@ async def measure(args: argparse.Namespace, renderer: ChatRenderer, output_ids: 
         engine = HttpEngine(http, f"http://127.0.0.1:{port}/generate", output_ids)
         no_engine = HttpEngine(None, "", output_ids)
 
+        calls = itertools.count()
+
         async def agent(base_url: str, key: str, http_client: Any) -> None:
             client = openai.AsyncOpenAI(base_url=base_url, api_key=key, http_client=http_client)
-            await client.chat.completions.create(model="default", messages=MESSAGES)
+            messages = [*MESSAGES[:-1], {"role": "user", "content": f"{QUESTION} {next(calls) // GROUP_SIZE}?"}]
+            await client.chat.completions.create(model="default", messages=messages)
 
         async def own_socket(base_url: str, key: str) -> None:
             http_client = through_socket.pop()
@@ -195,7 +203,7 @@ async def per_turn(engine: Any, renderer: ChatRenderer) -> None:
         headers = {"x-api-key": service.open(session)}
         messages: list[Any] = []
         for turn in range(1, shown[-1] + 1):
-            messages.append({"role": "user", "content": f"Which is the largest number: 12, 89, 41, {turn}?"})
+            messages.append({"role": "user", "content": f"{QUESTION} {turn}?"})
             body = orjson.dumps({"messages": messages, "model": "default"})
             start = time.process_time()
             reply = await service.handle("POST", "/v1/chat/completions", headers, body)
@@ -243,7 +251,7 @@ def main() -> None:
     )
     server.start()
     try:
-        asyncio.run(measure(args, renderer, output_ids, parent.recv()))
+        uvloop.run(measure(args, renderer, output_ids, parent.recv()))
     finally:
         server.kill()
 

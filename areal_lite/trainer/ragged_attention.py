@@ -8,6 +8,7 @@ Transformers selects it by the name :data:`RAGGED`. A forward pass without segme
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -22,6 +23,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 RAGGED = "areal_lite_ragged"
 """Name of the attention implementation."""
+_KERNEL_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether the kernel takes fewer heads of keys than of queries; it does since torch 2.12."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,11 @@ def ragged_attention(
 
 
 def _by_kernel(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
+    options: dict[str, Any] = {}
+    if _KERNEL_GROUPS_HEADS:
+        options["enable_gqa"] = True
+    elif (repeats := query.shape[1] // key.shape[1]) > 1:
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     out: Tensor = varlen_attn(  # type: ignore[assignment]  # returns a pair only on request
         query,
         key,
@@ -74,7 +82,7 @@ def _by_kernel(query: Tensor, key: Tensor, value: Tensor, segments: Segments, sc
         segments.longest_key,
         scale=scale,
         window_size=(-1, 0),  # causal, aligned to the last key
-        enable_gqa=True,
+        **options,
     )
     return out
 

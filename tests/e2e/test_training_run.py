@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
@@ -174,7 +175,11 @@ def test_rollout_and_evaluation_run_alone(run_yaml: Path) -> None:
         ("rollout_cache=/proc/nope", "rollout_cache '/proc/nope' cannot be created"),
         ("trainer.correction.reject=seq_mean_k3", "give a bound for each statistic"),
         ("should_accept_fn=tests.e2e.agents.nothing", "has no 'nothing'"),
-        ("server.device=cuda", "server.device is 'cuda' but torch sees no GPU"),
+        pytest.param(
+            "server.device=cuda",
+            "server.device is 'cuda' but torch sees no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
         ("reward_model={model_path}", "has no reward head"),
         ("train_dataset={path: no_such.jsonl, kwargs: {size: 3}}", "no_such.jsonl"),
         ("train_dataset.label_key=answer", "no column 'answer'"),

@@ -18,7 +18,7 @@ from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.microbatches import num_inputs, plan_blocks
 from areal_lite.trainer.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.policy_model import load_policy
-from areal_lite.trainer.ragged_attention import Segments, _by_kernel
+from areal_lite.trainer.ragged_attention import Segments, _by_kernel, _one_by_one
 from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sequence
 
 CPU = torch.device("cpu")
@@ -157,6 +157,21 @@ def test_the_varlen_kernel_accepts_its_arguments() -> None:
     query, key = torch.empty(9, 8, 64, dtype=torch.bfloat16), torch.empty(12, 2, 64, dtype=torch.bfloat16)
     arguments = [tensor.to("meta") for tensor in (query, key, key)]
     assert _by_kernel(*arguments, segments, 0.125).shape == query.shape
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_varlen_kernel_computes_what_segments_one_by_one_give() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def heads(tokens: int, number: int) -> torch.Tensor:
+        return torch.randn(tokens, number, 64, generator=generator, device="cuda")
+
+    ends = [torch.tensor(each, dtype=torch.int32, device="cuda") for each in ([0, 3, 8, 9], [0, 3, 11, 12])]
+    segments = Segments(*ends, torch.arange(12, device="cuda"), 5, 8)
+    query, key, value = heads(9, 8), heads(12, 2), heads(12, 2)
+    expected = _one_by_one(query, key, value, segments, 0.125)
+    found = _by_kernel(*(each.bfloat16() for each in (query, key, value)), segments, 0.125)
+    torch.testing.assert_close(found.float(), expected, atol=0.03, rtol=0.03)
 
 
 def test_the_decoder_is_registered_once(tiny: Path) -> None:
