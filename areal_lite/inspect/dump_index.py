@@ -57,7 +57,7 @@ CREATE TABLE texts(id INTEGER PRIMARY KEY, field TEXT, hash INTEGER, text TEXT);
 CREATE INDEX texts_hash ON texts(field, hash);
 CREATE TABLE episodes(id INTEGER PRIMARY KEY, {", ".join(f'"{name}"' for name in COLUMNS)},
     file INTEGER, line INTEGER, offset INTEGER, length INTEGER);
-CREATE INDEX episodes_order ON episodes(version, task, sample);
+CREATE INDEX episodes_order ON episodes(version, task, sample, scope);
 CREATE INDEX episodes_file ON episodes(file, line);
 CREATE TABLE problems(file INTEGER, line INTEGER, offset INTEGER, kind TEXT, message TEXT);
 CREATE INDEX problems_file ON problems(file);

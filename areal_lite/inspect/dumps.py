@@ -32,6 +32,8 @@ Row = dict[str, Any]
 ``cause`` instead of the error: the line of it that says most."""
 _ORDER = "e.version, e.task, e.sample, e.id"
 _DEFAULT = "version"
+_FIRST_SORTED = 2000
+"""Rows that a text search sorts before it looks at the first."""
 _DEPTH = 4
 """Levels of folders below a path at which runs are found."""
 
@@ -362,15 +364,21 @@ class Dumps:
         self, name: str, run: _Run, expr: Expr, order: str, limit: int | None, *, offset: int = 0
     ) -> Generator[Row, None, None]:
         sql, parameters = self._where(run, expr)
-        table = "episodes"
-        if order != _ORDER and needs_text(expr):  # sorted first, so that the first match comes at once
-            table = f"(SELECT e.id AS place FROM episodes AS e ORDER BY {order} LIMIT -1) CROSS JOIN episodes"
-            sql = f"ON e.id = place {sql}"
-            order = ""
-        order = order and f"ORDER BY {order}"
         with run.index.connection() as connection:
-            tail = f"{sql} {order} LIMIT ? OFFSET ?"
-            yield from _fetch(name, run.index, connection, table, tail, [*parameters, _limit(limit), offset])
+            if order == _ORDER or not needs_text(expr):
+                tail = f"{sql} ORDER BY {order} LIMIT ? OFFSET ?"
+                yield from _fetch(name, run.index, connection, "episodes", tail, [*parameters, _limit(limit), offset])
+                return
+            # Sorted before they are searched, in growing parts, so that the first match comes at once.
+            (left,) = connection.execute("SELECT count(*) FROM episodes").fetchone()
+            begin, size = 0, _FIRST_SORTED
+            while begin < left and limit != 0:
+                sorted_part = f"(SELECT e.id AS place FROM episodes AS e ORDER BY {order} LIMIT {size} OFFSET {begin})"
+                part, tail = f"{sorted_part} CROSS JOIN episodes", f"ON e.id = place {sql} LIMIT ?"
+                for row in _fetch(name, run.index, connection, part, tail, [*parameters, _limit(limit)]):
+                    yield row
+                    limit = None if limit is None else limit - 1
+                begin, size = begin + size, size * 10
 
     def _find(self, run: str, id: str) -> tuple[Row, DumpIndex]:
         part = self._run(run)
@@ -394,22 +402,27 @@ class Dumps:
 
     def _summary(self, name: str, run: _Run, expr: Expr) -> dict[str, Any]:
         sql, parameters = self._where(run, expr)
-        columns = 'count(*), count(DISTINCT e."group"), avg(e.reward), count(e.reward), avg(e.tokens)'
+        versions: dict[tuple[Any, Any], dict[str, Any]] = {}
+        statuses: Counter[str] = Counter()
         with run.index.connection() as connection:
             texts = _Texts(connection)
-            versions: dict[tuple[Any, Any], dict[str, Any]] = {}
-            for scope, version, lines, groups, reward, rewards, tokens in connection.execute(
-                f"SELECT e.scope, e.version, {columns} FROM episodes AS e {sql} GROUP BY e.version, e.scope", parameters
-            ).fetchall():
-                versions[scope, version] = {
-                    **{"scope": texts[scope], "version": version, "lines": lines, "groups": groups},
-                    **{"reward": reward, "rewards": rewards, "tokens": tokens, "status": {}},
-                }
-            for scope, version, status, count in connection.execute(
-                f"SELECT e.scope, e.version, e.status, count(*) FROM episodes AS e {sql} GROUP BY 1, 2, 3", parameters
-            ).fetchall():
-                if (scope, version) in versions:  # a writer may be at work
-                    versions[scope, version]["status"][texts[status]] = count
+            columns = "count(*), total(e.reward), count(e.reward), total(e.tokens), count(e.tokens)"
+            select = (
+                f"SELECT e.version, e.scope, e.status, {columns} FROM episodes AS e NOT INDEXED {sql} GROUP BY 1, 2, 3"
+            )
+            for version, scope, status, lines, *sums in connection.execute(select, parameters).fetchall():
+                each = versions.setdefault((version, scope), {"lines": 0, "groups": 0, "sums": [0.0] * 4, "status": {}})
+                each["lines"] += lines
+                each["sums"] = [total + part for total, part in zip(each["sums"], sums, strict=True)]
+                each["status"][texts[status]] = lines
+                statuses[texts[status] or "none"] += lines
+            for scope in {scope for _, scope in versions}:  # one by one the index suffices
+                select = (
+                    f"SELECT e.version, count(DISTINCT e.task) FROM episodes AS e {sql} AND e.scope IS ? GROUP BY 1"
+                )
+                for version, groups in connection.execute(select, [*parameters, scope]).fetchall():
+                    if (version, scope) in versions:
+                        versions[version, scope]["groups"] = groups
             failures = []
             for kind, type_, count, first in connection.execute(
                 f"SELECT e.error_kind, e.error_type, count(*), min(e.id) FROM episodes AS e {sql} "
@@ -423,17 +436,18 @@ class Dumps:
                 example = {key: row and row[key] for key in ("status", "run", "id", "cause")}
                 facts = {"error_kind": texts[kind], "error_type": texts[type_], "count": count}
                 failures.append({**facts, **example, "error": error and error[0]})
-        statuses: dict[str, int] = {}
-        for each in versions.values():
-            for status, count in each["status"].items():
-                statuses[status] = statuses.get(status, 0) + count
-        rewarded = sum(each["rewards"] for each in versions.values())
-        total = sum(each["reward"] * each["rewards"] for each in versions.values() if each["rewards"])
+            listed = []
+            for (version, scope), each in sorted(versions.items(), key=lambda item: tuple(map(_rank, item[0]))):
+                reward, rewards, tokens, tokened = each.pop("sums")
+                means = {"reward": reward / rewards if rewards else None, "rewards": int(rewards)}
+                means["tokens"] = tokens / tokened if tokened else None
+                listed.append({"scope": texts[scope], "version": version, **each, **means, "total_reward": reward})
+        total, rewards = sum(each.pop("total_reward") for each in listed), sum(each["rewards"] for each in listed)
         return {
             **{"run": name, "path": str(run.index.root), "index": str(run.index.path)},
-            **{key: sum(each[key] for each in versions.values()) for key in ("lines", "groups")},
-            **{"reward": total / rewarded if rewarded else None, "status": statuses},
-            **{"versions": list(versions.values()), "failures": failures},
+            **{key: sum(each[key] for each in listed) for key in ("lines", "groups")},
+            **{"reward": total / rewards if rewards else None, "status": dict(statuses)},
+            **{"versions": listed, "failures": failures},
         }
 
 
@@ -514,7 +528,7 @@ def _sort(sort: str) -> _Sort | None:
     return _Sort(key, sort[0] == "-", f'e."{key}" {way} NULLS LAST, e.id')
 
 
-def _rank(value: Any, descending: bool) -> tuple[bool, bool, Any]:
+def _rank(value: Any, descending: bool = False) -> tuple[bool, bool, Any]:
     """Return what sorts as SQLite does, missing values last."""
     return ((value is None) != descending, isinstance(value, str), value if value is not None else 0)
 

@@ -272,21 +272,20 @@ def needs_text(expr: Expr) -> bool:
 
 
 def to_sql(expr: Expr) -> tuple[str, list[float | str]]:
-    """Return an SQL condition, true or false and never NULL, and its parameters.
+    """Return an SQL condition, where NULL counts as false, and its parameters.
 
     It calls the functions ``matches``, ``any_is``, ``any_matches``, ``text_matches`` and ``run_name``, which
     :mod:`.dump_index` defines.
     """
     if isinstance(expr, Not):
         condition, values = to_sql(expr.part)
-        return f"NOT ({condition})", values
+        return f"NOT coalesce({condition}, 0)", values
     if isinstance(expr, Term):
         if expr.op[0] == "!":
             return to_sql(Not(Term(expr.key, expr.op[1:], expr.value)))
         if expr.value is None:
             return f"+{_column(expr.key)} IS NULL", []
-        condition, values = _SQL[expr.key.kind](expr.key, expr.op, expr.value)
-        return f"coalesce({condition}, 0)", values
+        return _SQL[expr.key.kind](expr.key, expr.op, expr.value)
     if not expr.parts:
         return "1", []
     # CASE is the only form whose order SQLite keeps: what reads the dumps comes last.
@@ -300,7 +299,7 @@ def to_sql(expr: Expr) -> tuple[str, list[float | str]]:
         return "(" + (" OR " if expr.either else " AND ").join(conditions) + ")", parameters
     if expr.either:
         return "CASE " + " ".join(f"WHEN {c} THEN 1" for c in conditions) + " ELSE 0 END", parameters
-    return "CASE " + " ".join(f"WHEN NOT ({c}) THEN 0" for c in conditions) + " ELSE 1 END", parameters
+    return "CASE " + " ".join(f"WHEN NOT coalesce({c}, 0) THEN 0" for c in conditions) + " ELSE 1 END", parameters
 
 
 def _column(key: Key) -> str:
@@ -327,7 +326,10 @@ def is_literal(pattern: str) -> bool:
 
 
 def _id_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
-    return _match_sql(f"CAST({_column(key)} AS TEXT)", op, str(value))
+    column, text = _column(key), str(value)
+    if op == "=" and re.fullmatch(r"0|-?[1-9]\d{0,17}", text, re.ASCII):
+        return f"(+{column} = ? OR +{column} = ?)", [text, int(text)]
+    return _match_sql(f"CAST({column} AS TEXT)", op, text)
 
 
 def _name_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:

@@ -88,6 +88,15 @@ def test_rows_sort_by_a_key_with_missing_values_last(dumps: Dumps) -> None:
         ids(dumps, sort="status")
 
 
+def test_a_sorted_text_search_looks_at_the_rows_in_growing_parts(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_lite.inspect.dumps._FIRST_SORTED", 2)
+    write(run / "rollout/5/90.jsonl", *(line(90, place, reward=place % 7) for place in range(60)))
+    with Dumps.open(run) as dumps:
+        every = ids(dumps, "task=90", sort="-reward")
+        assert ids(dumps, "task=90 text~is", sort="-reward") == every
+        assert [row["id"] for row in dumps.rows("task=90 text~is", sort="-reward", limit=5, offset=20)] == every[20:25]
+
+
 def test_a_record_is_the_dumped_line_and_an_episode_all_of_its_sequences(run: Path) -> None:
     first, second = line(20, 0, member_idx=5), line(20, 1, member_idx=5, reward=0.25)
     write(run / "rollout/3/20.jsonl", line(20, 2), first, second)
