@@ -30,7 +30,7 @@ from areal_lite.errors import StorageError
 
 logger = logging.getLogger(__name__)
 
-_JSON = orjson.OPT_APPEND_NEWLINE
+_JSON = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 SCHEMA = 2
 """Version of the line format."""
 MAX_QUEUED = 512
@@ -178,7 +178,10 @@ def next_task_id(root: Path) -> int:
 
 
 def dump_lines(group: Group, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
-    """Yield one JSON-ready line per sequence, and one per episode that left none, by ``member_idx``."""
+    """Yield one line per sequence, and one per episode that left none, by ``member_idx``.
+
+    Columns of tokens are arrays, which orjson writes as lists of numbers without making each a Python object.
+    """
     timings = {
         "queued_s": round(group.queued_s, 6),
         "run_s": round(group.run_s, 6),
@@ -192,7 +195,8 @@ def dump_lines(group: Group, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
         else:  # the last thing that happened
             path = trajectory.path_to(len(trajectory.turns) - 1) if trajectory.turns else ()
         turns = [_turn(trajectory, place, sequence, tokenizer) for place in path]
-        ids = [token for turn in turns for token in turn["ids"]]
+        seqlen = sum(len(turn["ids"]) for turn in turns)
+        ids = [] if tokenizer is None else [token for turn in turns for token in turn["ids"].tolist()]
         prompt_len = trajectory.prompt_len(path)
         versions = sequence.trained_versions() if sequence is not None else None
         failure = trajectory.failure
@@ -206,7 +210,7 @@ def dump_lines(group: Group, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
             "error": group.rejection if failure is None else failure.text,
             "error_kind": None if failure is None else failure.kind,
             "error_type": None if failure is None else failure.type or None,
-            "seqlen": len(ids),
+            "seqlen": seqlen,
             "prompt_len": prompt_len,
             "start_version": group.start_version,
             "head_version": versions[0] if versions else None,
@@ -223,7 +227,7 @@ def dump_lines(group: Group, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
 
 def _turn(trajectory: Trajectory, place: int, sequence: TokenSequence | None, tokenizer: Any) -> dict[str, Any]:
     turn = trajectory.turns[place]
-    ids: list[int] = turn.ids.tolist()
+    ids = np.ascontiguousarray(turn.ids)
     # A turn that several sequences share trains in one of them.
     mask = turn.loss_mask if sequence is None else sequence.loss_mask[turn.start : turn.end]
     line = {
@@ -232,14 +236,14 @@ def _turn(trajectory: Trajectory, place: int, sequence: TokenSequence | None, to
         "parent_idx": turn.parent,
         "start": turn.start,
         "ids": ids,
-        "text": turn.text if tokenizer is None else _decode(tokenizer, ids),
-        "loss_mask": mask.astype(np.int8).tolist(),
+        "text": turn.text if tokenizer is None else _decode(tokenizer, ids.tolist()),
+        "loss_mask": np.ascontiguousarray(mask, np.int8),
     }
     if turn.role is not TurnRole.ASSISTANT:
         return line
     return line | {
-        "logprobs": [0.0] * len(ids) if turn.logprobs is None else turn.logprobs.tolist(),
-        "versions": [-1] * len(ids) if turn.versions is None else turn.versions.tolist(),
+        "logprobs": [0.0] * len(ids) if turn.logprobs is None else np.ascontiguousarray(turn.logprobs, np.float64),
+        "versions": [-1] * len(ids) if turn.versions is None else np.ascontiguousarray(turn.versions),
         "stop_reason": turn.stop_reason,
         "started": turn.started,
         "latency_s": turn.latency_s,

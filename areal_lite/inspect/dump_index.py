@@ -55,7 +55,7 @@ CREATE TABLE files(id INTEGER PRIMARY KEY, folder INTEGER, name TEXT, size INTEG
     indexed INTEGER, lines INTEGER, guard INTEGER, UNIQUE(folder, name));
 CREATE TABLE texts(id INTEGER PRIMARY KEY, field TEXT, hash INTEGER, text TEXT);
 CREATE INDEX texts_hash ON texts(field, hash);
-CREATE TABLE episodes(id INTEGER PRIMARY KEY, {", ".join(f'"{name}"' for name in COLUMNS)},
+CREATE TABLE episodes(id INTEGER PRIMARY KEY AUTOINCREMENT, {", ".join(f'"{name}"' for name in COLUMNS)},
     file INTEGER, line INTEGER, offset INTEGER, length INTEGER);
 CREATE INDEX episodes_order ON episodes(version, task, sample, scope);
 CREATE INDEX episodes_file ON episodes(file, line);

@@ -11,11 +11,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import orjson
 import pytest
 import torch
 
 from areal_lite.api import InferenceEngine, RolloutWorkflow
-from areal_lite.api.trajectory import Group
+from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory, Turn, TurnRole
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.infra import trajectory_dumper
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
@@ -201,6 +203,24 @@ def test_a_group_without_a_json_form_changes_no_outcome(
     engine.destroy()
     assert sorted(path.name for path in tmp_path.rglob("*.jsonl")) == ["0.jsonl", "2.jsonl"]
     assert f"1 ended groups could not be dumped below {tmp_path}" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_columns_are_written_as_the_numbers_that_they_hold(dtype: str) -> None:
+    """Log-probs keep all digits of their float32, and a missing one is null."""
+    ids = np.arange(20, dtype=dtype)[::2]
+    logprobs = np.array([0, 0, -0.1, np.nan, -1e-7, -33.3, -0.5, 0, 0, 0], dtype=np.float32)
+    mask = np.array([0, 0, 1, 1, 1, 1, 1, 0, 0, 0], dtype=bool)
+    columns = {"ids": ids, "loss_mask": mask, "logprobs": logprobs, "versions": np.full(10, 3, dtype)}
+    turn = Turn(role=TurnRole.ASSISTANT, **columns)
+    trajectory = Trajectory(status=EpisodeStatus.FAILED, turns=[turn])
+    group = Group(task_id=0, group_id="0", status=EpisodeStatus.FAILED, data={}, trajectories=[trajectory])
+    (line,) = trajectory_dumper.dump_lines(group)
+    (written,) = json.loads(orjson.dumps(line, option=trajectory_dumper._JSON))["turns"]
+    assert written["ids"] == ids.tolist()
+    assert written["loss_mask"] == mask.astype(int).tolist()
+    assert written["versions"] == [3] * 10
+    assert written["logprobs"] == [None if np.isnan(value) else value for value in logprobs.tolist()]
 
 
 @pytest.fixture

@@ -143,6 +143,16 @@ def test_groups_and_summary_count_what_matches(dumps: Dumps) -> None:
     assert failure["error"].startswith("Traceback") and failure["id"] == "rollout/3/8.jsonl:1"
 
 
+def test_a_summary_follows_a_file_that_is_replaced_by_one_of_equal_length(run: Path, dumps: Dumps) -> None:
+    path = run / "rollout/10/12.jsonl"
+    for reward in (1.0, 2.0, 3.0):
+        path.unlink()
+        dumps.refresh()
+        write(path, line(12, reward=reward))
+        dumps.refresh()
+        assert [each["reward"] for each in dumps.summary()[0]["versions"] if each["version"] == 10] == [reward]
+
+
 def test_a_sample_is_the_same_for_a_seed_and_spreads_over_runs(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "exp" / "u")
     with Dumps.open(tmp_path) as dumps:
