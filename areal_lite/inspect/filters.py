@@ -333,11 +333,12 @@ def _id_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | st
 
 
 def _name_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
-    text = str(value)
+    column, text = _column(key), str(value)
     condition, values = _match_sql("text", op, text)
+    texts = f"SELECT id FROM texts WHERE field = '{key.name}' AND"
     if op == "=":
-        condition, values = f"hash = {text_hash(text)} AND {condition}", values
-    return f"+{_column(key)} IN (SELECT id FROM texts WHERE field = '{key.name}' AND {condition})", values
+        return f"+{column} = ({texts} hash = {text_hash(text)} AND {condition})", values
+    return f"+{column} IN ({texts} {condition})", values
 
 
 def _names_sql(key: Key, op: str, value: float | str) -> tuple[str, list[float | str]]:
