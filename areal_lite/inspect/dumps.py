@@ -34,6 +34,7 @@ _ORDER = "e.version, e.task, e.sample, e.id"
 _DEFAULT = "version"
 _FIRST_SORTED = 2000
 """Rows that a text search sorts before it looks at the first."""
+_MOST = 2**60
 _DEPTH = 4
 """Levels of folders below a path at which runs are found."""
 
@@ -171,6 +172,7 @@ class Dumps:
     ) -> Iterator[Row]:
         """Yield the rows that match, each as soon as it is found; memory stays flat."""
         expr, order = parse(filter), _sort(sort)
+        offset, limit = min(max(0, offset), _MOST), None if limit is None else min(limit, _MOST)
         end = None if limit is None else offset + limit
         if order is None:  # run after run
             yield from self._chained(expr, offset, limit)
@@ -241,6 +243,7 @@ class Dumps:
         finished, status (counts by status).
         """
         expr, found = parse(filter), []
+        offset, limit = min(max(0, offset), _MOST), min(limit, _MOST)
         left = offset + limit
         for name, run in self._runs.items():
             sql, parameters = self._where(run, expr)
@@ -295,7 +298,7 @@ class Dumps:
                 rows = connection.execute(
                     f"SELECT e.file, e.line, e.offset, e.kind, e.message FROM problems AS e WHERE {run.condition} "
                     "ORDER BY e.file, e.line LIMIT ?",
-                    (*run.parameters, limit - len(found)),
+                    (*run.parameters, min(limit, _MOST) - len(found)),
                 )
                 for file, *rest in rows.fetchall():
                     path = run.index.file_path(connection, file)

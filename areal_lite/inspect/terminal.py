@@ -122,9 +122,9 @@ def _objects(dumps: Dumps, level: str, options: Options) -> Iterator[Mapping[str
     if level in ("episodes", "turns"):
         yield from dumps.records(_rows(dumps, options, None))
     elif level == "groups":
-        yield from dumps.groups(options.filter, offset=options.offset, limit=min(limit, 2**62))
+        yield from dumps.groups(options.filter, offset=options.offset, limit=limit)
     elif level == "problems":
-        yield from dumps.problems(limit=min(limit, 2**62))
+        yield from dumps.problems(limit=limit)
     else:
         for run in dumps.summary(options.filter):
             yield from [{"run": run["run"], **each} for each in run["versions"]] if level == "versions" else [run]
@@ -183,7 +183,8 @@ def _cell(name: str, value: Any) -> Text:
     elif isinstance(value, list):
         value = ",".join(map(str, value))
     elif isinstance(value, float):
-        value = f"{value:.3f}" if name != "finished" else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
+        is_time = name == "finished" and 0 <= value < 2**33
+        value = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value)) if is_time else f"{value:.3f}"
     return Text(printable(str(value)), _STATUS_STYLE.get(str(value), "") if name == "status" else "")
 
 

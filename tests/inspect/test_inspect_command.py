@@ -93,6 +93,15 @@ def test_a_page_says_how_many_there_are(run: Path, capsys: pytest.CaptureFixture
     assert "nothing matches" in answer(capsys, run, "reward>7")[1]
 
 
+def test_numbers_of_any_size_are_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = line(90, reward=-1e300, timings={"finished_at": 1e300, "run_s": -1e300}, seqlen=2**62, sample_idx=2**62)
+    write(run / "rollout/9/90.jsonl", odd, odd)
+    most = str(10**30)
+    for options in (("--sort", "finished"), ("--by", "groups"), ("--by", "runs"), ("--offset", "-3"), ("--json",)):
+        for limit in (("--limit", most), ("--limit", most, "--offset", most), ()):
+            answer(capsys, run, *options, *limit)
+
+
 def test_a_difference_names_the_first_token_and_character(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(run / "rollout/3/9.jsonl", line(9), line(9, 1, turns=[turn("prompt", "2+2?"), turn("assistant", "It's 4")]))
     shown, _ = answer(capsys, run, "--diff", "rollout/3/9.jsonl:1", "rollout/3/9.jsonl:2")
