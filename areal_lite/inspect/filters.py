@@ -27,7 +27,7 @@ class Kind(StrEnum):
 
     NUMBER = "number"
     ID = "id"
-    """An integer or text of its own in nearly every row, compared as text."""
+    """An integer or text that few rows share, compared as text; a regular expression calls Python for every row."""
     NAME = "text"
     """Text that many rows share, kept once in the table ``texts``."""
     NAMES = "texts"
