@@ -129,6 +129,11 @@ def _check_log_probs(config: RunConfig) -> None:
             "update for the servers; set server.dtype: float32",
             config.server.dtype,
         )
+    if config.trainer.dtype == "bfloat16" and config.server.dtype == "float32":
+        logger.warning(
+            "trainer.dtype is bfloat16 and server.dtype float32: the trainer rounds small updates away, which the "
+            "servers see, so that log-probs soon differ by several nats; set trainer.dtype: float32"
+        )
     changed = [
         name
         for name in (

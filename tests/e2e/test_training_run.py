@@ -209,6 +209,10 @@ def test_sampling_that_the_trainer_cannot_follow_is_named(run_yaml: Path, caplog
         (["rollout.gconfig.top_p=0.9", "rollout.gconfig.top_k=5", "rollout.gconfig.min_p=0.1"], None),
         (["rollout.gconfig.presence_penalty=0.5"], "rollout.gconfig changes presence_penalty: "),
         (["server.dtype=bfloat16"], "trainer.dtype is float32 and server.dtype bfloat16: .* set server.dtype: float32"),
+        (
+            ["trainer.dtype=bfloat16"],
+            "trainer.dtype is bfloat16 and server.dtype float32: .* set trainer.dtype: float32",
+        ),
         (["server.dtype=bfloat16", "trainer.dtype=bfloat16"], None),
     ):
         caplog.clear()
