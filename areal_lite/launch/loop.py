@@ -39,6 +39,13 @@ logger = logging.getLogger(__name__)
 OnStep = Callable[[int, dict[str, float]], None]
 """Called with the step (0 before training) and its metrics."""
 
+
+class StepMetrics(dict[str, float]):
+    """Metrics of one step, with the top cause of failed episodes so far as text for the console."""
+
+    top_cause: str = ""
+
+
 E = TypeVar("E")
 """The result of one evaluation."""
 

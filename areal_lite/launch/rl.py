@@ -25,6 +25,7 @@ from areal_lite.launch.evaluation import Evaluation
 from areal_lite.launch.loop import (
     OnStep,
     RunFiles,
+    StepMetrics,
     Summary,
     TrainingRun,
     open_run_files,
@@ -143,7 +144,9 @@ class RLRun(TrainingRun[Evaluation]):
                 "timing/step_s": now - began,
                 **self.driver.metrics(),
             }
-            self.record_step(with_scalars(metrics, self.driver.scalars()), began=began)
+            record = StepMetrics(with_scalars(metrics, self.driver.scalars()))
+            record.top_cause = self.driver.engine.failures.top_cause()
+            self.record_step(record, began=began)
 
     def evaluate(self) -> None:
         """Run the held-out rows, if there are any, and record their rewards."""

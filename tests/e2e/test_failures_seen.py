@@ -84,7 +84,14 @@ def test_failed_members_of_accepted_groups_count() -> None:
     assert tally.metrics() == {
         "failed_episodes": 3, "failed_episodes/agent": 1, "failed_episodes/engine": 1, "failed_episodes/deadline": 1,
     }  # fmt: skip
-    assert FailureTally().table() == ""
+    assert (FailureTally().table(), FailureTally().top_cause()) == ("", "")
+
+
+def test_the_top_cause_is_the_most_common_one_of_the_most_common_kind() -> None:
+    tally = FailureTally()
+    for kind, message in [("agent", "row 1"), ("agent", "row 2"), ("agent", "row 2"), *[("engine", "HTTP 503")] * 2]:
+        tally.add(group(EpisodeStatus.FAILED, failure=Failure(FailureKind(kind), "E", f"{message} {'x' * 100}")))
+    assert tally.top_cause() == "agent, E: row 2 " + "x" * 51
 
 
 def test_distinct_causes_are_bounded() -> None:
