@@ -49,7 +49,11 @@ def test_a_run_whose_groups_all_failed_exits_with_70_and_names_the_causes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     assert run(command, tmp_path, tiny_model, bad=[0, 1, 2, 3]) == 70
-    said = capsys.readouterr().err
+    shown, said = capsys.readouterr()
+    assert "servers" in shown and "embe" in shown
+    (record,) = map(json.loads, (tmp_path / f"e/t/{command}_metrics.jsonl").read_text().splitlines())
+    assert (record["rollout/failed_episodes"], record["rollout/failed_episodes/agent"]) == (4, 4)
+    assert record["episodes/failed"] == 4 and record["servers/0/up"] == 1 and record[f"{command}/seconds"] > 0
     assert "no episode on the 4 rows gave a reward: 2 x KeyError" in said
     assert "4 episodes failed:" in caplog.text
     assert "2  agent             KeyError: 'no column answer in row 0'" in caplog.text
