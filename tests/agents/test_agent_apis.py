@@ -201,6 +201,59 @@ def test_messages_with_tools_streamed_and_whole(door: str) -> None:
     play([f"Hm.\n{CALL}", "It is 3, I think.", f"Hm.\n{CALL}", "all is fine or not"], steps)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_input_of_300_levels_is_given_and_taken_by_messages(stream: bool) -> None:
+    nested = '{"x": ' + "[" * 300 + "]" * 300 + "}"
+    tool: Any = {"name": "add", "input_schema": PARAMETERS}
+    question: Any = {"role": "user", "content": "?"}
+
+    async def steps(access: AgentAccess, session: ChatSession, engine: ScriptedEngine) -> None:
+        client = anthropic_client(access, "listener")
+        asked: dict[str, Any] = {"model": "m", "max_tokens": 4096, "tools": [tool], "messages": [question]}
+        if stream:  # event by event: the SDK's own joining stops at 200 levels
+            events = [event async for event in await client.messages.create(**asked, stream=True)]
+            (block,) = (event.content_block for event in events if event.type == "content_block_start")
+            (text,) = (event.delta.partial_json for event in events if event.type == "content_block_delta")
+            given = json.loads(text)
+        else:
+            (block,) = (await client.messages.create(**asked)).content
+            given = block.input
+        assert given == json.loads(nested)
+        answer = {"role": "assistant", "content": [{"type": "tool_use", "id": block.id, "name": "add", "input": given}]}
+        result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": block.id, "content": "4"}]}
+        reply = await client.messages.create(**{**asked, "messages": [question, answer, result]})
+        assert isinstance(reply.content[0], anthropic.types.TextBlock) and reply.content[0].text == "done"
+        one_sequence(session, engine)
+
+    play([f'<tool_call>\n{{"name": "add", "arguments": {nested}}}\n</tool_call>', "done"], steps)
+
+
+@pytest.mark.parametrize(("levels", "status"), [(500, 200), (1000, 400), (2000, 400)])
+def test_nesting_beyond_the_limit_is_a_bad_request(levels: int, status: int) -> None:
+    async def steps(access: AgentAccess, session: ChatSession, engine: ScriptedEngine) -> None:
+        deep = "[" * levels + "]" * levels
+        history = '{"messages": [{"role": "user", "content": "?"}, %s, {"role": "user", "content": "!"}], %s}'
+        use = '{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"x": %s}}]}'
+        call = '{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", %s}}]}'
+        for path, body in (
+            ("messages", history % (use % deep, '"max_tokens": 9')),
+            ("chat/completions", history % (call % f'"arguments": {{"x": {deep}}}', '"n": 1')),
+        ):
+            reply = await access.http_client.post(f"{access.base_url}/{path}", content=body, headers=headers(access))
+            assert (reply.status_code, "nested too deeply" in reply.text) == (status, levels == 1000), reply.text[:300]
+        for name in ("temperature", "model", "stop", "tools", "max_tokens", "metadata", "messages"):
+            body = f'{{"messages": [{{"role": "user", "content": "?"}}], "{name}": {deep}}}'
+            reply = await access.http_client.post(
+                f"{access.base_url}/chat/completions", content=body, headers=headers(access)
+            )
+            assert reply.status_code == 400 or name == "metadata", (name, reply.text[:300])
+
+    def headers(access: AgentAccess) -> dict[str, str]:
+        return {"content-type": "application/json", "authorization": f"Bearer {access.api_key}"}
+
+    play(["ok"] * 20, steps)
+
+
 def test_completions_of_text_and_of_ids_continue_what_was_sampled() -> None:
     async def steps(access: AgentAccess, session: ChatSession, engine: ScriptedEngine) -> None:
         client = openai_client(access, "transport")
