@@ -142,6 +142,44 @@ def test_responses_continue_by_id_and_by_items(door: str) -> None:
     play([CALL, "It is 3.", "Now I am done."], steps)
 
 
+@DOORS
+def test_responses_of_the_own_session_can_be_read_and_deleted(door: str) -> None:
+    async def steps(access: AgentAccess, session: ChatSession, engine: ScriptedEngine) -> None:
+        client = openai_client(access, door)
+        tool: Any = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}
+        first = await client.responses.create(model="m", input="hello", tools=[tool])
+        output: Any = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "3"}  # type: ignore[union-attr]
+        asked: Any = {"model": "m", "input": [output], "tools": [tool], "previous_response_id": first.id}
+        async with client.responses.stream(**asked) as stream:
+            second = await stream.get_final_response()
+        assert await client.responses.retrieve(first.id) == first
+        assert (await client.responses.retrieve(second.id)).output_text == "It is 3."
+        items = [item async for item in client.responses.input_items.list(second.id, order="asc")]
+        kinds = [item.type for item in items]
+        assert kinds == ["message", "function_call", "function_call_output"]
+        newest = [item async for item in client.responses.input_items.list(second.id)]
+        assert newest == items[::-1] and len({item.id for item in items}) == 3
+        assert items[0].content[0].text == "hello" and items[1].call_id == items[2].call_id  # type: ignore[union-attr]
+        assert json.loads(items[1].arguments) == {"a": 1, "b": [2, "ü"]}  # type: ignore[union-attr]
+        with pytest.raises(openai.BadRequestError, match="not streamed"):
+            await client.responses.retrieve(first.id, stream=True)
+        await client.responses.delete(first.id)
+        for call in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
+            with pytest.raises(openai.NotFoundError, match="this episode has no such response"):
+                await call(first.id)
+        with pytest.raises(openai.NotFoundError, match="this episode has no such response"):
+            await client.responses.create(**asked)
+        with pytest.raises(openai.APIStatusError, match="use GET"):
+            await client.post(f"/responses/{second.id}", cast_to=object)
+        one_sequence(session, engine)  # what was sampled still trains
+        other = ChatSession(engine, ChatRenderer(engine.tokenizer), GenerationHyperparameters())  # type: ignore[arg-type]
+        key = access.http_client._transport._service.open(other)
+        with pytest.raises(openai.NotFoundError, match="this episode has no such response"):
+            await client.with_options(api_key=key).responses.retrieve(second.id)
+
+    play([CALL, "It is 3."], steps)
+
+
 def test_a_streamed_function_call_of_responses_is_complete() -> None:
     async def steps(access: AgentAccess, session: ChatSession, engine: ScriptedEngine) -> None:
         client = openai_client(access, "transport")
