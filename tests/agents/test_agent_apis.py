@@ -32,7 +32,16 @@ Play = Callable[[AgentAccess, ChatSession, ScriptedEngine], Awaitable[None]]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "ü"]}}\n</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CHAT_TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
+CLIENTS: list[Any] = []
+"""Closed at the end of each test, so that what is left open is ours."""
+pytestmark = pytest.mark.filterwarnings("error::ResourceWarning")
 DOORS = pytest.mark.parametrize("door", ["transport", "listener"])
+
+
+async def close(doors: AgentDoors) -> None:
+    while CLIENTS:
+        await CLIENTS.pop().close()
+    await doors.aclose()
 
 
 @asynccontextmanager
@@ -49,7 +58,7 @@ async def opened(answers: Any, **kwargs: Any) -> AsyncIterator[tuple[AgentAccess
     try:
         yield doors.access(doors.service.open(session)), session, engine
     finally:
-        await doors.aclose()
+        await close(doors)
 
 
 def play(answers: Any, steps: Play) -> None:
@@ -62,12 +71,16 @@ def play(answers: Any, steps: Play) -> None:
 
 def openai_client(access: AgentAccess, door: str) -> openai.AsyncOpenAI:
     client = access.http_client if door == "transport" else None
-    return openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, http_client=client)
+    CLIENTS.append(openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, http_client=client))
+    return CLIENTS[-1]
 
 
 def anthropic_client(access: AgentAccess, door: str) -> anthropic.AsyncAnthropic:
     client = access.http_client if door == "transport" else None
-    return anthropic.AsyncAnthropic(base_url=access.anthropic_base_url, api_key=access.api_key, http_client=client)
+    CLIENTS.append(
+        anthropic.AsyncAnthropic(base_url=access.anthropic_base_url, api_key=access.api_key, http_client=client)
+    )
+    return CLIENTS[-1]
 
 
 def one_sequence(session: ChatSession, engine: ScriptedEngine) -> None:
@@ -413,8 +426,9 @@ def test_errors_before_the_first_token_have_a_status_and_later_ones_an_event() -
             key = {"x-api-key": access.api_key}
             reply = await client.post(f"{access.anthropic_base_url}/v1/messages", json={"bad": 1}, headers=key)
             assert reply.status_code == 400 and reply.json()["error"]["type"] == "invalid_request_error"
+        async with httpx2.AsyncClient() as client:
             by_path = f"{access.anthropic_base_url}/s/{access.api_key}/v1/models"
-            assert (await httpx2.AsyncClient().get(by_path)).json()["data"][0]["id"] == "default"
+            assert (await client.get(by_path)).json()["data"][0]["id"] == "default"
 
     play([ServerError("no server is left")], steps)
 
@@ -468,7 +482,7 @@ def test_a_client_that_hangs_up_ends_its_generation(door: str) -> None:
         await stream.close()
         async with asyncio.timeout(5):
             await cancelled.wait()
-        await doors.aclose()
+        await close(doors)
 
     asyncio.run(run())
 
@@ -500,7 +514,7 @@ def test_the_timeout_of_a_client_ends_its_generation(door: str, stream: bool) ->
                 async for _ in answer:
                     pass
             await cancelled.wait()
-        await doors.aclose()
+        await close(doors)
 
     asyncio.run(run())
 
@@ -527,7 +541,7 @@ def test_calls_through_the_listener_belong_to_the_episode() -> None:
         for client in (openai_client(access, "listener"), openai_client(access, "transport")):
             await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
         assert seen == [episode, episode]
-        await doors.aclose()
+        await close(doors)
 
     asyncio.run(run())
 
@@ -590,6 +604,6 @@ def test_reasoning_is_streamed_apart_from_the_text_in_every_api() -> None:
         engine = ScriptedEngine([THOUGHTS] * 4, "qwen3")
         session = ChatSession(engine, ChatRenderer(engine.tokenizer), GenerationHyperparameters())  # type: ignore[arg-type]
         await steps(doors.access(doors.service.open(session)), session, engine)
-        await doors.aclose()
+        await close(doors)
 
     asyncio.run(run())
