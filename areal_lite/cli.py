@@ -12,7 +12,8 @@ import os
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,6 +24,7 @@ from areal_lite.launch.stopping import StopOnSignal
 if TYPE_CHECKING:
     from areal_lite.api.config import ExperimentConfig, RunConfig
     from areal_lite.api.supervised_config import DPOConfig, RewardModelConfig, SFTConfig
+    from areal_lite.launch.run_metrics import OnStep
 
 # Threads that busy-wait take CPU time from the other processes on the machine.
 _THREAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}
@@ -114,10 +116,26 @@ def _train(config: RunConfig) -> None:
         print(f"written to {summary.run_dir}")
 
 
+@contextmanager
+def _servers_shown(config: RunConfig) -> Iterator[OnStep]:
+    """Yield a callback for the metrics of a run; print their table of servers at the end, also after an error."""
+    from rich.console import Console
+
+    from areal_lite.launch.progress import server_table
+
+    last: dict[str, float] = {}
+    try:
+        yield lambda step, metrics: last.update(metrics)
+    finally:
+        if table := server_table(last, config.rollout.addresses):
+            Console().print(table)
+
+
 def _rollout(config: RunConfig) -> None:
     from areal_lite.launch.run import run_rollout
 
-    results = run_rollout(config)
+    with _servers_shown(config) as on_step:
+        results = run_rollout(config, on_step=on_step)
     rewards = [reward for result in results for reward in result.rewards]
     counts = ", ".join(f"{count} {status}" for status, count in Counter(r.status for r in results).items())
     mean = sum(rewards) / max(1, len(rewards))
@@ -127,7 +145,8 @@ def _rollout(config: RunConfig) -> None:
 def _eval(config: RunConfig) -> None:
     from areal_lite.launch.run import run_evaluation
 
-    result = run_evaluation(config)
+    with _servers_shown(config) as on_step:
+        result = run_evaluation(config, on_step=on_step)
     print(f"held-out reward {result.reward:.3f} over {result.episodes} episodes, {result.failed} failed")
 
 

@@ -14,7 +14,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from multiprocessing import spawn
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 
 from areal_lite.agents import agent_worker as wire
 from areal_lite.agents.agent_access import AgentAccess
+from areal_lite.api.child_process import start_tied
 from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.failure import add_hint
 from areal_lite.api.trajectory import ProcessRecord
@@ -122,16 +122,12 @@ class _Process:
         self._loaded: set[bytes] = set()
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
-        life_line, self._held_open = os.pipe()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(wire.__file__)), str(theirs.fileno()), str(life_line)],
-                pass_fds=(theirs.fileno(), life_line),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
+            self._process, self._held_open = start_tied(
+                [sys.executable, "-P", str(Path(wire.__file__)), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
                 env={"OMP_NUM_THREADS": "1", **os.environ},
             )
-        os.close(life_line)
 
     async def run(self, agent: PickledAgent, job: bytes) -> dict[str, Any]:
         """Run one job and return its reply."""

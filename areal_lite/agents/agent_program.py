@@ -1,7 +1,8 @@
 """Programs that an agent runs: few variables, a folder of their own, limits, and no process left behind.
 
-Guarantees that the program and what it started in its process group are killed when the program ends, at its timeout,
-when its episode is stopped, and when this process dies. It limits accidents; it is not a sandbox.
+Guarantees that the program and all processes that it started, daemons too, are killed when the program ends, at its
+timeout, when its episode is stopped, and when this process dies. Outside Linux, only those of its process group. It
+limits accidents; it is not a sandbox: a program can kill its supervisor, and what runs as another user stays.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -30,24 +30,66 @@ T = TypeVar("T")
 
 KEPT_BYTES = 64 * 1024
 """Bytes kept of each output, the last ones."""
-_LAUNCHER = """
-import fcntl, json, os, resource, sys
-for name, limit in json.loads(sys.argv[1]).items():
-    kind = getattr(resource, name, None)
-    if limit is not None and kind is not None:
-        hard = resource.getrlimit(kind)[1]
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (limit, limit))
-# Nobody writes to this pipe: SIGIO, which ends a process, comes to the whole group when the other end closes.
+_SUPERVISOR = """
+import contextlib, ctypes, json, os, resource, select, signal, sys
 line = int(sys.argv[2])
-fcntl.fcntl(line, fcntl.F_SETOWN, -os.getpid())
-fcntl.fcntl(line, fcntl.F_SETFL, fcntl.fcntl(line, fcntl.F_GETFL) | os.O_ASYNC)
-try:
-    os.execvp(sys.argv[3], sys.argv[3:])
-except OSError as error:
-    sys.exit(f"{sys.argv[3]}: {error.strerror}")
+os.set_inheritable(line, False)
+with contextlib.suppress(AttributeError):  # only Linux has it
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+wake, woken = os.pipe()
+os.set_blocking(woken, False)
+signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+signal.signal(signal.SIGCHLD, lambda *_: None)
+program = os.fork()
+if program == 0:
+    os.setsid()
+    for name, limit in json.loads(sys.argv[1]).items():
+        kind = getattr(resource, name, None)
+        if limit is not None and kind is not None:
+            hard = resource.getrlimit(kind)[1]
+            limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+            resource.setrlimit(kind, (limit, limit))
+    try:
+        os.execvp(sys.argv[3], sys.argv[3:])
+    except OSError as error:
+        sys.exit(f"{sys.argv[3]}: {error.strerror}")
+
+def reap(flags):
+    global status
+    pid, ended = os.waitpid(-1, flags)
+    if pid == program:
+        status = ended
+    return pid
+
+def killed(pid):
+    with contextlib.suppress(OSError):
+        with open(f"/proc/{pid}/stat") as stat:
+            if int(stat.read().rpartition(")")[2].split()[1]) == os.getpid():
+                os.kill(int(pid), signal.SIGKILL)
+                return True
+
+status = None
+with contextlib.suppress(ChildProcessError):
+    while status is None and line not in select.select([line, wake], [], [])[0]:
+        os.read(wake, 4096)
+        while reap(os.WNOHANG):
+            pass
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program, signal.SIGKILL)
+    while status is None or any([killed(name) for name in os.listdir("/proc") if name.isdigit()]):
+        reap(0)
+if os.WIFSIGNALED(status):
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):  # SIGKILL has no handler
+        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+    os.kill(os.getpid(), os.WTERMSIG(status))
+os._exit(os.waitstatus_to_exitcode(status))
 """
-"""Sets limits, then becomes the program: a fork with code in between is unsafe beside threads."""
+"""Starts the program in a session of its own with its limits, and ends as it does.
+
+When the program ends or the pipe closes, it kills all processes below it. They include those that left the program's
+process group or were orphaned: as a subreaper, it becomes the parent of orphans.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +168,7 @@ def _folder(cwd: str | None) -> Iterator[str]:
 
 
 class _Program:
-    """A running program, the leader of its process group."""
+    """A running program below its supervisor."""
 
     def __init__(
         self, command: Sequence[str], folder: str, environment: Mapping[str, str], limits: ProcessLimits
@@ -136,10 +178,10 @@ class _Program:
         names = dict(zip(asdict(limits), ("CPU", "DATA", "FSIZE", "NPROC"), strict=True))
         resources = {f"RLIMIT_{names[key]}": value for key, value in asdict(limits).items()}
         life_line, self._held_open = os.pipe()
-        launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, json.dumps(resources), str(life_line)]
+        supervisor = [sys.executable, "-I", "-S", "-c", _SUPERVISOR, json.dumps(resources), str(life_line)]
         try:
             self._process = subprocess.Popen(
-                [*launcher, *self._command],
+                [*supervisor, *self._command],
                 cwd=folder,
                 env=dict(environment),
                 pass_fds=(life_line,),
@@ -156,18 +198,16 @@ class _Program:
         self._outputs = [_Output(self._process.stdout), _Output(self._process.stderr)]
 
     def wait(self) -> None:
-        """Wait until the program ends; it stays unreaped, so that its process group still exists."""
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        """Wait until the program and all that it started have ended."""
+        self._process.wait()
 
     def kill(self) -> None:
-        """Kill what still runs of the process group."""
-        os.killpg(self._process.pid, signal.SIGKILL)
+        """Have the program and all that it started killed."""
+        os.close(self._held_open)
 
     def finish(self, *, timed_out: bool) -> ProcessRecord:
-        """Reap the killed program and return what it left."""
+        """Wait for the killed program and return what it left."""
         self._process.wait()
-        os.close(self._held_open)
         seconds = time.monotonic() - self._started
         stdout, stderr = (output.text() for output in self._outputs)
         return ProcessRecord(
@@ -197,7 +237,7 @@ class _Output:
                 del self._kept[:-KEPT_BYTES]
 
     def text(self) -> str:
-        """Return the last bytes as text; does not wait for a program that left the process group."""
+        """Return the last bytes as text; does not wait for what could not be killed."""
         self._thread.join(timeout=1)
         return bytes(self._kept).decode(errors="replace")
 

@@ -20,7 +20,7 @@ from areal_lite.agents.apis.api import Api
 from areal_lite.agents.apis.chat_completions import ChatCompletions
 from areal_lite.agents.apis.completions import Completions
 from areal_lite.agents.apis.messages import Messages
-from areal_lite.agents.apis.responses import Responses
+from areal_lite.agents.apis.responses import Responses, stored_response
 from areal_lite.agents.chat_request import ChatRequest
 from areal_lite.agents.chat_session import Answer, ChatSession
 from areal_lite.agents.request_fields import RequestError
@@ -44,6 +44,7 @@ _APIS: dict[str, Api] = {
 }
 _COUNT_TOKENS = "/v1/messages/count_tokens"
 _MODELS = "/v1/models"
+_STORED = "/v1/responses/"
 
 
 class Reply(NamedTuple):
@@ -95,11 +96,12 @@ class AgentService:
 
         Args:
             method: HTTP method in upper case.
-            path: Path without the query, not decoded. ``/s/KEY/v1/...`` carries the key for clients that can send no
+            path: Path with its query, not decoded. ``/s/KEY/v1/...`` carries the key for clients that can send no
                 header.
             headers: Lower-case names, or a mapping that ignores case.
             body: Raw bytes.
         """
+        path, _, query = path.partition("?")
         key = headers.get("x-api-key") or _bearer(headers.get("authorization", ""))
         if path.startswith("/s/"):
             key, _, rest = path[3:].partition("/")
@@ -111,6 +113,8 @@ class AgentService:
             if path in (_MODELS, f"{_MODELS}/default"):
                 _require(method, "GET", path)
                 return _json(_models() if path == _MODELS else _MODEL)
+            if path.startswith(_STORED):
+                return _json(stored_response(method, path.removeprefix(_STORED), query, session))
             api = _APIS.get("/v1/messages" if path == _COUNT_TOKENS else path)
             if api is None:
                 served = ", ".join([*_APIS, _MODELS])

@@ -6,7 +6,6 @@ processed model output is not trusted to write pickles.
 
 from __future__ import annotations
 
-import fcntl
 import inspect
 import json
 import os
@@ -26,7 +25,6 @@ MAX_TEXT = 8192
 def main() -> None:
     """Serve the socket whose number is the first argument until the other side closes it."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    _die_with_parent(int(sys.argv[2]))
     requests = connection.makefile("rb", 1 << 16)
     agents: dict[bytes, Any] = {}
     while header := requests.read(LENGTH.size):
@@ -106,13 +104,6 @@ def _describe(error: BaseException) -> list[Any]:
         kind if isinstance(kind, str) else None,
         getattr(error, "failure_hint", ""),
     ]
-
-
-def _die_with_parent(life_line: int) -> None:
-    # Nobody writes to this pipe: SIGIO, which ends a process, comes to the whole group when the parent's end
-    # closes, even while the agent never gives control back.
-    fcntl.fcntl(life_line, fcntl.F_SETOWN, -os.getpid())
-    fcntl.fcntl(life_line, fcntl.F_SETFL, fcntl.fcntl(life_line, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ The other APIs turn their bodies into this one.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 import orjson
 
 from areal_lite.agents.answer_grammar import answer_grammar
+from areal_lite.agents.answer_parsers.call_json import dump_json
 from areal_lite.agents.body_beginning import BodyBeginning, beginning_of
 from areal_lite.agents.request_fields import RequestError, is_token_id, json_bytes, number, short, typed, whole
 
@@ -296,16 +296,24 @@ def _tool_calls(raw: Any, where: str) -> tuple[list[dict[str, Any]], Hashable]:
         arguments = function.get("arguments") if isinstance(function, dict) else None
         if not isinstance(name, str) or not isinstance(arguments, str | dict | None):
             raise RequestError(f"{where} has {short(call)}: send id, function.name, function.arguments", param=where)
-        if isinstance(arguments, str):
-            with contextlib.suppress(ValueError, RequestError):  # not JSON, or too deep: the template gets the text
-                parsed = orjson.loads(arguments)
-                _canonical(parsed)
-                arguments = parsed
+        arguments, key = _arguments(arguments)
         calls.append({"type": "function", "function": {"name": name, "arguments": arguments}})
         if isinstance(call.get("id"), str):
             calls[-1]["id"] = call["id"]
-        keys.append((name, _canonical(arguments)))
+        keys.append((name, key))
     return calls, tuple(keys)
+
+
+def _arguments(given: Any) -> tuple[Any, bytes]:
+    """Return a call's arguments for the chat template, and their key: text if they are not JSON or nested deeply."""
+    try:
+        value = orjson.loads(given) if isinstance(given, str) else given
+        return value, _canonical(value)
+    except (ValueError, RequestError) as error:
+        text = given if isinstance(given, str) else dump_json(given)
+        if text is None:
+            raise RequestError("the arguments of a tool call are nested too deeply: at most 500 levels") from error
+        return text, _canonical(text)
 
 
 def _tools(raw: Any) -> list[dict[str, Any]] | None:

@@ -129,6 +129,8 @@ class ChatSession:
         self._tasks: set[asyncio.Task[list[Answer]]] = set()
         """Running calls that no task of the episode waits for."""
         self.interactions: Interactions = {}
+        self.responses: dict[str, dict[str, Any]] = {}
+        """Replies of the Responses API, by id; an agent may read and delete them."""
         self.clean_turns = 0
         self.forks = 0
         self.forked_tokens = 0

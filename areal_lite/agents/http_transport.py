@@ -41,7 +41,7 @@ class ServiceTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Answer one request; ``httpx`` calls this."""
         body = await request.aread()
-        answer = self._service.handle(request.method, request.url.path, request.headers, body)
+        answer = self._service.handle(request.method, request.url.raw_path.decode(), request.headers, body)
         reply = await self._receive(request, answer)
         headers = dict(reply.headers)
         if isinstance(reply.body, bytes):

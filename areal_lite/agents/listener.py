@@ -87,7 +87,7 @@ class Listener:
             body = await self._read(request) if request.can_read_body else b""
         except RequestError as error:
             return _error_response(error, path)
-        reply = await self._service.handle(request.method, path, request.headers, body)
+        reply = await self._service.handle(request.method, request.raw_path, request.headers, body)
         if not isinstance(reply.body, bytes):
             return await _send_stream(request, reply)
         if request.keep_alive and request.version == HttpVersion11:
@@ -117,8 +117,8 @@ class Listener:
 
 
 def _check(request: web.BaseRequest) -> None:
-    if request.method not in ("GET", "POST"):
-        raise RequestError(f"{request.method[:20]} is not served: use GET or POST", status=405)
+    if request.method not in ("GET", "POST", "DELETE"):
+        raise RequestError(f"{request.method[:20]} is not served: use GET, POST or DELETE", status=405)
     headers = request.headers
     has_body = request.method == "POST" or request.can_read_body
     if (refusal := refusal_of(headers, has_body=has_body, host_names=_HOST_NAMES)) is not None:

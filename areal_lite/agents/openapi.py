@@ -134,6 +134,7 @@ _MESSAGE_FIELDS = {
         },
     },
 }
+_RESPONSE_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 
 
 def openapi() -> dict[str, Any]:
@@ -162,6 +163,19 @@ def openapi() -> dict[str, Any]:
             "/v1/responses": _operation("createResponse", response_names, ["input"], _RESPONSE_FIELDS),
             "/v1/messages": message,
             "/v1/messages/count_tokens": count,
+            "/v1/responses/{id}": {
+                "parameters": [_RESPONSE_ID],
+                "get": {"operationId": "getResponse", "responses": _responses(has_stream=False)},
+                "delete": {"operationId": "deleteResponse", "responses": _responses(has_stream=False)},
+            },
+            "/v1/responses/{id}/input_items": {
+                "parameters": [_RESPONSE_ID],
+                "get": {
+                    "operationId": "listInputItems",
+                    "parameters": [{"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}}],
+                    "responses": _responses(has_stream=False),
+                },
+            },
             "/v1/models": {"get": {"operationId": "listModels", "responses": _responses(has_stream=False)}},
         },
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from typing import Any, TypeVar
 
 import orjson
@@ -37,7 +38,7 @@ def json_bytes(value: Any, option: int | None = None) -> bytes:
     try:
         return orjson.dumps(value, option=option)
     except TypeError:
-        raise RequestError("the tools, arguments or schema are nested too deeply: at most 250 levels") from None
+        raise RequestError("the tools or the schema are nested too deeply: at most 250 levels") from None
 
 
 def typed(name: str, value: Any, kind: type[T], hint: str) -> T | None:
@@ -73,5 +74,8 @@ def number(name: str, value: Any, low: float, high: float) -> float:
 
 def short(value: object) -> str:
     """Return a value as text for an error, at most 80 characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = reprlib.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

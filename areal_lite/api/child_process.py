@@ -13,7 +13,31 @@ import signal
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
-from typing import IO
+from typing import IO, Any
+
+
+def start_tied(
+    command: Sequence[str], *, pass_fds: Sequence[int] = (), **options: Any
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a program in a process group of its own, which is killed when the returned descriptor closes.
+
+    It closes when this process ends, however it ends, unless its owner closes it before.
+    """
+    life_line, held_open = os.pipe()  # one for each: the kernel signals one group per pipe
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=(life_line, *pass_fds), start_new_session=True, **options
+        )
+        # Nobody writes to this pipe: SIGIO, which ends a process, comes to the whole group when our end closes. A
+        # parent-death signal would come when the *thread* that started the program ends.
+        fcntl.fcntl(life_line, fcntl.F_SETOWN, -process.pid)
+        fcntl.fcntl(life_line, fcntl.F_SETFL, fcntl.fcntl(life_line, fcntl.F_GETFL) | os.O_ASYNC)
+    except BaseException:
+        os.close(held_open)
+        raise
+    finally:
+        os.close(life_line)
+    return process, held_open
 
 
 class ChildProcess:
@@ -28,23 +52,9 @@ class ChildProcess:
         pass_fds: Sequence[int] = (),
     ) -> None:
         """Start the program; ``output`` gets its stdout and stderr."""
-        life_line, self._held_open = os.pipe()
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=(life_line, *pass_fds),
-                start_new_session=True,
-                env=environment,
-            )
-            # Nobody writes to this pipe: SIGIO, which ends a process, comes to the whole group when our end closes. A
-            # parent-death signal would come when the *thread* that started the program ends.
-            fcntl.fcntl(life_line, fcntl.F_SETOWN, -self.pid)
-            fcntl.fcntl(life_line, fcntl.F_SETFL, fcntl.fcntl(life_line, fcntl.F_GETFL) | os.O_ASYNC)
-        finally:
-            os.close(life_line)
+        self._process, self._held_open = start_tied(
+            command, pass_fds=pass_fds, stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
         self._ended = threading.Event()
         threading.Thread(target=self._reap, name=f"wait for {self.pid}", daemon=True).start()
 

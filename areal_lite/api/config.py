@@ -137,8 +137,8 @@ class InferenceEngineConfig(RunIdentity):
     """Timeout in seconds for connecting to a server."""
 
     request_timeout_s: Above0 = 600.0
-    """Seconds without data from a server, for any of its requests, before they go to another server. One that also
-    leaves health probes unanswered is given up after 2 to 3 minutes."""
+    """Seconds without data from a server, for any of its requests, before they go to another server; a stream that has
+    begun is counted alone. A server that also leaves health probes unanswered is given up after 2 to 3 minutes."""
 
     max_connections_per_server: Positive = 512
     """Connection limit per server; further requests queue."""

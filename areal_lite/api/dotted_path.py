@@ -37,6 +37,8 @@ def load_object(path: str, *, where: str) -> Any:
         raise ConfigError(
             f"{where} is {path!r}: importing {module_name} needs {error.name!r}, which is not installed"
         ) from error
+    except ImportError as error:
+        raise ConfigError(f"{where} is {path!r}: {error}") from error
     try:
         return getattr(module, name)
     except AttributeError:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.api import reward_worker as wire
+from areal_lite.api.child_process import start_tied
 from areal_lite.api.dotted_path import load_object
 from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.errors import ConfigError
@@ -164,8 +165,7 @@ def _is_guarded(script: str) -> bool:
 class _Worker:
     """A slot of the pool; its process is started on the first call and again after a kill."""
 
-    def __init__(self, life_line: int, memory_bytes: int) -> None:
-        self._life_line = life_line
+    def __init__(self, memory_bytes: int) -> None:
         self._memory_bytes = memory_bytes
         self.process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -214,12 +214,9 @@ class _Worker:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:
-            arguments = [str(theirs.fileno()), str(self._life_line), str(self._memory_bytes)]
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(wire.__file__)), *arguments],
-                pass_fds=(theirs.fileno(), self._life_line),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a kill takes what the function started with it
+            self.process, self._held_open = start_tied(
+                [sys.executable, "-P", str(Path(wire.__file__)), str(theirs.fileno()), str(self._memory_bytes)],
+                pass_fds=[theirs.fileno()],
                 env={"OMP_NUM_THREADS": "1", **os.environ},
             )
         self._socket = ours
@@ -231,6 +228,7 @@ class _Worker:
         assert process is not None and connection is not None
         connection.close()
         os.killpg(process.pid, signal.SIGKILL)  # its leader is not reaped yet, so the group is there
+        os.close(self._held_open)
         self.process = self._socket = None
         return process
 
@@ -244,9 +242,8 @@ class _Pool:
     """Hands out workers, warm ones first; calls may come from the loops of several threads."""
 
     def __init__(self, size: int) -> None:
-        life_line, self._held_open = os.pipe()
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 // size
-        self.workers = [_Worker(life_line, max(4 << 30, memory)) for _ in range(size)]
+        self.workers = [_Worker(max(4 << 30, memory)) for _ in range(size)]
         self._idle = list(self.workers)
         self._waiting: deque[asyncio.Future[_Worker]] = deque()
         self._lock = threading.Lock()

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import fcntl
 import json
 import math
-import os
 import pickle
 import resource
 import socket
@@ -56,8 +54,7 @@ def as_reward(value: Any) -> float:
 def main() -> None:
     """Serve the socket whose number is the first argument until the other side closes it."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    _die_with_parent(int(sys.argv[2]))
-    _limit_memory(int(sys.argv[3]))
+    _limit_memory(int(sys.argv[2]))
     requests = connection.makefile("rb", 1 << 16)
     functions: dict[int, Callable[..., Any]] = {}
     while header := requests.read(LENGTH.size):
@@ -92,13 +89,6 @@ def rebuild(body: bytes) -> Exception:
             error = kind(message)
     error.add_note(f"in the reward worker:\n{text}")
     return error
-
-
-def _die_with_parent(life_line: int) -> None:
-    # Nobody writes to this pipe: SIGIO, which ends a process, comes when the parent's end closes,
-    # even while the reward function never gives control back.
-    fcntl.fcntl(life_line, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(life_line, fcntl.F_SETFL, fcntl.fcntl(life_line, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _limit_memory(limit_bytes: int) -> None:

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _MAX_CACHED = 64
-_FORMATS: dict[str, Any] = {"json_schema": "json_schema", "regex": "regex", "ebnf": "gbnf"}
+_FORMATS: dict[str, Any] = {"regex": "regex", "ebnf": "gbnf"}
 """Our names of constraints -> llguidance's."""
+_JSON_LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""One line, as SGLang's and vLLM's flags give: a small model fills its budget with free white space."""
 
 
 class Grammar:
@@ -96,7 +98,11 @@ class GrammarCompiler:
             if self._tokenizer is None:
                 eos = sorted(self._eos_ids) or None
                 self._tokenizer = hf.from_tokenizer(self._hf_tokenizer, n_vocab=self._vocab_size, eos_token=eos)
-            matcher = LLMatcher(self._tokenizer, grammar_from(_FORMATS[name], text), log_level=0)
+            if name == "json_schema":
+                grammar = LLMatcher.grammar_from_json_schema(text, defaults=_JSON_LAYOUT)
+            else:
+                grammar = grammar_from(_FORMATS[name], text)
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         except Exception as error:  # the library raises many kinds for texts it cannot read
             raise invalid_value(f"{name} cannot be used: {error}") from error
         if matcher.is_error():

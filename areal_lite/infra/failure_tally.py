@@ -10,6 +10,8 @@ from areal_lite.api.trajectory import EpisodeStatus, Group
 
 MAX_CAUSES = 1000
 """Distinct causes that are kept; more are counted by kind alone."""
+MAX_SHORT = 60
+"""Characters of a cause on a progress line."""
 PASSING = frozenset({FailureKind.ENGINE, FailureKind.DEADLINE})
 """Kinds that may not occur again when a run is started again."""
 
@@ -45,6 +47,14 @@ class FailureTally:
         """Return ``failed_episodes`` and ``failed_episodes/KIND`` of each kind that occurred."""
         by_kind = {f"failed_episodes/{kind}": float(count) for kind, count in self.episodes.items()}
         return {"failed_episodes": float(self.episodes.total()), **by_kind}
+
+    def top_cause(self) -> str:
+        """Return the most common kind with the beginning of its most common cause; empty without failures."""
+        if not self.episodes:
+            return ""
+        kind = self.episodes.most_common(1)[0][0]
+        causes = [(count, cause.summary) for cause, count in list(self._causes.items()) if cause.kind is kind]
+        return f"{kind}, {max(causes)[1][:MAX_SHORT]}"
 
     def table(self, limit: int = 10) -> str:
         """Return the causes as lines of text, with the traceback of the most common one; empty without failures."""

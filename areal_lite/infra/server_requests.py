@@ -54,13 +54,15 @@ class RefusedError(ServerError):
 class _Request:
     """A request whose task is cancelled when it is given up."""
 
-    __slots__ = ("given_up", "server", "task")
+    __slots__ = ("begun", "given_up", "server", "task")
 
     def __init__(self, server: Server) -> None:
         task = asyncio.current_task()
         assert task is not None
         self.task = task
         self.server = server
+        self.begun = False
+        """Whether a part of its stream has come, so that it does not wait in the server's queue."""
         self.given_up: str | None = None
 
     def give_up(self, reason: str) -> None:
@@ -197,8 +199,8 @@ class ServerRequests:
             self._silences.discard(request)
 
     def _on_silence(self, request: _Request) -> None:
-        """Give up a request, unless its server has sent something to others meanwhile: then it is only slow."""
-        if time.monotonic() - request.server.heard < self._config.request_timeout_s:
+        """Give up a request, unless its server answers others meanwhile and it may be in the queue or a long answer."""
+        if not request.begun and time.monotonic() - request.server.heard < self._config.request_timeout_s:
             self._silences.add(request)
         else:
             request.give_up(f"no answer in {self._config.request_timeout_s:g} s")
@@ -215,6 +217,7 @@ class ServerRequests:
             async for data in reply.content.iter_any():
                 self._silences.discard(request)
                 self._silences.add(request)
+                request.begun = True
                 request.server.heard = time.monotonic()
                 stream.feed(data)
         except (aiohttp.ClientError, OSError):

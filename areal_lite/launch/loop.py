@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,6 +27,7 @@ from areal_lite.data.chat.tokenizer import load_tokenizer, tokenizer_files
 from areal_lite.errors import TrainingError
 from areal_lite.launch.resuming import CHECKPOINTS, Start, resume_hint
 from areal_lite.launch.run_directory import append_skipped_update, run_directory
+from areal_lite.launch.run_metrics import OnStep
 from areal_lite.launch.stopping import Stopped, expires_soon, finishing, stop_together
 from areal_lite.trainer.checkpoint import CONFIG_FILE, CheckpointWriter, load_checkpoint
 from areal_lite.trainer.metrics import MetricsWriter, start_tracking
@@ -36,8 +37,12 @@ from areal_lite.trainer.weights import save_model
 
 logger = logging.getLogger(__name__)
 
-OnStep = Callable[[int, dict[str, float]], None]
-"""Called with the step (0 before training) and its metrics."""
+
+class StepMetrics(dict[str, float]):
+    """Metrics of one step, with the top cause of failed episodes so far as text for the console."""
+
+    top_cause: str = ""
+
 
 E = TypeVar("E")
 """The result of one evaluation."""
@@ -250,10 +255,3 @@ class TrainingRun(ABC, Generic[E]):
 def with_prefix(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics under ``prefix/name``."""
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
-
-
-def with_scalars(metrics: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
-    """Return the run's metrics with the numbers that episodes recorded; a name of the run's own stays the run's."""
-    if taken := sorted(metrics.keys() & scalars.keys()):
-        logger.warning("episodes recorded %s, which are metrics of the run: use other names", ", ".join(taken))
-    return {**scalars, **metrics}

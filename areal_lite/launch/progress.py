@@ -82,13 +82,10 @@ class TrainingProgress:
 
 
 def _failures(metrics: Mapping[str, float]) -> str:
-    """Return failed episodes with the most common kind, and retried requests, so far; empty without any."""
-    prefix = "rollout/failed_episodes/"
-    kinds = {name.removeprefix(prefix): count for name, count in metrics.items() if name.startswith(prefix)}
-    text = ""
+    """Return failed episodes with the top cause, and retried requests, so far; empty without any."""
+    text, cause = "", getattr(metrics, "top_cause", "")
     if failed := metrics.get("rollout/failed_episodes"):
-        kind = max(kinds, key=lambda name: kinds[name], default="")
-        text += f"  failed {failed:.0f}{f' (most: {kind})' if kind else ''}"
+        text += f"  failed {failed:.0f}{f' (most: {cause})' if cause else ''}"
     if retried := metrics.get("rollout/retried_requests"):
         text += f"  retried {retried:.0f}"
     return text

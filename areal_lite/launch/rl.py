@@ -23,19 +23,19 @@ from areal_lite.errors import ServerError
 from areal_lite.launch.engine_stack import generating_engine, reports_truncated, thread_budget
 from areal_lite.launch.evaluation import Evaluation
 from areal_lite.launch.loop import (
-    OnStep,
     RunFiles,
+    StepMetrics,
     Summary,
     TrainingRun,
     open_run_files,
     with_prefix,
-    with_scalars,
 )
 from areal_lite.launch.profiling import StepProfiler
 from areal_lite.launch.publishing import Publish, weight_publisher
 from areal_lite.launch.resuming import find_start
 from areal_lite.launch.rollout_driver import RolloutDriver, load_rollout_inputs
 from areal_lite.launch.run_data import tokenizer_path
+from areal_lite.launch.run_metrics import OnStep, with_scalars
 from areal_lite.launch.server_probe import NUM_TOKENS, Answer, compare_logprobs, probe_prompt, usual_difference
 from areal_lite.launch.stopping import Stopped, interruptible, stop_together
 from areal_lite.trainer.algorithm import Algorithm
@@ -143,7 +143,9 @@ class RLRun(TrainingRun[Evaluation]):
                 "timing/step_s": now - began,
                 **self.driver.metrics(),
             }
-            self.record_step(with_scalars(metrics, self.driver.scalars()), began=began)
+            record = StepMetrics(with_scalars(metrics, self.driver.scalars()))
+            record.top_cause = self.driver.engine.failures.top_cause()
+            self.record_step(record, began=began)
 
     def evaluate(self) -> None:
         """Run the held-out rows, if there are any, and record their rewards."""

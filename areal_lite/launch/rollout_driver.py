@@ -32,6 +32,7 @@ from areal_lite.launch.run_data import (
     workflow_kwargs,
     workflow_rows,
 )
+from areal_lite.launch.run_metrics import engine_metrics
 from areal_lite.trainer.policy_model import resolve_device
 from areal_lite.trainer.policy_step import Batch
 from areal_lite.trainer.scalar_model import RewardModel, load_reward_model
@@ -124,16 +125,14 @@ class RolloutDriver:
         return evaluate(self.engine, self._config, held_out) if held_out else None
 
     def metrics(self) -> dict[str, float]:
-        """Return how many episodes ended in each status so far, and the position in the data."""
+        """Return the engine's metrics and the position in the data."""
         source = self.data.source
         return {
-            **{f"episodes/{status}": float(count) for status, count in self.engine.export_stats().items()},
             "data/epoch": float(source.epoch_id),
             "data/owed_groups": float(source.num_owed),
             "data/buffered_groups": float(source.get_buffer_length()),
             "data/dropped_groups": float(source.dropped.total()),
-            **{f"rollout/{name}": value for name, value in self.engine.rollout_metrics().items()},
-            **{f"servers/{name}": value for name, value in self.engine.server_metrics().items()},
+            **engine_metrics(self.engine),
         }
 
     def scalars(self) -> dict[str, float]:

@@ -15,9 +15,10 @@ from areal_lite.launch.engine_stack import check_startable, generating_engine, r
 from areal_lite.launch.evaluation import Evaluation, evaluate, no_success
 from areal_lite.launch.run_data import workflow_kwargs, workflow_rows
 from areal_lite.launch.run_directory import run_directory
+from areal_lite.launch.run_metrics import OnStep, recorded
 
 if TYPE_CHECKING:
-    from areal_lite.launch.loop import OnStep, Summary
+    from areal_lite.launch.loop import Summary
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +41,11 @@ def run_training(config: RunConfig, *, on_step: OnStep | None = None) -> Summary
         return run_rl(config, on_step)
 
 
-def run_rollout(config: RunConfig) -> list[Group]:
+def run_rollout(config: RunConfig, *, on_step: OnStep | None = None) -> list[Group]:
     """Run the workflow once on every training row, without training, and return the results.
 
-    With ``rollout.dump_to_file`` the episodes are dumped under ``rollout/``.
+    With ``rollout.dump_to_file`` the episodes are dumped under ``rollout/``. rollout_metrics.jsonl gets one record,
+    which ``on_step`` sees.
 
     Raises:
         EpisodeError: If every group failed.
@@ -54,15 +56,20 @@ def run_rollout(config: RunConfig) -> list[Group]:
     with (
         run_directory(config, fresh=False, trains=False) as run_dir,
         generating_engine(config, run_dir) as engine,
+        recorded(engine, run_dir, "rollout", on_step) as metrics,
     ):
         groups = engine.rollout_batch(rows, config.workflow, kwargs, config.should_accept_fn)
+        if rewards := [reward for group in groups for reward in group.rewards]:
+            metrics["rollout/reward"] = sum(rewards) / len(rewards)
     if groups and all(group.status is EpisodeStatus.FAILED for group in groups):
         raise no_success(groups)
     return groups
 
 
-def run_evaluation(config: RunConfig) -> Evaluation:
+def run_evaluation(config: RunConfig, *, on_step: OnStep | None = None) -> Evaluation:
     """Run the workflow on the held-out rows and return the rewards.
+
+    eval_metrics.jsonl gets one record, which ``on_step`` sees.
 
     Raises:
         ConfigError: If there is no ``eval_dataset``.
@@ -75,8 +82,11 @@ def run_evaluation(config: RunConfig) -> Evaluation:
     with (
         run_directory(config, fresh=False, trains=False) as run_dir,
         generating_engine(config, run_dir) as engine,
+        recorded(engine, run_dir, "eval", on_step) as metrics,
     ):
-        return evaluate(engine, config, rows)
+        result = evaluate(engine, config, rows)
+        metrics |= result.metrics()
+        return result
 
 
 def _check_trainable(config: RunConfig) -> None:
@@ -128,6 +138,11 @@ def _check_log_probs(config: RunConfig) -> None:
             "trainer.dtype is float32 and server.dtype %s: published weights are rounded, which undoes most of a small "
             "update for the servers; set server.dtype: float32",
             config.server.dtype,
+        )
+    if config.trainer.dtype == "bfloat16" and config.server.dtype == "float32":
+        logger.warning(
+            "trainer.dtype is bfloat16 and server.dtype float32: the trainer rounds small updates away, which the "
+            "servers see, so that log-probs soon differ by several nats; set trainer.dtype: float32"
         )
     changed = [
         name

@@ -24,8 +24,9 @@ from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item
 from areal_lite.embedded.settings import check_model_path
-from areal_lite.launch.loop import OnStep, Summary, TrainingRun, open_run_files, with_prefix
+from areal_lite.launch.loop import Summary, TrainingRun, open_run_files, with_prefix
 from areal_lite.launch.resuming import find_start
+from areal_lite.launch.run_metrics import OnStep
 from areal_lite.launch.stopping import interruptible, stop_together
 from areal_lite.trainer.policy_model import resolve_device
 from areal_lite.trainer.preference_trainer import DPOTrainer, RewardModelTrainer

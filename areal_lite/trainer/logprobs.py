@@ -102,20 +102,20 @@ class ChunkedScores(torch.autograd.Function):
         ctx.dtypes = states.dtype, weight.dtype
         ctx.temperature, ctx.entropy_grad = temperature, entropy_grad
         states, weight = states.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-        chunks = [
-            _chunk_scores(states[here], weight, bias, targets[here], temperature, truncation)
-            for here in _chunks(states, weight)
-        ]
+        head = _Head(weight, None if bias is None else bias.to(dtype), temperature)
+        chunks = [_chunk_scores(head, states[here], targets[here], truncation) for here in _chunks(states, weight)]
         scores, least = zip(*chunks, strict=True)
         chosen, entropy, squared, log_kept = (torch.cat(parts) for parts in zip(*scores, strict=True))
-        ctx.save_for_backward(states, weight, bias, targets, entropy, None if truncation is None else torch.cat(least))
+        ctx.save_for_backward(
+            states, weight, head.bias, targets, entropy, None if truncation is None else torch.cat(least)
+        )
         ctx.mark_non_differentiable(squared, log_kept, *([] if entropy_grad else [entropy]))
         return chosen, entropy, squared, log_kept
 
     @staticmethod
     def backward(ctx: Any, grad_chosen: Tensor, grad_entropy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         states, weight, bias, targets, entropy, least = ctx.saved_tensors
+        head = _Head(weight, bias, ctx.temperature)
         states_dtype, weight_dtype = ctx.dtypes
         grad_chosen, grad_entropy = grad_chosen / ctx.temperature, grad_entropy / ctx.temperature
         grad_states = torch.empty_like(states, dtype=states_dtype)
@@ -124,11 +124,9 @@ class ChunkedScores(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=weight_dtype) if ctx.needs_input_grad[2] else None
         for here in _chunks(states, weight):
             grad_logits = _chunk_gradient(
+                head,
                 states[here],
-                weight,
-                bias,
                 targets[here],
-                ctx.temperature,
                 None if least is None else least[here],
                 grad_chosen[here, None],
                 grad_entropy[here, None] if ctx.entropy_grad else None,
@@ -146,21 +144,29 @@ class ChunkedScores(torch.autograd.Function):
         return grad_states, grad_weight, grad_bias, None, None, None, None
 
 
+class _Head(NamedTuple):
+    """The output embedding and the temperature that divides its logits."""
+
+    weight: Tensor
+    bias: Tensor | None
+    temperature: float
+
+    def logprobs(self, states: Tensor) -> Tensor:
+        missing = max(0, MIN_ROWS - len(states))
+        logits = F.linear(F.pad(states, (0, 0, 0, missing)), self.weight, self.bias)[: len(states)].float()
+        return torch.log_softmax(logits if self.temperature == 1.0 else logits.div_(self.temperature), dim=-1)
+
+
 def _chunks(states: Tensor, weight: Tensor) -> Iterator[slice]:
     size = max(1, LOGIT_BYTES // (4 * len(weight)))
     return (slice(start, start + size) for start in range(0, len(states), size))
 
 
 def _chunk_scores(
-    states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    truncation: Truncation | None,
+    head: _Head, states: Tensor, targets: Tensor, truncation: Truncation | None
 ) -> tuple[TokenScores, Tensor | None]:
     """Return the scores, and the smallest kept log-prob ``[n, 1]`` of each position if there is a truncation."""
-    logprobs = _chunk_logprobs(states, weight, bias, temperature)
+    logprobs = head.logprobs(states)
     least, log_kept = None, torch.zeros_like(logprobs[:, 0])
     if truncation is not None:
         least = truncation.smallest_kept(logprobs)
@@ -172,18 +178,16 @@ def _chunk_scores(
 
 
 def _chunk_gradient(
+    head: _Head,
     states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
     targets: Tensor,
-    temperature: float,
     least: Tensor | None,
     grad_chosen: Tensor,
     grad_entropy: Tensor | None,
     entropy: Tensor,
 ) -> Tensor:
     """Return the gradient of the logits, ``[n, vocabulary]``, from gradients ``[n, 1]`` of log-probs and entropies."""
-    logprobs = _chunk_logprobs(states, weight, bias, temperature)
+    logprobs = head.logprobs(states)
     if least is not None:
         logprobs, _ = truncate_(logprobs, targets, least)
     if grad_entropy is None:  # dlogprob/dlogit = [logit is the target's] - p
@@ -192,12 +196,6 @@ def _chunk_gradient(
         probs = logprobs.exp()
         grad_logits = logprobs.add_(entropy).mul_(grad_entropy).add_(grad_chosen).mul_(probs).neg_()
     return grad_logits.scatter_add_(1, targets[:, None], grad_chosen).to(states.dtype)
-
-
-def _chunk_logprobs(states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    missing = max(0, MIN_ROWS - len(states))
-    logits = F.linear(F.pad(states, (0, 0, 0, missing)), weight, bias)[: len(states)].float()
-    return torch.log_softmax(logits if temperature == 1.0 else logits.div_(temperature), dim=-1)
 
 
 def _score_logits(

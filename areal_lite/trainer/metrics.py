@@ -30,7 +30,7 @@ UPLOAD_TIMEOUT_S = 60
 
 
 class MetricsWriter:
-    """Appends records to ``run_dir/metrics.jsonl``; each line is one write, so readers see complete lines.
+    """Appends records to ``run_dir/NAME``; each line is one write, so readers see complete lines.
 
     Args:
         last_step: Records after this step are removed, because they will be written again.
@@ -40,8 +40,15 @@ class MetricsWriter:
         StorageError: If the file cannot be opened, or a complete line up to ``last_step`` is not a record.
     """
 
-    def __init__(self, run_dir: Path | str, *, last_step: int | None = None, tracking: Tracking | None = None) -> None:
-        self._path = Path(run_dir) / "metrics.jsonl"
+    def __init__(
+        self,
+        run_dir: Path | str,
+        *,
+        name: str = "metrics.jsonl",
+        last_step: int | None = None,
+        tracking: Tracking | None = None,
+    ) -> None:
+        self._path = Path(run_dir) / name
         self._tracking = tracking
         with self._disk_errors():
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from tests.agents.raw_http import CHAT, request
 
 PATHS = [
     CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/models", "/",
+    "/v1/responses/x", "/v1/responses//input_items?order=asc", "/v1/responses/%00?",
     "*", "/v1/../v1/models", "//v1/models", "/v1/%6dodels", "/s/", "/s//v1/models", "/s/x/../../v1/models",
 ]  # fmt: skip
 METHODS = [

@@ -32,7 +32,16 @@ Play = Callable[[AgentAccess, ChatSession, ScriptedEngine], Awaitable[None]]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "ü"]}}\n</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CHAT_TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
+CLIENTS: list[Any] = []
+"""Closed at the end of each test, so that what is left open is ours."""
+pytestmark = pytest.mark.filterwarnings("error::ResourceWarning")
 DOORS = pytest.mark.parametrize("door", ["transport", "listener"])
+
+
+async def close(doors: AgentDoors) -> None:
+    while CLIENTS:
+        await CLIENTS.pop().close()
+    await doors.aclose()
 
 
 @asynccontextmanager
@@ -49,7 +58,7 @@ async def opened(answers: Any, **kwargs: Any) -> AsyncIterator[tuple[AgentAccess
     try:
         yield doors.access(doors.service.open(session)), session, engine
     finally:
-        await doors.aclose()
+        await close(doors)
 
 
 def play(answers: Any, steps: Play) -> None:
@@ -62,12 +71,16 @@ def play(answers: Any, steps: Play) -> None:
 
 def openai_client(access: AgentAccess, door: str) -> openai.AsyncOpenAI:
     client = access.http_client if door == "transport" else None
-    return openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, http_client=client)
+    CLIENTS.append(openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, http_client=client))
+    return CLIENTS[-1]
 
 
 def anthropic_client(access: AgentAccess, door: str) -> anthropic.AsyncAnthropic:
     client = access.http_client if door == "transport" else None
-    return anthropic.AsyncAnthropic(base_url=access.anthropic_base_url, api_key=access.api_key, http_client=client)
+    CLIENTS.append(
+        anthropic.AsyncAnthropic(base_url=access.anthropic_base_url, api_key=access.api_key, http_client=client)
+    )
+    return CLIENTS[-1]
 
 
 def one_sequence(session: ChatSession, engine: ScriptedEngine) -> None:
@@ -142,6 +155,44 @@ def test_responses_continue_by_id_and_by_items(door: str) -> None:
     play([CALL, "It is 3.", "Now I am done."], steps)
 
 
+@DOORS
+def test_responses_of_the_own_session_can_be_read_and_deleted(door: str) -> None:
+    async def steps(access: AgentAccess, session: ChatSession, engine: ScriptedEngine) -> None:
+        client = openai_client(access, door)
+        tool: Any = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}
+        first = await client.responses.create(model="m", input="hello", tools=[tool])
+        output: Any = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "3"}  # type: ignore[union-attr]
+        asked: Any = {"model": "m", "input": [output], "tools": [tool], "previous_response_id": first.id}
+        async with client.responses.stream(**asked) as stream:
+            second = await stream.get_final_response()
+        assert await client.responses.retrieve(first.id) == first
+        assert (await client.responses.retrieve(second.id)).output_text == "It is 3."
+        items = [item async for item in client.responses.input_items.list(second.id, order="asc")]
+        kinds = [item.type for item in items]
+        assert kinds == ["message", "function_call", "function_call_output"]
+        newest = [item async for item in client.responses.input_items.list(second.id)]
+        assert newest == items[::-1] and len({item.id for item in items}) == 3
+        assert items[0].content[0].text == "hello" and items[1].call_id == items[2].call_id  # type: ignore[union-attr]
+        assert json.loads(items[1].arguments) == {"a": 1, "b": [2, "ü"]}  # type: ignore[union-attr]
+        with pytest.raises(openai.BadRequestError, match="not streamed"):
+            await client.responses.retrieve(first.id, stream=True)
+        await client.responses.delete(first.id)
+        for call in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
+            with pytest.raises(openai.NotFoundError, match="this episode has no such response"):
+                await call(first.id)
+        with pytest.raises(openai.NotFoundError, match="this episode has no such response"):
+            await client.responses.create(**asked)
+        with pytest.raises(openai.APIStatusError, match="use GET"):
+            await client.post(f"/responses/{second.id}", cast_to=object)
+        one_sequence(session, engine)  # what was sampled still trains
+        other = ChatSession(engine, ChatRenderer(engine.tokenizer), GenerationHyperparameters())  # type: ignore[arg-type]
+        key = access.http_client._transport._service.open(other)
+        with pytest.raises(openai.NotFoundError, match="this episode has no such response"):
+            await client.with_options(api_key=key).responses.retrieve(second.id)
+
+    play([CALL, "It is 3."], steps)
+
+
 def test_a_streamed_function_call_of_responses_is_complete() -> None:
     async def steps(access: AgentAccess, session: ChatSession, engine: ScriptedEngine) -> None:
         client = openai_client(access, "transport")
@@ -199,6 +250,59 @@ def test_messages_with_tools_streamed_and_whole(door: str) -> None:
             await client.messages.create(messages=[{"role": "user", "content": [image]}], **common)
 
     play([f"Hm.\n{CALL}", "It is 3, I think.", f"Hm.\n{CALL}", "all is fine or not"], steps)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_input_of_300_levels_is_given_and_taken_by_messages(stream: bool) -> None:
+    nested = '{"x": ' + "[" * 300 + "]" * 300 + "}"
+    tool: Any = {"name": "add", "input_schema": PARAMETERS}
+    question: Any = {"role": "user", "content": "?"}
+
+    async def steps(access: AgentAccess, session: ChatSession, engine: ScriptedEngine) -> None:
+        client = anthropic_client(access, "listener")
+        asked: dict[str, Any] = {"model": "m", "max_tokens": 4096, "tools": [tool], "messages": [question]}
+        if stream:  # event by event: the SDK's own joining stops at 200 levels
+            events = [event async for event in await client.messages.create(**asked, stream=True)]
+            (block,) = (event.content_block for event in events if event.type == "content_block_start")
+            (text,) = (event.delta.partial_json for event in events if event.type == "content_block_delta")
+            given = json.loads(text)
+        else:
+            (block,) = (await client.messages.create(**asked)).content
+            given = block.input
+        assert given == json.loads(nested)
+        answer = {"role": "assistant", "content": [{"type": "tool_use", "id": block.id, "name": "add", "input": given}]}
+        result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": block.id, "content": "4"}]}
+        reply = await client.messages.create(**{**asked, "messages": [question, answer, result]})
+        assert isinstance(reply.content[0], anthropic.types.TextBlock) and reply.content[0].text == "done"
+        one_sequence(session, engine)
+
+    play([f'<tool_call>\n{{"name": "add", "arguments": {nested}}}\n</tool_call>', "done"], steps)
+
+
+@pytest.mark.parametrize(("levels", "status"), [(500, 200), (1000, 400), (2000, 400)])
+def test_nesting_beyond_the_limit_is_a_bad_request(levels: int, status: int) -> None:
+    async def steps(access: AgentAccess, session: ChatSession, engine: ScriptedEngine) -> None:
+        deep = "[" * levels + "]" * levels
+        history = '{"messages": [{"role": "user", "content": "?"}, %s, {"role": "user", "content": "!"}], %s}'
+        use = '{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"x": %s}}]}'
+        call = '{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", %s}}]}'
+        for path, body in (
+            ("messages", history % (use % deep, '"max_tokens": 9')),
+            ("chat/completions", history % (call % f'"arguments": {{"x": {deep}}}', '"n": 1')),
+        ):
+            reply = await access.http_client.post(f"{access.base_url}/{path}", content=body, headers=headers(access))
+            assert (reply.status_code, "nested too deeply" in reply.text) == (status, levels == 1000), reply.text[:300]
+        for name in ("temperature", "model", "stop", "tools", "max_tokens", "metadata", "messages"):
+            body = f'{{"messages": [{{"role": "user", "content": "?"}}], "{name}": {deep}}}'
+            reply = await access.http_client.post(
+                f"{access.base_url}/chat/completions", content=body, headers=headers(access)
+            )
+            assert reply.status_code == 400 or name == "metadata", (name, reply.text[:300])
+
+    def headers(access: AgentAccess) -> dict[str, str]:
+        return {"content-type": "application/json", "authorization": f"Bearer {access.api_key}"}
+
+    play(["ok"] * 20, steps)
 
 
 def test_completions_of_text_and_of_ids_continue_what_was_sampled() -> None:
@@ -322,8 +426,9 @@ def test_errors_before_the_first_token_have_a_status_and_later_ones_an_event() -
             key = {"x-api-key": access.api_key}
             reply = await client.post(f"{access.anthropic_base_url}/v1/messages", json={"bad": 1}, headers=key)
             assert reply.status_code == 400 and reply.json()["error"]["type"] == "invalid_request_error"
+        async with httpx2.AsyncClient() as client:
             by_path = f"{access.anthropic_base_url}/s/{access.api_key}/v1/models"
-            assert (await httpx2.AsyncClient().get(by_path)).json()["data"][0]["id"] == "default"
+            assert (await client.get(by_path)).json()["data"][0]["id"] == "default"
 
     play([ServerError("no server is left")], steps)
 
@@ -377,7 +482,7 @@ def test_a_client_that_hangs_up_ends_its_generation(door: str) -> None:
         await stream.close()
         async with asyncio.timeout(5):
             await cancelled.wait()
-        await doors.aclose()
+        await close(doors)
 
     asyncio.run(run())
 
@@ -409,7 +514,7 @@ def test_the_timeout_of_a_client_ends_its_generation(door: str, stream: bool) ->
                 async for _ in answer:
                     pass
             await cancelled.wait()
-        await doors.aclose()
+        await close(doors)
 
     asyncio.run(run())
 
@@ -436,7 +541,7 @@ def test_calls_through_the_listener_belong_to_the_episode() -> None:
         for client in (openai_client(access, "listener"), openai_client(access, "transport")):
             await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
         assert seen == [episode, episode]
-        await doors.aclose()
+        await close(doors)
 
     asyncio.run(run())
 
@@ -499,6 +604,6 @@ def test_reasoning_is_streamed_apart_from_the_text_in_every_api() -> None:
         engine = ScriptedEngine([THOUGHTS] * 4, "qwen3")
         session = ChatSession(engine, ChatRenderer(engine.tokenizer), GenerationHyperparameters())  # type: ignore[arg-type]
         await steps(doors.access(doors.service.open(session)), session, engine)
-        await doors.aclose()
+        await close(doors)
 
     asyncio.run(run())

@@ -430,6 +430,37 @@ def test_a_program_leaves_no_process_behind_when_it_ends(start: Start, tmp_path:
     wait_until(lambda: gone(int(pid.read_text())))
 
 
+DAEMON = """
+import os, sys, time
+for _ in range(2):
+    if os.fork():
+        time.sleep({life})
+        sys.exit(4)
+    os.setsid()
+with open({pid!r}, "w") as file:
+    file.write(f"{{os.getpid()}}\\n")
+time.sleep(1000)
+"""
+"""A program whose grandchild is in a session of its own; at the end an orphan."""
+
+
+def test_a_daemon_is_killed_when_its_program_ends(start: Start, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    code = DAEMON.format(pid=str(pid), life=1)
+    assert run_one(start, sys.executable, "-c", code).returncode == 4
+    assert gone(int(pid.read_text()))
+
+
+@pytest.mark.parametrize("isolation", ["inline", "process"])
+def test_a_daemon_is_killed_when_its_episode_is_stopped(start: Start, tmp_path: Path, isolation: str) -> None:
+    pid = tmp_path / "pid"
+    engine = start(isolation)
+    engine.submit({"command": [sys.executable, "-c", DAEMON.format(pid=str(pid), life=1000)]}, ProgramAgent)
+    wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"))
+    engine.destroy()
+    wait_until(lambda: gone(int(pid.read_text())))
+
+
 @pytest.mark.parametrize("isolation", ["inline", "thread", "process"])
 def test_a_program_is_killed_with_its_children_when_its_episode_is_stopped(
     start: Start, tmp_path: Path, isolation: str

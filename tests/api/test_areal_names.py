@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import uuid
 from typing import Any
 
+import pytest
 import torch
 
 from areal_lite import workflow_context
 from areal_lite.agents import ArealOpenAI
 from areal_lite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
+from areal_lite.api.dotted_path import load_object
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.io_struct import ModelRequest
 from areal_lite.api.reward_api import AsyncRewardWrapper
 from areal_lite.api.workflow_api import RolloutWorkflow
+from areal_lite.errors import ConfigError
 from areal_lite.infra.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
 from tests.stub_server import StubServer, StubThread
 
@@ -68,6 +72,38 @@ class RLVRWorkflow(RolloutWorkflow):
             "rewards": torch.tensor(reward, dtype=torch.float32),
         }
         return {k: v.unsqueeze(0) for k, v in res.items()}
+
+
+AREAL_IMPORTS = [
+    "api.alloc_mode", "engine", "engine.sglang_remote", "engine.vllm_remote", "experimental.agent_service.types",
+    "experimental.camel.openai_model", "experimental.openai.cache", "experimental.workflow.multi_turn_v2",
+    "infra.async_task_runner", "infra.controller.rollout_controller", "infra.launcher.local", "infra.platforms",
+    "infra.rpc.rtensor", "infra.sandbox", "infra.scheduler.local", "infra.scheduler.slurm",
+    "infra.staleness_manager", "dataset.gsm8k", "reward.geometry3k", "trainer.rl_trainer", "trainer.sft_trainer",
+    "trainer.dpo_trainer", "trainer.rw_trainer", "trainer.ppo.actor", "utils.dataloader", "utils.environ",
+    "utils.image", "utils.network", "utils.printing", "utils.proc", "utils.saver", "utils.seeding",
+    "utils.stats_logger", "workflow.rlvr", "workflow.langchain.math_agent", "workflow.openai.math_agent",
+]  # fmt: skip
+"""Modules that AReaL's examples and documentation import and that areal_lite does not have, and a few more."""
+
+
+@pytest.mark.parametrize("module", AREAL_IMPORTS)
+def test_an_import_of_a_module_that_only_areal_has_says_what_replaces_it(module: str) -> None:
+    with pytest.raises(ImportError, match=rf"there is no module areal_lite\.{module.split('.')[0]}\S*: [`\w].{{15}}"):
+        importlib.import_module(f"areal_lite.{module}")
+    with pytest.raises(ConfigError, match=f"workflow is 'areal_lite.{module}.Name': there is no module areal_lite"):
+        load_object(f"areal_lite.{module}.Name", where="workflow")
+
+
+def test_the_replacement_is_named_in_every_form_of_import() -> None:
+    with pytest.raises(ImportError, match="areal_lite.utils.seeding: set seed"):
+        from areal_lite.utils import seeding  # noqa: F401
+    with pytest.raises(ImportError, match="areal_lite.infra.scheduler: `areal-lite train run.yaml` starts"):
+        from areal_lite.infra.scheduler.local import LocalScheduler  # noqa: F401
+    with pytest.raises(ImportError, match="areal_lite has no PPOTrainer: `areal-lite train run.yaml` trains"):
+        from areal_lite import PPOTrainer  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match="No module named 'areal_lite.api.nothing'"):
+        importlib.import_module("areal_lite.api.nothing")  # not AReaL's either
 
 
 def test_an_areal_workflow_runs_with_its_imports_renamed() -> None:

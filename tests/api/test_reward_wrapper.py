@@ -199,10 +199,13 @@ from areal_lite.api import AsyncRewardWrapper
 def mine(value): return os.getpid()
 def forever():
     while True: pass
+async def twice(function, *arguments):
+    wrapper = AsyncRewardWrapper(function, 60, max_workers=2)
+    return await asyncio.gather(wrapper(*arguments), wrapper(*arguments))
 if __name__ == "__main__":
-    print(int(asyncio.run(AsyncRewardWrapper(mine, max_workers=1)(1))), flush=True)
+    print(*map(int, asyncio.run(twice(mine, 1))), flush=True)
     if "hang" in sys.argv:
-        asyncio.run(AsyncRewardWrapper(forever, 60, max_workers=1)())
+        asyncio.run(twice(forever))
 """
 
 
@@ -224,21 +227,22 @@ def has_ended(process_id, within_s=10):
     return False
 
 
-def test_a_function_of_the_main_script_works_and_its_worker_exits_with_it(script):
+def test_a_function_of_the_main_script_works_and_its_workers_exit_with_it(script):
     done = subprocess.run(script, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert has_ended(int(done.stdout))
+    assert all(has_ended(int(worker)) for worker in done.stdout.split())
 
 
-def test_a_busy_worker_exits_if_its_parent_is_killed(script):
+def test_busy_workers_exit_if_their_parent_is_killed(script):
     with subprocess.Popen([*script, "hang"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
-        worker = psutil.Process(int(process.stdout.readline()))
-        while not worker.cpu_percent(0.05):
+        workers = [psutil.Process(int(word)) for word in process.stdout.readline().split()]
+        assert len(set(workers)) == 2
+        while not all(worker.cpu_percent(0.05) for worker in workers):
             pass
         process.kill()
-    assert has_ended(worker.pid)
+    assert all(has_ended(worker.pid) for worker in workers)
 
 
 def test_no_file_descriptor_leaks():

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from areal_lite.api.config_loader import load_config
+from areal_lite.launch.loop import StepMetrics
 from areal_lite.launch.run import run_training
 from tests.e2e.agents import CountsItsCalls, InOrder
 
@@ -136,7 +137,14 @@ def test_a_failed_greedy_episode_gives_no_baseline(run_yaml: Path) -> None:
     """V40"""
     given = ["trainer.advantage=remax", "workflow=tests.e2e.agents.WithoutGreedyAnswers"]
     given += ["trainer.total_steps=1", "eval_dataset=null", "save_model=false"]
-    (line,) = records(run_training(load_config(run_yaml, given)).run_dir)
+    causes: list[str] = []
+
+    def on_step(step: int, metrics: dict[str, float]) -> None:
+        assert isinstance(metrics, StepMetrics)
+        causes.append(metrics.top_cause)
+
+    (line,) = records(run_training(load_config(run_yaml, given), on_step=on_step).run_dir)
+    assert causes == ["agent, RuntimeError: no greedy answer"]
     assert line["train/reward_min"] >= 2
     assert abs(line["train/advantage_mean"]) < 0.5  # less the mean of its group
 

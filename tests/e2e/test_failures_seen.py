@@ -49,7 +49,11 @@ def test_a_run_whose_groups_all_failed_exits_with_70_and_names_the_causes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     assert run(command, tmp_path, tiny_model, bad=[0, 1, 2, 3]) == 70
-    said = capsys.readouterr().err
+    shown, said = capsys.readouterr()
+    assert "servers" in shown and "embe" in shown
+    (record,) = map(json.loads, (tmp_path / f"e/t/{command}_metrics.jsonl").read_text().splitlines())
+    assert (record["rollout/failed_episodes"], record["rollout/failed_episodes/agent"]) == (4, 4)
+    assert record["episodes/failed"] == 4 and record["servers/0/up"] == 1 and record[f"{command}/seconds"] > 0
     assert "no episode on the 4 rows gave a reward: 2 x KeyError" in said
     assert "4 episodes failed:" in caplog.text
     assert "2  agent             KeyError: 'no column answer in row 0'" in caplog.text
@@ -84,7 +88,14 @@ def test_failed_members_of_accepted_groups_count() -> None:
     assert tally.metrics() == {
         "failed_episodes": 3, "failed_episodes/agent": 1, "failed_episodes/engine": 1, "failed_episodes/deadline": 1,
     }  # fmt: skip
-    assert FailureTally().table() == ""
+    assert (FailureTally().table(), FailureTally().top_cause()) == ("", "")
+
+
+def test_the_top_cause_is_the_most_common_one_of_the_most_common_kind() -> None:
+    tally = FailureTally()
+    for kind, message in [("agent", "row 1"), ("agent", "row 2"), ("agent", "row 2"), *[("engine", "HTTP 503")] * 2]:
+        tally.add(group(EpisodeStatus.FAILED, failure=Failure(FailureKind(kind), "E", f"{message} {'x' * 100}")))
+    assert tally.top_cause() == "agent, E: row 2 " + "x" * 51
 
 
 def test_distinct_causes_are_bounded() -> None:

@@ -139,11 +139,20 @@ def test_a_run_folder_belongs_to_one_run_and_one_process(run_yaml: Path) -> None
 
 def test_rollout_and_evaluation_run_alone(run_yaml: Path) -> None:
     config = load_config(run_yaml)
-    results = run_rollout(config)
+    seen: list[dict[str, Any]] = []
+    results = run_rollout(config, on_step=lambda step, metrics: seen.append(metrics))
     assert [r.status for r in results] == ["accepted"] * 16
     assert all(len(r.rewards) == 4 for r in results)
     several = load_config(run_yaml, ["evaluation.group_size=2", "rollout.eval_gconfig={max_new_tokens: 8}"])
-    evaluation = run_evaluation(several)
+    evaluation = run_evaluation(several, on_step=lambda step, metrics: seen.append(metrics))
+    rewards = [reward for result in results for reward in result.rewards]
+    assert seen[0]["rollout/reward"] == pytest.approx(sum(rewards) / 64)
+    assert (seen[0]["episodes/accepted"], seen[0]["rollout/answers"], seen[0]["servers/0/requests"]) == (16, 1, 64)
+    assert seen[1].items() >= evaluation.metrics().items() and seen[1]["eval-rollout/answers"] == 1
+    for command, metrics in zip(("rollout", "eval"), seen, strict=True):
+        (record,) = map(json.loads, (config.run_dir / f"{command}_metrics.jsonl").read_text().splitlines())
+        assert record.items() >= metrics.items()
+    assert not (config.run_dir / "metrics.jsonl").exists()  # it belongs to training
     assert (evaluation.episodes, evaluation.failed) == (8, 0)
     figures = evaluation.metrics()
     assert figures["eval/held_out/reward/mean@2"] == pytest.approx(evaluation.reward)
@@ -209,6 +218,10 @@ def test_sampling_that_the_trainer_cannot_follow_is_named(run_yaml: Path, caplog
         (["rollout.gconfig.top_p=0.9", "rollout.gconfig.top_k=5", "rollout.gconfig.min_p=0.1"], None),
         (["rollout.gconfig.presence_penalty=0.5"], "rollout.gconfig changes presence_penalty: "),
         (["server.dtype=bfloat16"], "trainer.dtype is float32 and server.dtype bfloat16: .* set server.dtype: float32"),
+        (
+            ["trainer.dtype=bfloat16"],
+            "trainer.dtype is bfloat16 and server.dtype float32: .* set trainer.dtype: float32",
+        ),
         (["server.dtype=bfloat16", "trainer.dtype=bfloat16"], None),
     ):
         caplog.clear()

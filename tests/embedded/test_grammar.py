@@ -27,7 +27,6 @@ SCHEMA = {
     },
     "required": ["name", "legs", "kind", "tags"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
 }
 
 
@@ -51,6 +50,8 @@ def test_answers_of_a_random_model_are_valid_json_and_their_logprobs_those_of_a_
                 assert list(value) == ["name", "legs", "kind", "tags"]
                 assert len(value["name"]) <= 8 and 0 <= value["legs"] <= 99 and type(value["legs"]) is int
                 assert value["kind"] in ("mammal", "bird")
+                _, _, after_name = json.dumps(value | {"name": "?"}).partition('"?"')
+                assert reply["text"].endswith(after_name)  # no free white space
                 assert len(value["tags"]) <= 3 and set(map(type, value["tags"])) <= {bool}
                 assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS}
                 assert worst(reported(reply), logprobs_of(model, PROMPT, reply["output_ids"])) < 1e-4

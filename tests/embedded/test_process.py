@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import signal
 import socket
@@ -13,6 +12,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 
 from areal_lite.api.config import EmbeddedServerConfig
@@ -27,15 +27,6 @@ FAST = {"dtype": "float32", "device": "cpu", "num_threads": 1}
 def get(address: str, path: str) -> bytes:
     with urllib.request.urlopen(address + path) as answer:
         return bytes(answer.read())
-
-
-def wait_for_end(pid: int) -> None:
-    """Wait until the kernel reports that the process ended."""
-    descriptor = os.pidfd_open(pid)
-    try:
-        assert select.select([descriptor], [], [], 20)[0], f"process {pid} is still there"
-    finally:
-        os.close(descriptor)
 
 
 def test_the_server_serves_logs_and_stops(tiny: Path, tmp_path: Path) -> None:
@@ -118,9 +109,9 @@ def test_the_server_exits_if_its_parent_is_killed(tiny: Path) -> None:
         env=os.environ | {"PYTHONPATH": root},
     ) as parent:
         assert parent.stdout is not None
-        child = int(parent.stdout.readline())
+        child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
-        wait_for_end(child)
+        child.wait(20)
 
 
 def test_bad_settings_fail_before_the_start(tiny: Path, tmp_path: Path) -> None:

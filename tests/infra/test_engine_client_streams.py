@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -392,7 +393,8 @@ def test_each_part_restarts_the_timeout() -> None:
     asyncio.run(run())
 
 
-def test_silence_in_the_middle_is_a_broken_connection() -> None:
+@pytest.mark.parametrize("others_are_answered", [False, True])
+def test_silence_in_the_middle_is_a_broken_connection(others_are_answered: bool) -> None:
     async def run() -> None:
         server, receiver = ScriptedServer("sglang"), Receiver()
         server.hold = asyncio.Event()  # silent after the first token
@@ -401,8 +403,16 @@ def test_silence_in_the_middle_is_a_broken_connection() -> None:
             receiver(tokens, logprobs)
             server.hold = None
 
+        async def hear_others(client: EngineClient) -> None:
+            while others_are_answered:
+                client.pool.servers[0].heard = time.monotonic()
+                await asyncio.sleep(0.01)
+
         async with connected(server, request_timeout_s=0.2) as client:
-            response = await client.generate(request(receive))
+            others = asyncio.create_task(hear_others(client))
+            async with asyncio.timeout(20):
+                response = await client.generate(request(receive))
+            others.cancel()
         assert (response.output_tokens, response.attempts) == (truth()[0], 2)
         assert receiver.tokens == truth()[0]
 

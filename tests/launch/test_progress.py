@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from areal_lite.launch.evaluation import Evaluation
-from areal_lite.launch.loop import Summary
+from areal_lite.launch.loop import StepMetrics, Summary
 from areal_lite.launch.progress import TrainingProgress, server_table, summary_table
 
 
@@ -58,15 +58,16 @@ STEP = {
 }  # fmt: skip
 
 
-def test_a_step_shows_failed_and_retried_work_with_the_most_common_kind() -> None:
+def test_a_step_shows_failed_and_retried_work_with_the_top_cause() -> None:
     shown = StringIO()
     with TrainingProgress(4, console=Console(file=shown, width=200)) as progress:
         progress.on_step(1, {**STEP, "rollout/failed_episodes": 0.0, "rollout/retried_requests": 0.0})
-        kinds = {"rollout/failed_episodes/agent": 1.0, "rollout/failed_episodes/engine": 2.0}
-        progress.on_step(2, {**STEP, **kinds, "rollout/failed_episodes": 3.0, "rollout/retried_requests": 7.0})
+        record = StepMetrics({**STEP, "rollout/failed_episodes": 3.0, "rollout/retried_requests": 7.0})
+        record.top_cause = "engine, ServerError: HTTP 503"
+        progress.on_step(2, record)
     first, second = (line for line in shown.getvalue().splitlines() if line.startswith("step"))
     assert first.endswith("weights 0.1)")
-    assert second.endswith("failed 3 (most: engine)  retried 7")
+    assert second.endswith("failed 3 (most: engine, ServerError: HTTP 503)  retried 7")
 
 
 def test_the_table_at_the_end_has_a_row_for_each_server() -> None:

@@ -164,11 +164,11 @@ def _blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
     for call in calls:
         text = call["function"]["arguments"]
         try:
-            arguments = orjson.loads(text)
+            is_object = isinstance(orjson.loads(text), dict)
         except ValueError:
-            arguments = None
-        if not isinstance(arguments, dict):
-            arguments = {_RAW_ARGUMENTS: text}
+            is_object = False
+        # As the text itself: orjson reads deeper nesting than it writes.
+        arguments = orjson.Fragment(text) if is_object else {_RAW_ARGUMENTS: text}
         blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
     return blocks
 

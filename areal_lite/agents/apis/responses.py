@@ -1,4 +1,4 @@
-"""OpenAI's Responses: ``POST /v1/responses``."""
+"""OpenAI's Responses: ``POST /v1/responses``, and what a session has stored below ``/v1/responses/ID``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import parse_qs
 
+from areal_lite.agents.answer_parsers.call_json import dump_json
 from areal_lite.agents.apis.api import event, openai_error
 from areal_lite.agents.chat_request import ChatRequest, parse_chat_request
 from areal_lite.agents.chat_session import Answer, ChatSession
@@ -70,14 +72,9 @@ class Responses:
         """Return the messages of an earlier response without its instructions, and its answer."""
         if previous is None:
             return []
-        try:
-            interaction = session.interactions[previous]
-        except (KeyError, TypeError):
-            raise RequestError(
-                f"previous_response_id is {short(previous)}: this episode has no such response",
-                status=404,
-                param="previous_response_id",
-            ) from None
+        if not isinstance(previous, str) or previous not in session.responses:
+            raise _no_response(previous, "previous_response_id")
+        interaction = session.interactions[previous]
         messages = interaction.messages
         if messages and messages[0]["role"] == "system":  # instructions hold for one response
             messages = messages[1:]
@@ -86,11 +83,12 @@ class Responses:
     def reply(self, request: ChatRequest, answers: Sequence[Answer], session: ChatSession) -> dict[str, Any]:
         """Return a ``response``."""
         (answer,) = answers
-        return _response(answer.id, request, answer, _items(answer))
+        response = session.responses[answer.id] = _response(answer.id, request, answer, _items(answer))
+        return response
 
     def stream(self, request: ChatRequest, session: ChatSession) -> ResponseStream:
         """Return a writer of response events."""
-        return ResponseStream(request)
+        return ResponseStream(request, session)
 
     def error(self, error: RequestError) -> dict[str, Any]:
         """Return OpenAI's error object."""
@@ -100,8 +98,9 @@ class Responses:
 class ResponseStream:
     """Writes response.created, the output items one after another, and response.completed."""
 
-    def __init__(self, request: ChatRequest) -> None:
+    def __init__(self, request: ChatRequest, session: ChatSession) -> None:
         self._request = request
+        self._session = session
         self._number = -1
         self._id = ""
         self._item: dict[str, Any] = {}
@@ -150,6 +149,7 @@ class ResponseStream:
             parts.append(self._event("response.output_item.done", **place, item=item))
             self._output.append(item)
         response = _response(self._id, self._request, answer, self._output)
+        self._session.responses[self._id] = response
         parts.append(self._event(f"response.{response['status']}", response=response))
         return b"".join(parts)
 
@@ -175,6 +175,54 @@ class ResponseStream:
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
         return event({"type": kind, "sequence_number": self._number, **fields}, kind)
+
+
+def stored_response(method: str, path: str, query: str, session: ChatSession) -> dict[str, Any]:
+    """Answer ``GET ID``, ``DELETE ID`` and ``GET ID/input_items`` of the session's responses.
+
+    Raises:
+        RequestError: If the session has no such response, or for anything else.
+    """
+    name, _, part = path.partition("/")
+    if name not in session.responses or part not in ("", "input_items"):
+        raise _no_response(path, None)
+    if method == "DELETE" and not part:
+        del session.responses[name]
+        return {"id": name, "object": "response", "deleted": True}
+    if method != "GET":
+        raise RequestError(f"{method[:20]} is not served there: use GET, or DELETE of a response", status=405)
+    asked = parse_qs(query)
+    if not part:
+        if asked.get("stream") == ["true"]:
+            raise RequestError("a stored response is not streamed: leave stream out", param="stream")
+        return session.responses[name]
+    items = [item for message in session.interactions[name].messages for item in _input_items(message)]
+    items = [{"id": f"{name}_{place}", "status": "completed", **item} for place, item in enumerate(items)]
+    if asked.get("order") != ["asc"]:
+        items.reverse()
+    return {"object": "list", "data": items, "first_id": items[0]["id"], "last_id": items[-1]["id"], "has_more": False}
+
+
+def _no_response(name: object, param: str | None) -> RequestError:
+    where = f"{param} is {short(name)}" if param else short(name)
+    return RequestError(f"{where}: this episode has no such response", status=404, param=param, code="not_found")
+
+
+def _input_items(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a chat message of a request as items of its input."""
+    if message["role"] == "tool":
+        call_id = message.get("tool_call_id")
+        return [{"type": "function_call_output", "call_id": call_id, "output": message["content"]}]
+    calls = []
+    for call in message.get("tool_calls") or ():
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else dump_json(arguments or {})
+        calls.append({"type": "function_call", "call_id": call.get("id"), "name": name, "arguments": text})
+    if calls and not message["content"]:
+        return calls
+    kind = "output_text" if message["role"] == "assistant" else "input_text"
+    part = {"type": kind, "text": message["content"]}
+    return [{"type": "message", "role": message["role"], "content": [part]}, *calls]
 
 
 def _message(text: str) -> dict[str, Any]:
