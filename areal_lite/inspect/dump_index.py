@@ -296,6 +296,9 @@ class DumpIndex:
                 return
             listed_at = time.time_ns()
             subfolders, names, unfinished = _list_folder(place)
+            if odd := {name for name in subfolders | names if not is_utf8(name)}:
+                self._note(f"{place}: {len(odd)} names are not UTF-8; rename these files to read them")
+                subfolders, names = subfolders - odd, names - odd
         except FileNotFoundError:
             _forget_folder(connection, path)
             return
@@ -504,6 +507,11 @@ def _forget_file(connection: sqlite3.Connection, folder: int, name: str) -> None
         connection.execute("DELETE FROM episodes WHERE file = ?", found)
         connection.execute("DELETE FROM problems WHERE file = ?", found)
         connection.execute("DELETE FROM files WHERE id = ?", found)
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether ``text`` has no lone surrogates, which SQLite refuses."""
+    return text.isascii() or not re.search("[\ud800-\udfff]", text)
 
 
 def is_run(folder: Path) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 import orjson
 
 from areal_lite.errors import ConfigError
-from areal_lite.inspect.dump_index import DumpIndex, is_run
+from areal_lite.inspect.dump_index import DumpIndex, is_run, is_utf8
 from areal_lite.inspect.episode_row import COLUMNS, SCOPES, TEXTS, cause, row_of
 from areal_lite.inspect.filters import KEYS, SORT_KEYS, Expr, Term, needs_text, parse, to_sql
 
@@ -232,7 +232,8 @@ class Dumps:
 
     def group(self, run: str, group: str) -> list[Row]:
         """Return the rows of all episodes with the group id ``group``, by version, task and sample."""
-        return list(self._select(run, self._run(run), Term(KEYS["group"], "=", group), _ORDER, None))
+        term = Term(KEYS["group"], "=", group)
+        return list(self._select(run, self._run(run), term, _ORDER, None)) if is_utf8(group) else []
 
     def groups(
         self, filter: str = "", *, offset: int = 0, limit: int = 50, descending: bool = False
@@ -386,7 +387,7 @@ class Dumps:
     def _find(self, run: str, id: str) -> tuple[Row, DumpIndex]:
         part = self._run(run)
         path, _, line = id.rpartition(":")
-        if not (path and line.isdecimal() and len(line) < 16):
+        if not (path and is_utf8(path) and line.isdecimal() and len(line) < 16):
             raise ConfigError(f"{id!r} is not an episode's id: ids are FILE:LINE, such as rollout/4/134.jsonl:1")
         with part.index.connection() as connection:
             tail = f"WHERE e.file = {_FILE_ID} AND e.line = ?"

@@ -306,6 +306,15 @@ def test_an_index_that_cannot_be_updated_is_read_as_it_is_with_a_note(
     assert dumps.refresh() == 99
 
 
+def test_names_that_are_not_utf8_are_noted(run: Path) -> None:
+    (run / "rollout/3/7.jsonl").rename(run / "rollout/3" / os.fsdecode(b"\xff.jsonl"))
+    with Dumps.open(run) as dumps:
+        assert (dumps.count(), dumps.group("exp/t", "\ud800")) == (4, [])
+        assert "1 names are not UTF-8" in dumps.notes()[0]
+        with pytest.raises(ConfigError, match="ids are FILE:LINE"):
+            dumps.record("exp/t", "rollout/3/\udcff.jsonl:1")
+
+
 def test_odd_ids_are_kept(run: Path) -> None:
     write(run / "rollout/3/odd.jsonl", line(2**64 - 1, group_id="a, \"b\" \\ 'c'"), line("x\x00y"))
     with Dumps.open(run) as dumps:
