@@ -6,7 +6,7 @@ exception. An unfinished last line is read again when its file grows. Processes 
 file is added in a transaction, by the process that comes first.
 
 Readers build the index, not the dumper: a row costs 22 us of CPU beside the 36 us of dumping a line (192 tokens), in a
-thread that shares the interpreter with all episodes. A reader spends about 45 us a line, parsing included, once. Full
+thread that shares the interpreter with all episodes. A reader spends about 69 us a line, parsing included, once. Full
 text is searched in the dumps, line by line in the order asked for, at 15 us a line: the first matches come at once, and
 an FTS5 trigram index would first have to read everything, take as much disk as the text, and still not answer regular
 expressions.
