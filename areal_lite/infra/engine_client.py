@@ -168,6 +168,7 @@ class EngineClient:
             self._dialect,
             must_stay=self._must_stay,
             on_change=self._wake_all,
+            on_pause=self._hold_for_update,
             is_waiting=lambda: bool(self._calls) and not self._holds,
             on_outage=self.give_up,
             identity=identity,
@@ -178,6 +179,7 @@ class EngineClient:
         self._may_send = asyncio.Event()
         self._may_send.set()
         self._holds = 0
+        self._held_for_update = False
         self._calls: set[_Call] = set()
 
     async def open(self) -> None:
@@ -204,13 +206,19 @@ class EngineClient:
                 waiter.set_exception(ServerError(str(error)))
 
     async def update_weights(self, weights: PublishedWeights) -> None:
-        """Have the servers load ``weights``; see :class:`Reconciler`."""
-        self.hold()
+        """Have the servers load ``weights``; see :class:`Reconciler`. No generation is sent once a server pauses."""
         try:
             await self._reconciler.update_weights(weights)
         finally:
-            self.release()
+            if self._held_for_update:
+                self._held_for_update = False
+                self.release()
             self._wake_all()
+
+    def _hold_for_update(self) -> None:
+        if not self._held_for_update:
+            self._held_for_update = True
+            self.hold()
 
     async def probe(self, input_ids: list[int], num_tokens: int) -> list[tuple[str, list[int], list[float]]]:
         """Return the greedy answer of each server that is up to one prompt: URL, tokens, log-probs.
