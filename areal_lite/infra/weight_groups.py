@@ -146,4 +146,6 @@ async def _in_thread(work: Callable[[], T]) -> T:
             result.set_result(outcome)
 
     threading.Thread(target=run, name="weight broadcast", daemon=True).start()
-    return await asyncio.shield(asyncio.wrap_future(result))
+    waited = asyncio.wrap_future(result)
+    waited.add_done_callback(lambda future: future.cancelled() or future.exception())  # the caller may have left
+    return await asyncio.shield(waited)

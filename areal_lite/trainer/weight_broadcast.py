@@ -102,13 +102,12 @@ class BroadcastGroup:
         """
         with self._busy:
             deadline = time.monotonic() + JOIN_TIMEOUT_S
-            store = self._store
-            while store is not None and not store.num_keys():  # the server writes its first key when it connects
-                if self.closed or time.monotonic() > deadline:
+            while not self.closed and not self._store.num_keys():  # a server writes its first key when it connects
+                if time.monotonic() > deadline:
                     raise OSError(f"the server did not join the process group in {JOIN_TIMEOUT_S:g} s")
                 time.sleep(_POLL_S)
-            if store is None or self.closed:
-                raise OSError("the process group was closed")
+            self._check_open()
+            store = self._store
             try:
                 self._group = join_group(
                     self.name, store, rank=0, size=self.size, backend=self._backend, timeout_s=JOIN_TIMEOUT_S
@@ -124,13 +123,16 @@ class BroadcastGroup:
         """
         with self._busy:
             for tensor in bucket.tensors.values():
-                if self.closed:
-                    raise OSError("the process group was closed")
+                self._check_open()
                 try:
                     broadcast(self._group, tensor.to(self._device))
                 except RuntimeError as error:
                     self._closed.set()
                     raise OSError(f"the broadcast failed: {_first_line(error)}") from error
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise OSError("the process group was closed")
 
     def close(self) -> None:
         """Leave the group; ``join`` and ``send`` in other threads end soon."""
