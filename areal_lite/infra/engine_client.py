@@ -440,8 +440,8 @@ class EngineClient:
                 continue
             call.server = server
             sends += 1
-            acknowledged, newest = server.version, self._reconciler.newest
-            stream = None if call.on_tokens is None else self._stream(call, top_logprobs, max_tokens, newest)
+            acknowledged = server.version
+            stream = None if call.on_tokens is None else self._stream(call, top_logprobs, max_tokens)
             sent = time.monotonic()
             pool.start(server, size, sent)
             try:
@@ -452,7 +452,7 @@ class EngineClient:
                     version=self.version,
                     top_logprobs=top_logprobs,
                     max_tokens=max_tokens,
-                    newest=newest,
+                    newest=self._newest_version,
                 )
                 if acknowledged is None or not chunk.versions or chunk.versions[-1] >= acknowledged:
                     now = time.monotonic()
@@ -532,7 +532,10 @@ class EngineClient:
         for _ in range(len(self._waiting)):
             self._wake_one()
 
-    def _stream(self, call: _Call, top_logprobs: int, max_tokens: int, newest: int | None) -> TokenStream:
+    def _newest_version(self) -> int | None:
+        return self._reconciler.newest
+
+    def _stream(self, call: _Call, top_logprobs: int, max_tokens: int) -> TokenStream:
         return TokenStream(
             self._dialect,
             call.receive,
@@ -540,7 +543,7 @@ class EngineClient:
             vocab_size=self._requests.limits.vocab_size,
             top_logprobs=top_logprobs,
             max_tokens=max_tokens,
-            newest=newest,
+            newest=self._newest_version,
         )
 
     async def _count_break(self, call: _Call, last: str) -> None:
