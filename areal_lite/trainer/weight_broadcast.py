@@ -9,10 +9,13 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from areal_lite.api.published_weights import WeightBroadcast, WeightBucket
 from areal_lite.trainer.lora import plain_weights
@@ -37,13 +40,13 @@ class WeightBroadcaster:
 
     def publish(self, version: int) -> WeightBroadcast:
         """Copy the weights, with adapters merged; on other ranks than the first the result is empty."""
-        own = {parameter.untyped_storage().data_ptr() for parameter in self._model.parameters()}
+        own = {one.data_ptr() for one in self._model.parameters() if not isinstance(one, DTensor)}
         buckets: list[dict[str, Tensor]] = [{}]
         size = 0
         for name, tensor in full_tensors(plain_weights(self._model, self._dtype)):
             if tensor is None:
                 continue
-            copied = tensor.to("cpu", copy=tensor.untyped_storage().data_ptr() in own).contiguous()
+            copied = tensor.to("cpu", copy=tensor.data_ptr() in own).contiguous()
             if size and size + copied.nbytes > MAX_BUCKET_BYTES:
                 buckets.append({})
                 size = 0
@@ -100,17 +103,16 @@ class BroadcastGroup:
         Raises:
             OSError: If they do not in time, or the group was closed.
         """
-        with self._busy:
+        with self._working():
             deadline = time.monotonic() + JOIN_TIMEOUT_S
             while not self.closed and not self._store.num_keys():  # a server writes its first key when it connects
                 if time.monotonic() > deadline:
                     raise OSError(f"the server did not join the process group in {JOIN_TIMEOUT_S:g} s")
                 time.sleep(_POLL_S)
             self._check_open()
-            store = self._store
             try:
                 self._group = join_group(
-                    self.name, store, rank=0, size=self.size, backend=self._backend, timeout_s=JOIN_TIMEOUT_S
+                    self.name, self._store, rank=0, size=self.size, backend=self._backend, timeout_s=JOIN_TIMEOUT_S
                 )
             except RuntimeError as error:
                 raise OSError(f"joining the process group failed: {_first_line(error)}") from error
@@ -121,7 +123,7 @@ class BroadcastGroup:
         Raises:
             OSError: If the server is gone or takes nothing, or the group was closed.
         """
-        with self._busy:
+        with self._working():
             for tensor in bucket.tensors.values():
                 self._check_open()
                 try:
@@ -129,6 +131,18 @@ class BroadcastGroup:
                 except RuntimeError as error:
                     self._closed.set()
                     raise OSError(f"the broadcast failed: {_first_line(error)}") from error
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        with self._busy:
+            try:
+                yield
+            finally:
+                if self.closed:
+                    self._disconnect()
+
+    def _disconnect(self) -> None:
+        self._group = self._store = None
 
     def _check_open(self) -> None:
         if self.closed:
@@ -140,13 +154,13 @@ class BroadcastGroup:
         if self.backend == "nccl" and self._group is not None:
             self._group.abort()
         if self._busy.acquire(blocking=False):
-            self._group = self._store = None  # closes the connections
+            self._disconnect()
             self._busy.release()
 
     def wait_until_idle(self) -> None:
         """Return when no thread sends or joins: a process that ends during either would crash."""
         if self._busy.acquire(timeout=2 * STALL_S):
-            self._group = self._store = None
+            self._disconnect()
             self._busy.release()
 
 

@@ -17,7 +17,8 @@ dist: Any = torch.distributed
 _JOIN_TIMEOUT_S = 60.0
 _RECEIVE_TIMEOUT_S = 600.0
 
-_group: Any = None
+_groups: dict[str, Any] = {}
+"""The newest process group, by its name."""
 _received: list[Future[list[tuple[str, torch.Tensor]]]] = []
 """Buckets of tensors that are being received."""
 
@@ -43,8 +44,7 @@ class WorkerExtension:
         """Join the trainer's process group; the rank follows from the worker's."""
 
         def join() -> None:
-            global _group
-            _group = None
+            _groups.clear()
             timeout = timedelta(seconds=_JOIN_TIMEOUT_S)
             store: Any = dist.TCPStore(master_address, master_port, size, False, timeout)
             for prefix in (name, f"{name}/", "cuda/" if backend == "nccl" else "cpu/"):
@@ -52,9 +52,9 @@ class WorkerExtension:
             if backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
-                _group = dist.ProcessGroupNCCL(store, self.rank + 1, size, options)
+                _groups[name] = dist.ProcessGroupNCCL(store, self.rank + 1, size, options)
             else:
-                _group = dist.ProcessGroupGloo(store, self.rank + 1, size, timeout)
+                _groups[name] = dist.ProcessGroupGloo(store, self.rank + 1, size, timeout)
 
         return _outcome(join)
 
@@ -64,9 +64,7 @@ class WorkerExtension:
         """Begin to receive tensors in a thread, in memory of the CPU; generation goes on."""
 
         def begin() -> None:
-            group = _group
-            if group is None:
-                raise RuntimeError(f"there is no process group {name}")
+            group = _groups[name]
             device = self.device if isinstance(group, getattr(dist, "ProcessGroupNCCL", ())) else "cpu"
             future: Future[list[tuple[str, torch.Tensor]]] = Future()
             before = _received[-1] if _received else None
