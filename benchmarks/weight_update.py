@@ -2,7 +2,7 @@
 
     python benchmarks/weight_update.py [--servers embedded sglang vllm] [--ways disk memory broadcast] [--json FILE]
 
-Each update happens while answers run. The ways and the pause modes take turns. *publish* is the trainer's part, before
+Each update happens while answers run. The ways take turns. *publish* is the trainer's part, before
 it may train on; *update* lasts until the server serves the new weights; *stall* is the longest time without a token in
 the answers. *lost* are tokens missing in the answers at their end; *again* are those whose states were computed twice:
 prompt and tokens so far of each answer that an update met. SGLang and vLLM are started from the environments of
@@ -125,25 +125,23 @@ def rows(kind: str, args: argparse.Namespace, folder: Path) -> list[dict[str, An
     version = 0
     with ExitStack() as stack:
         server = stack.enter_context(start(kind, args, folder / "logs"))
-        engines: dict[str, RemoteInfEngine] = {}
         publishers: dict[str, Publish] = {}
-        for pause in args.pauses:
-            config = InferenceEngineConfig(addresses=[server.address], backend=kind, weight_update_pause=pause)
-            engines[pause] = stack.enter_context(RemoteInfEngine(config))
         for way in args.ways:
             config = InferenceEngineConfig(weight_update=way)
             publisher = weight_publisher(config, model, folder / kind / way, getattr(torch, args.dtype))
             publishers[way] = stack.enter_context(publisher)
-        for round_number in range(args.updates + 1):
-            for way in args.ways:
-                for pause, engine in engines.items():
-                    version += 1
-                    with torch.no_grad():
-                        for parameter in model.parameters():
-                            parameter.mul_(1.0001)
-                    figures = asyncio.run(measure(engine, publishers[way], version, args))
-                    if round_number:  # the first opens groups and files
-                        kept.setdefault((way, pause), []).append(figures)
+        for pause in args.pauses:
+            config = InferenceEngineConfig(addresses=[server.address], backend=kind, weight_update_pause=pause)
+            with RemoteInfEngine(config) as engine:
+                for round_number in range(args.updates + 1):
+                    for way in args.ways:
+                        version += 1
+                        with torch.no_grad():
+                            for parameter in model.parameters():
+                                parameter.mul_(1.0001)
+                        figures = asyncio.run(measure(engine, publishers[way], version, args))
+                        if round_number:  # the first opens groups and files
+                            kept.setdefault((way, pause), []).append(figures)
     return [
         {"server": kind, "way": way, "pause": pause}
         | {name.name: statistics.median(getattr(one, name.name) for one in updates) for name in fields(Update)}

@@ -82,7 +82,7 @@ class InferenceEngineConfig(RunIdentity):
 
     weight_update_pause: Literal["abort", "keep"] = "abort"
     """Running answers during a weight update: abort and send them again with their tokens, or keep them on the server,
-    which continues them on recomputed states (vLLM: on the old ones)."""
+    which computes their states again."""
 
     tokenizer_path: str | None = None
     """Tokenizer for agents and for the text in dumps. Null uses the tokenizer of model_path."""

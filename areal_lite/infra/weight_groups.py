@@ -22,6 +22,8 @@ from areal_lite.infra.server_pool import Server
 from areal_lite.infra.server_requests import RefusedError, ServerRequests
 
 T = TypeVar("T")
+Paused = Callable[[], AbstractAsyncContextManager[None]]
+"""Returns a context in which a server is paused."""
 
 
 class WeightGroups:
@@ -37,7 +39,7 @@ class WeightGroups:
         self,
         server: Server,
         weights: WeightBroadcast,
-        paused: Callable[[], AbstractAsyncContextManager[None]],
+        paused: Paused,
     ) -> None:
         """Broadcast ``weights`` to a server, which generates meanwhile if it can; ``paused`` pauses it.
 
@@ -77,7 +79,7 @@ class WeightGroups:
         self,
         server: Server,
         weights: WeightBroadcast,
-        paused: Callable[[], AbstractAsyncContextManager[None]],
+        paused: Paused,
     ) -> None:
         group, dialect = self._groups[server], self._dialect
         try:
