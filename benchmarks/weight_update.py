@@ -140,6 +140,7 @@ def rows(kind: str, args: argparse.Namespace, folder: Path) -> list[dict[str, An
                             for parameter in model.parameters():
                                 parameter.mul_(1.0001)
                         figures = asyncio.run(measure(engine, publishers[way], version, args))
+                        print(kind, way, pause, round_number, figures, file=sys.stderr, flush=True)
                         if round_number:  # the first opens groups and files
                             kept.setdefault((way, pause), []).append(figures)
     return [
