@@ -88,19 +88,20 @@ class Answers:
 
 
 async def measure(engine: RemoteInfEngine, publish: Publish, version: int, args: argparse.Namespace) -> Update:
+    began = time.perf_counter()
+    weights = await asyncio.to_thread(publish, version)
+    publish_s = time.perf_counter() - began
     answers = Answers(engine, args.requests, args.tokens)
     await answers.begun()
     began = time.perf_counter()
-    weights = await asyncio.to_thread(publish, version)
-    published = time.perf_counter()
     await engine.aupdate_weights(weights)
-    ended = time.perf_counter()
+    update_s = time.perf_counter() - began
     stall, lost, again = await answers.figures()
     fresh = GenerationHyperparameters(max_new_tokens=4, ignore_eos=True)
     answer = await engine.agenerate(ModelRequest(input_ids=PROMPT, gconfig=fresh))
     if set(answer.output_versions) != {version}:
         raise SystemExit(f"the server answers with {answer.output_versions} after an update to {version}")
-    return Update(published - began, ended - published, stall, num_bytes(weights) / 1e6, lost, again)
+    return Update(publish_s, update_s, stall, num_bytes(weights) / 1e6, lost, again)
 
 
 def num_bytes(weights: PublishedWeights) -> int:
