@@ -2,11 +2,37 @@
 
     python benchmarks/weight_update.py [--servers embedded sglang vllm] [--ways disk memory broadcast] [--json FILE]
 
-Each update happens while answers run. The ways take turns. *publish* is the trainer's part, before
-it may train on; *update* lasts until the server serves the new weights; *stall* is the longest time without a token in
-the answers. *lost* are tokens missing in the answers at their end; *again* are those whose states were computed twice:
+Each update happens while answers run. The ways take turns. *publish* is the trainer's part, before it may train on;
+*update* lasts until the server serves the new weights; *stall* is the longest time without a token in the answers. *lost* are tokens missing in the answers at their end; *again* are those whose states were computed twice:
 prompt and tokens so far of each answer that an update met. SGLang and vLLM are started from the environments of
 AREAL_LITE_SGLANG_PYTHON and AREAL_LITE_VLLM_PYTHON.
+
+Medians of two updates on two cores, with other work on the machine (``--updates 2 --requests 2 --tokens 48``), of
+SmolLM2-135M-Instruct in float32, on a CPU:
+
+    server    way        pause  publish s  update s  stall s     MB  lost  again
+    embedded  disk       abort       2.00      1.34     1.74  538.1     0     88
+    embedded  memory     abort       0.95      0.44     0.83  538.1     0     88
+    embedded  broadcast  abort       0.70      1.39     0.64  538.1     0     99
+    embedded  disk       keep        1.90      1.03     1.46  538.1     0     88
+    embedded  memory     keep        0.36      0.59     1.06  538.1     0     88
+    embedded  broadcast  keep        0.51      2.03     2.33  538.1     0    113
+    sglang    disk       abort       1.59      1.24     1.53  538.1     0     90
+    sglang    memory     abort       0.72      1.20     1.32  538.1     0     90
+    sglang    broadcast  abort       0.69      1.84     2.07  538.1     0     90
+    sglang    disk       keep        2.41      0.32     0.54  538.1     0     88
+    sglang    memory     keep        0.32      0.30     0.50  538.1     0     88
+    sglang    broadcast  keep        1.35      0.90     1.10  538.1     0     88
+    vllm      disk       abort       1.63      0.98     1.57  538.1     0     89
+    vllm      memory     abort       1.07      0.87     1.10  538.1     0     89
+    vllm      broadcast  abort       0.79      3.10     1.46  538.1     0    133
+    vllm      disk       keep        2.25      1.02     1.50  538.1     0     92
+    vllm      memory     keep        0.37      1.63     1.90  538.1     0     89
+    vllm      broadcast  keep        1.23      3.38     1.10  538.1     0    139
+
+A broadcast goes through gloo and the cores of both processes, and its server receives into a second copy: on one machine
+``memory`` is faster. What a broadcast saves is the file (*publish*), and on the embedded server and vLLM the answers
+stand still only while the weights are loaded, not while they are sent. SGLang's ``abort`` takes a second by itself.
 """
 
 from __future__ import annotations
