@@ -3,8 +3,9 @@
     python benchmarks/weight_update.py [--servers embedded sglang vllm] [--ways disk memory broadcast] [--json FILE]
 
 Each update happens while answers run. The ways take turns. *publish* is the trainer's part, before it may train on;
-*update* lasts until the server serves the new weights; *stall* is the longest time without a token in the answers. *lost* are tokens missing in the answers at their end; *again* are those whose states were computed twice:
-prompt and tokens so far of each answer that an update met. SGLang and vLLM are started from the environments of
+*update* lasts until the server serves the new weights; *stall* is the longest time without a token in the answers.
+*lost* are tokens missing in the answers at their end; *again* are those whose states were computed twice: prompt and
+tokens so far of each answer that an update met. SGLang and vLLM are started from the environments of
 AREAL_LITE_SGLANG_PYTHON and AREAL_LITE_VLLM_PYTHON.
 
 Medians of two updates on two cores, with other work on the machine (``--updates 2 --requests 2 --tokens 48``), of
@@ -30,8 +31,8 @@ SmolLM2-135M-Instruct in float32, on a CPU:
     vllm      memory     keep        0.37      1.63     1.90  538.1     0     89
     vllm      broadcast  keep        1.23      3.38     1.10  538.1     0    139
 
-A broadcast goes through gloo and the cores of both processes, and its server receives into a second copy: on one machine
-``memory`` is faster. What a broadcast saves is the file (*publish*), and on the embedded server and vLLM the answers
+A broadcast goes through gloo and the cores of both processes, and its server receives into a second copy: on one
+machine ``memory`` is faster. What a broadcast saves is the file (*publish*); on the embedded server and vLLM the answers
 stand still only while the weights are loaded, not while they are sent. SGLang's ``abort`` takes a second by itself.
 """
 
