@@ -32,7 +32,7 @@ SmolLM2-135M-Instruct in float32, on a CPU:
     vllm      broadcast  keep        1.23      3.38     1.10  538.1     0    139
 
 A broadcast goes through gloo and the cores of both processes, and its server receives into a second copy: on one
-machine ``memory`` is faster. What a broadcast saves is the file (*publish*); on the embedded server and vLLM the answers
+machine ``memory`` is faster. What a broadcast saves is the file (*publish*); on the embedded server and vLLM, answers
 stand still only while the weights are loaded, not while they are sent. SGLang's ``abort`` takes a second by itself.
 """
 
