@@ -75,9 +75,14 @@ class InferenceEngineConfig(RunIdentity):
     addresses: list[str] = field(default_factory=list)
     """host:port of each running server. Empty: the run starts its own, see server.backend."""
 
-    weight_update: Literal["auto", "disk", "memory"] = "auto"
-    """How servers get new weights: as files in the run's folder, or in memory of the trainer, which servers on the same
-    machine map (several times faster). auto takes memory for a server that the run starts."""
+    weight_update: Literal["auto", "disk", "memory", "broadcast"] = "auto"
+    """How servers get new weights: as files in the run's folder; in memory of the trainer, which servers on the same
+    machine map (several times faster); or over a process group of the trainer and each server, NCCL between GPUs, gloo
+    otherwise. auto takes memory for a server that the run starts, files for others."""
+
+    weight_update_pause: Literal["abort", "keep"] = "abort"
+    """Running answers during a weight update: abort and send them again with their tokens, or keep them on the server,
+    which computes their states again."""
 
     tokenizer_path: str | None = None
     """Tokenizer for agents and for the text in dumps. Null uses the tokenizer of model_path."""

@@ -1,4 +1,4 @@
-"""Check a checkpoint directory before any weight is changed. Needs no torch.
+"""Check a checkpoint directory before any weight is changed. Imports no torch.
 
 A directory is valid if its safetensors files are complete, their tensors have the names and shapes of the served model,
 and, if it has a ``manifest.json``, each file has the size and SHA-256 in it.
@@ -9,12 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
 
 from areal_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _DTYPE_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -30,6 +35,17 @@ class CheckpointHeader:
     shapes: Mapping[str, tuple[int, ...]]
     locations: Mapping[str, tuple[Path, int, int]]
     """File, first byte and end byte (exclusive) of each tensor's data."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Read the tensors, one at a time."""
+        for file in self.files:
+            with safe_open(str(file), framework="pt") as shard:
+                for name in shard.keys():  # noqa: SIM118 -- a safetensors file, not a mapping
+                    yield name, shard.get_tensor(name)
+
+    def same_data(self, name: str, other: str) -> bool:
+        """Return whether two tensors have the same bytes."""
+        return _tensor_hash(self, name) == _tensor_hash(self, other)
 
 
 def read_checkpoint_header(path: Path) -> CheckpointHeader:
@@ -118,35 +134,42 @@ def check_manifest(path: Path) -> None:
             raise ConfigError(f"{file} has SHA-256 {digest}, {manifest.name} says {sha256}; save it again.")
 
 
-def check_weights(header: CheckpointHeader, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> None:
-    """Check that a checkpoint fits the served model.
+def check_shapes(
+    source: str, given: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]
+) -> None:
+    """Check that new weights fit the served model.
 
     Args:
+        source: Where they come from, for messages.
+        given: Their names and shapes.
         shapes: Names and shapes of the served model's weights, tied names included.
         tied: Maps the second name of a tied weight to the first name of the same tensor.
 
     Raises:
-        ConfigError: If a weight is missing or unknown or has a wrong shape, or if the checkpoint has two different
-            tensors for weights that the served model ties.
+        ConfigError: If a weight is missing or unknown or has a wrong shape.
     """
     groups: dict[str, list[str]] = {}
     for name in shapes:
         groups.setdefault(tied.get(name, name), []).append(name)
-    missing = [group[0] for group in groups.values() if not any(name in header.shapes for name in group)]
-    unknown = [name for name in header.shapes if name not in shapes]
-    wrong = [name for name, shape in header.shapes.items() if name in shapes and shapes[name] != shape]
+    missing = [group[0] for group in groups.values() if not any(name in given for name in group)]
+    unknown = [name for name in given if name not in shapes]
+    wrong = [name for name, shape in given.items() if name in shapes and shapes[name] != shape]
     for names, what in ((missing, "lacks"), (unknown, "has unknown"), (wrong, "has a wrong shape for")):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            detail = f" {header.shapes[names[0]]} instead of {shapes[names[0]]}" if names is wrong else ""
+            detail = f" {given[names[0]]} instead of {shapes[names[0]]}" if names is wrong else ""
             raise ConfigError(
-                f"checkpoint {str(header.path)!r} {what} {names[0]!r}{detail}{more}; the server keeps its "
-                "weights. Save the whole model, with the architecture of the served one."
+                f"{source} {what} {names[0]!r}{detail}{more}; the server keeps its weights. Save the whole "
+                "model, with the architecture of the served one."
             )
+
+
+def check_tied(source: str, given: Collection[str], tied: Mapping[str, str], same: Callable[[str, str], bool]) -> None:
+    """Check that new weights have the ``same`` tensor for names that the served model ties; raises ConfigError."""
     for second, first in tied.items():
-        if {first, second} <= set(header.shapes) and _tensor_hash(header, first) != _tensor_hash(header, second):
+        if first in given and second in given and not same(first, second):
             raise ConfigError(
-                f"checkpoint {str(header.path)!r} has different tensors for {first!r} and {second!r}, which the served "
+                f"{source} has different tensors for {first!r} and {second!r}, which the served "
                 "model ties; the server keeps its weights. Train with tied embeddings, or serve an untied model."
             )
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
+import torch
 from aiohttp import web
 
 from areal_lite import __version__
@@ -26,6 +27,7 @@ from areal_lite.embedded.generation_request import Decode, GenerationRequest
 from areal_lite.embedded.grammar import GrammarCompiler
 from areal_lite.embedded.sampling_params import BadRequest, SamplingParams, invalid_value, wrong_type
 from areal_lite.embedded.scheduler import Scheduler
+from areal_lite.embedded.weight_receiver import WeightReceiver
 from areal_lite.errors import ArealLiteError, ConfigError
 
 _MAX_BODY_BYTES = 64 * 2**20
@@ -68,11 +70,14 @@ class SGLangDialect:
         self._decode = decode
         self._grammars = grammars
         self._model_path = model_path
+        self._can_restore = True
+        """Whether ``model_path`` holds the served weights."""
         self._limits = limits
         self._draw = random.Random(seed)
         self._description = description
         self._live: dict[str, list[GenerationRequest]] = {}
         self._updating = asyncio.Lock()
+        self._receiver = WeightReceiver(scheduler.runner.device)
         # One thread: a tokenizer is not thread-safe, and a long text must not block the event loop.
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
@@ -89,6 +94,11 @@ class SGLangDialect:
             (("POST",), "/pause_generation", self._pause),
             (("POST",), "/continue_generation", self._continue),
             (("POST",), "/update_weights_from_disk", self._update_weights),
+            (("POST",), "/init_weights_update_group", self._join_group),
+            (("POST",), "/destroy_weights_update_group", self._leave_group),
+            (("POST",), "/begin_weight_update", self._begin_update),
+            (("POST",), "/update_weights_from_distributed", self._receive_weights),
+            (("POST",), "/end_weight_update", self._end_update),
             (("POST",), "/update_weight_version", self._update_version),
             (both, "/flush_cache", self._flush_cache),
             (("GET",), "/model_info", self._model_info),
@@ -242,28 +252,85 @@ class SGLangDialect:
                     )
                 )
             except (ArealLiteError, OSError) as error:
-                failure = {"success": False, "message": str(error), "num_paused_requests": 0}
-                return _reply_json(failure, status=400)
-            self._model_path = path
+                return _failure(error, num_paused_requests=0)
+            self._model_path, self._can_restore = path, True
         message = "Succeeded to update model weights."
         if version is not None:
             message += f" Weight version updated to {version}."
         paused = len(self._scheduler.running) if self._scheduler.paused else 0
         return _reply_json({"success": True, "message": message, "num_paused_requests": paused})
 
+    async def _join_group(self, request: web.Request) -> web.Response:
+        fields = _fields(await _json(request))
+        message = "Succeeded to initialize custom process group."
+        return await self._in_update(lambda: self._receiver.join(fields), message)
+
+    async def _leave_group(self, request: web.Request) -> web.Response:
+        name = str(_fields(await _json(request)).get("group_name"))
+        return await self._in_update(lambda: self._receiver.leave(name), "Succeeded to destroy custom process group.")
+
+    async def _begin_update(self, request: web.Request) -> web.Response:
+        _fields(await _json(request))
+        return await self._in_update(self._receiver.begin, "Success")
+
+    async def _receive_weights(self, request: web.Request) -> web.Response:
+        """Receive weights while generation goes on; ``/end_weight_update`` loads them."""
+        fields = _fields(await _json(request))
+        version = _version(fields.get("weight_version"))
+        answer = await self._in_update(lambda: self._receiver.receive(fields), "Succeeded to receive weights.")
+        if version is not None:
+            self._receiver.version = version
+        return answer
+
+    async def _end_update(self, request: web.Request) -> web.Response:
+        """Load the received weights between two steps, if they are complete."""
+        _fields(await _json(request))
+        async with self._updating:
+            try:
+                tensors, version = self._receiver.end(), self._receiver.version
+                shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+                served, tied = self._scheduler.runner.weight_shapes()
+                checkpoint.check_shapes("the broadcast", shapes, served, tied)
+                checkpoint.check_tied("the broadcast", shapes, tied, lambda a, b: torch.equal(tensors[a], tensors[b]))
+
+                def load() -> None:
+                    self._can_restore = False
+                    self._scheduler.runner.load_tensors(tensors.items(), shapes)
+
+                await self._scheduler.command(lambda: self._scheduler.change_weights(load, version, abort_all=False))
+            except ArealLiteError as error:
+                return _failure(error)
+        return _reply_json({"success": True, "message": "Success"})
+
+    async def _in_update(self, work: Callable[[], None], message: str) -> web.Response:
+        """Run ``work`` in a thread; a failure is SGLang's answer with status 400."""
+        try:
+            await asyncio.to_thread(work)
+        except ArealLiteError as error:
+            return _failure(error)
+        return _reply_json({"success": True, "message": message})
+
     def _check_checkpoint(self, model_path: str) -> checkpoint.CheckpointHeader:
         path = Path(model_path).expanduser()
         header = checkpoint.read_checkpoint_header(path)
         checkpoint.check_manifest(path)
-        checkpoint.check_weights(header, *self._scheduler.runner.weight_shapes())
+        served, tied = self._scheduler.runner.weight_shapes()
+        source = f"checkpoint {str(path)!r}"
+        checkpoint.check_shapes(source, header.shapes, served, tied)
+        checkpoint.check_tied(source, header.shapes, tied, header.same_data)
         return header
 
     def _load(self, header: checkpoint.CheckpointHeader) -> None:
         """Load checked weights; if loading fails halfway, restore the served ones."""
+        runner = self._scheduler.runner
         try:
-            self._scheduler.runner.load_weights(header)
+            runner.load_tensors(header.tensors(), header.shapes)
         except Exception as error:
-            self._scheduler.runner.load_weights(checkpoint.read_checkpoint_header(Path(self._model_path)))
+            if not self._can_restore:
+                self._scheduler.weight_version = "mixed"  # no client takes tokens of it
+                raise ConfigError(f"loading {str(header.path)!r} failed ({error}); send weights again.") from error
+            served = checkpoint.read_checkpoint_header(Path(self._model_path))
+            runner.load_tensors(served.tensors(), served.shapes)
             raise ConfigError(
                 f"loading {str(header.path)!r} failed ({error}); the server restored its weights."
             ) from error
@@ -329,6 +396,10 @@ class SGLangDialect:
 
 def _reply_json(body: Any, *, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+
+
+def _failure(error: Exception, **fields: Any) -> web.Response:
+    return _reply_json({"success": False, "message": str(error), **fields}, status=400)
 
 
 async def _json(request: web.Request) -> Any:

@@ -6,15 +6,14 @@ model that fails this check is rejected at the start. The scheduler decides whic
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from areal_lite.embedded.checkpoint import CheckpointHeader
 from areal_lite.embedded.slot_cache import SlotCache
 from areal_lite.errors import ConfigError
 from areal_lite.exact_attention import MIN_ROWS, read_exactly
@@ -133,15 +132,13 @@ class ModelRunner:
         return shapes, tied
 
     @torch.inference_mode()
-    def load_weights(self, header: CheckpointHeader) -> None:
-        """Copy a checkpoint into the weights in place; call ``checkpoint.check_weights`` first."""
+    def load_tensors(self, tensors: Iterable[tuple[str, Tensor]], names: Collection[str]) -> None:
+        """Copy ``tensors``, which have these ``names``, into the weights in place; check them first."""
         state = self.model.state_dict()
         _, tied = self.weight_shapes()
-        for file in header.files:
-            with safe_open(str(file), framework="pt") as shard:
-                for name in shard.keys():  # noqa: SIM118 -- a safetensors file, not a mapping
-                    if tied.get(name) not in header.shapes:
-                        state[name].copy_(shard.get_tensor(name))
+        for name, tensor in tensors:
+            if tied.get(name) not in names:
+                state[name].copy_(tensor)
 
 
 def load_model(model_path: Path, *, dtype: str, device: str) -> Any:

@@ -168,6 +168,7 @@ class EngineClient:
             self._dialect,
             must_stay=self._must_stay,
             on_change=self._wake_all,
+            on_pause=self._hold_for_update,
             is_waiting=lambda: bool(self._calls) and not self._holds,
             on_outage=self.give_up,
             identity=identity,
@@ -178,6 +179,7 @@ class EngineClient:
         self._may_send = asyncio.Event()
         self._may_send.set()
         self._holds = 0
+        self._held_for_update = False
         self._calls: set[_Call] = set()
 
     async def open(self) -> None:
@@ -204,13 +206,19 @@ class EngineClient:
                 waiter.set_exception(ServerError(str(error)))
 
     async def update_weights(self, weights: PublishedWeights) -> None:
-        """Have the servers load ``weights``; see :class:`Reconciler`."""
-        self.hold()
+        """Have the servers load ``weights``; see :class:`Reconciler`. No generation is sent once a server pauses."""
         try:
             await self._reconciler.update_weights(weights)
         finally:
-            self.release()
+            if self._held_for_update:
+                self._held_for_update = False
+                self.release()
             self._wake_all()
+
+    def _hold_for_update(self) -> None:
+        if not self._held_for_update:
+            self._held_for_update = True
+            self.hold()
 
     async def probe(self, input_ids: list[int], num_tokens: int) -> list[tuple[str, list[int], list[float]]]:
         """Return the greedy answer of each server that is up to one prompt: URL, tokens, log-probs.
@@ -432,8 +440,8 @@ class EngineClient:
                 continue
             call.server = server
             sends += 1
-            acknowledged, newest = server.version, self._reconciler.newest
-            stream = None if call.on_tokens is None else self._stream(call, top_logprobs, max_tokens, newest)
+            acknowledged = server.version
+            stream = None if call.on_tokens is None else self._stream(call, top_logprobs, max_tokens)
             sent = time.monotonic()
             pool.start(server, size, sent)
             try:
@@ -444,7 +452,7 @@ class EngineClient:
                     version=self.version,
                     top_logprobs=top_logprobs,
                     max_tokens=max_tokens,
-                    newest=newest,
+                    newest=self._newest_version,
                 )
                 if acknowledged is None or not chunk.versions or chunk.versions[-1] >= acknowledged:
                     now = time.monotonic()
@@ -524,7 +532,10 @@ class EngineClient:
         for _ in range(len(self._waiting)):
             self._wake_one()
 
-    def _stream(self, call: _Call, top_logprobs: int, max_tokens: int, newest: int | None) -> TokenStream:
+    def _newest_version(self) -> int | None:
+        return self._reconciler.newest
+
+    def _stream(self, call: _Call, top_logprobs: int, max_tokens: int) -> TokenStream:
         return TokenStream(
             self._dialect,
             call.receive,
@@ -532,7 +543,7 @@ class EngineClient:
             vocab_size=self._requests.limits.vocab_size,
             top_logprobs=top_logprobs,
             max_tokens=max_tokens,
-            newest=newest,
+            newest=self._newest_version,
         )
 
     async def _count_break(self, call: _Call, last: str) -> None:

@@ -12,16 +12,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from areal_lite.api.config import InferenceEngineConfig
-from areal_lite.api.published_weights import PublishedWeights
+from areal_lite.api.published_weights import PublishedWeights, WeightBroadcast
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.infra.backends.dialect import Dialect, ErrorReply
 from areal_lite.infra.model_identity import ModelIdentity
 from areal_lite.infra.server_pool import Server, ServerPool
 from areal_lite.infra.server_requests import REQUEST_ERRORS, RefusedError, ServerRequests
+from areal_lite.infra.weight_groups import WeightGroups
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Reconciler:
         *,
         must_stay: Callable[[Server], bool],
         on_change: Callable[[], None],
+        on_pause: Callable[[], None],
         is_waiting: Callable[[], bool],
         on_outage: Callable[[ServerError], None],
         identity: ModelIdentity | None = None,
@@ -66,6 +68,7 @@ class Reconciler:
             dialect: The servers'.
             must_stay: Whether a server runs an answer that it could not continue after an abort.
             on_change: Called when a server may take requests again.
+            on_pause: Called before an update pauses a server.
             is_waiting: Whether there are requests to answer.
             on_outage: Called when the servers stay away longer than ``outage_patience_s``.
             identity: The run's model, which servers are compared with.
@@ -76,6 +79,7 @@ class Reconciler:
         self._dialect = dialect
         self._must_stay = must_stay
         self._on_change = on_change
+        self._on_pause = on_pause
         self._is_waiting = is_waiting
         self._on_outage = on_outage
         self._identity = identity or ModelIdentity.unknown()
@@ -86,6 +90,7 @@ class Reconciler:
         self._locks = {server: asyncio.Lock() for server in pool.servers}
         self._loaded: dict[Server, PublishedWeights] = {}
         """What each server acknowledged last."""
+        self._groups = WeightGroups(requests, dialect, timeout_s=config.request_timeout_s)
         self._tasks: dict[Server, asyncio.Task[None]] = {}
         """What repairs or examines a server."""
         self._others: set[asyncio.Task[None]] = set()
@@ -123,6 +128,7 @@ class Reconciler:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
+        self._groups.close()
 
     def _own(self, task: asyncio.Task[None]) -> None:
         def on_end(_: object) -> None:
@@ -211,6 +217,7 @@ class Reconciler:
             try:
                 if was_down:
                     await self._compare(server)
+                    self._groups.drop(server)  # a restarted server is not in it
                     if self.wanted is not None and server.info.version != self.wanted.version:
                         self._forget(server)  # it may have restarted with other weights
                 if self.wanted is not None:
@@ -229,13 +236,24 @@ class Reconciler:
             if self._has_newest(server):
                 return
             self._forget(server)
-            await self._requests.control(server, self._dialect.pause(keep=self._must_stay(server)))
-            try:
-                for call in self._dialect.load_folder(wanted):
-                    await self._requests.control(server, call, timeout_s=self._config.request_timeout_s)
-            finally:
-                await self._requests.control(server, self._dialect.resume())
+            if isinstance(wanted, WeightBroadcast):
+                await self._groups.load(server, wanted, lambda: self._paused(server))
+            else:
+                async with self._paused(server):
+                    for call in self._dialect.load_folder(wanted):
+                        await self._requests.control(server, call, timeout_s=self._config.request_timeout_s)
             self._loaded[server], server.version = wanted, wanted.version
+
+    @contextlib.asynccontextmanager
+    async def _paused(self, server: Server) -> AsyncIterator[None]:
+        if self._updating:
+            self._on_pause()
+        keep = self._config.weight_update_pause == "keep" or self._must_stay(server)
+        await self._requests.control(server, self._dialect.pause(keep=keep))
+        try:
+            yield
+        finally:
+            await self._requests.control(server, self._dialect.resume())
 
     def _has_newest(self, server: Server) -> bool:
         return self.wanted is not None and self._loaded.get(server) is self.wanted
@@ -282,6 +300,7 @@ class Reconciler:
             raise
         finally:
             self._updating = False
+        self._loaded = {server: has for server, has in self._loaded.items() if has is weights}  # frees older ones
         for task in loads:
             if not task.done():
                 self._own(task)

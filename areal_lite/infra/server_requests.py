@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -120,7 +121,7 @@ class ServerRequests:
         version: int,
         top_logprobs: int,
         max_tokens: int | None = None,
-        newest: int | None = None,
+        newest: Callable[[], int | None] = lambda: None,
     ) -> Chunk:
         """Return the reply to one generation; its tokens go to ``stream`` as they arrive, if given.
 
@@ -131,7 +132,7 @@ class ServerRequests:
             version: Label of tokens whose version the server does not report.
             top_logprobs: Number of top log-probs asked for.
             max_tokens: The budget that ``body`` asks for.
-            newest: The newest version that any server was given.
+            newest: Returns the newest version that any server was given; an answer may stay while it grows.
 
         Raises:
             ErrorReply: If the server refused.
@@ -163,11 +164,11 @@ class ServerRequests:
             )
         return chunk
 
-    def _check(self, chunk: Chunk, max_tokens: int | None, newest: int | None) -> None:
+    def _check(self, chunk: Chunk, max_tokens: int | None, newest: Callable[[], int | None]) -> None:
         _check_not_empty(chunk)
         check_budget(len(chunk.tokens), max_tokens)
         if chunk.versions is not None:
-            check_version(chunk.versions, newest)
+            check_version(chunk.versions, newest())
         vocab_size = self.limits.vocab_size
         if vocab_size and max(chunk.tokens, default=0) >= vocab_size:
             raise BadResponse(f"token {max(chunk.tokens)}, which is not in the vocabulary [0, {vocab_size})")

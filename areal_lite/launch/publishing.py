@@ -12,7 +12,8 @@ import torch
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.published_weights import PublishedWeights, WeightFolder
 from areal_lite.trainer.shared_weights import SharedWeights, can_share
-from areal_lite.trainer.weights import publish_weights
+from areal_lite.trainer.weight_broadcast import WeightBroadcaster
+from areal_lite.trainer.weights import names_differ, publish_weights
 
 Publish = Callable[[int], PublishedWeights]
 """Publishes the model's weights as a version; every rank calls it, and the first rank's result is for the servers."""
@@ -28,6 +29,10 @@ def weight_publisher(
         return WeightFolder(str(path.resolve()), version)
 
     way = config.weight_update
+    if way == "broadcast" and not names_differ(model):
+        with closing(WeightBroadcaster(model, dtype=dtype)) as broadcaster:
+            yield broadcaster.publish
+        return
     if way == "disk" or (way == "auto" and config.addresses) or not can_share(model):
         yield lambda version: folder(publish_weights(model, weights_dir, version, dtype=dtype), version)
         return

@@ -17,18 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.conversion_mapping import get_model_conversion_mapping
 
 from areal_lite.trainer.lora import plain_weights
 from areal_lite.trainer.ranks import Ranks
 from areal_lite.trainer.sharding import full_tensors
-from areal_lite.trainer.weights import WEIGHTS_FILE, write_model
+from areal_lite.trainer.weights import WEIGHTS_FILE, names_differ, write_model
 
 
 def can_share(model: Any) -> bool:
     """Return whether the model's weights can be shared: this system can, and files name them as the model does."""
-    converted = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
-    return hasattr(os, "memfd_create") and not converted
+    return hasattr(os, "memfd_create") and not names_differ(model)
 
 
 class SharedWeights:

@@ -90,7 +90,7 @@ def write_model(model: Any, folder: Path, dtype: torch.dtype, *, max_shard_bytes
 
     Every rank must call this; rank 0 writes. Besides the model it needs memory for one file of weights.
     """
-    if getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False):
+    if names_differ(model):
         max_shard_bytes = math.inf  # saved names differ, and one may be made from several weights
     plain = copy.copy(model)  # shares the weights, has its own attributes
     plain._hf_peft_config_loaded = False  # or transformers would write only the adapters
@@ -105,6 +105,11 @@ def write_model(model: Any, folder: Path, dtype: torch.dtype, *, max_shard_bytes
     config = json.loads((folder / "config.json").read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def names_differ(model: Any) -> bool:
+    """Return whether checkpoints name weights differently than the model does, or make one from several."""
+    return bool(getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False))
 
 
 def _shards(weights: Iterable[tuple[str, Tensor | None]], max_bytes: float) -> Iterator[dict[str, Tensor]]:

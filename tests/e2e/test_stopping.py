@@ -134,10 +134,11 @@ def test_a_port_in_use_is_an_error_before_the_model_loads(run_yaml: Path) -> Non
 
 
 class HangingProxy:
-    """Passes requests on to a server, until :attr:`hangs`: then weight updates never answer."""
+    """Passes requests on to a server, until :attr:`hangs`: then ``path`` never answers."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, path: str) -> None:
         self._address = address
+        self._path = path
         self.hangs = False
         self.hung = threading.Event()
 
@@ -147,7 +148,7 @@ class HangingProxy:
         return app
 
     async def _pass_on(self, request: web.Request) -> web.Response:
-        if self.hangs and request.path == "/update_weights_from_disk":
+        if self.hangs and request.path == self._path:
             self.hung.set()
             await asyncio.Event().wait()
         url = f"{self._address}{request.path}"
@@ -158,11 +159,17 @@ class HangingProxy:
             return web.Response(status=reply.status, body=await reply.read())
 
 
-def test_a_signal_during_a_hung_weight_update_stops_the_run_in_time(run_yaml: Path, tiny_model: Path) -> None:
+@pytest.mark.parametrize(
+    ("way", "path"), [("disk", "/update_weights_from_disk"), ("broadcast", "/update_weights_from_distributed")]
+)
+def test_a_signal_during_a_hung_weight_update_stops_the_run_in_time(
+    run_yaml: Path, tiny_model: Path, way: str, path: str
+) -> None:
     with EmbeddedServer(model_path=str(tiny_model), dtype="float32", num_threads=1, device="cpu") as server:
-        proxy = HangingProxy(server.address)
+        proxy = HangingProxy(server.address, path)
         with StubThread(proxy) as listener:  # type: ignore[arg-type]
-            process = start(run_yaml, f"rollout.addresses=[{listener.address}]", "checkpoint.every_steps=100000")
+            changes = [f"rollout.addresses=[{listener.address}]", f"rollout.weight_update={way}"]
+            process = start(run_yaml, *changes, "checkpoint.every_steps=100000")
             until_step(process, 2)
             proxy.hangs = True
             assert proxy.hung.wait(30)

@@ -71,9 +71,9 @@ def test_a_deterministic_run_has_no_mismatch_in_50_steps(run_yaml: Path) -> None
     assert [r["train/engine_mismatch/log_prob_diff_max"] for r in records(run.run_dir)] == [0.0] * 50
 
 
-def test_weights_published_on_disk_and_in_memory_give_the_same_run(run_yaml: Path) -> None:
+def test_every_way_to_publish_weights_gives_the_same_run(run_yaml: Path) -> None:
     curves = {}
-    for way in ("disk", "memory"):
+    for way in ("disk", "memory", "broadcast"):
         run_dir = train(
             run_yaml, f"trial_name={way}", f"rollout.weight_update={way}", "trainer.deterministic=true"
         ).run_dir
@@ -81,9 +81,10 @@ def test_weights_published_on_disk_and_in_memory_give_the_same_run(run_yaml: Pat
             {k: v for k, v in r.items() if k.startswith("train/") and not TIMES.search(k)} for r in records(run_dir)
         ]
         kept = ["v00000003", "v00000004"] if way == "disk" else []
-        assert sorted(path.name for path in (run_dir / "weights").iterdir()) == kept
-    for one, other in zip(curves["disk"], curves["memory"], strict=True):
-        assert {k: (v, other[k]) for k, v in one.items() if v != other[k]} == {}
+        assert sorted(path.name for path in (run_dir / "weights").glob("*")) == kept
+    for way in ("memory", "broadcast"):
+        for one, other in zip(curves["disk"], curves[way], strict=True):
+            assert {k: (v, other[k]) for k, v in one.items() if v != other[k]} == {}
 
 
 def test_a_second_run_on_a_running_server_starts_with_the_models_weights(run_yaml: Path, tiny_model: Path) -> None:

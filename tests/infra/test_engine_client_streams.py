@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, ModelRequest, ModelResponse
 from areal_lite.api import episode_context as context
 from areal_lite.api.episode_context import Episode, EpisodeContext
+from areal_lite.api.published_weights import WeightFolder
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.infra import engine_client
 from areal_lite.infra.backends import dialect_of
@@ -559,7 +560,7 @@ def test_a_constrained_answer_stays_on_the_server_during_a_weight_update(
             fields = {"ebnf": 'root ::= "a"'} if constrained else {}
             answer = asyncio.ensure_future(client.generate(request(lambda *_: first.set(), **fields)))
             await asyncio.wait_for(first.wait(), 10)
-            await client.update_weights_from_disk("ckpt", 8)
+            await client.update_weights(WeightFolder("ckpt", 8))
             assert server.control[1] == pause  # after the resume at the start
             server.hold.set()
             assert (await answer).output_tokens == truth()[0]

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any, ClassVar
 
 import pytest
@@ -21,11 +22,13 @@ from areal_lite.api import (
     RolloutWorkflow,
     Trajectory,
 )
+from areal_lite.api.published_weights import PublishedWeights, WeightBucket, WeightFolder
 from areal_lite.api.trajectory import TurnRole
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from areal_lite.trainer.weight_broadcast import WeightBroadcaster
 from tests.infra.scripted import tensors_of
 from tests.servers.real_server import CuttableLine, Policy, RealServer, prompt
 
@@ -55,6 +58,45 @@ def distance(response: ModelResponse, expected: torch.Tensor) -> float:
     """Return the largest gap between the answer's log-probs and ``expected``."""
     distances.append(float((torch.tensor(response.output_logprobs) - expected).abs().max()))
     return distances[-1]
+
+
+def update_under_answers(
+    engine: RemoteInfEngine,
+    server: RealServer,
+    policy: Policy,
+    perturbed: Policy,
+    weights: PublishedWeights,
+    *,
+    attempts: int,
+) -> None:
+    """Change the weights to the perturbed ones while three answers run, and check every token and its version."""
+    texts = ("Tell me a long story about a fox.", "Explain rain.", "Write about the sea.")
+    answers: list[ModelResponse] = []
+
+    def run() -> None:
+        prompts = [prompt(server.model, text) for text in texts]
+        answers.extend(generate_all(engine, prompts, temperature=0.7, ignore_eos=True, max_new_tokens=160))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    time.sleep(3)
+    engine.update_weights(weights)
+    assert engine.get_version() == 1
+    thread.join()
+
+    for answer in answers:
+        assert (answer.output_len, answer.stop_reason) == (160, "length")
+        first_new = answer.output_versions.index(1)
+        assert 0 < first_new < 160
+        assert answer.output_versions == [0] * first_new + [1] * (160 - first_new)
+        assert answer.attempts == attempts
+        old, new = policy.logprobs(answer, 0.7), perturbed.logprobs(answer, 0.7)
+        assert distance(answer, torch.cat([old[:first_new], new[first_new:]])) < EXACT
+        assert (old - new).abs().max() > 0.1  # the two checkpoints can be told apart
+
+    fresh = generate(engine, prompt(server.model), temperature=0.7, max_new_tokens=16)
+    assert set(fresh.output_versions) == {1}
+    assert distance(fresh, perturbed.logprobs(fresh, 0.7)) < EXACT
 
 
 def answers_of(trajectory: Trajectory) -> list[ModelResponse]:
@@ -204,38 +246,50 @@ class RealServerContract:
     def test_weights_change_under_running_requests(
         self, engine: RemoteInfEngine, server: RealServer, policy: Policy, perturbed: Policy
     ) -> None:
-        texts = ("Tell me a long story about a fox.", "Explain rain.", "Write about the sea.")
-        answers: list[ModelResponse] = []
-
-        def run() -> None:
-            prompts = [prompt(server.model, text) for text in texts]
-            answers.extend(generate_all(engine, prompts, temperature=0.7, ignore_eos=True, max_new_tokens=160))
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        time.sleep(3)
-        engine.update_weights_from_disk(str(perturbed.path), 1)
-        assert engine.get_version() == 1
-        thread.join()
-
-        for answer in answers:
-            assert (answer.output_len, answer.stop_reason) == (160, "length")
-            first_new = answer.output_versions.index(1)
-            assert 0 < first_new < 160
-            assert answer.output_versions == [0] * first_new + [1] * (160 - first_new)
-            assert answer.attempts == 2
-            old, new = policy.logprobs(answer, 0.7), perturbed.logprobs(answer, 0.7)
-            assert distance(answer, torch.cat([old[:first_new], new[first_new:]])) < EXACT
-            assert (old - new).abs().max() > 0.1  # the two checkpoints can be told apart
-
-        fresh = generate(engine, prompt(server.model), temperature=0.7, max_new_tokens=16)
-        assert set(fresh.output_versions) == {1}
-        assert distance(fresh, perturbed.logprobs(fresh, 0.7)) < EXACT
-
+        update_under_answers(engine, server, policy, perturbed, WeightFolder(str(perturbed.path), 1), attempts=2)
         engine.update_weights_from_disk(str(server.model), 2)
         fresh = generate(engine, prompt(server.model), max_new_tokens=16)
         assert set(fresh.output_versions) == {2}
         assert distance(fresh, policy.logprobs(fresh)) < EXACT
+
+    @pytest.mark.usefixtures("restored")
+    @pytest.mark.parametrize("pause", ["abort", "keep"])
+    def test_broadcast_weights_change_under_running_requests(
+        self, config: dict[str, Any], server: RealServer, policy: Policy, perturbed: Policy, pause: Any
+    ) -> None:
+        with (
+            closing(WeightBroadcaster(perturbed.model, dtype=torch.float32)) as sender,
+            closing(WeightBroadcaster(policy.model, dtype=torch.float32)) as back,
+            RemoteInfEngine(InferenceEngineConfig(**config, weight_update_pause=pause)) as engine,
+        ):
+            attempts = 2 if pause == "abort" else 1
+            update_under_answers(engine, server, policy, perturbed, sender.publish(1), attempts=attempts)
+            engine.update_weights(back.publish(2))
+            fresh = generate(engine, prompt(server.model), max_new_tokens=16)
+            assert set(fresh.output_versions) == {2}
+            assert distance(fresh, policy.logprobs(fresh)) < EXACT
+
+    @pytest.mark.usefixtures("restored")
+    def test_a_broadcast_that_breaks_off_is_repeated_over_a_new_group(
+        self, engine: RemoteInfEngine, server: RealServer, perturbed: Policy
+    ) -> None:
+        with closing(WeightBroadcaster(perturbed.model, dtype=torch.float32)) as sender:
+            engine.update_weights(sender.publish(1))
+            (group,) = sender._groups
+            weights = sender.publish(2)
+
+            def send_half(bucket: WeightBucket) -> None:
+                names = list(bucket.tensors)
+                type(group).send(group, WeightBucket({name: bucket.tensors[name] for name in names[: len(names) // 2]}))
+                group.close()
+                raise OSError("the connection was cut")
+
+            group.send = send_half  # type: ignore[method-assign]
+            engine.update_weights(weights)
+            assert len([one for one in sender._groups if not one.closed]) == 1
+        fresh = generate(engine, prompt(server.model), max_new_tokens=16)
+        assert set(fresh.output_versions) == {2}
+        assert distance(fresh, perturbed.logprobs(fresh)) < EXACT
 
     @pytest.mark.usefixtures("restored")
     def test_a_stopped_answer_continues_from_its_tokens_under_new_weights(

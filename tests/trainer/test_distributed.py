@@ -114,6 +114,9 @@ def test_ranks_write_one_folder_in_files_of_bounded_size(size: int, case: str, b
         torch.testing.assert_close(written[name], tensor, rtol=0, atol=1e-4 * tensor.abs().max().item(), msg=name)
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in written.items())
+    sent = load_file(by_ranks / str(size) / f"{case}_broadcast.safetensors")
+    assert sent.keys() == written.keys()
+    assert all(torch.equal(sent[name], tensor) for name, tensor in written.items())
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from areal_lite.api.generation import GenerationHyperparameters
-from areal_lite.api.published_weights import WeightFolder
+from areal_lite.api.published_weights import WeightBucket, WeightFolder, WeightGroup
 from areal_lite.errors import ConfigError
 
 TopLogprobs = list[list[tuple[int, float]]]
@@ -74,6 +74,10 @@ class ServerInfo:
     version: int | None = None
     """Version of its weights; 0 before the first update."""
     paused: bool | None = None
+    device: str | None = None
+    """``cpu`` or ``cuda``."""
+    num_ranks: int | None = None
+    """Processes that hold a part of the model."""
 
     def merged(self, newer: ServerInfo) -> ServerInfo:
         """Return these facts, replaced by those that ``newer`` has."""
@@ -88,6 +92,8 @@ class Dialect(Protocol):
     health_path: str
     info_paths: tuple[str, ...]
     """Routes that describe the server; the facts of later ones win."""
+    receives_while_generating: bool
+    """Whether a server takes broadcast weights while it generates, and need pause only to load them."""
     continues_constraints: bool
     """Whether a schema, regex or grammar holds for a continued answer as a whole. If not, it starts anew."""
 
@@ -138,6 +144,21 @@ class Dialect(Protocol):
 
     def load_folder(self, weights: WeightFolder) -> list[ControlCall]:
         """Return the calls that load a checkpoint folder."""
+
+    def join_group(self, group: WeightGroup) -> ControlCall:
+        """Return the call with which the server's processes join a process group as the ranks from 1 on."""
+
+    def begin_broadcast(self) -> list[ControlCall]:
+        """Return the calls before the first bucket; refused if an earlier broadcast broke off."""
+
+    def receive(self, bucket: WeightBucket, group: str, version: int | None) -> ControlCall:
+        """Return the call that receives one bucket; ``version`` is the policy version in the last, else None."""
+
+    def end_broadcast(self, version: int) -> list[ControlCall]:
+        """Return the calls after the last bucket."""
+
+    def abandon_broadcast(self) -> list[ControlCall]:
+        """Return the calls that end an earlier broadcast, which broke off."""
 
     def resume(self) -> ControlCall:
         """Return the call that ends :meth:`pause`."""

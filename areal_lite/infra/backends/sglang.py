@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from areal_lite.api.generation import CONSTRAINTS, GenerationHyperparameters
-from areal_lite.api.published_weights import WeightFolder
+from areal_lite.api.published_weights import WeightBucket, WeightFolder, WeightGroup
 from areal_lite.infra.backends.dialect import (
     BadResponse,
     Chunk,
@@ -39,8 +39,9 @@ class SGLang:
     info_paths: tuple[str, ...] = ("/server_info", "/model_info")
 
     def __init__(self, *, embedded: bool = False) -> None:
-        """Speak to SGLang, or to the embedded server, which understands two more fields."""
+        """Speak to SGLang, or to the embedded server, which understands two more fields and loads weights later."""
         self.continues_constraints = embedded
+        self.receives_while_generating = embedded
 
     def generate_body(
         self,
@@ -141,12 +142,15 @@ class SGLang:
         # became so long because an aborted answer is continued.
         windows = [reply.get("context_length"), reply.get("max_req_input_len")]
         vocab, model, paused = reply.get("vocab_size"), reply.get("model_path"), reply.get("is_paused")
+        device, num_ranks = reply.get("device"), reply.get("tp_size")
         return ServerInfo(
             min((window for window in windows if isinstance(window, int)), default=None),
             vocab if isinstance(vocab, int) else None,
             model if isinstance(model, str) else None,
             version_or_none(reply.get("weight_version")),
             paused if isinstance(paused, bool) else None,
+            device if isinstance(device, str) else None,
+            num_ranks if isinstance(num_ranks, int) else None,
         )
 
     def abort(self, rid: str) -> ControlCall:
@@ -161,6 +165,38 @@ class SGLang:
         """Load from disk and drop the prefix cache, which holds the old weights' states."""
         body = {"model_path": weights.path, "weight_version": str(weights.version), "flush_cache": True}
         return [ControlCall("/update_weights_from_disk", body)]
+
+    def join_group(self, group: WeightGroup) -> ControlCall:
+        """Join with rank 1 and, with tensor parallelism, the ranks after it."""
+        body = {
+            "master_address": group.master_address,
+            "master_port": group.master_port,
+            "rank_offset": 1,
+            "world_size": group.size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        return ControlCall("/init_weights_update_group", body)
+
+    def begin_broadcast(self) -> list[ControlCall]:
+        """Open an update, which SGLang requires and refuses while one is open."""
+        return [ControlCall("/begin_weight_update")]
+
+    def receive(self, bucket: WeightBucket, group: str, version: int | None) -> ControlCall:
+        """Receive a bucket and load it; the last also drops the prefix cache."""
+        body = {**bucket.description(), "group_name": group, "flush_cache": version is not None}
+        return ControlCall(
+            "/update_weights_from_distributed",
+            body if version is None else body | {"weight_version": str(version)},
+        )
+
+    def end_broadcast(self, version: int) -> list[ControlCall]:
+        """Close the update; the embedded server loads the weights here."""
+        return [ControlCall("/end_weight_update")]
+
+    def abandon_broadcast(self) -> list[ControlCall]:
+        """Close the update; the embedded server refuses to load a part of the weights."""
+        return [ControlCall("/end_weight_update")]
 
     def resume(self) -> ControlCall:
         """Resume generation."""

@@ -39,7 +39,7 @@ class TokenStream:
         vocab_size: int | None,
         top_logprobs: int = 0,
         max_tokens: int | None = None,
-        newest: int | None = None,
+        newest: Callable[[], int | None] = lambda: None,
     ) -> None:
         """Start an answer.
 
@@ -50,7 +50,7 @@ class TokenStream:
             vocab_size: Ids must be below it.
             top_logprobs: Number of top log-probs asked for.
             max_tokens: The request's budget; None checks none.
-            newest: The newest version that any server was given; None checks none.
+            newest: Returns the newest version that any server was given; None checks none.
         """
         self._dialect = dialect
         self._receive = receive
@@ -100,7 +100,7 @@ class TokenStream:
         if self._vocab_size and largest >= self._vocab_size:
             raise BadResponse(f"token {largest}, which is not in the vocabulary [0, {self._vocab_size})")
         check_budget(len(self._tokens) + len(event.tokens), self._max_tokens)
-        check_version(event.all_versions or ([] if event.version is None else [event.version]), self._newest)
+        check_version(event.all_versions or ([] if event.version is None else [event.version]), self._newest())
         self._tokens += event.tokens
         self._logprobs += event.logprobs
         self._top_logprobs += event.top_logprobs

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from areal_lite.api.generation import GenerationHyperparameters
-from areal_lite.api.published_weights import WeightFolder
+from areal_lite.api.published_weights import WeightBucket, WeightFolder, WeightGroup
 from areal_lite.infra.backends.dialect import (
     BadResponse,
     Chunk,
@@ -31,11 +31,12 @@ _FINISH = {"repetition": "stop"}
 
 
 class VLLM:
-    """Weight updates use the worker extension's ``load_checkpoint_dir``; docs/servers.md shows how to start it."""
+    """Weight updates use the methods of the worker extension; docs/servers.md shows how to start it."""
 
     generate_path = "/inference/v1/generate"
     health_path = "/health"
-    info_paths: tuple[str, ...] = ("/v1/models", "/weight_info", "/is_paused")
+    info_paths: tuple[str, ...] = ("/v1/models", "/weight_info", "/is_paused", "/get_world_size")
+    receives_while_generating = True
     continues_constraints = False
 
     def generate_body(
@@ -127,12 +128,13 @@ class VLLM:
             window, name = model["max_model_len"], model.get("root")
         except (KeyError, TypeError, IndexError, AttributeError):
             window = name = None
-        paused = reply.get("is_paused")
+        paused, num_ranks = reply.get("is_paused"), reply.get("world_size")
         return ServerInfo(
             context_length=window if isinstance(window, int) else None,
             model=name if isinstance(name, str) else None,
             version=version_or_none(reply.get("weight_version")),
             paused=paused if isinstance(paused, bool) else None,
+            num_ranks=num_ranks if isinstance(num_ranks, int) else None,
         )
 
     def abort(self, rid: str) -> ControlCall:
@@ -145,11 +147,34 @@ class VLLM:
 
     def load_folder(self, weights: WeightFolder) -> list[ControlCall]:
         """Load from disk on every worker, name the version, drop the prefix cache."""
-        return [
-            ControlCall("/collective_rpc", {"method": "load_checkpoint_dir", "kwargs": {"weights_path": weights.path}}),
-            ControlCall("/update_weight_version", {"new_version": str(weights.version)}),
-            ControlCall("/reset_prefix_cache"),
-        ]
+        return [_on_workers("load_checkpoint_dir", weights_path=weights.path), *_name_version(weights.version)]
+
+    def join_group(self, group: WeightGroup) -> ControlCall:
+        """Join on every worker; vLLM's own transfer engines need GPUs and a flag at its start."""
+        return _on_workers(
+            "join_weight_group",
+            name=group.name,
+            master_address=group.master_address,
+            master_port=group.master_port,
+            size=group.size,
+            backend=group.backend,
+        )
+
+    def begin_broadcast(self) -> list[ControlCall]:
+        """Drop what an earlier broadcast left."""
+        return [_on_workers("forget_received_weights")]
+
+    def receive(self, bucket: WeightBucket, group: str, version: int | None) -> ControlCall:
+        """Begin to receive a bucket in a thread of each worker."""
+        return _on_workers("receive_weights", name=group, **bucket.description())
+
+    def end_broadcast(self, version: int) -> list[ControlCall]:
+        """Load what was received, name the version, drop the prefix cache."""
+        return [_on_workers("load_received_weights"), *_name_version(version)]
+
+    def abandon_broadcast(self) -> list[ControlCall]:
+        """Return nothing: an update that broke off has changed nothing."""
+        return []
 
     def resume(self) -> ControlCall:
         """Resume generation."""
@@ -161,6 +186,14 @@ class VLLM:
             if isinstance(result, dict) and result.get("success") is False:
                 return str(result.get("message"))
         return None
+
+
+def _on_workers(method: str, **arguments: Any) -> ControlCall:
+    return ControlCall("/collective_rpc", {"method": method, "kwargs": arguments})
+
+
+def _name_version(version: int) -> list[ControlCall]:
+    return [ControlCall("/update_weight_version", {"new_version": str(version)}), ControlCall("/reset_prefix_cache")]
 
 
 def _top_logprobs(content: list[Any], count: int) -> TopLogprobs:

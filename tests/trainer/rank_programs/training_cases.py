@@ -25,6 +25,7 @@ from areal_lite.trainer.policy_trainer import PolicyTrainer
 from areal_lite.trainer.ranks import broadcast_batch, broadcast_json, gather_json, join_ranks
 from areal_lite.trainer.snapshot import restore, snapshot, write_snapshot
 from areal_lite.trainer.supervised_trainer import SupervisedTrainer
+from areal_lite.trainer.weight_broadcast import WeightBroadcaster
 from areal_lite.trainer.weights import write_model
 from tests.trainer.episode_data import Call, Episode, group_of, line
 from tests.trainer.supervised_data import dpo_trainer, pairs, reward_trainer, sequences, sft_trainer
@@ -166,6 +167,9 @@ def run_rank(out: Path, model_path: Path) -> None:
                 folder = out / f"{name}_weights"
                 folder.mkdir(exist_ok=True)
                 write_model(trainer.model, folder, torch.float32, max_shard_bytes=SHARD_BYTES)
+                (bucket,) = WeightBroadcaster(trainer.model, dtype=torch.float32).publish(1).buckets
+                if ranks.rank == 0:
+                    save_file(dict(bucket.tensors), out / f"{name}_broadcast.safetensors")
             if name in RESUMED and ranks.size == 2:
                 taken, folder = snapshot(trainer), out / f"{name}_snapshot"
                 if ranks.rank == 0:

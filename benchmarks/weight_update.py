@@ -1,0 +1,221 @@
+"""Seconds and bytes of a weight update, and what running answers lose, by way and server.
+
+    python benchmarks/weight_update.py [--servers embedded sglang vllm] [--ways disk memory broadcast] [--json FILE]
+
+Each update happens while answers run. The ways take turns. *publish* is the trainer's part, before it may train on;
+*update* lasts until the server serves the new weights; *stall* is the longest time without a token in the answers.
+*lost* are tokens missing in the answers at their end; *again* are those whose states were computed twice: prompt and
+tokens so far of each answer that an update met. SGLang and vLLM are started from the environments of
+AREAL_LITE_SGLANG_PYTHON and AREAL_LITE_VLLM_PYTHON.
+
+Medians of two updates on two cores, with other work on the machine (``--updates 2 --requests 2 --tokens 48``), of
+SmolLM2-135M-Instruct in float32, on a CPU:
+
+    server    way        pause  publish s  update s  stall s     MB  lost  again
+    embedded  disk       abort       2.00      1.34     1.74  538.1     0     88
+    embedded  memory     abort       0.95      0.44     0.83  538.1     0     88
+    embedded  broadcast  abort       0.70      1.39     0.64  538.1     0     99
+    embedded  disk       keep        1.90      1.03     1.46  538.1     0     88
+    embedded  memory     keep        0.36      0.59     1.06  538.1     0     88
+    embedded  broadcast  keep        0.51      2.03     2.33  538.1     0    113
+    sglang    disk       abort       1.59      1.24     1.53  538.1     0     90
+    sglang    memory     abort       0.72      1.20     1.32  538.1     0     90
+    sglang    broadcast  abort       0.69      1.84     2.07  538.1     0     90
+    sglang    disk       keep        2.41      0.32     0.54  538.1     0     88
+    sglang    memory     keep        0.32      0.30     0.50  538.1     0     88
+    sglang    broadcast  keep        1.35      0.90     1.10  538.1     0     88
+    vllm      disk       abort       1.63      0.98     1.57  538.1     0     89
+    vllm      memory     abort       1.07      0.87     1.10  538.1     0     89
+    vllm      broadcast  abort       0.79      3.10     1.46  538.1     0    133
+    vllm      disk       keep        2.25      1.02     1.50  538.1     0     92
+    vllm      memory     keep        0.37      1.63     1.90  538.1     0     89
+    vllm      broadcast  keep        1.23      3.38     1.10  538.1     0    139
+
+A broadcast goes through gloo and the cores of both processes, and its server receives into a second copy: on one
+machine ``memory`` is faster. What a broadcast saves is the file (*publish*); on the embedded server and vLLM, answers
+stand still only while the weights are loaded, not while they are sent. SGLang's ``abort`` takes a second by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, ModelRequest, ModelResponse
+from areal_lite.api.published_weights import PublishedWeights, WeightBroadcast
+from areal_lite.api.server_process import ServerProcess
+from areal_lite.embedded.process import EmbeddedServer
+from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from areal_lite.launch.publishing import Publish, weight_publisher
+
+MODEL = "runs/models/SmolLM2-135M-Instruct"
+PROMPT = [1, *range(100, 139)]
+
+
+@dataclass(frozen=True)
+class Update:
+    """Figures of one update; of a row, their medians."""
+
+    publish_s: float
+    update_s: float
+    stall_s: float
+    megabytes: float
+    tokens_lost: float
+    tokens_again: float
+
+
+class Answers:
+    """Answers that run while the weights change."""
+
+    def __init__(self, engine: RemoteInfEngine, count: int, num_tokens: int) -> None:
+        self._count, self._num_tokens = count, num_tokens
+        self._arrivals: list[list[float]] = [[] for _ in range(count)]
+        gconfig = GenerationHyperparameters(max_new_tokens=num_tokens, ignore_eos=True)
+        self._tasks = [
+            asyncio.create_task(
+                engine.agenerate(ModelRequest(input_ids=PROMPT, gconfig=gconfig, on_tokens=self._receiver(number)))
+            )
+            for number in range(count)
+        ]
+
+    def _receiver(self, number: int) -> Any:
+        def receive(tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+            self._arrivals[number].append(time.perf_counter())
+
+        return receive
+
+    async def begun(self) -> None:
+        """Return once each has three parts."""
+        while min(map(len, self._arrivals)) < 3:  # noqa: ASYNC110 -- not worth a condition
+            await asyncio.sleep(0.001)
+
+    async def figures(self) -> tuple[float, int, int]:
+        """Return the longest stall in seconds, the tokens lost, and those computed again."""
+        answers: list[ModelResponse] = await asyncio.gather(*self._tasks)
+        stall = max(after - before for times in self._arrivals for before, after in zip(times, times[1:], strict=False))
+        lost = sum(self._num_tokens - answer.output_len for answer in answers)
+        met = [answer for answer in answers if len(set(answer.output_versions)) > 1]
+        again = sum(len(PROMPT) + answer.output_versions.index(answer.output_versions[-1]) for answer in met)
+        return stall, lost, again
+
+
+async def measure(engine: RemoteInfEngine, publish: Publish, version: int, args: argparse.Namespace) -> Update:
+    began = time.perf_counter()
+    weights = await asyncio.to_thread(publish, version)
+    publish_s = time.perf_counter() - began
+    answers = Answers(engine, args.requests, args.tokens)
+    await answers.begun()
+    began = time.perf_counter()
+    await engine.aupdate_weights(weights)
+    update_s = time.perf_counter() - began
+    stall, lost, again = await answers.figures()
+    fresh = GenerationHyperparameters(max_new_tokens=4, ignore_eos=True)
+    answer = await engine.agenerate(ModelRequest(input_ids=PROMPT, gconfig=fresh))
+    if set(answer.output_versions) != {version}:
+        raise SystemExit(f"the server answers with {answer.output_versions} after an update to {version}")
+    return Update(publish_s, update_s, stall, num_bytes(weights) / 1e6, lost, again)
+
+
+def num_bytes(weights: PublishedWeights) -> int:
+    """Return the bytes that a server reads or receives."""
+    if isinstance(weights, WeightBroadcast):
+        return sum(tensor.nbytes for bucket in weights.buckets for tensor in bucket.tensors.values())
+    return sum(file.stat().st_size for file in Path(weights.path).rglob("*.safetensors"))
+
+
+def start(kind: str, args: argparse.Namespace, folder: Path) -> ServerProcess:
+    if kind == "embedded":
+        return EmbeddedServer(model_path=args.model, dtype=args.dtype, num_threads=1, device="cpu")
+    from tests.servers.launch import real_process
+
+    return real_process(kind, Path(args.model).absolute(), folder)  # in float32
+
+
+def rows(kind: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Return the median figures of each way and pause mode on one server."""
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
+    kept: dict[tuple[str, str], list[Update]] = {}
+    version = 0
+    with ExitStack() as stack:
+        server = stack.enter_context(start(kind, args, folder / "logs"))
+        publishers: dict[str, Publish] = {}
+        for way in args.ways:
+            config = InferenceEngineConfig(weight_update=way)
+            publisher = weight_publisher(config, model, folder / kind / way, getattr(torch, args.dtype))
+            publishers[way] = stack.enter_context(publisher)
+        for pause in args.pauses:
+            config = InferenceEngineConfig(addresses=[server.address], backend=kind, weight_update_pause=pause)
+            with RemoteInfEngine(config) as engine:
+                for round_number in range(args.updates + 1):
+                    for way in args.ways:
+                        version += 1
+                        with torch.no_grad():
+                            for parameter in model.parameters():
+                                parameter.mul_(1.0001)
+                        figures = asyncio.run(measure(engine, publishers[way], version, args))
+                        print(kind, way, pause, round_number, figures, file=sys.stderr, flush=True)
+                        if round_number:  # the first opens groups and files
+                            kept.setdefault((way, pause), []).append(figures)
+    return [
+        {"server": kind, "way": way, "pause": pause}
+        | {name.name: statistics.median(getattr(one, name.name) for one in updates) for name in fields(Update)}
+        | {"updates": [asdict(one) for one in updates]}
+        for (way, pause), updates in kept.items()
+    ]
+
+
+def table(measured: list[dict[str, Any]]) -> str:
+    lines = [
+        "| server | way | pause | publish s | update s | stall s | MB | lost | again |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in measured:
+        lines.append(
+            f"| {row['server']} | {row['way']} | {row['pause']} | {row['publish_s']:.2f} | {row['update_s']:.2f} "
+            f"| {row['stall_s']:.2f} | {row['megabytes']:.1f} | {row['tokens_lost']:.0f} | {row['tokens_again']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--servers", nargs="+", default=["embedded", "sglang", "vllm"])
+    parser.add_argument("--ways", nargs="+", default=["disk", "memory", "broadcast"])
+    parser.add_argument("--pauses", nargs="+", default=["abort", "keep"])
+    parser.add_argument("--updates", type=int, default=5, help="of each way and pause mode, after one to warm up")
+    parser.add_argument("--requests", type=int, default=4, help="answers that run at once")
+    parser.add_argument("--tokens", type=int, default=192, help="tokens of each answer")
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--smoke", action="store_true", help="one update of each way on the embedded server")
+    args = parser.parse_args()
+    if args.smoke:
+        args.servers, args.updates, args.requests = ["embedded"], 1, 2
+    torch.set_num_threads(1)
+    measured: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in args.servers:
+            measured += rows(kind, args, Path(folder))
+            if args.json is not None:
+                args.json.write_text(json.dumps(measured, indent=1))
+    print(table(measured))
+
+
+if __name__ == "__main__":
+    main()
