@@ -59,6 +59,8 @@ class StubServer:
         self.told: dict[str, Any] = {"context_length": 4096}
         """What it reports about itself."""
         self.paths: Counter[str] = Counter()
+        self.adapters: dict[str, str] | None = None
+        """Folder of each loaded adapter by its name; None if it was started without support for them."""
         self.hold: asyncio.Event | None = None
         """Answers wait for this event; an abort ends the wait with half the tokens."""
         self.holds: Callable[[list[int]], bool] = lambda input_ids: True
@@ -77,6 +79,10 @@ class StubServer:
         app.router.add_post("/pause_generation", self.pause)
         app.router.add_post("/continue_generation", self.resume)
         app.router.add_post("/update_weights_from_disk", self.update)
+        app.router.add_post("/load_lora_adapter", self.load_adapter)
+        app.router.add_post("/unload_lora_adapter", self.unload_adapter)
+        app.router.add_post("/update_weight_version", self.update_version)
+        app.router.add_get("/v1/models", self.models)
         app.router.add_get("/server_info", self.info)
         app.router.add_get("/model_info", self.model_info)
         app.router.add_get("/health", self.health)
@@ -119,6 +125,8 @@ class StubServer:
         if fault is not None and fault.isdigit():
             headers = {"Retry-After": self.retry_after} if self.retry_after and fault == "429" else None
             return _json({"error": {"message": f"scheduled {fault}"}}, status=int(fault), headers=headers)
+        if (name := body.get("lora_path")) is not None and name not in (self.adapters or {}):
+            return _json({"error": {"message": f"Got LoRA adapter that has never been loaded: {name}"}}, status=400)
         if fault == "hang":
             await asyncio.Event().wait()
         if fault == "reset":
@@ -135,6 +143,8 @@ class StubServer:
             length, finish = 0, {"type": "abort", "message": "Aborted"}
         elif await self._generating(body):
             length, finish = length // 2, {"type": "abort", "message": "Aborted"}
+        elif self.version != "default":
+            version = int(self.version)
         if fault == "empty":
             length = 0
         if fault == "long":
@@ -203,11 +213,11 @@ class StubServer:
         return _json({})
 
     async def pause(self, request: web.Request) -> web.Response:
-        """Abort what runs and hold new requests."""
-        assert orjson.loads(await request.read())["mode"] == "abort"
+        """Abort what runs, unless it is kept, and hold new requests."""
+        kept = orjson.loads(await request.read())["mode"] == "retract"
         self.seen["pause"] += 1
         self._resumed.clear()
-        for aborted in list(self._running):
+        for aborted in [] if kept else list(self._running):
             aborted.done() or aborted.set_result(None)
         return _json({"status": "ok"})
 
@@ -227,6 +237,29 @@ class StubServer:
         if not self.stays_old:
             self.version = body["weight_version"]
         return _json({"success": True, "message": "ok"})
+
+    async def load_adapter(self, request: web.Request) -> web.Response:
+        """Take an adapter under a new name."""
+        body = orjson.loads(await request.read())
+        if self.adapters is None or body["lora_name"] in self.adapters:
+            return _json({"success": False, "error_message": "LoRA is not enabled."}, status=400)
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        return _json({"success": True, "error_message": ""})
+
+    async def unload_adapter(self, request: web.Request) -> web.Response:
+        """Forget an adapter."""
+        assert self.adapters is not None
+        del self.adapters[orjson.loads(await request.read())["lora_name"]]
+        return _json({"success": True, "error_message": ""})
+
+    async def update_version(self, request: web.Request) -> web.Response:
+        """Take a new version without weights."""
+        self.version = orjson.loads(await request.read())["new_version"]
+        return _json({"success": True, "new_version": self.version})
+
+    async def models(self, _: web.Request) -> web.Response:
+        """List the base model and the adapters."""
+        return _json({"data": [{"id": name} for name in ("base", *(self.adapters or {}))]})
 
 
 class StubThread:

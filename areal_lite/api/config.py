@@ -75,10 +75,15 @@ class InferenceEngineConfig(RunIdentity):
     addresses: list[str] = field(default_factory=list)
     """host:port of each running server. Empty: the run starts its own, see server.backend."""
 
-    weight_update: Literal["auto", "disk", "memory", "broadcast"] = "auto"
+    router: str | None = None
+    """host:port of an sglang-router in front of the SGLang servers in addresses: generation goes through it, weights go
+    to the servers directly. The engine adds its servers to the router's and removes those with outdated weights."""
+
+    weight_update: Literal["auto", "disk", "memory", "broadcast", "adapter"] = "auto"
     """How servers get new weights: as files in the run's folder; in memory of the trainer, which servers on the same
-    machine map (several times faster); or over a process group of the trainer and each server, NCCL between GPUs, gloo
-    otherwise. auto takes memory for a server that the run starts, files for others."""
+    machine map (several times faster); over a process group of the trainer and each server, NCCL between GPUs, gloo
+    otherwise; or, with trainer.lora, only the adapters, as files. auto takes memory for a server that the run starts,
+    files for others."""
 
     weight_update_pause: Literal["abort", "keep"] = "abort"
     """Running answers during a weight update: abort and send them again with their tokens, or keep them on the server,
@@ -236,6 +241,9 @@ class ServerConfig(EmbeddedServerConfig):
 
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the servers."""
+
+    router: bool = False
+    """Start an sglang-router in front of SGLang servers, from the same environment; rollout.router follows it."""
 
     python: str | None = None
     """Interpreter of an environment with SGLang or vLLM, such as venv/bin/python. Null is that of the run."""

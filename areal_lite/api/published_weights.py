@@ -77,4 +77,25 @@ class WeightGroup(Protocol):
         """Leave the group; ``join`` and ``send`` in other threads end soon."""
 
 
-PublishedWeights = WeightFolder | WeightBroadcast
+@dataclass(frozen=True, slots=True)
+class AdapterShape:
+    """What a server must know about adapters before it loads one."""
+
+    rank: int
+    layers: tuple[str, ...]
+    """Last parts of the adapted layers' names, such as ``q_proj``."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """A folder in peft's format with low-rank adapters of the model that servers started with."""
+
+    path: str
+    version: int
+    shape: AdapterShape
+
+    def __str__(self) -> str:
+        return f"the adapters of policy version {self.version} from {self.path}"
+
+
+PublishedWeights = WeightFolder | WeightBroadcast | AdapterFolder

@@ -21,7 +21,7 @@ from areal_lite.embedded.sampling_params import (
     wrong_type,
 )
 
-_UNSUPPORTED = ("input_embeds", "image_data", "audio_data", "video_data", "lora_path", "return_hidden_states")
+_UNSUPPORTED = ("input_embeds", "image_data", "audio_data", "video_data", "return_hidden_states")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

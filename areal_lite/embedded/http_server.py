@@ -22,6 +22,7 @@ from aiohttp import web
 from areal_lite import __version__
 from areal_lite.api.browser_guard import loopback_names, refusal_of
 from areal_lite.embedded import checkpoint
+from areal_lite.embedded.adapter import Adapter, read_adapter
 from areal_lite.embedded.generate_body import GenerateCall, Limits, parse_generate
 from areal_lite.embedded.generation_request import Decode, GenerationRequest
 from areal_lite.embedded.grammar import GrammarCompiler
@@ -72,6 +73,8 @@ class SGLangDialect:
         self._model_path = model_path
         self._can_restore = True
         """Whether ``model_path`` holds the served weights."""
+        self._adapter: str | None = None
+        """Name of the adapter on the weights."""
         self._limits = limits
         self._draw = random.Random(seed)
         self._description = description
@@ -100,6 +103,8 @@ class SGLangDialect:
             (("POST",), "/update_weights_from_distributed", self._receive_weights),
             (("POST",), "/end_weight_update", self._end_update),
             (("POST",), "/update_weight_version", self._update_version),
+            (("POST",), "/load_lora_adapter", self._load_adapter),
+            (("POST",), "/unload_lora_adapter", self._unload_adapter),
             (both, "/flush_cache", self._flush_cache),
             (("GET",), "/model_info", self._model_info),
             (("GET",), "/get_model_info", self._model_info),
@@ -131,6 +136,7 @@ class SGLangDialect:
                     draw=self._draw,
                 )
             )
+            self._check_adapter(body)
             self._register(call)
         except BadRequest as error:
             message = error.body["error"]["message"] if isinstance(error.body.get("error"), dict) else None
@@ -253,7 +259,7 @@ class SGLangDialect:
                 )
             except (ArealLiteError, OSError) as error:
                 return _failure(error, num_paused_requests=0)
-            self._model_path, self._can_restore = path, True
+            self._model_path, self._can_restore, self._adapter = path, True, None
         message = "Succeeded to update model weights."
         if version is not None:
             message += f" Weight version updated to {version}."
@@ -296,8 +302,10 @@ class SGLangDialect:
                 def load() -> None:
                     self._can_restore = False
                     self._scheduler.runner.load_tensors(tensors.items(), shapes)
+                    self._scheduler.runner.adapt(None)
 
                 await self._scheduler.command(lambda: self._scheduler.change_weights(load, version, abort_all=False))
+                self._adapter = None
             except ArealLiteError as error:
                 return _failure(error)
         return _reply_json({"success": True, "message": "Success"})
@@ -310,6 +318,43 @@ class SGLangDialect:
             return _failure(error)
         return _reply_json({"success": True, "message": message})
 
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        """Put an adapter on the weights, for every request from here on, in place of the one before."""
+        fields = _fields(await _json(request))
+        name, path, version = fields.get("lora_name"), fields.get("lora_path"), _version(fields.get("weight_version"))
+        if not isinstance(name, str) or not isinstance(path, str):
+            raise wrong_type("lora_name and lora_path: Fields required, strings.")
+        async with self._updating:
+            try:
+                adapter = await asyncio.to_thread(read_adapter, path, self._scheduler.runner.model)
+            except (ArealLiteError, OSError) as error:
+                return _reply_json({"success": False, "error_message": str(error)}, status=400)
+            await self._change_adapter(adapter, name, version)
+        return _reply_json({"success": True, "loaded_adapters": {name: path}})
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        """Serve the weights without an adapter again."""
+        fields = _fields(await _json(request))
+        name, version = fields.get("lora_name"), _version(fields.get("weight_version"))
+        async with self._updating:
+            if name is None or name != self._adapter:
+                message = f"LoRA with name {name} does not exist."
+                return _reply_json({"success": False, "error_message": message}, status=400)
+            await self._change_adapter(None, None, version)
+        return _reply_json({"success": True, "loaded_adapters": {}})
+
+    async def _change_adapter(self, adapter: Adapter | None, name: str | None, version: str | None) -> None:
+        self._adapter, runner = name, self._scheduler.runner  # requests from here on run after the command
+        await self._scheduler.command(
+            lambda: self._scheduler.change_weights(lambda: runner.adapt(adapter), version, abort_all=False)
+        )
+
+    def _check_adapter(self, body: Any) -> None:
+        """Refuse a request that names another adapter; its ``submit`` must follow without waiting."""
+        wanted = body.get("lora_path") if isinstance(body, dict) else None
+        if wanted and wanted != self._adapter:
+            raise invalid_value(f"the adapter {wanted!r} is not loaded; the weights have {self._adapter!r}.")
+
     def _check_checkpoint(self, model_path: str) -> checkpoint.CheckpointHeader:
         path = Path(model_path).expanduser()
         header = checkpoint.read_checkpoint_header(path)
@@ -321,10 +366,11 @@ class SGLangDialect:
         return header
 
     def _load(self, header: checkpoint.CheckpointHeader) -> None:
-        """Load checked weights; if loading fails halfway, restore the served ones."""
+        """Load checked weights in place of weights and adapter; if it fails halfway, restore the served ones."""
         runner = self._scheduler.runner
         try:
             runner.load_tensors(header.tensors(), header.shapes)
+            runner.adapt(None)
         except Exception as error:
             if not self._can_restore:
                 self._scheduler.weight_version = "mixed"  # no client takes tokens of it
@@ -391,7 +437,8 @@ class SGLangDialect:
         path, length = self._model_path, self._limits.context_length
         model = {"id": path, "object": "model", "created": int(time.time()), "owned_by": "areal_lite"}
         model |= {"root": path, "parent": None, "max_model_len": length}
-        return _reply_json({"object": "list", "data": [model]})
+        adapter = {"id": self._adapter, "object": "model", "root": self._adapter, "parent": path}
+        return _reply_json({"object": "list", "data": [model, *([adapter] if self._adapter else [])]})
 
 
 def _reply_json(body: Any, *, status: int = 200) -> web.Response:

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM
 
+from areal_lite.embedded.adapter import Adapter
 from areal_lite.embedded.slot_cache import SlotCache
 from areal_lite.errors import ConfigError
 from areal_lite.exact_attention import MIN_ROWS, read_exactly
@@ -37,6 +39,7 @@ class ModelRunner:
         capacity = context_length + self._min_width  # padding must not overwrite the last token
         self.cache = SlotCache(num_layers=layers, slots=slots, capacity=capacity, device=self.device)
         self._last: Tensor | None = None
+        self._adapted: list[RemovableHandle] = []
         head: nn.Module = model.get_output_embeddings()
         head.register_forward_pre_hook(self._keep_last_positions)
 
@@ -139,6 +142,12 @@ class ModelRunner:
         for name, tensor in tensors:
             if tied.get(name) not in names:
                 state[name].copy_(tensor)
+
+    def adapt(self, adapter: Adapter | None) -> None:
+        """Put an adapter on the weights in place of the one before; None removes it."""
+        for handle in self._adapted:
+            handle.remove()
+        self._adapted = adapter.attach(self.model) if adapter is not None else []
 
 
 def load_model(model_path: Path, *, dtype: str, device: str) -> Any:

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import aiohttp
 import orjson
@@ -34,6 +35,7 @@ from areal_lite.infra.backends.dialect import BadResponse, Chunk, ErrorReply, To
 from areal_lite.infra.backends.token_stream import Receiver, ReceiverError, TokenStream
 from areal_lite.infra.model_identity import ModelIdentity
 from areal_lite.infra.reconciler import Reconciler
+from areal_lite.infra.router import AFFINITY_HEADER, Router, check_router
 from areal_lite.infra.server_pool import Server, ServerPool
 from areal_lite.infra.server_requests import REQUEST_ERRORS, ServerRequests, SilentServerError
 
@@ -51,13 +53,14 @@ INTERRUPT_GRACE_S = 2.0
 
 
 class OutdatedReplyError(Exception):
-    """A server answered with older weights than it acknowledged."""
+    """A server answered with older weights than it acknowledged, or lacks its adapter."""
 
 
 class _Call:
     """A running call of ``generate``, and the tokens of its answer so far."""
 
     __slots__ = (
+        "adapter",
         "broken_streams",
         "episode",
         "first_token_at",
@@ -80,6 +83,8 @@ class _Call:
         """Whether its answer cannot be continued on the server that has it."""
         self.server = None if episode is None else episode.server
         """Server of its last request; before the first, the preferred server."""
+        self.adapter: str | None = None
+        """Adapter of its running request."""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
@@ -153,6 +158,7 @@ class EngineClient:
             identity: The run's model, which servers are compared with.
             on_outage: Called when no server has been healthy for ``outage_patience_s``.
         """
+        check_router(config)
         self.pool = ServerPool(config.addresses)
         self.version = 0
         """The client's policy version; labels tokens only if a server does not."""
@@ -167,12 +173,26 @@ class EngineClient:
             self._requests,
             self._dialect,
             must_stay=self._must_stay,
-            on_change=self._wake_all,
+            adapters_in_use=lambda: {call.adapter for call in self._calls if call.adapter is not None},
+            on_change=self._on_change,
             on_pause=self._hold_for_update,
-            is_waiting=lambda: bool(self._calls) and not self._holds,
+            is_waiting=self._is_waiting,
             on_outage=self.give_up,
             identity=identity,
         )
+        self._router: Router | None = None
+        if config.router is not None:
+            self._router = Router(
+                config,
+                self.pool,
+                self._requests,
+                self._reconciler,
+                on_change=self._wake_all,
+                is_waiting=self._is_waiting,
+                on_outage=self.give_up,
+            )
+        self._targets = self.pool if self._router is None else self._router.pool
+        """Where generations are sent."""
         self._on_outage = on_outage
         self._waiting: deque[asyncio.Future[None]] = deque()
         """Requests that no server takes now, the oldest first."""
@@ -191,9 +211,13 @@ class EngineClient:
         """
         self._requests.open()
         await self._reconciler.open()
+        if self._router is not None:
+            await self._router.open()
 
     async def close(self) -> None:
         """Close all connections; servers drop what they still generate for us."""
+        if self._router is not None:
+            await self._router.close()
         await self._reconciler.close()
         await self._requests.close()
 
@@ -209,6 +233,8 @@ class EngineClient:
         """Have the servers load ``weights``; see :class:`Reconciler`. No generation is sent once a server pauses."""
         try:
             await self._reconciler.update_weights(weights)
+            if self._router is not None:
+                await self._router.update(weights.version)
         finally:
             if self._held_for_update:
                 self._held_for_update = False
@@ -235,7 +261,12 @@ class EngineClient:
             )
             try:
                 chunk = await self._requests.generate(
-                    server, orjson.dumps(body), None, version=self.version, top_logprobs=0, max_tokens=num_tokens
+                    server,
+                    self._addressed(body, server),
+                    None,
+                    version=self.version,
+                    top_logprobs=0,
+                    max_tokens=num_tokens,
                 )
             except SEND_ERRORS as error:
                 self._reconciler.failed(server, _reason(error))
@@ -248,7 +279,22 @@ class EngineClient:
         return found
 
     def _must_stay(self, server: Server) -> bool:
-        return any(call.must_stay and call.server is server for call in self._calls)
+        return any(call.must_stay and (self._router is not None or call.server is server) for call in self._calls)
+
+    def _is_waiting(self) -> bool:
+        return bool(self._calls) and not self._holds
+
+    def _on_change(self) -> None:
+        if self._router is not None:
+            self._router.refresh()
+        self._wake_all()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures of each server as ``INDEX/NAME``, and of the router as ``router/NAME``."""
+        figures = self.pool.metrics()
+        if self._router is not None:
+            figures |= {f"router/{name}": value for name, value in self._targets.servers[0].metrics().items()}
+        return figures
 
     def hold(self) -> None:
         """Send no generation until :meth:`release`; holds nest."""
@@ -314,8 +360,10 @@ class EngineClient:
                 top_logprobs=req.top_logprobs,
                 stream=req.on_tokens is not None,
             )
+            if self._router is not None:
+                self._router.check_fields(body)
             chunk, tries = await self._send(
-                orjson.dumps(body), call, req.top_logprobs, len(input_ids) + num_tokens, budget - num_tokens
+                body, call, req.top_logprobs, len(input_ids) + num_tokens, budget - num_tokens
             )
             ttft = ttft or (call.first_token_at or time.monotonic()) - clock
             attempts += tries
@@ -370,9 +418,10 @@ class EngineClient:
                     tasks.create_task(self._abort(call))
 
     async def _abort(self, call: _Call) -> None:
-        with contextlib.suppress(ServerError, *REQUEST_ERRORS):
-            if call.server is not None:
-                await self._requests.control(call.server, self._dialect.abort(call.rid))
+        if call.server is not None:
+            for server in [call.server] if self._router is None else self.pool.servers:
+                with contextlib.suppress(ServerError, *REQUEST_ERRORS):
+                    await self._requests.control(server, self._dialect.abort(call.rid))
         assert call.parked is not None
         await call.parked.wait()
 
@@ -419,14 +468,14 @@ class EngineClient:
         return budget
 
     async def _send(
-        self, body: bytes, call: _Call, top_logprobs: int, num_prompt: int, max_tokens: int
+        self, body: dict[str, Any], call: _Call, top_logprobs: int, num_prompt: int, max_tokens: int
     ) -> tuple[Chunk, int]:
         """Return the first usable reply, from ``call.server``, and how often it was sent.
 
         Waits while no server takes requests. Only servers that answered count as tries. The reply of a stream that
         broke after its first token has the tokens that arrived and is "aborted".
         """
-        pool, size = self.pool, num_prompt + max_tokens
+        pool, size = self._targets, num_prompt + max_tokens
         failures: _Failures | None = None
         sends = 0
         while True:
@@ -440,27 +489,32 @@ class EngineClient:
                 continue
             call.server = server
             sends += 1
-            acknowledged = server.version
+            acknowledged, adapter = server.version, server.adapter
             stream = None if call.on_tokens is None else self._stream(call, top_logprobs, max_tokens)
-            sent = time.monotonic()
+            call.adapter, sent = adapter, time.monotonic()
             pool.start(server, size, sent)
             try:
                 chunk = await self._requests.generate(
                     server,
-                    body,
+                    self._addressed(body, server),
                     stream,
                     version=self.version,
                     top_logprobs=top_logprobs,
                     max_tokens=max_tokens,
+                    headers=self._affinity(call),
                     newest=self._newest_version,
                 )
+                chunk = self._labelled(chunk, adapter, acknowledged)
                 if acknowledged is None or not chunk.versions or chunk.versions[-1] >= acknowledged:
                     now = time.monotonic()
                     pool.succeeded(server, len(chunk.tokens), now - sent, now)
                     self.retried += sends > 1
                     return chunk, sends
                 reason = f"it acknowledged version {acknowledged} and sent tokens of version {chunk.versions[-1]}"
-                self._reconciler.behind(server, reason)
+                if self._router is None:
+                    self._reconciler.behind(server, reason)
+                elif stream is not None:
+                    await self._router.examine()
                 if stream is not None:
                     return chunk, sends
                 error: Exception = OutdatedReplyError(f"{server.url}: {reason}")
@@ -468,35 +522,61 @@ class EngineClient:
                 assert raised.__cause__ is not None
                 raise raised.__cause__ from None
             except SEND_ERRORS as raised:
-                error = raised
+                error = self._after_lost_adapter(raised, server, adapter)
             finally:
+                call.adapter = None
                 pool.end(server, size)
                 if self._waiting:
                     self._wake_for(server)
             failures = failures or _Failures(self._config.request_retries)
-            self._record_failure(server, error, sent)
+            if self._router is None or not _may_be_old_or_dead(error) or not await self._router.examine():
+                self._record_failure(server, error, sent)
             failures.record(server, error)
             if stream is not None and len(stream):
                 await self._count_break(call, failures.last)
-                return stream.chunk(), sends
+                return self._labelled(stream.chunk(), adapter, acknowledged), sends
             failures.check()
             await asyncio.sleep(failures.pause_s(sends))
 
+    def _addressed(self, body: dict[str, Any], server: Server) -> bytes:
+        """Return the body as JSON, with the adapter that the server has."""
+        return orjson.dumps(body if server.adapter is None else body | self._dialect.name_adapter(server.adapter))
+
+    def _labelled(self, chunk: Chunk, adapter: str | None, version: int | None) -> Chunk:
+        """Label tokens with the version of the adapter that their request kept; the server may have newer ones too."""
+        if adapter is None or version is None or not self._dialect.keeps_adapter:
+            return chunk
+        return replace(chunk, versions=[version] * len(chunk.tokens))
+
+    def _after_lost_adapter(self, error: Exception, server: Server, adapter: str | None) -> Exception:
+        """Return the error, as an outdated reply if it says that the server lacks the adapter; it gets it again."""
+        if not isinstance(error, ErrorReply) or adapter is None or adapter not in error.message:
+            return error
+        if server.adapter == adapter:  # else it has a newer one
+            self._reconciler.behind(server, "it no longer has its adapter")
+        return OutdatedReplyError(f"{server.url}: {error.message}")
+
+    def _affinity(self, call: _Call) -> dict[str, str] | None:
+        """Return the header that makes the router send an episode's requests to one server."""
+        if self._router is None or call.episode is None:
+            return None
+        return {AFFINITY_HEADER: f"{id(self):x}-{id(call.episode):x}"}
+
     def _record_failure(self, server: Server, error: Exception, sent: float) -> None:
         """Update the state of the server that failed a request."""
-        reason = _reason(error)
+        reason, keeper = _reason(error), self._router or self._reconciler
         if isinstance(error, OutdatedReplyError):
             return
         if not isinstance(error, ErrorReply):
             server.bad_replies += isinstance(error, BadResponse | orjson.JSONDecodeError)
-            self._reconciler.failed(server, reason, at_once=isinstance(error, SilentServerError))
+            keeper.failed(server, reason, at_once=isinstance(error, SilentServerError))
         elif error.status == 429:
             self.pool.throttled(server, reason, sent=sent, now=time.monotonic())
             if error.retry_after_s:
                 self.pool.wait(server, 1)
                 asyncio.get_running_loop().call_later(error.retry_after_s, self._end_wait, server)
         elif error.status in RETRY_STATUSES:
-            self._reconciler.failed(server, reason, at_once=error.status in THIS_SERVER)
+            keeper.failed(server, reason, at_once=error.status in THIS_SERVER)
 
     def _end_wait(self, server: Server) -> None:
         self.pool.wait(server, -1)
@@ -572,6 +652,11 @@ def _recorded(episode: Episode, input_ids: list[int]) -> ModelResponse | None:
         return None
     answers = episode.recorded.get(tuple(input_ids))
     return answers.pop(0) if answers else None
+
+
+def _may_be_old_or_dead(error: Exception) -> bool:
+    """Return whether a server behind the router may be the cause."""
+    return not isinstance(error, ErrorReply) or error.status in RETRY_STATUSES - {429}
 
 
 def _reason(error: Exception) -> str:

@@ -11,17 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from areal_lite.api.config import InferenceEngineConfig
-from areal_lite.api.published_weights import PublishedWeights, WeightBroadcast
+from areal_lite.api.published_weights import AdapterFolder, PublishedWeights, WeightBroadcast
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.infra.backends.dialect import Dialect, ErrorReply
 from areal_lite.infra.model_identity import ModelIdentity
 from areal_lite.infra.server_pool import Server, ServerPool
-from areal_lite.infra.server_requests import REQUEST_ERRORS, RefusedError, ServerRequests
+from areal_lite.infra.server_requests import ADAPTER_PREFIX, REQUEST_ERRORS, RefusedError, ServerRequests
 from areal_lite.infra.weight_groups import WeightGroups
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class Reconciler:
         dialect: Dialect,
         *,
         must_stay: Callable[[Server], bool],
+        adapters_in_use: Callable[[], set[str]],
         on_change: Callable[[], None],
         on_pause: Callable[[], None],
         is_waiting: Callable[[], bool],
@@ -67,6 +69,7 @@ class Reconciler:
             requests: Sends the calls.
             dialect: The servers'.
             must_stay: Whether a server runs an answer that it could not continue after an abort.
+            adapters_in_use: Returns the names of the adapters of running requests.
             on_change: Called when a server may take requests again.
             on_pause: Called before an update pauses a server.
             is_waiting: Whether there are requests to answer.
@@ -78,6 +81,7 @@ class Reconciler:
         self._requests = requests
         self._dialect = dialect
         self._must_stay = must_stay
+        self._adapters_in_use = adapters_in_use
         self._on_change = on_change
         self._on_pause = on_pause
         self._is_waiting = is_waiting
@@ -193,6 +197,19 @@ class Reconciler:
             self._pool.set_behind(server, reason)
         self._repair(server)
 
+    async def examine(self, server: Server) -> bool:
+        """Ask a server what it serves; repair it and return True if it does not answer or has outdated weights."""
+        try:
+            info = await self._requests.info(server)
+        except (ErrorReply, *REQUEST_ERRORS) as error:
+            self.failed(server, str(error) or type(error).__name__, at_once=True)
+            return True
+        if self.wanted is None:
+            return False
+        if self._has_newest(server) and info.version not in (None, self.wanted.version):
+            self.behind(server, f"it acknowledged version {self.wanted.version} and reports version {info.version}")
+        return not self._has_newest(server)
+
     def _repair(self, server: Server) -> None:
         self._wake.set()
         if server not in self._tasks:
@@ -236,13 +253,30 @@ class Reconciler:
             if self._has_newest(server):
                 return
             self._forget(server)
+            name = None
             if isinstance(wanted, WeightBroadcast):
                 await self._groups.load(server, wanted, lambda: self._paused(server))
             else:
+                if isinstance(wanted, AdapterFolder):  # a new name: no earlier load of it is in the way
+                    name = f"{ADAPTER_PREFIX}{wanted.version}-{secrets.token_hex(4)}"
+                    calls = self._dialect.load_adapter(name, wanted)
+                else:
+                    calls = self._dialect.load_folder(wanted)
                 async with self._paused(server):
-                    for call in self._dialect.load_folder(wanted):
+                    for call in calls:
                         await self._requests.control(server, call, timeout_s=self._config.request_timeout_s)
-            self._loaded[server], server.version = wanted, wanted.version
+            self._loaded[server], server.version, server.adapter = wanted, wanted.version, name
+            if name is not None:
+                await self._unload_all_but({name, *self._adapters_in_use()}, server)
+
+    async def _unload_all_but(self, needed: set[str], server: Server) -> None:
+        """Unload the adapters of earlier versions, also those of runs that ended."""
+        try:
+            for name in await self._requests.adapters(server):
+                if name not in needed:
+                    await self._requests.control(server, self._dialect.unload_adapter(name))
+        except (KeyError, TypeError, ValueError, *_ERRORS) as error:  # the next update tries again
+            logger.debug("server %s keeps old adapters: %s", server.url, error)
 
     @contextlib.asynccontextmanager
     async def _paused(self, server: Server) -> AsyncIterator[None]:
@@ -260,7 +294,7 @@ class Reconciler:
 
     def _forget(self, server: Server) -> None:
         self._loaded.pop(server, None)
-        server.version = None
+        server.version = server.adapter = None
 
     # -- updates ---------------------------------------------------------------------------------
 
@@ -277,7 +311,7 @@ class Reconciler:
         before, self.wanted = self.wanted, weights
         self.newest = max(weights.version, self.newest or 0)
         self._updating = True
-        loaded, versions = dict(self._loaded), {server: server.version for server in self._pool.servers}
+        loaded, versions = dict(self._loaded), {s: (s.version, s.adapter) for s in self._pool.servers}
         loads = {asyncio.create_task(self._load(s)): s for s in self._pool.servers if s.down is None}
         for task in loads:
             task.add_done_callback(_error_of)  # one that fails after this has returned is not asked otherwise
@@ -287,8 +321,8 @@ class Reconciler:
             if errors and len(errors) == len(versions) and all(isinstance(e, RefusedError) for e in errors.values()):
                 self.wanted, self._loaded = before, loaded  # none is behind another: all serve what they have
                 for server, had in versions.items():
-                    server.version = had
-                raise ServerError(f"no server took {weights}: {next(iter(errors.values()))}")
+                    server.version, server.adapter = had
+                raise ServerError(f"no server took {weights}: {next(iter(errors.values()))}{self._hint(weights)}")
             for server, error in errors.items():
                 if error is not None:
                     self.behind(server, f"version {weights.version} failed to load: {error or type(error).__name__}")
@@ -306,6 +340,16 @@ class Reconciler:
                 self._own(task)
             elif self._has_newest(loads[task]):
                 self._pool.caught_up(loads[task])
+
+    def _hint(self, weights: PublishedWeights) -> str:
+        """Return how servers that load adapters are started, if that is what they refused."""
+        if not isinstance(weights, AdapterFolder) or not (flags := self._dialect.adapter_flags(weights.shape)):
+            return ""
+        words = [f"{name}={value}" for name, value in self._dialect.adapter_variables.items()]
+        for name, value in flags.items():
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            words.append(" ".join([f"--{name}", *map(str, values)]))
+        return f". Adapters need servers that were started with {' '.join(words)}"
 
     async def _until_enough(self, pending: set[asyncio.Task[None]]) -> None:
         """Return when all loads have ended; once one has succeeded, the rest gets as long again, at least 30 s."""

@@ -407,7 +407,7 @@ class RemoteInfEngine(InferenceEngine):
 
     def server_metrics(self) -> dict[str, float]:
         """Return the figures of each server, by ``INDEX/NAME``; see docs/metrics.md, ``servers/``."""
-        return self._client.pool.metrics()
+        return self._client.metrics()
 
     @property
     def failures(self) -> FailureTally:

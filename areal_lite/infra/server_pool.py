@@ -37,9 +37,13 @@ class Server:
 
     url: str
     index: int = 0
+    is_router: bool = False
+    """Whether other servers answer for it."""
     info: ServerInfo = field(default_factory=ServerInfo)
     version: int | None = None
     """The last version that it acknowledged; None before the first update."""
+    adapter: str | None = None
+    """Name of the adapter that is this version; None if the version is whole weights."""
 
     down: str | None = None
     """Why it rests until a probe succeeds."""
@@ -117,13 +121,13 @@ class Server:
 class ServerPool:
     """All servers: routing by outstanding tokens with affinity, a breaker and a concurrency limit per server."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    def __init__(self, addresses: Sequence[str], *, key: str = "rollout.addresses") -> None:
         if not addresses:
             raise ConfigError(
                 "rollout.addresses is empty: name the servers host:port, or run through `areal-lite train`, which "
                 "starts an embedded one"
             )
-        self.servers = [Server(_url(address), index) for index, address in enumerate(addresses)]
+        self.servers = [Server(_url(address, key), index) for index, address in enumerate(addresses)]
         self._heap: list[tuple[int, int, int]] = []
         """(load, order, index); an entry's load is at most that of its server."""
         self._order = 0
@@ -205,12 +209,16 @@ class ServerPool:
         if not server.unhealthy and server.limit is math.inf:
             return
         if server.unhealthy and server.down is None and server.behind is None:
-            server.unhealthy = server.trial = server.slow = False
-            server.failures = server.openings = 0
-            self._refresh(server, "it answers again")
+            self.recovered(server)
         if server.limit is not math.inf:
             server.limit += 1 / SUCCESSES_TO_GROW
             self._refresh(server)
+
+    def recovered(self, server: Server) -> None:
+        """Record that a server that is neither down nor behind is healthy."""
+        server.unhealthy = server.trial = server.slow = False
+        server.failures = server.openings = 0
+        self._refresh(server, "it answers again")
 
     def failed(self, server: Server, reason: str, *, at_once: bool = False) -> bool:
         """Count a failed request, and return whether the server now has to rest.
@@ -287,9 +295,9 @@ class ServerPool:
         }
 
 
-def _url(address: str) -> str:
+def _url(address: str, key: str) -> str:
     url = address if "://" in address else f"http://{address}"
     host, _, port = url.split("://", 1)[1].rstrip("/").rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(f"rollout.addresses holds {address!r}: write host:port, for example 127.0.0.1:30000")
+        raise ConfigError(f"{key} holds {address!r}: write host:port, for example 127.0.0.1:30000")
     return url.rstrip("/")

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +41,8 @@ REQUEST_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
 CONTROL_TIMEOUT_S = 25.0
 """Seconds for a request of the control plane; loading weights may take longer."""
 MAX_RETRY_AFTER_S = 30.0
+ADAPTER_PREFIX = "areal-lite-"
+"""Beginning of the names of the adapters that runs load."""
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -86,10 +88,11 @@ class ServerRequests:
 
     def open(self) -> None:
         """Open the session."""
+        count = 1 if self._config.router is None else len(self._config.addresses)
         # uvicorn closes idle connections after 5 s and aiohttp does not retry a POST on a closed one.
         connector = aiohttp.TCPConnector(
             limit=0,
-            limit_per_host=self._config.max_connections_per_server,
+            limit_per_host=count * self._config.max_connections_per_server,
             keepalive_timeout=4,
             ttl_dns_cache=300,
         )
@@ -121,6 +124,7 @@ class ServerRequests:
         version: int,
         top_logprobs: int,
         max_tokens: int | None = None,
+        headers: Mapping[str, str] | None = None,
         newest: Callable[[], int | None] = lambda: None,
     ) -> Chunk:
         """Return the reply to one generation; its tokens go to ``stream`` as they arrive, if given.
@@ -132,6 +136,7 @@ class ServerRequests:
             version: Label of tokens whose version the server does not report.
             top_logprobs: Number of top log-probs asked for.
             max_tokens: The budget that ``body`` asks for.
+            headers: Further headers.
             newest: Returns the newest version that any server was given; an answer may stay while it grows.
 
         Raises:
@@ -139,7 +144,7 @@ class ServerRequests:
             BadResponse: If the reply cannot be trusted or ends too early.
             ReceiverError: If the receiver of the stream raised.
         """
-        status, reply, retry_after_s = await self._post(server, body, stream)
+        status, reply, retry_after_s = await self._post(server, body, stream, headers or {})
         if status != 200:
             raise ErrorReply(status, _message(reply), retry_after_s)
         if stream is None:
@@ -173,14 +178,16 @@ class ServerRequests:
         if vocab_size and max(chunk.tokens, default=0) >= vocab_size:
             raise BadResponse(f"token {max(chunk.tokens)}, which is not in the vocabulary [0, {vocab_size})")
 
-    async def _post(self, server: Server, body: bytes, stream: TokenStream | None) -> tuple[int, bytes, float]:
+    async def _post(
+        self, server: Server, body: bytes, stream: TokenStream | None, headers: Mapping[str, str]
+    ) -> tuple[int, bytes, float]:
         """Return status, body and the seconds of Retry-After; the body of a 200 goes to ``stream``, if given."""
         assert self._session is not None, "open() first"
         request = _Request(server)
         self._silences.add(request)
         try:
             url = server.url + self._dialect.generate_path
-            async with self._session.post(url, data=body, headers=_JSON, allow_redirects=False) as reply:
+            async with self._session.post(url, data=body, headers={**_JSON, **headers}, allow_redirects=False) as reply:
                 if stream is not None and reply.status == 200:
                     await self._feed(stream, reply, request)
                     return 200, b"", 0.0
@@ -200,8 +207,12 @@ class ServerRequests:
             self._silences.discard(request)
 
     def _on_silence(self, request: _Request) -> None:
-        """Give up a request, unless its server answers others meanwhile and it may be in the queue or a long answer."""
-        if not request.begun and time.monotonic() - request.server.heard < self._config.request_timeout_s:
+        """Give up a request, unless its server answers others meanwhile and it may be in the queue or a long answer.
+
+        What a router sends to others may come from another server.
+        """
+        heard = 0.0 if request.server.is_router else request.server.heard
+        if not request.begun and time.monotonic() - heard < self._config.request_timeout_s:
             self._silences.add(request)
         else:
             request.give_up(f"no answer in {self._config.request_timeout_s:g} s")
@@ -244,6 +255,12 @@ class ServerRequests:
             raise ErrorReply(status, f"{server.url} said HTTP {status} to {paths}")
         return info
 
+    async def adapters(self, server: Server) -> list[str]:
+        """Return the names of the adapters that runs have loaded into a server."""
+        status, body = await self._get(server, "/v1/models")
+        names = [str(model["id"]) for model in orjson.loads(body)["data"]] if status == 200 else []
+        return [name for name in names if name.startswith(ADAPTER_PREFIX)]
+
     async def is_healthy(self, server: Server) -> bool:
         """Return whether the health route answers in time; SGLang's takes 20 s to say that it is stuck."""
         try:
@@ -257,6 +274,24 @@ class ServerRequests:
         timeout = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_S)
         async with self._session.get(server.url + path, allow_redirects=False, timeout=timeout) as reply:
             return reply.status, await reply.read()
+
+    async def ask(self, server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """Return the reply of a route that belongs to no dialect.
+
+        Raises:
+            ServerError: If it has a status from 300.
+            aiohttp.ClientError, TimeoutError, OSError: If it does not answer in time.
+        """
+        assert self._session is not None, "open() first"
+        timeout = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_S)
+        data = None if body is None else orjson.dumps(body)
+        async with self._session.request(
+            method, server.url + path, data=data, headers=_JSON, allow_redirects=False, timeout=timeout
+        ) as reply:
+            text = await reply.read()
+        if reply.status >= 300:
+            raise ServerError(f"{server.url}{path} said HTTP {reply.status}: {_message(text)}")
+        return text
 
     async def control(self, server: Server, call: ControlCall, *, timeout_s: float | None = None) -> None:
         """Send a request of the control plane.

@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from areal_lite.api.config import RunConfig
+from areal_lite.api.published_weights import AdapterShape
 from areal_lite.embedded.settings import check_model_path
 from areal_lite.errors import ConfigError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from areal_lite.infra.router import check_router
 from areal_lite.launch.run_data import check_workflow_choice
-from areal_lite.launch.server_group import ServerGroup, check_servers, make_servers
+from areal_lite.launch.server_group import ServerGroup, check_servers, make_router, make_servers
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,18 @@ def check_startable(config: RunConfig) -> None:
     check_model_path(config.model_path)
     check_workflow_choice(config)
     protocol, program = config.rollout.backend, config.server.backend
+    check_router(config.rollout)
+    if config.server.router and config.rollout.weight_update == "adapter":
+        raise ConfigError(
+            "server.router is true and rollout.weight_update is adapter: requests through a router cannot name the "
+            "adapter of the server that answers. Use one of the two"
+        )
     if config.rollout.addresses:
+        if config.server.router:
+            raise ConfigError(
+                "server.router is for servers that the run starts, and rollout.addresses names running "
+                "ones: set rollout.router to the address of their router"
+            )
         if program is not None:
             raise ConfigError(
                 f"server.backend is {program}, which starts servers, and rollout.addresses names running ones: remove "
@@ -78,21 +91,35 @@ def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEng
         seed=config.seed,
         deterministic=config.trainer.deterministic,
         log_dir=run_dir / "servers",
+        adapters=_adapters(config),
     )
-    with ServerGroup(servers) as group:
+    with ServerGroup(servers) as group, ServerGroup(make_router(settings, run_dir / "servers")) as router:
         patience = max(config.rollout.outage_patience_s, settings.start_timeout_s)  # for all of them to restart
         rollout = replace(
             config.rollout,
             addresses=group.addresses,
             backend=settings.backend or "embedded",
+            router=next(iter(router.addresses), None),
             outage_patience_s=patience,
         )
         with _reporting(RemoteInfEngine(rollout, model_path=config.model_path)) as engine:
-            group.attach(engine)
+            for one in (group, router):
+                one.attach(engine)
             try:
                 yield engine
             finally:
-                group.attach(None)
+                for one in (group, router):
+                    one.attach(None)
+
+
+def _adapters(config: RunConfig) -> AdapterShape | None:
+    """Return the shape of the adapters that the servers must be started for."""
+    lora = config.trainer.lora
+    if config.rollout.weight_update != "adapter" or lora is None or config.server.backend in (None, "embedded"):
+        return None
+    from areal_lite.trainer.lora import planned_shape
+
+    return planned_shape(config.model_path, lora)
 
 
 def reports_truncated(config: RunConfig) -> bool:

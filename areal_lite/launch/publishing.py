@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from areal_lite.api.config import InferenceEngineConfig
-from areal_lite.api.published_weights import PublishedWeights, WeightFolder
+from areal_lite.api.published_weights import AdapterFolder, PublishedWeights, WeightFolder
+from areal_lite.trainer.lora import adapter_shape
 from areal_lite.trainer.shared_weights import SharedWeights, can_share
 from areal_lite.trainer.weight_broadcast import WeightBroadcaster
 from areal_lite.trainer.weights import names_differ, publish_weights
@@ -32,6 +33,15 @@ def weight_publisher(
     if way == "broadcast" and not names_differ(model):
         with closing(WeightBroadcaster(model, dtype=dtype)) as broadcaster:
             yield broadcaster.publish
+        return
+    if way == "adapter":
+        shape = adapter_shape(model)
+
+        def publish(version: int) -> AdapterFolder:
+            path = publish_weights(model, weights_dir, version, adapters_only=True)
+            return AdapterFolder(str(path.resolve()), version, shape)
+
+        yield publish
         return
     if way == "disk" or (way == "auto" and config.addresses) or not can_share(model):
         yield lambda version: folder(publish_weights(model, weights_dir, version, dtype=dtype), version)

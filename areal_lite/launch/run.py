@@ -120,6 +120,10 @@ def _check_trainable(config: RunConfig) -> None:
             "rollout.gconfig is greedy: all episodes of a group would be equal and every advantage 0. Set greedy: "
             "false and a temperature above 0"
         )
+    if rollout.weight_update == "adapter" and config.trainer.lora is None:
+        raise ConfigError(
+            "rollout.weight_update is adapter, and there are no adapters: set trainer.lora, or weight_update: auto"
+        )
     _check_log_probs(config)
     if config.eval_dataset is not None:
         check_held_out(config.train_dataset, config.eval_dataset)
@@ -133,7 +137,8 @@ def _check_log_probs(config: RunConfig) -> None:
             "trainer.proximal is 'behaviour', but the log-probs of these servers ignore top_p, top_k and min_p of "
             "rollout.gconfig: set trainer.proximal: trainer, or remove them"
         )
-    if config.trainer.dtype == "float32" and config.server.dtype in ("bfloat16", "float16"):
+    whole = rollout.weight_update != "adapter"
+    if whole and config.trainer.dtype == "float32" and config.server.dtype in ("bfloat16", "float16"):
         logger.warning(
             "trainer.dtype is float32 and server.dtype %s: published weights are rounded, which undoes most of a small "
             "update for the servers; set server.dtype: float32",

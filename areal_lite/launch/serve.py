@@ -13,7 +13,7 @@ from areal_lite.api.config import ServerConfig
 from areal_lite.embedded.__main__ import argument_parser
 from areal_lite.embedded.settings import check_model_path, checked_settings
 from areal_lite.errors import ConfigError
-from areal_lite.launch.server_group import ServerGroup, check_servers, make_servers
+from areal_lite.launch.server_group import ServerGroup, check_servers, make_router, make_servers
 
 
 def serve(argv: Sequence[str]) -> NoReturn:
@@ -50,7 +50,9 @@ def serve(argv: Sequence[str]) -> NoReturn:
         weight_version=arguments["weight_version"],
         log_dir=log_dir,
     )
-    with ServerGroup(servers) as group:
+    with ServerGroup(servers) as group, ServerGroup(make_router(config, log_dir)) as router:
         addresses = ", ".join(address.removeprefix("http://") for address in group.addresses)
-        print(f"ready: rollout.backend={config.backend or 'embedded'} 'rollout.addresses=[{addresses}]'", flush=True)
+        front = "".join(f" rollout.router={address.removeprefix('http://')}" for address in router.addresses)
+        backend = config.backend or "embedded"
+        print(f"ready: rollout.backend={backend} 'rollout.addresses=[{addresses}]'{front}", flush=True)
         group.wait_for_failure()

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Literal, NoReturn, Self
 
 from areal_lite.api.config import EmbeddedServerConfig, ServerConfig
+from areal_lite.api.published_weights import AdapterShape
 from areal_lite.api.server_process import ServerProcess, cause_of_death
 from areal_lite.embedded.process import EmbeddedServer
 from areal_lite.errors import ArealLiteError, ServerError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from areal_lite.launch.router_program import RouterProgram, check_router_program
 from areal_lite.launch.server_program import ServerProgram, check_embedded, check_program, gpu_groups, server_ports
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ def check_servers(config: ServerConfig) -> None:
     else:
         check_embedded(config)
     gpu_groups(config)
+    check_router_program(config)
 
 
 def make_servers(
@@ -46,8 +49,12 @@ def make_servers(
     deterministic: bool,
     log_dir: Path,
     weight_version: str = "0",
+    adapters: AdapterShape | None = None,
 ) -> list[ServerProcess]:
-    """Return the servers of a checked config, not yet started; their logs go to ``log_dir``."""
+    """Return the servers of a checked config, not yet started; their logs go to ``log_dir``.
+
+    SGLang and vLLM can load adapters only of the given shape; the embedded server loads any.
+    """
     backend: Literal["sglang", "vllm", "embedded"] = config.backend or "embedded"
     servers: list[ServerProcess] = []
     for number, (gpus, port) in enumerate(zip(gpu_groups(config), server_ports(config), strict=True)):
@@ -63,6 +70,7 @@ def make_servers(
                 port=port,
                 gpus=gpus,
                 log_path=log_path,
+                adapters=adapters,
             )
             servers.append(server)
             continue
@@ -82,6 +90,11 @@ def make_servers(
             )
         )
     return servers
+
+
+def make_router(config: ServerConfig, log_dir: Path) -> list[ServerProcess]:
+    """Return the router of a checked config, not yet started; empty without one."""
+    return [RouterProgram(config, log_path=log_dir / "router.log")] if config.router else []
 
 
 class ServerGroup:

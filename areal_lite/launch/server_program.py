@@ -21,6 +21,7 @@ from typing import IO, Any, Literal
 from areal_lite.api.child_process import ChildProcess
 from areal_lite.api.config import ServerConfig
 from areal_lite.api.generation import GenerationHyperparameters
+from areal_lite.api.published_weights import AdapterShape
 from areal_lite.api.server_process import ServerProcess
 from areal_lite.embedded.settings import check_port
 from areal_lite.errors import ConfigError
@@ -68,11 +69,13 @@ class ServerProgram(ServerProcess):
         port: int,
         gpus: str | None,
         log_path: Path,
+        adapters: AdapterShape | None = None,
     ) -> None:
         """Describe the server; :func:`check_program` has checked the config.
 
         Args:
             gpus: Value of CUDA_VISIBLE_DEVICES; None leaves it.
+            adapters: The adapters that it must be able to load.
         """
         super().__init__(
             name,
@@ -86,6 +89,7 @@ class ServerProgram(ServerProcess):
         self._seed = seed
         self._port = port
         self._gpus = gpus
+        self._adapters = adapters
 
     def _launch(self, output: IO[bytes]) -> ChildProcess:
         return ChildProcess(self._command(), environment=self._environment(), output=output)
@@ -99,6 +103,10 @@ class ServerProgram(ServerProcess):
             seed=self._seed,
             port=self._port,
         )
+        if self._adapters is not None:
+            flags |= dialect_of(self._backend).adapter_flags(self._adapters)
+            if self._backend == "sglang" and self._config.device == "cpu":
+                flags["lora-backend"] = "torch_native"  # the others are kernels for GPUs
         given = {_flag(name): value for name, value in self._config.args.items()}
         return [
             interpreter(self._config),
@@ -110,6 +118,8 @@ class ServerProgram(ServerProcess):
         variables = {
             name: value for name, value in os.environ.items() if not _OF_TORCHRUN.fullmatch(name)
         } | self._config.env
+        if self._adapters is not None:
+            variables |= dialect_of(self._backend).adapter_variables
         variables.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probs without temperature
         variables["PYTHONUNBUFFERED"] = "1"
         if self._config.num_threads:
@@ -231,10 +241,15 @@ def server_ports(config: ServerConfig) -> list[int]:
     """
     if config.port:
         return list(range(config.port, config.port + config.replicas))
-    free = (port for port in random.SystemRandom().sample(_PORTS, len(_PORTS)) if _is_free(config.host, port))
-    ports = list(itertools.islice(free, config.replicas))
-    if len(ports) < config.replicas:
-        raise ConfigError(f"too few ports from {_PORTS[0]} to {_PORTS[-1]} are free on {config.host}: set server.port")
+    return free_ports(config.host, config.replicas)
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Return ports that nothing listens on; raises ConfigError if there are not enough."""
+    free = (port for port in random.SystemRandom().sample(_PORTS, len(_PORTS)) if _is_free(host, port))
+    ports = list(itertools.islice(free, count))
+    if len(ports) < count:
+        raise ConfigError(f"too few ports from {_PORTS[0]} to {_PORTS[-1]} are free on {host}: set server.port")
     return ports
 
 

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from areal_lite.api.published_weights import AdapterShape
 from areal_lite.api.trainer_config import LoRAConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.trainer.sharding import full_tensors, shard_like
@@ -116,6 +118,20 @@ def load_adapters(model: Any, folder: Path) -> None:
     with torch.no_grad():
         for name, value in own.items():
             value.copy_(shard_like(value, saved[name]))
+
+
+def adapter_shape(model: Any) -> AdapterShape:
+    """Return the rank of the model's adapters and the layers that have one."""
+    config = model.peft_config[_ADAPTER]
+    return AdapterShape(config.r, tuple(sorted({name.rpartition(".")[2] for name in config.target_modules})))
+
+
+def planned_shape(model_path: str, config: LoRAConfig) -> AdapterShape:
+    """Return the shape of the adapters that the model in a folder would get; raises like :func:`add_adapters`."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))  # type: ignore[no-untyped-call]
+        add_adapters(model, config)
+    return adapter_shape(model)
 
 
 def _layer_names(model: Any, wanted: str | list[str]) -> list[str]:

@@ -32,23 +32,36 @@ _KEPT = 2
 
 
 def publish_weights(
-    model: Any, directory_root: Path | str, version: int, *, dtype: torch.dtype = torch.bfloat16
+    model: Any,
+    directory_root: Path | str,
+    version: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    adapters_only: bool = False,
 ) -> Path:
     """Write ``directory_root/v{version:08d}`` and return it; keep the newest two versions.
 
     The folder holds config.json, generation_config.json, model.safetensors (Hugging Face names, tied
     weights once; several files and their index where the model is large) in ``dtype``, and the ``manifest.json`` of
-    :mod:`areal_lite.trainer.atomic_folder`. Every rank must call this; the folder exists when rank 0 returns.
+    :mod:`areal_lite.trainer.atomic_folder`. With ``adapters_only`` it holds the adapters in float32 instead, in peft's
+    format. Every rank must call this; the folder exists when rank 0 returns.
 
     Raises:
         StorageError: If the disk is full or not writable.
     """
     root = Path(directory_root)
     folder = root / f"v{version:08d}"
+
+    def write(path: Path) -> None:
+        if adapters_only:
+            write_adapters(model, path)
+        else:
+            write_model(model, path, dtype)
+
     if Ranks.current().rank:
-        write_model(model, folder, dtype)
+        write(folder)
         return folder
-    write_folder(folder, lambda path: write_model(model, path, dtype), kind="weights", version=version)
+    write_folder(folder, write, kind="weights", version=version)
     older = [
         path for path in root.iterdir() if (match := _VERSION_FOLDER.fullmatch(path.name)) and int(match[1]) < version
     ]

@@ -87,6 +87,26 @@ def test_every_way_to_publish_weights_gives_the_same_run(run_yaml: Path) -> None
             assert {k: (v, other[k]) for k, v in one.items() if v != other[k]} == {}
 
 
+def test_a_run_can_push_adapters_alone(run_yaml: Path) -> None:
+    lora = ("trainer.lora.rank=4", "trainer.learning_rate=1e-2", "trainer.deterministic=true")
+    summary = train(run_yaml, *lora, "rollout.weight_update=adapter")
+    steps = [r for r in records(summary.run_dir) if "train/loss" in r]
+    # Trainer and server compute an adapted layer with the same operations; merged weights are rounded.
+    assert [r["train/engine_mismatch/log_prob_diff_max"] for r in steps] == [0.0] * 4
+    assert [(r["train/staleness_mean"], r["train/staleness_max"]) for r in steps] == [(0, 0)] * 4
+    for version in (3, 4):
+        files = {path.name: path.stat().st_size for path in (summary.run_dir / f"weights/v{version:08d}").iterdir()}
+        assert "model.safetensors" not in files
+        whole = (summary.model_dir / "model.safetensors").stat().st_size
+        assert files["adapter_model.safetensors"] < whole
+    AutoModelForCausalLM.from_pretrained(summary.model_dir)
+
+
+def test_adapters_alone_need_adapters(run_yaml: Path) -> None:
+    with pytest.raises(ConfigError, match="set trainer.lora"):
+        train(run_yaml, "rollout.weight_update=adapter")
+
+
 def test_a_second_run_on_a_running_server_starts_with_the_models_weights(run_yaml: Path, tiny_model: Path) -> None:
     with EmbeddedServer(model_path=str(tiny_model), dtype="float32", num_threads=1, device="cpu") as server:
         for trial in ("first", "second"):

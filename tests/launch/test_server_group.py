@@ -23,21 +23,23 @@ import pytest
 
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, ModelRequest, ModelResponse
 from areal_lite.api.config import ServerConfig
+from areal_lite.api.published_weights import AdapterShape
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.launch import server_group
-from areal_lite.launch.server_group import ServerGroup, check_servers, make_servers
+from areal_lite.launch.server_group import ServerGroup, check_servers, make_router, make_servers
 from areal_lite.launch.server_program import gpu_groups, visible_gpus
 
 FAKES = str(Path(__file__).parent / "fake_packages")
 ENV = {"PYTHONPATH": FAKES}
 
 
-def servers(tmp_path: Path, **settings: Any) -> ServerGroup:
+def servers(tmp_path: Path, *, adapters: AdapterShape | None = None, **settings: Any) -> ServerGroup:
     config = ServerConfig(**{"backend": "sglang", "env": ENV, **settings})
     check_servers(config)
+    log_dir = tmp_path / "servers"
     return ServerGroup(
-        make_servers(config, model_path="a/model", seed=5, deterministic=False, log_dir=tmp_path / "servers")
+        make_servers(config, model_path="a/model", seed=5, deterministic=False, log_dir=log_dir, adapters=adapters)
     )
 
 
@@ -124,6 +126,43 @@ def test_vllm_gets_its_flags_the_extension_and_the_version(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("backend", "settings", "flags"),
+    [
+        ("sglang", {}, "--enable-lora --max-lora-rank 12 --lora-target-modules o_proj q_proj"),
+        ("sglang", {"device": "cpu"}, "--lora-target-modules o_proj q_proj --lora-backend torch_native"),
+        ("vllm", {}, "--enable-lora --max-lora-rank 16 --max-loras 4 --max-cpu-loras 16"),
+        ("vllm", {"args": {"max_loras": 2}}, "--enable-lora --max-lora-rank 16 --max-loras 2"),
+    ],
+)
+def test_servers_are_started_for_the_adapters_of_the_run(
+    tmp_path: Path, backend: str, settings: dict[str, Any], flags: str
+) -> None:
+    shape = AdapterShape(12, ("o_proj", "q_proj"))
+    with servers(tmp_path, backend=backend, adapters=shape, **settings):
+        started = started_with(tmp_path / f"servers/{backend}-0.log")
+    assert flags in " ".join(started["arguments"])
+    allowed = started["environment"].get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")
+    assert allowed == ("1" if backend == "vllm" else None)
+
+
+def test_a_started_router_gets_the_servers_and_comes_back_after_its_death(tmp_path: Path) -> None:
+    config = ServerConfig(backend="sglang", env=ENV, router=True)
+    with (
+        servers(tmp_path, replicas=2, router=True) as group,
+        ServerGroup(make_router(config, tmp_path)) as router,
+        attached_engine(group, router=router.addresses[0]) as engine,
+    ):
+        assert [generate(engine).output_len for _ in range(4)] == [4] * 4
+        assert engine.server_metrics()["router/requests"] == 4
+        kill(router)
+        assert generate(engine).output_len == 4
+        until_up(router, 1)
+        assert generate(engine).output_len == 4
+    (started,) = [line for line in (tmp_path / "router.log").read_text().splitlines() if '"arguments"' in line][:1]
+    assert {"--policy=manual", "--disable-retries"} < set(json.loads(started)["arguments"])
+
+
+@pytest.mark.parametrize(
     ("settings", "says"),
     [
         ({"args": {"dtype": "half"}}, "server.args sets 'dtype', which comes from server.dtype: set server.dtype"),
@@ -139,6 +178,8 @@ def test_vllm_gets_its_flags_the_extension_and_the_version(tmp_path: Path) -> No
         ({"env": {}}, f"sglang, which is not installed for {sys.executable}: run `{sys.executable} -m pip install"),
         ({"python": "no/python"}, "server.python is 'no/python', which cannot be run .No such file"),
         ({"backend": "embedded", "args": {"tp": 2}}, "server.args is for sglang and vllm"),
+        ({"backend": "vllm", "router": True}, "server.router is an sglang-router, and server.backend is vllm"),
+        ({"backend": "embedded", "router": True}, "server.router is an sglang-router, and server.backend is embedded"),
     ],
 )
 def test_settings_that_contradict_the_engine_are_refused_by_name(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from areal_lite.api.config import ServerConfig
+from areal_lite.api.published_weights import AdapterShape
 from areal_lite.api.server_process import ServerProcess
 from areal_lite.launch.server_group import check_servers, make_servers
 
@@ -54,9 +55,11 @@ def server_settings(backend: str, model: Path) -> dict[str, Any]:
     }
 
 
-def real_process(backend: str, model: Path, folder: Path) -> ServerProcess:
+def real_process(backend: str, model: Path, folder: Path, *, adapters: AdapterShape | None = None) -> ServerProcess:
     """Return a server that logs into ``folder``, not yet started; it keeps its address when it starts again."""
     config = ServerConfig(**server_settings(backend, model))
     check_servers(config)
-    (server,) = make_servers(config, model_path=str(model), seed=0, deterministic=False, log_dir=folder)
+    (server,) = make_servers(
+        config, model_path=str(model), seed=0, deterministic=False, log_dir=folder, adapters=adapters
+    )
     return server

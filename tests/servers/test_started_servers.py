@@ -17,8 +17,9 @@ from tests.servers.real_server import SMOLLM2
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("weight_update", ["disk", "adapter"])
 @pytest.mark.parametrize("backend", ["sglang", "vllm"])
-def test_a_run_starts_a_real_server_and_outlives_its_death(tmp_path: Path, backend: str) -> None:
+def test_a_run_starts_a_real_server_and_outlives_its_death(tmp_path: Path, backend: str, weight_update: str) -> None:
     model = Path(os.environ.get("AREAL_LITE_SERVER_MODEL", SMOLLM2)).absolute()
     config = {
         "experiment_name": "e2e",
@@ -32,6 +33,9 @@ def test_a_run_starts_a_real_server_and_outlives_its_death(tmp_path: Path, backe
         "trainer": {"total_steps": 3, "learning_rate": 1e-4, "dtype": "float32", "num_threads": 1, "device": "cpu"},
         "save_model": False,
     }
+    config["rollout"]["weight_update"] = weight_update
+    if weight_update == "adapter":
+        config["trainer"] |= {"lora": {"rank": 4}, "learning_rate": 2e-3}
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(config))
     process = start(path, "trainer.total_steps=3")

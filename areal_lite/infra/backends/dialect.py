@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from areal_lite.api.generation import GenerationHyperparameters
-from areal_lite.api.published_weights import WeightBucket, WeightFolder, WeightGroup
+from areal_lite.api.published_weights import AdapterFolder, AdapterShape, WeightBucket, WeightFolder, WeightGroup
 from areal_lite.errors import ConfigError
 
 TopLogprobs = list[list[tuple[int, float]]]
@@ -94,6 +94,10 @@ class Dialect(Protocol):
     """Routes that describe the server; the facts of later ones win."""
     receives_while_generating: bool
     """Whether a server takes broadcast weights while it generates, and need pause only to load them."""
+    adapter_variables: dict[str, str]
+    """Environment variables with which a server loads adapters."""
+    keeps_adapter: bool
+    """Whether a request keeps its adapter until it ends, also if it stays on the server over an update."""
     continues_constraints: bool
     """Whether a schema, regex or grammar holds for a continued answer as a whole. If not, it starts anew."""
 
@@ -159,6 +163,18 @@ class Dialect(Protocol):
 
     def abandon_broadcast(self) -> list[ControlCall]:
         """Return the calls that end an earlier broadcast, which broke off."""
+
+    def adapter_flags(self, shape: AdapterShape) -> dict[str, Any]:
+        """Return the options with which a server loads adapters of this shape."""
+
+    def load_adapter(self, name: str, weights: AdapterFolder) -> list[ControlCall]:
+        """Return the calls that load adapters under a new name."""
+
+    def name_adapter(self, name: str) -> dict[str, Any]:
+        """Return the field of a generation's body that chooses an adapter by its name."""
+
+    def unload_adapter(self, name: str) -> ControlCall:
+        """Return the call that unloads an adapter; it may wait for the requests that use it."""
 
     def resume(self) -> ControlCall:
         """Return the call that ends :meth:`pause`."""

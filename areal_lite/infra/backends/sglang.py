@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from areal_lite.api.generation import CONSTRAINTS, GenerationHyperparameters
-from areal_lite.api.published_weights import WeightBucket, WeightFolder, WeightGroup
+from areal_lite.api.published_weights import AdapterFolder, AdapterShape, WeightBucket, WeightFolder, WeightGroup
 from areal_lite.infra.backends.dialect import (
     BadResponse,
     Chunk,
@@ -39,7 +39,12 @@ class SGLang:
     info_paths: tuple[str, ...] = ("/server_info", "/model_info")
 
     def __init__(self, *, embedded: bool = False) -> None:
-        """Speak to SGLang, or to the embedded server, which understands two more fields and loads weights later."""
+        """Speak to SGLang, or to the embedded server, which understands two more fields and loads weights later.
+
+        It needs no options for adapters, and has one for all its requests.
+        """
+        self.adapter_variables: dict[str, str] = {}
+        self.keeps_adapter = not embedded
         self.continues_constraints = embedded
         self.receives_while_generating = embedded
 
@@ -197,6 +202,28 @@ class SGLang:
     def abandon_broadcast(self) -> list[ControlCall]:
         """Close the update; the embedded server refuses to load a part of the weights."""
         return [ControlCall("/end_weight_update")]
+
+    def adapter_flags(self, shape: AdapterShape) -> dict[str, Any]:
+        """Return SGLang's options; its default of eight adapters in a batch stays."""
+        if self.continues_constraints:  # the embedded server
+            return {}
+        return {"enable-lora": True, "max-lora-rank": shape.rank, "lora-target-modules": list(shape.layers)}
+
+    def load_adapter(self, name: str, weights: AdapterFolder) -> list[ControlCall]:
+        """Load the adapters, then name the version; prefix caches are per adapter."""
+        body, label = {"lora_name": name, "lora_path": weights.path}, str(weights.version)
+        if self.continues_constraints:  # the embedded server labels the tokens of an adapter
+            return [ControlCall("/load_lora_adapter", body | {"weight_version": label})]
+        label_call = ControlCall("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        return [ControlCall("/load_lora_adapter", body), label_call]
+
+    def name_adapter(self, name: str) -> dict[str, Any]:
+        """Return SGLang's field."""
+        return {"lora_path": name}
+
+    def unload_adapter(self, name: str) -> ControlCall:
+        """Unload an adapter; SGLang waits for its requests."""
+        return ControlCall("/unload_lora_adapter", {"lora_name": name})
 
     def resume(self) -> ControlCall:
         """Resume generation."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from areal_lite.api.generation import GenerationHyperparameters
-from areal_lite.api.published_weights import WeightBucket, WeightFolder, WeightGroup
+from areal_lite.api.published_weights import AdapterFolder, AdapterShape, WeightBucket, WeightFolder, WeightGroup
 from areal_lite.infra.backends.dialect import (
     BadResponse,
     Chunk,
@@ -28,6 +28,8 @@ from areal_lite.infra.backends.dialect import (
 
 _FINISH = {"repetition": "stop"}
 """vLLM's finish reasons in our words."""
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of ``--max-lora-rank``."""
 
 
 class VLLM:
@@ -37,6 +39,8 @@ class VLLM:
     health_path = "/health"
     info_paths: tuple[str, ...] = ("/v1/models", "/weight_info", "/is_paused", "/get_world_size")
     receives_while_generating = True
+    adapter_variables: dict[str, str] = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    keeps_adapter = True
     continues_constraints = False
 
     def generate_body(
@@ -175,6 +179,30 @@ class VLLM:
     def abandon_broadcast(self) -> list[ControlCall]:
         """Return nothing: an update that broke off has changed nothing."""
         return []
+
+    def adapter_flags(self, shape: AdapterShape) -> dict[str, Any]:
+        """Return vLLM's options.
+
+        Answers that stay on the server during updates keep their adapters: up to ``max-loras`` are computed together,
+        and one that falls out of ``max-cpu-loras`` is read again from its folder, which ends vLLM if it is gone.
+        """
+        rank = next((rank for rank in _RANKS if rank >= shape.rank), shape.rank)
+        return {"enable-lora": True, "max-lora-rank": rank, "max-loras": 4, "max-cpu-loras": 16}
+
+    def load_adapter(self, name: str, weights: AdapterFolder) -> list[ControlCall]:
+        """Load the adapters, then name the version; prefix caches are per adapter."""
+        return [
+            ControlCall("/v1/load_lora_adapter", {"lora_name": name, "lora_path": weights.path}),
+            ControlCall("/update_weight_version", {"new_version": str(weights.version)}),
+        ]
+
+    def name_adapter(self, name: str) -> dict[str, Any]:
+        """Return vLLM's field: an adapter is a model of its own."""
+        return {"model": name}
+
+    def unload_adapter(self, name: str) -> ControlCall:
+        """Unload an adapter; its running requests finish."""
+        return ControlCall("/v1/unload_lora_adapter", {"lora_name": name})
 
     def resume(self) -> ControlCall:
         """Resume generation."""
