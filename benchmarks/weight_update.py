@@ -1,12 +1,13 @@
 """Seconds and bytes of a weight update, and what running answers lose, by way and server.
 
-    python benchmarks/weight_update.py [--servers embedded sglang vllm] [--ways disk memory broadcast] [--json FILE]
+    python benchmarks/weight_update.py [--servers embedded sglang vllm] [--ways disk memory broadcast adapter]
+        [--json FILE]
 
-Each update happens while answers run. The ways take turns. *publish* is the trainer's part, before it may train on;
-*update* lasts until the server serves the new weights; *stall* is the longest time without a token in the answers.
-*lost* are tokens missing in the answers at their end; *again* are those whose states were computed twice: prompt and
-tokens so far of each answer that an update met. SGLang and vLLM are started from the environments of
-AREAL_LITE_SGLANG_PYTHON and AREAL_LITE_VLLM_PYTHON.
+Each update happens while answers run. The ways take turns; adapters (rank 16) have a server of their own. *publish*
+is the trainer's part, before it may train on; *update* lasts until the server serves the new weights; *stall* is the
+longest time without a token in the answers. *lost* are tokens missing in the answers at their end; *again* are those
+whose states were computed twice: prompt and tokens so far of each answer that an update met. SGLang and vLLM are
+started from the environments of AREAL_LITE_SGLANG_PYTHON and AREAL_LITE_VLLM_PYTHON.
 
 Medians of two updates on two cores, with other work on the machine (``--updates 2 --requests 2 --tokens 48``), of
 SmolLM2-135M-Instruct in float32, on a CPU:
@@ -57,11 +58,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, ModelRequest, ModelResponse
-from areal_lite.api.published_weights import PublishedWeights, WeightBroadcast
+from areal_lite.api.published_weights import AdapterShape, PublishedWeights, WeightBroadcast
 from areal_lite.api.server_process import ServerProcess
+from areal_lite.api.trainer_config import LoRAConfig
 from areal_lite.embedded.process import EmbeddedServer
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.launch.publishing import Publish, weight_publisher
+from areal_lite.trainer.lora import adapter_shape
+from areal_lite.trainer.policy_model import load_policy
 
 MODEL = "runs/models/SmolLM2-135M-Instruct"
 PROMPT = [1, *range(100, 139)]
@@ -138,23 +142,36 @@ def num_bytes(weights: PublishedWeights) -> int:
     return sum(file.stat().st_size for file in Path(weights.path).rglob("*.safetensors"))
 
 
-def start(kind: str, args: argparse.Namespace, folder: Path) -> ServerProcess:
+def load_model(args: argparse.Namespace, *, adapted: bool) -> Any:
+    """Return the model to publish, with random adapters if its adapters are."""
+    if not adapted:
+        return AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
+    model = load_policy(args.model, device=torch.device("cpu"), lora=LoRAConfig())
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".lora_B" in name:
+                weight.normal_(std=0.01)
+    return model
+
+
+def start(kind: str, args: argparse.Namespace, folder: Path, adapters: AdapterShape | None) -> ServerProcess:
     if kind == "embedded":
         return EmbeddedServer(model_path=args.model, dtype=args.dtype, num_threads=1, device="cpu")
     from tests.servers.launch import real_process
 
-    return real_process(kind, Path(args.model).absolute(), folder)  # in float32
+    return real_process(kind, Path(args.model).absolute(), folder, adapters=adapters)  # in float32
 
 
-def rows(kind: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+def rows(kind: str, ways: list[str], args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Return the median figures of each way and pause mode on one server."""
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
+    adapted = ways == ["adapter"]
+    model = load_model(args, adapted=adapted)
     kept: dict[tuple[str, str], list[Update]] = {}
     version = 0
     with ExitStack() as stack:
-        server = stack.enter_context(start(kind, args, folder / "logs"))
+        server = stack.enter_context(start(kind, args, folder / "logs", adapter_shape(model) if adapted else None))
         publishers: dict[str, Publish] = {}
-        for way in args.ways:
+        for way in ways:
             config = InferenceEngineConfig(weight_update=way)
             publisher = weight_publisher(config, model, folder / kind / way, getattr(torch, args.dtype))
             publishers[way] = stack.enter_context(publisher)
@@ -162,11 +179,12 @@ def rows(kind: str, args: argparse.Namespace, folder: Path) -> list[dict[str, An
             config = InferenceEngineConfig(addresses=[server.address], backend=kind, weight_update_pause=pause)
             with RemoteInfEngine(config) as engine:
                 for round_number in range(args.updates + 1):
-                    for way in args.ways:
+                    for way in ways:
                         version += 1
                         with torch.no_grad():
                             for parameter in model.parameters():
-                                parameter.mul_(1.0001)
+                                if parameter.requires_grad:
+                                    parameter.mul_(1.0001)
                         figures = asyncio.run(measure(engine, publishers[way], version, args))
                         print(kind, way, pause, round_number, figures, file=sys.stderr, flush=True)
                         if round_number:  # the first opens groups and files
@@ -197,7 +215,7 @@ def main() -> None:
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--servers", nargs="+", default=["embedded", "sglang", "vllm"])
-    parser.add_argument("--ways", nargs="+", default=["disk", "memory", "broadcast"])
+    parser.add_argument("--ways", nargs="+", default=["disk", "memory", "broadcast", "adapter"])
     parser.add_argument("--pauses", nargs="+", default=["abort", "keep"])
     parser.add_argument("--updates", type=int, default=5, help="of each way and pause mode, after one to warm up")
     parser.add_argument("--requests", type=int, default=4, help="answers that run at once")
@@ -211,9 +229,11 @@ def main() -> None:
     measured: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for kind in args.servers:
-            measured += rows(kind, args, Path(folder))
-            if args.json is not None:
-                args.json.write_text(json.dumps(measured, indent=1))
+            whole = [way for way in args.ways if way != "adapter"]
+            for ways in filter(None, (whole, ["adapter"] if "adapter" in args.ways else [])):
+                measured += rows(kind, ways, args, Path(folder))
+                if args.json is not None:
+                    args.json.write_text(json.dumps(measured, indent=1))
     print(table(measured))
 
 

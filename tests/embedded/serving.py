@@ -83,9 +83,9 @@ async def serving(
 
 
 @asynccontextmanager
-async def engine_client(client: Client) -> AsyncIterator[EngineClient]:
+async def engine_client(client: Client, **settings: Any) -> AsyncIterator[EngineClient]:
     """Connect the engine's client to the same server."""
-    engine = EngineClient(InferenceEngineConfig(backend="embedded", addresses=[client.address]))
+    engine = EngineClient(InferenceEngineConfig(backend="embedded", addresses=[client.address], **settings))
     try:
         await engine.open()
         yield engine

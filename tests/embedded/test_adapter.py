@@ -146,11 +146,12 @@ def test_adapters_that_do_not_fit_are_refused_and_nothing_changes(
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("pause", ["abort", "keep"])
 def test_an_answer_continues_on_the_next_adapter_and_each_token_has_its_version(
-    tiny: Path, first: Published, second: Published
+    tiny: Path, first: Published, second: Published, pause: str
 ) -> None:
     async def run() -> None:
-        async with serving(tiny) as client, engine_client(client) as engine:
+        async with serving(tiny) as client, engine_client(client, weight_update_pause=pause) as engine:
             started = asyncio.Event()
             await engine.update_weights(first.for_engine)
             request = ModelRequest(
@@ -162,6 +163,7 @@ def test_an_answer_continues_on_the_next_adapter_and_each_token_has_its_version(
             await started.wait()
             await engine.update_weights(second.for_engine)
             answer = await answering
+            assert (answer.attempts == 1) == (pause == "keep")
             cut = answer.output_versions.index(2)
             assert answer.output_versions == [1] * cut + [2] * (200 - cut)
             assert cut > 0
