@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +20,6 @@ from areal_lite.errors import ConfigError, ServerError
 from areal_lite.infra.reconciler import START_TIMEOUT_S, Reconciler
 from areal_lite.infra.server_pool import Server, ServerPool
 from areal_lite.infra.server_requests import REQUEST_ERRORS, ServerRequests
-
-logger = logging.getLogger(__name__)
 
 AFFINITY_HEADER = "X-SMG-Routing-Key"
 """Requests with equal values go to one server, with the router's policies manual and consistent_hashing."""
