@@ -102,9 +102,21 @@ def test_a_run_can_push_adapters_alone(run_yaml: Path) -> None:
     AutoModelForCausalLM.from_pretrained(summary.model_dir)
 
 
-def test_adapters_alone_need_adapters(run_yaml: Path) -> None:
-    with pytest.raises(ConfigError, match="set trainer.lora"):
-        train(run_yaml, "rollout.weight_update=adapter")
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (["rollout.weight_update=adapter"], "rollout.weight_update is adapter, and there are no adapters"),
+        (["rollout.router=127.0.0.1:1"], "rollout.backend is embedded: only SGLang servers"),
+        (["server.router=true"], "server.router is an sglang-router, and server.backend is embedded"),
+        (["server.router=true", "rollout.addresses=[127.0.0.1:1]"], "set rollout.router to the address"),
+        (["server.router=true", "rollout.weight_update=adapter", "trainer.lora.rank=4"], "Use one of the two"),
+    ],
+)
+def test_impossible_adapters_and_routers_are_refused_before_the_run(
+    run_yaml: Path, changes: list[str], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        train(run_yaml, *changes)
 
 
 def test_a_second_run_on_a_running_server_starts_with_the_models_weights(run_yaml: Path, tiny_model: Path) -> None:
