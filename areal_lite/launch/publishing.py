@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ from areal_lite.trainer.lora import adapter_shape
 from areal_lite.trainer.shared_weights import SharedWeights, can_share
 from areal_lite.trainer.weight_broadcast import WeightBroadcaster
 from areal_lite.trainer.weights import names_differ, publish_weights
+
+logger = logging.getLogger(__name__)
 
 Publish = Callable[[int], PublishedWeights]
 """Publishes the model's weights as a version; every rank calls it, and the first rank's result is for the servers."""
@@ -30,11 +33,19 @@ def weight_publisher(
         return WeightFolder(str(path.resolve()), version)
 
     way = config.weight_update
-    if way == "broadcast" and not names_differ(model):
+    if way == "auto":
+        way = "disk" if config.addresses else "memory"
+    if (way == "broadcast" and names_differ(model)) or (way == "memory" and not can_share(model)):
+        if config.weight_update != "auto":
+            logger.warning("weights are published as files: rollout.weight_update %s is not possible here", way)
+        way = "disk"
+    if way == "broadcast":
         with closing(WeightBroadcaster(model, dtype=dtype)) as broadcaster:
             yield broadcaster.publish
-        return
-    if way == "adapter":
+    elif way == "memory":
+        with closing(SharedWeights(weights_dir, dtype=dtype)) as shared:
+            yield lambda version: folder(shared.publish(model, version), version)
+    elif way == "adapter":
         shape = adapter_shape(model)
 
         def publish(version: int) -> AdapterFolder:
@@ -42,9 +53,5 @@ def weight_publisher(
             return AdapterFolder(str(path.resolve()), version, shape)
 
         yield publish
-        return
-    if way == "disk" or (way == "auto" and config.addresses) or not can_share(model):
+    else:
         yield lambda version: folder(publish_weights(model, weights_dir, version, dtype=dtype), version)
-        return
-    with closing(SharedWeights(weights_dir, dtype=dtype)) as shared:
-        yield lambda version: folder(shared.publish(model, version), version)
