@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification
 
 from areal_lite.api.config_loader import load_config
 from areal_lite.launch.loop import StepMetrics
-from areal_lite.launch.run import run_training
+from areal_lite.launch.run import run_rollout, run_training
 from tests.e2e.agents import CountsItsCalls, InOrder
 
 EXTRA_METRICS = {
@@ -108,6 +108,10 @@ def test_documented_metrics_are_exactly_those_that_runs_write(run_yaml: Path) ->
         probed = [line["step"] for line in records(run_dir) if "train/probe_log_prob_diff" in line]
         assert probed == ([3, 5] if changes is given else [])
         written |= {name.replace("servers/0/", "servers/N/") for line in records(run_dir) for name in line}
+    alone = load_config(run_yaml, ["trial_name=alone"])
+    alone_writes: list[dict[str, float]] = []
+    run_rollout(alone, on_step=lambda _, metrics: alone_writes.append(metrics))
+    written |= {name.replace("servers/0/", "servers/N/") for name in alone_writes[0]}
     written -= {"step", "time"}
     if_any = {"episodes/rejected", "episodes/failed", "episodes/cancelled"}
     if_any |= {"rollout/blocked_s", "rollout/abandoned_threads"}
