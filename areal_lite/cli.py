@@ -44,24 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             serve(arguments[1:])
         options = _parse(arguments)
-        if options.command == "view":
-            _view(options)
-        elif options.command == "inspect":
-            _inspect(options)
-        elif options.command == "plot":
-            _plot(options)
+        code = 0
+        if options.command in _READERS:
+            code = _READERS[options.command](options) or 0
         else:
             from areal_lite.api.config_loader import load_config
 
             options.run(load_config(options.config, options.overrides, root=_root(options.root)))
         sys.stdout.flush()
-        code = 0
     except ArealLiteError as error:
         _report(error)
         code = error.exit_code
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
         code = ArealLiteError.exit_code
-        only_prints = arguments[:1] in (["config"], ["inspect"], ["view"]) or arguments[-1:] in (["-h"], ["--help"])
+        only_prints = arguments[:1] in (["config"], ["inspect"], ["view"], ["rescore"], ["verify"]) or arguments[
+            -1:
+        ] in (["-h"], ["--help"])
         if isinstance(error, BrokenPipeError) and only_prints:  # the reader, for example `head`, has left
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 0
@@ -95,6 +93,22 @@ def _plot(options: argparse.Namespace) -> None:
     from areal_lite.inspect.plot import plot_metrics
 
     print(plot_metrics(*options.run_dirs, out=options.out))
+
+
+def _rescore(options: argparse.Namespace) -> None:
+    from areal_lite.inspect.rescore import rescore
+
+    filter = " ".join(options.filter)
+    rescore(options.path, options.reward, filter=filter, dataset=options.dataset, json=options.json)
+
+
+_READERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "view": _view,
+    "inspect": _inspect,
+    "plot": _plot,
+    "rescore": _rescore,
+}
+"""Commands that read what a run wrote; they return an exit code, or None for 0."""
 
 
 def _config(config: ExperimentConfig) -> None:
@@ -223,9 +237,9 @@ def positive_integer(text: str) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    """Parse a command; ``inspect`` takes the terms of its filter anywhere, and ``--sort -KEY``."""
+    """Parse a command; one with a filter takes its terms anywhere, and ``--sort -KEY``."""
     parser = _parser()
-    if arguments[:1] != ["inspect"]:
+    if arguments[:1] not in (["inspect"], ["rescore"], ["export"]):
         return parser.parse_args(arguments)
     for place in range(len(arguments) - 1, 0, -1):
         if arguments[place - 1] == "--sort":
@@ -242,13 +256,7 @@ def _add_inspect(command: argparse.ArgumentParser) -> None:
     command.description = (
         "Shows runs, versions, groups, episodes or turns of dumps. docs/trajectories.md has the filter keys."
     )
-    add("path", type=Path, metavar="RUN", help="a run's folder, a folder of runs, a folder of dumps, or a dump")
-    add(
-        "filter",
-        nargs="*",
-        metavar="FILTER",
-        help="such as 'reward<0.5 status=failed text~\"not sure\"' (quote < and >)",
-    )
+    _add_selection(command)
     add("--by", choices=("runs", "versions", "groups", "episodes", "turns", "problems"), help="what to list")
     add("--sort", default="version", metavar="KEY", help="a filter key, with - before it for descending")
     add("--limit", type=positive_integer, metavar="N", help="at most N (default: 50, of turns 10; with --json all)")
@@ -258,6 +266,26 @@ def _add_inspect(command: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="one JSON object per line: of an episode its dumped line with run and id")
     add("--diff", nargs=2, metavar="ID", help="where two episodes begin to differ; an ID is FILE:LINE, as listed")
     add("--tokens", metavar="ID", help="the tokens of an episode: id, text, mask, log-prob, version")
+
+
+def _add_selection(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("path", type=Path, metavar="RUN", help="a run's folder, a folder of runs, a folder of dumps, or a dump")
+    add(
+        "filter",
+        nargs="*",
+        metavar="FILTER",
+        help="such as 'reward<0.5 status=failed text~\"not sure\"' (quote < and >)",
+    )
+
+
+def _add_rescore(command: argparse.ArgumentParser) -> None:
+    command.description = "Scores dumped episodes with another reward function; changes nothing. See docs/verify.md."
+    _add_selection(command)
+    add = command.add_argument
+    add("--reward", required=True, metavar="PKG.FN", help="fn(prompt, completion, prompt_ids, completion_ids, **row)")
+    add("--dataset", type=Path, metavar="CONFIG", help="config with the dataset rows (default: RUN/config.yaml)")
+    add("--json", action="store_true", help="one JSON object per episode")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -274,6 +302,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run, root=root)
     commands.add_parser("serve", help="start SGLang, vLLM or embedded servers of a model", add_help=False)
     _add_inspect(commands.add_parser("inspect", help="filter, sort and compare dumped episodes; also as JSON"))
+    _add_rescore(commands.add_parser("rescore", help="compare the rewards of dumped episodes with a new function's"))
     command = commands.add_parser("view", help="show dumped episodes in the terminal")
     command.add_argument("path", type=Path, metavar="PATH", help="a .jsonl dump, or a folder that contains dumps")
     command.add_argument(
