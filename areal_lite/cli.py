@@ -24,6 +24,7 @@ from areal_lite.launch.stopping import StopOnSignal
 if TYPE_CHECKING:
     from areal_lite.api.config import ExperimentConfig, RunConfig
     from areal_lite.api.supervised_config import DPOConfig, RewardModelConfig, SFTConfig
+    from areal_lite.inspect.export import Form
     from areal_lite.launch.run_metrics import OnStep
 
 # Threads that busy-wait take CPU time from the other processes on the machine.
@@ -57,9 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = error.exit_code
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
         code = ArealLiteError.exit_code
-        only_prints = arguments[:1] in (["config"], ["inspect"], ["view"], ["rescore"], ["verify"]) or arguments[
-            -1:
-        ] in (["-h"], ["--help"])
+        prints = {"config", "inspect", "rescore", "verify", "view"}
+        only_prints = not prints.isdisjoint(arguments[:1]) or arguments[-1:] in (["-h"], ["--help"])
         if isinstance(error, BrokenPipeError) and only_prints:  # the reader, for example `head`, has left
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 0
@@ -102,11 +102,21 @@ def _rescore(options: argparse.Namespace) -> None:
     rescore(options.path, options.reward, filter=filter, dataset=options.dataset, json=options.json)
 
 
+def _export(options: argparse.Namespace) -> None:
+    from areal_lite.inspect.export import export
+
+    form, file = next((form, file) for form in _EXPORTS if (file := getattr(options, form)) is not None)
+    filter, choose = " ".join(options.filter), options.choose
+    cut_off, tokenizer = options.keep_cut_off, options.tokenizer
+    export(options.path, form, file, filter=filter, choose=choose, keep_cut_off=cut_off, tokenizer=tokenizer)
+
+
 _READERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "view": _view,
     "inspect": _inspect,
     "plot": _plot,
     "rescore": _rescore,
+    "export": _export,
 }
 """Commands that read what a run wrote; they return an exit code, or None for 0."""
 
@@ -288,6 +298,26 @@ def _add_rescore(command: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="one JSON object per episode")
 
 
+_EXPORTS: dict[Form, str] = {
+    "sft": "rows of areal-lite sft: messages",
+    "dpo": "rows of areal-lite dpo: the best against the worst answer of each group",
+    "openai": "rows of OpenAI's fine-tuning of chat models",
+    "parquet": "a table with a row per dumped line, tokens included",
+}
+
+
+def _add_export(command: argparse.ArgumentParser) -> None:
+    command.description = "Writes accepted training episodes as training rows, or all as a table. See docs/verify.md."
+    _add_selection(command)
+    forms = command.add_mutually_exclusive_group(required=True)
+    for form, meaning in _EXPORTS.items():
+        forms.add_argument(f"--{form}", type=Path, metavar="FILE", help=meaning)
+    add = command.add_argument
+    add("--choose", choices=("best", "accepted"), default="best", help="of each group the best (default), or all")
+    add("--keep-cut-off", action="store_true", help="also answers that ended at a limit of tokens")
+    add("--tokenizer", metavar="PATH", help="tokenizer with the chat template (default: the run's)")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="areal-lite", description="Agentic RL rollouts and training from one YAML file.")
     parser.add_argument("--version", action="version", version=f"areal-lite {__version__}")
@@ -303,6 +333,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("serve", help="start SGLang, vLLM or embedded servers of a model", add_help=False)
     _add_inspect(commands.add_parser("inspect", help="filter, sort and compare dumped episodes; also as JSON"))
     _add_rescore(commands.add_parser("rescore", help="compare the rewards of dumped episodes with a new function's"))
+    _add_export(commands.add_parser("export", help="write dumped episodes as rows to train on, or as Parquet"))
     command = commands.add_parser("view", help="show dumped episodes in the terminal")
     command.add_argument("path", type=Path, metavar="PATH", help="a .jsonl dump, or a folder that contains dumps")
     command.add_argument(
