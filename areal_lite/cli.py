@@ -1,7 +1,7 @@
 """The command ``areal-lite``: arguments, signals, exit codes. ``launch``, ``embedded`` and ``inspect`` do the work.
 
-Exit codes: 0 done, 64 bad arguments or config, 70 internal error, 73 run folder busy, 74 disk error, 75 try again
-later, 78 no usable checkpoint, 130 and 143 stopped by SIGINT and SIGTERM.
+Exit codes: 0 done, 1 ``verify`` found something, 64 bad arguments or config, 70 internal error, 73 run folder busy,
+74 disk error, 75 try again later, 78 no usable checkpoint, 130 and 143 stopped by SIGINT and SIGTERM.
 """
 
 from __future__ import annotations
@@ -111,12 +111,19 @@ def _export(options: argparse.Namespace) -> None:
     export(options.path, form, file, filter=filter, choose=choose, keep_cut_off=cut_off, tokenizer=tokenizer)
 
 
+def _verify(options: argparse.Namespace) -> int:
+    from areal_lite.inspect.verify import verify
+
+    return verify(options.path)
+
+
 _READERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "view": _view,
     "inspect": _inspect,
     "plot": _plot,
     "rescore": _rescore,
     "export": _export,
+    "verify": _verify,
 }
 """Commands that read what a run wrote; they return an exit code, or None for 0."""
 
@@ -334,6 +341,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(commands.add_parser("inspect", help="filter, sort and compare dumped episodes; also as JSON"))
     _add_rescore(commands.add_parser("rescore", help="compare the rewards of dumped episodes with a new function's"))
     _add_export(commands.add_parser("export", help="write dumped episodes as rows to train on, or as Parquet"))
+    command = commands.add_parser("verify", help="prove from a run's folder that it trained what it says")
+    command.add_argument("path", type=Path, metavar="RUN", help="a run's folder")
     command = commands.add_parser("view", help="show dumped episodes in the terminal")
     command.add_argument("path", type=Path, metavar="PATH", help="a .jsonl dump, or a folder that contains dumps")
     command.add_argument(

@@ -1,0 +1,109 @@
+"""``areal-lite verify``: proves from a run's folder that it trained what it says.
+
+Guarantees that nothing is written but the index of the dumps, and that what the folder cannot prove is said. Each check
+is one function in one of the tables: :mod:`.verify_episodes` checks groups, :mod:`.verify_steps` steps against dumps,
+:mod:`.verify_weights` folders with weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from areal_lite.inspect.dumps import Dumps
+from areal_lite.inspect.verify_episodes import GROUP_CHECKS, LINE_CHECKS
+from areal_lite.inspect.verify_run import TRAINING, DumpedGroup, Run
+from areal_lite.inspect.verify_steps import METRICS_CHECKS, StepRecomputation
+from areal_lite.inspect.verify_weights import WEIGHT_CHECKS
+from areal_lite.inspect.view import printable
+
+SHOWN = 20
+"""Most findings of one check that are printed."""
+
+
+@dataclass(slots=True)
+class Report:
+    """The result of the checks."""
+
+    findings: list[tuple[str, str]] = field(default_factory=list)
+    """Name of the check, and what it found."""
+    unproved: list[str] = field(default_factory=list)
+    """What the folder cannot prove."""
+    lines: int = 0
+    groups: int = 0
+    steps: int = 0
+    checks: int = 0
+
+
+def verify(path: Path) -> int:
+    """Print the findings, then what cannot be proved; return 0 if the run is sound, 1 with findings.
+
+    Raises:
+        ConfigError: If ``path`` is not the folder of a run.
+    """
+    report = check_run(path)
+    shown: Counter[str] = Counter()
+    for name, finding in report.findings:
+        shown[name] += 1
+        if shown[name] <= SHOWN:
+            print(printable(f"{name}: {finding}"))
+    for name, count in shown.items():
+        if count > SHOWN:
+            print(f"{name}: and {count - SHOWN} more")
+    for text in report.unproved:
+        print(printable(f"not proved: {text}"))
+    what = f"{report.checks} checks over {report.groups} groups, {report.lines} lines and {report.steps} steps"
+    print(f"{len(report.findings)} findings in {what}" if report.findings else f"sound: {what}")
+    return 1 if report.findings else 0
+
+
+def check_run(path: Path) -> Report:
+    """Run all checks over the run in the folder ``path``."""
+    run = Run.open(path)
+    report = Report(unproved=run.unproved, steps=len(run.steps))
+    report.checks = len(LINE_CHECKS) + len(GROUP_CHECKS) + len(METRICS_CHECKS) + len(WEIGHT_CHECKS) + 2
+    with Dumps.open(path, may_be_empty=True) as dumps:
+        dumps.refresh(budget_s=3600)  # look at every file again
+        for problem in dumps.problems():
+            report.findings.append(("dumps", f"{problem['file']}:{problem['line']}: {problem['message']}"))
+        _check_groups(run, dumps, report)
+        run.unproved.extend(dumps.notes())
+    if not run.groups:
+        run.unproved.append("anything about episodes: there are no dumps (rollout.dump_to_file)")
+    for name, check in {**METRICS_CHECKS, **WEIGHT_CHECKS}.items():
+        report.findings.extend((name, finding) for finding in check(run))
+    return report
+
+
+def _check_groups(run: Run, dumps: Dumps, report: Report) -> None:
+    recomputation = StepRecomputation(run) if run.steps else None
+    for version, groups in itertools.groupby(run.dumped(dumps), lambda group: group.version):
+        trained = []
+        for group in groups:
+            report.lines += len(group.records)
+            report.findings += _group_findings(group, run)
+            if recomputation is not None and recomputation.active and group.scope == TRAINING and group.accepted:
+                trained.append(group)
+            else:
+                group.records = ()
+            run.groups.append(group)
+        if recomputation is not None and trained and version is not None:
+            report.findings += [("step", finding) for finding in recomputation.check(version, trained)]
+        for group in trained:
+            group.records = ()
+    report.groups = len(run.groups)
+
+
+def _group_findings(group: DumpedGroup, run: Run) -> Iterator[tuple[str, str]]:
+    broken = False
+    for record in group.records:
+        for name, check in LINE_CHECKS.items():
+            for finding in check(record):
+                broken = broken or name == "columns"
+                yield name, f"{record['id']}: {finding}"
+    for name, group_check in GROUP_CHECKS.items() if not broken else ():
+        for finding in group_check(group, run):
+            yield name, f"{group.id}: {finding}"
