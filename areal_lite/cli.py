@@ -114,7 +114,7 @@ def _export(options: argparse.Namespace) -> None:
 def _verify(options: argparse.Namespace) -> int:
     from areal_lite.inspect.verify import verify
 
-    return verify(options.path)
+    return verify(options.path, reward=options.reward)
 
 
 _READERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
@@ -343,6 +343,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(commands.add_parser("export", help="write dumped episodes as rows to train on, or as Parquet"))
     command = commands.add_parser("verify", help="prove from a run's folder that it trained what it says")
     command.add_argument("path", type=Path, metavar="RUN", help="a run's folder")
+    command.add_argument("--reward", metavar="PKG.FN", help="the run's reward function: score its episodes again")
     command = commands.add_parser("view", help="show dumped episodes in the terminal")
     command.add_argument("path", type=Path, metavar="PATH", help="a .jsonl dump, or a folder that contains dumps")
     command.add_argument(

@@ -49,6 +49,7 @@ class Rescored:
     """Calls of the reward function that failed, by cause."""
     skipped: int = 0
     """Lines without an answer."""
+    notes: list[str] = field(default_factory=list)
 
 
 def rescore(path: Path, reward: str, *, filter: str = "", dataset: Path | None = None, json: bool = False) -> Rescored:
@@ -62,29 +63,37 @@ def rescore(path: Path, reward: str, *, filter: str = "", dataset: Path | None =
         ConfigError: For a path without dumps, a wrong filter, or a row that cannot be found with certainty.
         EpisodeError: If the reward function failed for every episode.
     """
-    function = load_object(reward, where="--reward")
-    score = AsyncRewardWrapper(reward)
     result = Rescored()
-    with Dumps.open(path) as dumps, asyncio.Runner() as runner:
-        runs = {name: _Run(root, dataset) for name, root in dumps.runs.items()}
-        takes_row = _takes_row(function)
-        records = _answered(dumps.records(dumps.rows(filter)), runs, result)
-        while chunk := list(itertools.islice(records, _AT_ONCE)):
-            calls = []
-            for record, answer in chunk:
-                row = runs[record["run"]].row_of(record) if takes_row else {}
-                named = {name: value for name, value in row.items() if name not in ARGUMENTS}
-                calls.append(((answer.prompt, answer.completion, answer.prompt_ids, answer.completion_ids), named))
-            for (record, _), new in zip(chunk, runner.run(_all(score, calls)), strict=True):
-                _keep(result, record, new, json=json)
-        notes = [*dumps.notes(), *(note for run in runs.values() for note in run.notes)]
-    for note in notes:
+    with Dumps.open(path) as dumps:
+        for record, new in scored(dumps, reward, result, filter=filter, dataset=dataset):
+            _keep(result, record, new, json=json)
+        result.notes += dumps.notes()
+    for note in result.notes:
         print(f"note: {printable(note)}", file=sys.stderr)
     if result.errors and not result.pairs:
         raise EpisodeError(f"{reward} failed for every episode: {_causes(result)}")
     if not json:
         _print(result, Console(highlight=False))
     return result
+
+
+def scored(
+    dumps: Dumps, reward: str, result: Rescored, *, filter: str = "", dataset: Path | None = None
+) -> Iterator[tuple[Record, float | Exception]]:
+    """Yield each dumped line with its new reward, or with what the reward function raised; arguments as above."""
+    takes_row = _takes_row(load_object(reward, where="--reward"))
+    score = AsyncRewardWrapper(reward)
+    runs = {name: _Run(root, dataset) for name, root in dumps.runs.items()}
+    result.notes += [note for run in runs.values() for note in run.notes]
+    records = _answered(dumps.records(dumps.rows(filter)), runs, result)
+    with asyncio.Runner() as runner:
+        while chunk := list(itertools.islice(records, _AT_ONCE)):
+            calls = []
+            for record, answer in chunk:
+                row = runs[record["run"]].row_of(record) if takes_row else {}
+                named = {name: value for name, value in row.items() if name not in ARGUMENTS}
+                calls.append(((answer.prompt, answer.completion, answer.prompt_ids, answer.completion_ids), named))
+            yield from zip((record for record, _ in chunk), runner.run(_all(score, calls)), strict=True)
 
 
 async def _all(score: AsyncRewardWrapper, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal_lite.inspect.dumps import Dumps
+from areal_lite.inspect.rescore import Rescored, scored
 from areal_lite.inspect.verify_episodes import GROUP_CHECKS, LINE_CHECKS
-from areal_lite.inspect.verify_run import TRAINING, DumpedGroup, Run
+from areal_lite.inspect.verify_run import TRAINING, DumpedGroup, Run, differs
 from areal_lite.inspect.verify_steps import METRICS_CHECKS, StepRecomputation
 from areal_lite.inspect.verify_weights import WEIGHT_CHECKS
 from areal_lite.inspect.view import printable
@@ -38,13 +39,16 @@ class Report:
     checks: int = 0
 
 
-def verify(path: Path) -> int:
+def verify(path: Path, *, reward: str | None = None) -> int:
     """Print the findings, then what cannot be proved; return 0 if the run is sound, 1 with findings.
 
+    Args:
+        reward: Dotted path of the reward function; scores every accepted episode again.
+
     Raises:
-        ConfigError: If ``path`` is not the folder of a run.
+        ConfigError: If ``path`` is not the folder of a run, or ``reward`` needs rows that cannot be found.
     """
-    report = check_run(path)
+    report = check_run(path, reward=reward)
     shown: Counter[str] = Counter()
     for name, finding in report.findings:
         shown[name] += 1
@@ -60,8 +64,8 @@ def verify(path: Path) -> int:
     return 1 if report.findings else 0
 
 
-def check_run(path: Path) -> Report:
-    """Run all checks over the run in the folder ``path``."""
+def check_run(path: Path, *, reward: str | None = None) -> Report:
+    """Run all checks over the run in the folder ``path``; arguments as for :func:`verify`."""
     run = Run.open(path)
     report = Report(unproved=run.unproved, steps=len(run.steps))
     report.checks = len(LINE_CHECKS) + len(GROUP_CHECKS) + len(METRICS_CHECKS) + len(WEIGHT_CHECKS) + 2
@@ -70,11 +74,13 @@ def check_run(path: Path) -> Report:
         for problem in dumps.problems():
             report.findings.append(("dumps", f"{problem['file']}:{problem['line']}: {problem['message']}"))
         _check_groups(run, dumps, report)
+        if reward is not None:
+            report.findings += _reward_findings(dumps, reward)
         run.unproved.extend(dumps.notes())
     if not run.groups:
         run.unproved.append("anything about episodes: there are no dumps (rollout.dump_to_file)")
     for name, check in {**METRICS_CHECKS, **WEIGHT_CHECKS}.items():
-        report.findings.extend((name, finding) for finding in check(run))
+        report.findings.extend((name, finding) for finding in _found(check(run)))
     return report
 
 
@@ -97,13 +103,30 @@ def _check_groups(run: Run, dumps: Dumps, report: Report) -> None:
     report.groups = len(run.groups)
 
 
+def _reward_findings(dumps: Dumps, reward: str) -> Iterator[tuple[str, str]]:
+    """Yield the accepted lines whose reward is not the one that the reward function gives."""
+    for record, new in scored(dumps, reward, Rescored(), filter="status=accepted"):
+        if isinstance(new, Exception):
+            yield "rewards", f"{record['id']}: {reward} raised {type(new).__name__}: {new}"
+        elif differs(record.get("reward"), new):
+            yield "rewards", f"{record['id']}: the reward is {record.get('reward')}, and {reward} gives {new}"
+
+
 def _group_findings(group: DumpedGroup, run: Run) -> Iterator[tuple[str, str]]:
     broken = False
     for record in group.records:
         for name, check in LINE_CHECKS.items():
-            for finding in check(record):
+            for finding in _found(check(record)):
                 broken = broken or name == "columns"
                 yield name, f"{record['id']}: {finding}"
     for name, group_check in GROUP_CHECKS.items() if not broken else ():
-        for finding in group_check(group, run):
+        for finding in _found(group_check(group, run)):
             yield name, f"{group.id}: {finding}"
+
+
+def _found(findings: Iterator[str]) -> Iterator[str]:
+    """Yield the findings of a check; a field that is missing or has another type is one."""
+    try:
+        yield from findings
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        yield f"it cannot be checked: {type(error).__name__}: {error}"

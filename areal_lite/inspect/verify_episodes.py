@@ -82,8 +82,8 @@ def outcome_is_consistent(record: Record) -> Iterator[str]:
         yield f"its status is {status!r}"
     elif status != "rejected" and record["schema"] > 1 and record.get("error_kind") is None:
         yield f"it is {status} without a kind of failure"
-    if status in ("failed", "cancelled") and (reward is not None or any(sum(t["loss_mask"]) for t in record["turns"])):
-        yield f"it is {status}, but has a reward or trains tokens: a failure is never a reward of 0"
+    if status == "failed" and (reward is not None or any(sum(turn["loss_mask"]) for turn in record["turns"])):
+        yield "it failed, but has a reward or trains tokens: a failure is never a reward of 0"
 
 
 LINE_CHECKS: dict[str, LineCheck] = {

@@ -47,13 +47,15 @@ class DumpedGroup:
     """Trained tokens of accepted lines."""
     rewards: list[float]
     """Of each accepted episode, the mean over its lines."""
+    line_rewards: list[float]
+    """Of each accepted line."""
     calls: list[str]
     """What identifies the model calls of accepted lines."""
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> DumpedGroup:
         first = records[0]
-        kept = [record for record in records if record["status"] == "accepted"]
+        kept = [record for record in records if record.get("status") == "accepted"]
         heads = [record["head_version"] for record in kept if record.get("head_version") is not None]
         tails = [record["tail_version"] for record in kept if record.get("tail_version") is not None]
         by_member: dict[Any, list[float]] = {}
@@ -61,7 +63,7 @@ class DumpedGroup:
             if record.get("reward") is not None:
                 by_member.setdefault(record.get("member_idx"), []).append(record["reward"])
         calls = {
-            f"{turn['started']} {hash(tuple(turn['ids']))}"
+            f"{turn['started']} {hash(tuple(turn.get('ids') or ()))}"
             for record in kept
             for turn in record["turns"]
             if turn.get("started") is not None
@@ -70,7 +72,7 @@ class DumpedGroup:
             records=records,
             scope=first["scope"],
             version=first["version"],
-            task=first["task_id"],
+            task=first.get("task_id") or 0,
             id=first["id"],
             finished=float((first.get("timings") or {}).get("finished_at") or 0.0),
             start=int(first.get("start_version") or 0),
@@ -78,7 +80,8 @@ class DumpedGroup:
             tail=max(tails, default=None),
             accepted=bool(kept),
             lines=len(kept),
-            trained=sum(sum(turn["loss_mask"]) for record in kept for turn in record["turns"]),
+            trained=sum(sum(turn.get("loss_mask") or ()) for record in kept for turn in record["turns"]),
+            line_rewards=[reward for rewards in by_member.values() for reward in rewards],
             rewards=[math.fsum(rewards) / len(rewards) for rewards in by_member.values()],
             calls=sorted(calls),
         )

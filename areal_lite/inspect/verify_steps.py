@@ -168,17 +168,19 @@ def evaluations_match_dumps(run: Run) -> Iterator[str]:
 
 def scores_match_dumps(run: Run) -> Iterator[str]:
     """With ``dump_scores``, the rewards that the trainer saw are those in the dumps."""
-    dumped: dict[str, float] = {}
-    for group in run.trained:
-        dumped[str(group.task)] = math.fsum(group.rewards) / max(1, len(group.rewards))
-    if not dumped or run.rl is None or run.rl.reward_model is not None:
+    if not comparable(run) or run.rl is None or run.rl.reward_model is not None:
         return
+    dumped = {str(group.task): sorted(group.line_rewards) for group in run.trained}
+    if not (run.root / "scores").is_dir():
+        run.unproved.append(
+            "that each episode has its own reward: set dump_scores for runs, or score them again with --reward PKG.FN"
+        )
     for path in sorted((run.root / "scores").glob("*.jsonl")):
         scores: dict[str, list[float]] = {}
         for record in read_records(path):
             scores.setdefault(record["task_id"], []).append(record["score"])
         for task, values in scores.items():
-            if task not in dumped or differs(math.fsum(values) / len(values), dumped[task]):
+            if sorted(values) != dumped.get(task):
                 yield f"scores/{path.name}: task {task} has other rewards in the dumps, or is not there"
 
 
@@ -269,8 +271,8 @@ class StepRecomputation:
             return
         try:
             found = self._metrics(version, kept)
-        except (ArealLiteError, ValueError) as error:
-            yield f"step {version + 1} cannot be computed again from its episodes: {error}"
+        except (ArealLiteError, ValueError, KeyError, TypeError) as error:
+            yield f"step {version + 1} cannot be computed again from its episodes: {type(error).__name__}: {error}"
             return
         for name, value in found.items():
             if f"train/{name}" in record and differs(record[f"train/{name}"], value):
