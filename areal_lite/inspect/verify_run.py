@@ -140,13 +140,16 @@ class Run:
 
     @property
     def restarted(self) -> bool:
-        """Whether a process resumed the run: its counts begin anew."""
-        names = ("episodes/accepted", "servers/0/requests")
-        pairs = list(itertools.pairwise(self.steps))
-        return any(after.get(name, 0) < before.get(name, 0) for before, after in pairs for name in names) or any(
-            after.get("episodes/accepted", math.inf) < before.get("episodes/accepted", 0) + after.get("train/groups", 0)
-            for before, after in pairs
-        )
+        """Whether a process resumed the run: its count of accepted groups lacks those before."""
+        size = self.rl.evaluation.group_size if self.rl is not None else 1
+        least = 0.0
+        for record in self.metrics:
+            least += record.get("train/groups") or (record.get("eval/episodes") or 0) / size
+            if (count := record.get("episodes/accepted")) is not None:
+                if count + 1 <= least:
+                    return True
+                least = count
+        return False
 
     @property
     def first_moment(self) -> float:

@@ -258,10 +258,12 @@ class StepRecomputation:
     def check(self, version: int, groups: Sequence[DumpedGroup]) -> Iterator[str]:
         """Compare the step that trained ``version`` with the accepted training groups of that version."""
         record = self._records.get(version + 1)
-        kept = [group for group in groups if record is not None and group.finished >= began(record) - SLACK_S]
+        # A resumed run numbers its groups after those of the lost steps.
+        count = 0 if record is None else int(record["train/groups"])
+        kept = sorted(groups, key=lambda group: (isinstance(group.task, str), group.task))[-count:] if count else []
         if len(kept) < len(groups):
             if self._run.complete:
-                yield f"step {version + 1}: {some(g.id for g in groups if g not in kept)} belong to no recorded step"
+                yield f"step {version + 1}: {len(groups)} groups of its version were accepted, and it trained {count}"
             else:
                 self._run.unproved.append(
                     f"{len(groups) - len(kept)} accepted groups of version {version} belong to no recorded step: the "
