@@ -106,12 +106,12 @@ class _Export:
     def dpo(self, filter: str) -> Iterator[Mapping[str, Any]]:
         """Yield the best against the worst answer of each group whose rewards differ."""
         for group in self.groups(filter):
-            told = [(record, messages) for record in group if (messages := self.messages(record)) is not None]
-            if len({record["reward"] for record, _ in told}) < 2:
+            usable = [(record, messages) for record in group if (messages := self.messages(record)) is not None]
+            if len({record["reward"] for record, _ in usable}) < 2:
                 self.left_out["groups without two rewards"] += 1
                 continue
-            best, chosen = max(told, key=lambda each: each[0]["reward"])
-            worst, rejected = min(told, key=lambda each: each[0]["reward"])
+            best, chosen = max(usable, key=lambda each: each[0]["reward"])
+            worst, rejected = min(usable, key=lambda each: each[0]["reward"])
             if chosen[:-1] != rejected[:-1]:
                 self.left_out["groups whose best and worst episode differ before the last answer"] += 1
             elif chosen == rejected:
