@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _inspect(options)
         elif options.command == "plot":
             _plot(options)
+        elif options.command == "init":
+            _init(options)
         else:
             from areal_lite.api.config_loader import load_config
 
@@ -95,6 +97,12 @@ def _plot(options: argparse.Namespace) -> None:
     from areal_lite.inspect.plot import plot_metrics
 
     print(plot_metrics(*options.run_dirs, out=options.out))
+
+
+def _init(options: argparse.Namespace) -> None:
+    from areal_lite.scaffold.init import init
+
+    print(init(options.name, template=options.template, model=options.model).next_steps)
 
 
 def _config(config: ExperimentConfig) -> None:
@@ -260,6 +268,18 @@ def _add_inspect(command: argparse.ArgumentParser) -> None:
     add("--tokens", metavar="ID", help="the tokens of an episode: id, text, mask, log-prob, version")
 
 
+def _add_init(command: argparse.ArgumentParser) -> None:
+    command.description = "Writes the folder NAME with an agent, its task, a config, a test and a README."
+    command.add_argument("name", metavar="NAME", help="a new folder, which is imported by this name")
+    command.add_argument(
+        "--template",
+        choices=("single", "tools", "multi-turn", "env", "sft"),
+        default="single",
+        help="kind of agent (default: single)",
+    )
+    command.add_argument("--model", metavar="PATH", help="model folder or hub name (default: the first in runs/models)")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="areal-lite", description="Agentic RL rollouts and training from one YAML file.")
     parser.add_argument("--version", action="version", version=f"areal-lite {__version__}")
@@ -274,6 +294,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run, root=root)
     commands.add_parser("serve", help="start SGLang, vLLM or embedded servers of a model", add_help=False)
     _add_inspect(commands.add_parser("inspect", help="filter, sort and compare dumped episodes; also as JSON"))
+    _add_init(commands.add_parser("init", help="start a project: agent, config, test"))
     command = commands.add_parser("view", help="show dumped episodes in the terminal")
     command.add_argument("path", type=Path, metavar="PATH", help="a .jsonl dump, or a folder that contains dumps")
     command.add_argument(
