@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     sys.path.insert(0, str(Path.cwd()))
     _start_logging()
-    stop = StopOnSignal()
+    stop, code = StopOnSignal(), 0
     try:
         if arguments[:1] == ["serve"]:
             from areal_lite.launch.serve import serve
@@ -52,12 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             _plot(options)
         elif options.command == "init":
             _init(options)
+        elif options.command == "doctor":
+            code = _doctor(options)
         else:
             from areal_lite.api.config_loader import load_config
 
             options.run(load_config(options.config, options.overrides, root=_root(options.root)))
         sys.stdout.flush()
-        code = 0
     except ArealLiteError as error:
         _report(error)
         code = error.exit_code
@@ -103,6 +104,14 @@ def _init(options: argparse.Namespace) -> None:
     from areal_lite.scaffold.init import init
 
     print(init(options.name, template=options.template, model=options.model).next_steps)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from areal_lite.launch.doctor import doctor
+
+    code = doctor(options.config, options.overrides, show=lambda finding: print(finding, flush=True))
+    print("nothing to fix" if code == 0 else "fix the lines that begin with fix, and run doctor again")
+    return code
 
 
 def _config(config: ExperimentConfig) -> None:
@@ -280,6 +289,15 @@ def _add_init(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", metavar="PATH", help="model folder or hub name (default: the first in runs/models)")
 
 
+def _add_doctor(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Checks packages, devices, memory and disk; with CONFIG also model, tokenizer, servers, one episode and one "
+        "training step. Changes nothing. Exit code 0: nothing to fix."
+    )
+    command.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="a config of any kind of run")
+    command.add_argument("overrides", metavar="key=value", nargs="*", help="override one value")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="areal-lite", description="Agentic RL rollouts and training from one YAML file.")
     parser.add_argument("--version", action="version", version=f"areal-lite {__version__}")
@@ -295,6 +313,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("serve", help="start SGLang, vLLM or embedded servers of a model", add_help=False)
     _add_inspect(commands.add_parser("inspect", help="filter, sort and compare dumped episodes; also as JSON"))
     _add_init(commands.add_parser("init", help="start a project: agent, config, test"))
+    _add_doctor(commands.add_parser("doctor", help="check the machine, and what a run needs, step by step"))
     command = commands.add_parser("view", help="show dumped episodes in the terminal")
     command.add_argument("path", type=Path, metavar="PATH", help="a .jsonl dump, or a folder that contains dumps")
     command.add_argument(
