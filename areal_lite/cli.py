@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             from areal_lite.api.config_loader import load_config
 
-            options.run(load_config(options.config, options.overrides, root=_root(options.root)))
+            run = _dry_run if getattr(options, "dry_run", False) else options.run
+            run(load_config(options.config, options.overrides, root=_root(options.root)))
         sys.stdout.flush()
     except ArealLiteError as error:
         _report(error)
@@ -104,6 +105,14 @@ def _init(options: argparse.Namespace) -> None:
     from areal_lite.scaffold.init import init
 
     print(init(options.name, template=options.template, model=options.model).next_steps)
+
+
+def _dry_run(config: RunConfig | SFTConfig | DPOConfig | RewardModelConfig) -> None:
+    from areal_lite.launch.doctor_run import dry_run
+
+    for finding in dry_run(config):
+        print(finding.text, flush=True)
+    print("nothing was started; areal-lite doctor also tries servers, an episode and a training step")
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -232,6 +241,17 @@ class _ConfigHelp(argparse.Action):
         parser.exit()
 
 
+class _Explain(argparse.Action):
+    """Prints what a config key means."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: Any, *_: object) -> NoReturn:
+        from areal_lite.api.config_help import explain
+        from areal_lite.api.supervised_config import KINDS
+
+        print(explain(values, [_root("RunConfig"), *KINDS.values()]), flush=True)
+        parser.exit()
+
+
 def positive_integer(text: str) -> int:
     """Return ``text`` as an integer of at least 1; argparse shows this function's name."""
     if (number := int(text)) < 1:
@@ -242,6 +262,8 @@ def positive_integer(text: str) -> int:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     """Parse a command; ``inspect`` takes the terms of its filter anywhere, and ``--sort -KEY``."""
     parser = _parser()
+    if "--dry-run" in arguments[1:]:  # argparse takes no key=value after it
+        arguments = [arguments[0], "--dry-run", *(word for word in arguments[1:] if word != "--dry-run")]
     if arguments[:1] != ["inspect"]:
         return parser.parse_args(arguments)
     for place in range(len(arguments) - 1, 0, -1):
@@ -309,6 +331,10 @@ def _parser() -> argparse.ArgumentParser:
             "overrides", metavar="key=value", nargs="*", help="override one value: dotted key, YAML value"
         )
         command.add_argument("-h", "--help", action=_ConfigHelp)
+        if name == "config":
+            command.add_argument("--explain", action=_Explain, metavar="KEY", help="say what a key means")
+        elif name not in ("rollout", "eval"):
+            command.add_argument("--dry-run", action="store_true", help="check everything and start nothing")
         command.set_defaults(run=run, root=root)
     commands.add_parser("serve", help="start SGLang, vLLM or embedded servers of a model", add_help=False)
     _add_inspect(commands.add_parser("inspect", help="filter, sort and compare dumped episodes; also as JSON"))

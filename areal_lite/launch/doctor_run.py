@@ -14,8 +14,9 @@ from typing import Any
 from areal_lite.api.config import CheckpointConfig, RunConfig
 from areal_lite.api.supervised_config import SupervisedConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.embedded.settings import check_model_path
 from areal_lite.errors import EpisodeError, StarvationError, TrainingError
-from areal_lite.launch.doctor import Findings, ok, warning
+from areal_lite.launch.doctor import Findings, ok, run_folder, warning
 from areal_lite.launch.run_data import tokenizer_path
 
 _GROUP = 2
@@ -39,6 +40,22 @@ def settings(config: RunConfig | SupervisedConfig) -> Findings:
     inputs = rollout_inputs(config, Start(evaluates=False))
     rows = f"{len(inputs.data.dataset):,} training rows, {len(inputs.held_out):,} held out"
     yield ok(f"workflow {config.workflow}, {rows}")
+
+
+def dry_run(config: RunConfig | SupervisedConfig) -> Findings:
+    """Check all that a run checks before servers and models start: its folder, its settings, every row.
+
+    Raises:
+        ArealLiteError: As the run itself.
+    """
+    yield from run_folder(config)
+    yield from settings(config)
+    if isinstance(config, SupervisedConfig):
+        from areal_lite.launch.supervised import datasets
+
+        check_model_path(config.model_path)
+        train, held_out = datasets(config)
+        yield ok(f"{len(train):,} training items, {len(held_out or ()):,} held out")
 
 
 def rollouts(config: RunConfig) -> Findings:

@@ -361,24 +361,55 @@ def test_a_step_that_is_not_finite_is_to_fix(config: Path, server: str) -> None:
     the_line(lines, "fix", "not finite")
 
 
-def test_supervised_runs_try_a_step_on_the_first_rows(config: Path, model: Path, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("\n".join(json.dumps({"prompt": f"say {n}", "response": "yes"}) for n in range(20)))
+@pytest.fixture
+def sft(config: Path, model: Path, tmp_path: Path) -> Path:
+    """The config of a supervised run on rows.jsonl."""
+    rows = (json.dumps({"prompt": f"say {n}", "response": "yes"}) + "\n" for n in range(20))
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
     values: dict[str, Any] = {
         "kind": "sft",
         "experiment_name": "checked",
         "fileroot": str(tmp_path / "runs"),
         "model_path": str(model),
-        "train_dataset": {"path": str(rows), "max_length": 64},
+        "train_dataset": {"path": str(tmp_path / "rows.jsonl"), "max_length": 64},
         "trainer": {"batch_size": 4, "learning_rate": 1e-3, "device": "cpu", "num_threads": 1},
     }
     config.write_text(yaml.safe_dump(values))
+    return config
+
+
+def test_supervised_runs_try_a_step_on_the_first_rows(sft: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
-    code, lines = examine(config)
+    code, lines = examine(sft)
     assert code == 0, lines
     the_line(lines, "ok", "training step: loss +")
     assert sorted(tmp_path.rglob("*")) == before
-    rows.write_text(json.dumps({"text": "no conversation"}))
-    code, lines = examine(config)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "no conversation"}))
+    code, lines = examine(sft)
     assert code == 64
     assert "set messages_key, or prompt_key and response_key" in the_line(lines, "fix", "'messages'")
+
+
+# -- a dry run ---------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_checks_what_a_run_checks_and_starts_nothing(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["train", str(config), "--dry-run", "trial_name=other"]) == 0
+    out = capsys.readouterr().out
+    assert "runs/checked/other: a new run" in out
+    assert "workflow tests.e2e.agents.LetterAgent, 16 training rows, 0 held out" in out
+    assert main(["train", "--dry-run", str(config), "rollout.group_size=1"]) == 64
+    assert "a group of one has no baseline" in capsys.readouterr().err
+    assert main(["train", str(config), "workflow=tests.e2e.agents.Nobody", "--dry-run"]) == 64
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_dry_run_of_sft_reads_every_row(sft: Path, tmp_path: Path) -> None:
+    assert main(["sft", str(sft), "--dry-run"]) == 0
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "say 20", "response": None}))
+    assert main(["sft", str(sft), "--dry-run"]) == 64
+    assert not (tmp_path / "runs").exists()
