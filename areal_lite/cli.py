@@ -46,19 +46,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             serve(arguments[1:])
         options = _parse(arguments)
         code = 0
-        if options.command in _READERS:
-            code = _READERS[options.command](options) or 0
+        if options.command in _COMMANDS:
+            code = _COMMANDS[options.command](options) or 0
         else:
             from areal_lite.api.config_loader import load_config
 
-            options.run(load_config(options.config, options.overrides, root=_root(options.root)))
+            run = _dry_run if getattr(options, "dry_run", False) else options.run
+            run(load_config(options.config, options.overrides, root=_root(options.root)))
         sys.stdout.flush()
     except ArealLiteError as error:
         _report(error)
         code = error.exit_code
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
         code = ArealLiteError.exit_code
-        prints = {"config", "inspect", "rescore", "verify", "view"}
+        prints = {"config", "doctor", "inspect", "rescore", "verify", "view"}
         only_prints = not prints.isdisjoint(arguments[:1]) or arguments[-1:] in (["-h"], ["--help"])
         if isinstance(error, BrokenPipeError) and only_prints:  # the reader, for example `head`, has left
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -117,15 +118,39 @@ def _verify(options: argparse.Namespace) -> int:
     return verify(options.path, reward=options.reward)
 
 
-_READERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+def _init(options: argparse.Namespace) -> None:
+    from areal_lite.scaffold.init import init
+
+    print(init(options.name, template=options.template, model=options.model).next_steps)
+
+
+def _dry_run(config: RunConfig | SFTConfig | DPOConfig | RewardModelConfig) -> None:
+    from areal_lite.launch.doctor_run import dry_run
+
+    for finding in dry_run(config):
+        print(finding.text, flush=True)
+    print("nothing was started; areal-lite doctor also tries servers, an episode and a training step")
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from areal_lite.launch.doctor import doctor
+
+    code = doctor(options.config, options.overrides, show=lambda finding: print(finding, flush=True))
+    print("nothing to fix" if code == 0 else "fix the lines that begin with fix, and run doctor again")
+    return code
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "view": _view,
     "inspect": _inspect,
     "plot": _plot,
     "rescore": _rescore,
     "export": _export,
     "verify": _verify,
+    "init": _init,
+    "doctor": _doctor,
 }
-"""Commands that read what a run wrote; they return an exit code, or None for 0."""
+"""Commands that are no run of a config; they return an exit code, or None for 0."""
 
 
 def _config(config: ExperimentConfig) -> None:
@@ -246,6 +271,17 @@ class _ConfigHelp(argparse.Action):
         parser.exit()
 
 
+class _Explain(argparse.Action):
+    """Prints what a config key means."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: Any, *_: object) -> NoReturn:
+        from areal_lite.api.config_help import explain
+        from areal_lite.api.supervised_config import KINDS
+
+        print(explain(values, [_root("RunConfig"), *KINDS.values()]), flush=True)
+        parser.exit()
+
+
 def positive_integer(text: str) -> int:
     """Return ``text`` as an integer of at least 1; argparse shows this function's name."""
     if (number := int(text)) < 1:
@@ -256,6 +292,8 @@ def positive_integer(text: str) -> int:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     """Parse a command; one with a filter takes its terms anywhere, and ``--sort -KEY``."""
     parser = _parser()
+    if "--dry-run" in arguments[1:]:  # argparse takes no key=value after it
+        arguments = [arguments[0], "--dry-run", *(word for word in arguments[1:] if word != "--dry-run")]
     if arguments[:1] not in (["inspect"], ["rescore"], ["export"]):
         return parser.parse_args(arguments)
     for place in range(len(arguments) - 1, 0, -1):
@@ -325,6 +363,27 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     add("--tokenizer", metavar="PATH", help="tokenizer with the chat template (default: the run's)")
 
 
+def _add_init(command: argparse.ArgumentParser) -> None:
+    command.description = "Writes the folder NAME with an agent, its task, a config, a test and a README."
+    command.add_argument("name", metavar="NAME", help="a new folder, which is imported by this name")
+    command.add_argument(
+        "--template",
+        choices=("single", "tools", "multi-turn", "env", "sft"),
+        default="single",
+        help="kind of agent (default: single)",
+    )
+    command.add_argument("--model", metavar="PATH", help="model folder or hub name (default: the first in runs/models)")
+
+
+def _add_doctor(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Checks packages, devices, memory and disk; with CONFIG also model, tokenizer, servers, one episode and one "
+        "training step. Changes nothing. Exit code 0: nothing to fix."
+    )
+    command.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="a config of any kind of run")
+    command.add_argument("overrides", metavar="key=value", nargs="*", help="override one value")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="areal-lite", description="Agentic RL rollouts and training from one YAML file.")
     parser.add_argument("--version", action="version", version=f"areal-lite {__version__}")
@@ -336,6 +395,10 @@ def _parser() -> argparse.ArgumentParser:
             "overrides", metavar="key=value", nargs="*", help="override one value: dotted key, YAML value"
         )
         command.add_argument("-h", "--help", action=_ConfigHelp)
+        if name == "config":
+            command.add_argument("--explain", action=_Explain, metavar="KEY", help="say what a key means")
+        elif name not in ("rollout", "eval"):
+            command.add_argument("--dry-run", action="store_true", help="check everything and start nothing")
         command.set_defaults(run=run, root=root)
     commands.add_parser("serve", help="start SGLang, vLLM or embedded servers of a model", add_help=False)
     _add_inspect(commands.add_parser("inspect", help="filter, sort and compare dumped episodes; also as JSON"))
@@ -344,6 +407,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("verify", help="prove from a run's folder that it trained what it says")
     command.add_argument("path", type=Path, metavar="RUN", help="a run's folder")
     command.add_argument("--reward", metavar="PKG.FN", help="the run's reward function: score its episodes again")
+    _add_init(commands.add_parser("init", help="start a project: agent, config, test"))
+    _add_doctor(commands.add_parser("doctor", help="check the machine, and what a run needs, step by step"))
     command = commands.add_parser("view", help="show dumped episodes in the terminal")
     command.add_argument("path", type=Path, metavar="PATH", help="a .jsonl dump, or a folder that contains dumps")
     command.add_argument(

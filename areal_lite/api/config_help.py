@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from areal_lite.api.config import RunIdentity
+from areal_lite.errors import ConfigError
 
 _WORDS = {
     int: "integer",
@@ -69,15 +71,34 @@ def meaning_of(record: type[Any], name: str) -> str:
 
 def help_text(root: type[Any], width: int = 80) -> str:
     """Return the help of all fields of ``root``, wrapped to ``width`` columns."""
-    lines: list[str] = []
-    for key, kind, default, meaning in describe_fields(root):
-        value = "required" if default is None else f"default {default}"
-        head = f"{key}  ({kind}; {value})" if kind != "section" or default != "{}" else f"{key}:"
-        if kind == "section":
-            lines.append("")
-        lines += textwrap.wrap(head, width, subsequent_indent="    ", break_on_hyphens=False)
-        lines += textwrap.wrap(meaning, width, initial_indent="    ", subsequent_indent="    ")
-    return "\n".join(lines)
+    return "\n".join(line for entry in describe_fields(root) for line in _entry(entry, width))
+
+
+def explain(key: str, roots: Sequence[type[Any]], width: int = 80) -> str:
+    """Return the help of one key: of a section all its keys, of a last part such as ``group_size`` every key with it.
+
+    Raises:
+        ConfigError: If no config class has it; close keys are named.
+    """
+    known = {entry.key: entry for root in reversed(roots) for entry in describe_fields(root)}  # the first root wins
+    found = [name for name in known if f"{name}.".startswith(f"{key}.")] or [
+        name for name in known if name.endswith(f".{key}")
+    ]
+    if not found:
+        close = difflib.get_close_matches(key, known, 3, 0.5)
+        raise ConfigError(f"unknown key {key!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
+    return "\n".join(line for name in found for line in _entry(known[name], width)).lstrip("\n")
+
+
+def _entry(entry: FieldHelp, width: int) -> list[str]:
+    key, kind, default, meaning = entry
+    value = "required" if default is None else f"default {default}"
+    head = f"{key}  ({kind}; {value})" if kind != "section" or default != "{}" else f"{key}:"
+    return [
+        *([""] if kind == "section" else []),
+        *textwrap.wrap(head, width, subsequent_indent="    ", break_on_hyphens=False),
+        *textwrap.wrap(meaning, width, initial_indent="    ", subsequent_indent="    "),
+    ]
 
 
 def _is_record(kind: Any) -> bool:

@@ -26,6 +26,7 @@ from areal_lite.infra.grouped_rollout import GroupedRolloutWorkflow
 from areal_lite.infra.loop_thread import LoopThread
 from areal_lite.infra.loop_watchdog import LoopWatchdog
 from areal_lite.infra.model_identity import ModelIdentity
+from areal_lite.infra.server_pool import Server
 from areal_lite.infra.submission import EpisodeRecipe
 from areal_lite.infra.trajectory_dumper import TrajectoryDumper, next_task_id
 from areal_lite.infra.workflow_executor import WorkflowExecutor
@@ -162,6 +163,11 @@ class RemoteInfEngine(InferenceEngine):
                 raise
             if failure is not error:
                 logger.warning("%s", failure)
+
+    @property
+    def servers(self) -> Sequence[Server]:
+        """The servers with their state."""
+        return self._client.pool.servers
 
     @property
     def _running_loop(self) -> LoopThread:

@@ -23,7 +23,6 @@ from areal_lite.errors import ServerError
 from areal_lite.launch.engine_stack import generating_engine, reports_truncated, thread_budget
 from areal_lite.launch.evaluation import Evaluation
 from areal_lite.launch.loop import (
-    RunFiles,
     StepMetrics,
     Summary,
     TrainingRun,
@@ -32,15 +31,15 @@ from areal_lite.launch.loop import (
 )
 from areal_lite.launch.profiling import StepProfiler
 from areal_lite.launch.publishing import Publish, weight_publisher
-from areal_lite.launch.resuming import find_start
-from areal_lite.launch.rollout_driver import RolloutDriver, load_rollout_inputs
+from areal_lite.launch.resuming import Start, find_start
+from areal_lite.launch.rollout_driver import RolloutDriver, RolloutInputs, load_rollout_inputs
 from areal_lite.launch.run_data import tokenizer_path
 from areal_lite.launch.run_metrics import OnStep, with_scalars
 from areal_lite.launch.server_probe import NUM_TOKENS, Answer, compare_logprobs, probe_prompt, usual_difference
 from areal_lite.launch.stopping import Stopped, interruptible, stop_together
 from areal_lite.trainer.algorithm import Algorithm
 from areal_lite.trainer.policy_step import Batch
-from areal_lite.trainer.policy_trainer import PolicyTrainer
+from areal_lite.trainer.policy_trainer import OnSkip, PolicyTrainer
 from areal_lite.trainer.ranks import Ranks, broadcast_batch, broadcast_json
 from areal_lite.trainer.truncation import Truncation
 
@@ -180,11 +179,8 @@ class RLRun(TrainingRun[Evaluation]):
 
 def run_rl(config: RunConfig, on_step: OnStep | None) -> Summary[Evaluation]:
     """Train a policy; call it on every rank, after the ranks have joined."""
-    algorithm = Algorithm(config.trainer, max_new_tokens=config.rollout.gconfig.max_new_tokens)
     start = find_start(config, config.trainer.total_steps)
-    inputs = None
-    if Ranks.current().rank == 0:
-        inputs = load_rollout_inputs(config, start, baselines="baselines" in algorithm.needs)
+    inputs = rollout_inputs(config, start) if Ranks.current().rank == 0 else None
     with ExitStack() as stack:
         files = stack.enter_context(open_run_files(config, start, on_step))
         driver = None
@@ -194,7 +190,7 @@ def run_rl(config: RunConfig, on_step: OnStep | None) -> Summary[Evaluation]:
         disable_progress_bar()  # type: ignore[no-untyped-call]
         started = time.monotonic()
         dtype = getattr(torch, "float32" if config.server.dtype == "auto" else config.server.dtype)
-        trainer = _make_trainer(config, files)
+        trainer = make_trainer(config, files.record_skipped_update)
         return RLRun(
             config=config,
             files=files,
@@ -212,7 +208,14 @@ def run_rl(config: RunConfig, on_step: OnStep | None) -> Summary[Evaluation]:
         ).run()
 
 
-def _make_trainer(config: RunConfig, files: RunFiles) -> PolicyTrainer:
+def rollout_inputs(config: RunConfig, start: Start) -> RolloutInputs:
+    """Return the inputs of a run's rollouts; a ConfigError says what in algorithm, workflow or rows cannot work."""
+    algorithm = Algorithm(config.trainer, max_new_tokens=config.rollout.gconfig.max_new_tokens)
+    return load_rollout_inputs(config, start, baselines="baselines" in algorithm.needs)
+
+
+def make_trainer(config: RunConfig, on_skip: OnSkip) -> PolicyTrainer:
+    """Return the policy trainer of a run."""
     gconfig = config.rollout.gconfig
     truncation = Truncation(
         top_p=gconfig.top_p, top_k=gconfig.top_k, min_p=gconfig.min_p, reported=reports_truncated(config)
@@ -224,5 +227,5 @@ def _make_trainer(config: RunConfig, files: RunFiles) -> PolicyTrainer:
         temperature=gconfig.effective_temperature,
         truncation=truncation if gconfig.is_truncated else None,
         max_new_tokens=gconfig.max_new_tokens,
-        on_skip=files.record_skipped_update,
+        on_skip=on_skip,
     )

@@ -32,7 +32,7 @@ def run_training(config: RunConfig, *, on_step: OnStep | None = None) -> Summary
         ConfigError: Before anything expensive starts, for anything in the config that cannot work.
         Stopped: On SIGINT or SIGTERM, with a checkpoint of the last whole step if the run makes any.
     """
-    _check_trainable(config)
+    check_trainable(config)
     from areal_lite.launch.rl import run_rl
     from areal_lite.trainer.policy_model import resolve_device
     from areal_lite.trainer.ranks import join_ranks
@@ -89,7 +89,8 @@ def run_evaluation(config: RunConfig, *, on_step: OnStep | None = None) -> Evalu
         return result
 
 
-def _check_trainable(config: RunConfig) -> None:
+def check_trainable(config: RunConfig) -> None:
+    """Check a training run's options, model folders and workflow; raises ConfigError."""
     from areal_lite.trainer.estimators import COMPARES_GROUP
     from areal_lite.trainer.policy_model import resolve_device
 

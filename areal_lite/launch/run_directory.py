@@ -52,7 +52,7 @@ def run_directory(config: ExperimentConfig, *, fresh: bool, trains: bool = True)
                 f"{path} is held by a run that is still alive (pid {holder}): stop it, or choose another trial_name"
             ) from None
         if fresh and (path / "metrics.jsonl").exists():
-            _check_disposable(config, path)
+            check_disposable(config, path)
             logger.warning("%s: the run in it ended before its first checkpoint; starting again", path)
             for name in ("metrics.jsonl", _SKIPPED_UPDATES):
                 (path / name).unlink(missing_ok=True)
@@ -68,7 +68,7 @@ def run_directory(config: ExperimentConfig, *, fresh: bool, trains: bool = True)
         os.close(lock)
 
 
-def _check_disposable(config: ExperimentConfig, path: Path) -> None:
+def check_disposable(config: ExperimentConfig, path: Path) -> None:
     """Refuse a folder whose run has anything to lose, or made a step under another config."""
     from areal_lite.trainer.checkpoint import CONFIG_FILE, check_config
 

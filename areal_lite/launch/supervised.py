@@ -90,9 +90,8 @@ def run_supervised(
     """
     started = time.monotonic()
     check_model_path(config.model_path)
-    make_dataset, make_trainer = _CLASSES[type(config)]
-    train = _dataset(make_dataset, config, config.train_dataset)
-    held_out = _dataset(make_dataset, config, config.eval_dataset) if config.eval_dataset else None
+    _, make_trainer = _CLASSES[type(config)]
+    train, held_out = datasets(config)
     loader = ResumableLoader(
         train,
         batch_size=config.trainer.batch_size,
@@ -124,6 +123,13 @@ def run_supervised(
             loader=loader,
             held_out=[held_out[number] for number in range(len(held_out))] if held_out else [],
         ).run()
+
+
+def datasets(config: SupervisedConfig) -> tuple[BaseDataset[Any], BaseDataset[Any] | None]:
+    """Return the training and the held-out items, all tokenized."""
+    make, _ = _CLASSES[type(config)]
+    train = _dataset(make, config, config.train_dataset)
+    return train, _dataset(make, config, config.eval_dataset) if config.eval_dataset else None
 
 
 def _dataset(

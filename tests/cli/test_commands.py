@@ -297,3 +297,17 @@ def test_a_process_that_does_not_stop_is_killed_after_the_grace_period(body):
     code, _, error = signalled(body, signal.SIGTERM)
     assert code == 143
     assert error.endswith("not stopped after 1 s: ending here\n")
+
+
+def test_config_explains_a_key_a_section_and_a_last_part():
+    done = areal_lite("config", "--explain", "rollout.group_size")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("rollout.group_size  (integer >= 1; default 1)\n    Episodes per dataset row.")
+    section = areal_lite("config", "--explain", "checkpoint").stdout
+    assert section.startswith("checkpoint:\n    Checkpoints and resuming.\ncheckpoint.every_minutes")
+    assert "rollout." not in section
+    supervised = areal_lite("config", "--explain", "max_length").stdout
+    assert "train_dataset.max_length  (integer >= 2; required)" in supervised
+    unknown = areal_lite("config", "--explain", "rollout.grup_size")
+    assert (unknown.returncode, unknown.stdout) == (64, "")
+    assert "error: unknown key 'rollout.grup_size'; did you mean rollout.group_size" in unknown.stderr

@@ -1,0 +1,184 @@
+"""Checks of ``areal-lite doctor`` that run something: servers, one episode, one training step, on a tiny budget.
+
+They write to a temporary folder. Servers that were running before keep their weights.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from areal_lite.api.config import CheckpointConfig, RunConfig
+from areal_lite.api.supervised_config import SupervisedConfig
+from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.embedded.settings import check_model_path
+from areal_lite.errors import EpisodeError, StarvationError, TrainingError
+from areal_lite.launch.doctor import Findings, ok, run_folder, warning
+from areal_lite.launch.run_data import tokenizer_path
+
+_GROUP = 2
+_NEW_TOKENS = 64
+_EPISODE_SECONDS = 300.0
+_ROWS = 8
+
+
+def settings(config: RunConfig | SupervisedConfig) -> Findings:
+    """Check what the run itself checks before anything expensive starts: devices, options, workflow, rows."""
+    if isinstance(config, SupervisedConfig):
+        from areal_lite.trainer.policy_model import resolve_device
+
+        resolve_device(config.trainer.device)
+        return  # the training step reads the rows
+    from areal_lite.launch.resuming import Start
+    from areal_lite.launch.rl import rollout_inputs
+    from areal_lite.launch.run import check_trainable
+
+    check_trainable(config)
+    inputs = rollout_inputs(config, Start(evaluates=False))
+    rows = f"{len(inputs.data.dataset):,} training rows, {len(inputs.held_out):,} held out"
+    yield ok(f"workflow {config.workflow}, {rows}")
+
+
+def dry_run(config: RunConfig | SupervisedConfig) -> Findings:
+    """Check all that a run checks before servers and models start: its folder, its settings, every row.
+
+    Raises:
+        ArealLiteError: As the run itself.
+    """
+    yield from run_folder(config)
+    yield from settings(config)
+    if isinstance(config, SupervisedConfig):
+        from areal_lite.launch.supervised import datasets
+
+        check_model_path(config.model_path)
+        train, held_out = datasets(config)
+        yield ok(f"{len(train):,} training items, {len(held_out or ()):,} held out")
+
+
+def rollouts(config: RunConfig) -> Findings:
+    """Start or reach the servers, run the episodes of one row, and train one step on them."""
+    from areal_lite.launch.engine_stack import generating_engine
+    from areal_lite.launch.resuming import Start
+    from areal_lite.launch.rl import make_trainer, rollout_inputs
+    from areal_lite.launch.rollout_driver import RolloutDriver
+
+    with TemporaryDirectory(prefix="areal-lite-doctor-") as folder:
+        small = _small_rollouts(config, folder)
+        inputs = rollout_inputs(small, Start(evaluates=False))
+        began = time.monotonic()
+        with generating_engine(small, Path(folder)) as engine:
+            yield from _servers(config, engine, began)
+            driver = RolloutDriver(small, Path(folder), engine=engine, inputs=inputs)
+            batch = _episodes(driver)
+            yield from _spread_rewards(batch)
+            began = time.monotonic()
+            skipped: list[Any] = []
+            trainer = make_trainer(small, skipped.append)
+            yield from _compare(small, engine, trainer)
+            metrics = trainer.train_step(batch, version=0)
+            if skipped:
+                raise TrainingError(f"the update of one training step is not finite: {skipped[0]}")
+            seconds = time.monotonic() - began
+            yield ok(
+                f"training step: loss {metrics['loss']:+.4f}, gradient {metrics['grad_norm']:.4f}, {seconds:.1f} s"
+            )
+
+
+def supervised(config: SupervisedConfig) -> Findings:
+    """Train one step on the first rows."""
+    from areal_lite.api.supervised_config import DPOConfig, RewardModelConfig, SFTConfig
+    from areal_lite.launch.supervised import run_supervised
+
+    assert isinstance(config, SFTConfig | DPOConfig | RewardModelConfig)
+    with TemporaryDirectory(prefix="areal-lite-doctor-") as folder:
+        rows = replace(config.train_dataset, max_samples=min(config.train_dataset.max_samples or _ROWS, _ROWS))
+        changes = _without_files(folder) | {
+            "train_dataset": rows,
+            "eval_dataset": None,
+            "trainer": replace(config.trainer, total_steps=1, batch_size=min(config.trainer.batch_size, _GROUP)),
+        }
+        small = replace(config, **changes)
+        metrics: dict[str, float] = {}
+        summary = run_supervised(small, on_step=lambda step, record: metrics.update(record))
+        if metrics["train/skipped_updates"]:
+            raise TrainingError("the update of one training step is not finite")
+        yield ok(f"training step: loss {metrics['train/loss']:+.4f} in {summary.seconds:.1f} s")
+
+
+def _without_files(folder: str) -> dict[str, Any]:
+    """Return the top-level settings of a run that leaves nothing outside of ``folder``."""
+    checkpoint = CheckpointConfig(every_minutes=None)
+    return {"fileroot": folder, "checkpoint": checkpoint, "tracking": [], "save_model": False}
+
+
+def _small_rollouts(config: RunConfig, folder: str) -> RunConfig:
+    gconfig = config.rollout.gconfig
+    rollout = replace(
+        config.rollout,
+        fileroot=folder,
+        group_size=min(config.rollout.group_size, _GROUP),
+        consumer_batch_size=1,
+        over_sampling_groups=0,
+        dump_to_file=False,
+        failed_group_retries=0,
+        max_empty_batches=1,
+        episode_timeout_s=min(config.rollout.episode_timeout_s, _EPISODE_SECONDS),
+        outage_patience_s=min(config.rollout.outage_patience_s, 30.0),
+        gconfig=gconfig.new(max_new_tokens=min(gconfig.max_new_tokens, _NEW_TOKENS)),
+    )
+    return replace(
+        config,
+        **_without_files(folder),
+        rollout=rollout,
+        trainer=replace(config.trainer, total_steps=1, minibatches_per_step=1),
+        eval_dataset=None,
+        should_accept_fn=None,  # it may reject the only group
+        rollout_cache=None,
+        dump_scores=False,
+        profile_steps=[],
+    )
+
+
+def _servers(config: RunConfig, engine: Any, began: float) -> Findings:
+    whose = "answers" if config.rollout.addresses else f"started in {time.monotonic() - began:.1f} s"
+    for server in engine.servers:
+        if server.down is not None:
+            yield warning(f"server {server.url} is down: {server.down}. Start it, or remove it from rollout.addresses")
+        else:
+            yield ok(f"server {server.url} {whose} and serves {server.info.model or 'a model that it does not name'}")
+
+
+def _episodes(driver: Any) -> Any:
+    """Return the batch of one row; raises with the cause if no episode succeeded."""
+    try:
+        return driver.batch(1)
+    except StarvationError as error:
+        cause = driver.engine.failures.table(1) or str(error)
+        raise EpisodeError(f"no episode succeeded. {cause}") from error
+
+
+def _spread_rewards(batch: Any) -> Findings:
+    """Show the rewards; make equal ones differ, because a batch without advantages computes nothing."""
+    if not isinstance(batch, list):  # packed by the user's own packer
+        return
+    rewards = [reward for group in batch for reward in group.rewards]
+    yield ok(f"{len(rewards)} episodes of one row with rewards {', '.join(f'{reward:.3f}' for reward in rewards)}")
+    if len(set(rewards)) == 1:
+        first = batch[0].trajectories[0]
+        for sequence in first.sequences:
+            sequence.reward = rewards[0] + 1.0
+        first.average_rewards()
+
+
+def _compare(config: RunConfig, engine: Any, trainer: Any) -> Findings:
+    from areal_lite.launch.server_probe import NUM_TOKENS, compare_logprobs, probe_prompt, usual_difference
+
+    prompt = probe_prompt(load_tokenizer(tokenizer_path(config)))
+    answers = engine.probe(prompt, NUM_TOKENS)
+    usual = usual_difference(config)
+    for url, figure in compare_logprobs(trainer, prompt, answers).items():
+        text = f"log-probs of {url} and of the trainer differ by {figure:.4f} nats on average"
+        yield ok(text) if figure <= usual else warning(f"{text}, more than the {usual:g} of rounding")

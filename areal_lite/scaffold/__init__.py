@@ -1,0 +1,1 @@
+"""Starts projects from templates: areal-lite init."""
