@@ -19,7 +19,7 @@ from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.embedded.checkpoint import read_checkpoint_header
 from areal_lite.embedded.settings import check_model_path
 from areal_lite.errors import ConfigError, StorageError
-from areal_lite.launch.doctor import Findings, free_memory, gigabytes, ok, warning
+from areal_lite.launch.doctor_machine import Findings, free_memory, gigabytes, ok, warning
 from areal_lite.launch.run_data import tokenizer_path
 
 Config = RunConfig | SupervisedConfig

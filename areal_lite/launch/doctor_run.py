@@ -1,10 +1,12 @@
-"""Checks of ``areal-lite doctor`` that run something: servers, one episode, one training step, on a tiny budget.
+"""Checks of ``areal-lite doctor`` on a run: its folder and settings, then servers, an episode and a training step.
 
 They write to a temporary folder. Servers that were running before keep their weights.
 """
 
 from __future__ import annotations
 
+import fcntl
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +17,40 @@ from areal_lite.api.config import CheckpointConfig, RunConfig
 from areal_lite.api.supervised_config import SupervisedConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.embedded.settings import check_model_path
-from areal_lite.errors import EpisodeError, StarvationError, TrainingError
-from areal_lite.launch.doctor import Findings, ok, run_folder, warning
+from areal_lite.errors import EpisodeError, RunDirBusyError, StarvationError, TrainingError
+from areal_lite.launch.doctor_machine import Findings, ok, warning
 from areal_lite.launch.run_data import tokenizer_path
 
 _GROUP = 2
 _NEW_TOKENS = 64
 _EPISODE_SECONDS = 300.0
 _ROWS = 8
+
+
+def run_folder(config: RunConfig | SupervisedConfig) -> Findings:
+    """Check that a run can start or resume in its folder, and that no live run holds it."""
+    from areal_lite.launch.resuming import find_start
+    from areal_lite.launch.run_directory import check_disposable
+
+    path = config.run_dir
+    lock = path / ".lock"
+    if lock.exists():
+        with lock.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunDirBusyError(
+                    f"{path} is held by a run that is still alive (pid {file.read() or 'unknown'}): stop it, or choose "
+                    "another trial_name"
+                ) from None
+    total = config.trainer.total_steps
+    start = find_start(config, sys.maxsize if total is None else total)
+    if start.checkpoint is not None:
+        yield ok(f"{path}: training resumes after step {start.step}")
+        return
+    if (path / "metrics.jsonl").exists():
+        check_disposable(config, path)
+    yield ok(f"{path}: a new run")
 
 
 def settings(config: RunConfig | SupervisedConfig) -> Findings:

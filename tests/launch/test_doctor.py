@@ -15,10 +15,10 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
+from areal_lite.api.config_loader import load_config
 from areal_lite.cli import main
 from areal_lite.embedded.process import EmbeddedServer
-from areal_lite.launch import doctor as checks
-from areal_lite.launch import doctor_model
+from areal_lite.launch import doctor_model, doctor_run
 from areal_lite.launch.doctor import doctor
 from areal_lite.trainer.objectives.aggregation import LossTerms
 from areal_lite.trainer.objectives.policy_loss import PolicyInputs
@@ -151,7 +151,7 @@ def test_nothing_is_started_while_something_is_to_fix(config: Path) -> None:
 def test_a_live_run_and_a_finished_run_in_the_folder_are_seen(config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs/checked/trial"
     folder.mkdir(parents=True)
-    loaded = checks.load_config(config)
+    loaded = load_config(config)
     with (folder / ".lock").open("w+") as lock:
         lock.write("4321")
         lock.flush()
@@ -160,11 +160,11 @@ def test_a_live_run_and_a_finished_run_in_the_folder_are_seen(config: Path, tmp_
         assert code == 73
         assert "stop it, or choose another trial_name" in the_line(lines, "fix", f"{folder} is held by a run")
         assert "(pid 4321)" in "".join(lines)
-    assert [str(f) for f in checks.run_folder(loaded)] == [f"ok       {folder}: a new run"]
+    assert [str(f) for f in doctor_run.run_folder(loaded)] == [f"ok       {folder}: a new run"]
     (folder / "model").mkdir()
     (folder / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match="already holds a training run.*choose another name"):
-        list(checks.run_folder(loaded))
+        list(doctor_run.run_folder(loaded))
 
 
 # -- the model ---------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def template(model: Path, text: str | None) -> None:
 
 
 def tokenizer_findings(config: Path, *overrides: str) -> list[str]:
-    return [str(finding) for finding in doctor_model.tokenizer(checks.load_config(config, overrides))]
+    return [str(finding) for finding in doctor_model.tokenizer(load_config(config, overrides))]
 
 
 def test_a_tokenizer_without_a_chat_template_is_to_fix(config: Path, model: Path) -> None:
@@ -274,7 +274,7 @@ def test_an_end_of_turn_that_was_never_trained_is_a_warning(config: Path, model:
 
 
 def test_too_little_memory_or_disk_is_to_fix(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = checks.load_config(config)
+    loaded = load_config(config)
     monkeypatch.setattr(doctor_model, "free_memory", lambda: 1000.0)
     with pytest.raises(ValueError, match=r"need 0.0 GB of memory \(cpu\).*use a smaller model, trainer.lora"):
         list(doctor_model.room(loaded))
@@ -287,7 +287,7 @@ def test_too_little_memory_or_disk_is_to_fix(config: Path, monkeypatch: pytest.M
 
 def test_memory_counts_optimizer_server_reference_and_critic(config: Path) -> None:
     def needs(*overrides: str) -> float:
-        (need,) = doctor_model._needs(checks.load_config(config, overrides), parameters=10).values()
+        (need,) = doctor_model._needs(load_config(config, overrides), parameters=10).values()
         return need
 
     assert needs() == 10 * (16 + 4)
