@@ -33,7 +33,7 @@ class Checkup:
                 self.show(finding)
         except ArealLiteError as error:
             return self._failed("\n".join([str(error), *getattr(error, "__notes__", ())]), error.exit_code)
-        except (Exception, BaseExceptionGroup) as error:  # of a library, or of the user's code
+        except Exception as error:  # of a library, or of the user's code
             return self._failed(f"{type(error).__name__}: {error}", ArealLiteError.exit_code)
         return True
 

@@ -22,6 +22,7 @@ from areal_lite.launch import doctor_model, doctor_run
 from areal_lite.launch.doctor import doctor
 from areal_lite.trainer.objectives.aggregation import LossTerms
 from areal_lite.trainer.objectives.policy_loss import PolicyInputs
+from tests.e2e.agents import LetterAgent
 from tests.fixtures.tiny_model import CHAT_TEMPLATE, EOS_ID, build_tiny_model
 
 Disk = namedtuple("Disk", "total used free")
@@ -73,6 +74,14 @@ def the_line(lines: list[str], level: str, part: str) -> str:
 def not_finite(inputs: PolicyInputs) -> LossTerms:
     """A loss that is nan, but not for the few toy tokens that it is tried on."""
     return LossTerms(inputs.policy * (float("nan") if len(inputs.policy) > 12 else 1.0))
+
+
+class HopelessAgent(LetterAgent):
+    """Gets no reward."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        """Ask once."""
+        return 0.0 * await super().run(data, **extra_kwargs)
 
 
 # -- the machine -------------------------------------------------------------------------------------
@@ -314,9 +323,15 @@ def test_a_run_that_can_start_is_tried_and_leaves_nothing(config: Path, tmp_path
     the_line(lines, "ok", "started in")
     the_line(lines, "ok", "2 episodes of one row with rewards")
     the_line(lines, "ok", "of the trainer differ by 0.0000 nats")
-    loss = the_line(lines, "ok", "training step: loss")
-    assert "gradient 0.0000" not in loss
+    the_line(lines, "ok", "training step: loss")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_step_has_a_gradient_although_rewards_are_equal(config: Path, server: str) -> None:
+    code, lines = examine(config, "workflow=tests.launch.test_doctor.HopelessAgent", f"rollout.addresses=[{server}]")
+    assert code == 0, lines
+    the_line(lines, "ok", "with rewards 0.000, 0.000")
+    assert "gradient 0.0000" not in the_line(lines, "ok", "training step: loss")
 
 
 def test_running_servers_keep_their_weights(config: Path, server: str) -> None:
