@@ -78,9 +78,14 @@ def _start_logging() -> None:
 
 
 def _view(options: argparse.Namespace) -> None:
-    from areal_lite.inspect.view import view
+    if options.export is not None:
+        from areal_lite.inspect.page.export import export_page
 
-    view(options.path, limit=options.limit)
+        print(export_page(options.paths, options.export, filter=options.filter))
+        return
+    from areal_lite.inspect.page.server import serve_page
+
+    serve_page(options.paths, port=options.port, browser=not options.no_browser, filter=options.filter)
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -384,6 +389,16 @@ def _add_doctor(command: argparse.ArgumentParser) -> None:
     command.add_argument("overrides", metavar="key=value", nargs="*", help="override one value")
 
 
+def _add_view(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    command.description = "Serves a page of runs on 127.0.0.1, also while they write. docs/view.md describes it."
+    add("paths", type=Path, nargs="+", metavar="RUN", help="a run's folder, a folder of runs or dumps, or a dump")
+    add("--filter", default="", metavar="FILTER", help="what to show first, or to export; such as 'status=failed'")
+    add("--port", type=positive_integer, metavar="N", help="port of the page (default: 8642, or any free one)")
+    add("--no-browser", action="store_true", help="only print the address")
+    add("--export", type=Path, metavar="FILE.html", help="write the page to one file that needs no server, and end")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="areal-lite", description="Agentic RL rollouts and training from one YAML file.")
     parser.add_argument("--version", action="version", version=f"areal-lite {__version__}")
@@ -409,11 +424,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--reward", metavar="PKG.FN", help="the run's reward function: score its episodes again")
     _add_init(commands.add_parser("init", help="start a project: agent, config, test"))
     _add_doctor(commands.add_parser("doctor", help="check the machine, and what a run needs, step by step"))
-    command = commands.add_parser("view", help="show dumped episodes in the terminal")
-    command.add_argument("path", type=Path, metavar="PATH", help="a .jsonl dump, or a folder that contains dumps")
-    command.add_argument(
-        "--limit", type=positive_integer, default=10, metavar="N", help="show at most N episodes (default 10)"
-    )
+    _add_view(commands.add_parser("view", help="show dumped episodes and metrics in the browser"))
     command = commands.add_parser("plot", help="draw the metrics of one or several runs")
     command.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="a folder with a metrics.jsonl")
     command.add_argument(

@@ -2,7 +2,7 @@
 
 Guarantees that a page in a browser on this machine cannot use a server that listens here: pages cannot avoid the Origin
 or Sec-Fetch-Site header, cannot send JSON's content type without a preflight request, and after DNS rebinding they send
-their own Host. Knows no HTTP library.
+their own Host. A server of pages is used only by its own. Knows no HTTP library.
 """
 
 from __future__ import annotations
@@ -35,6 +35,29 @@ def refusal_of(headers: Mapping[str, str], *, has_body: bool, host_names: frozen
     kind = headers.get("Content-Type", "")
     if has_body and kind.partition(";")[0].strip().lower() != "application/json":
         return Refusal(415, f"the content type is {kind[:80]!r}: send application/json")
+    return None
+
+
+def foreign_page_refusal(
+    headers: Mapping[str, str], *, host_names: frozenset[str], is_document: bool
+) -> Refusal | None:
+    """Return why a server of pages refuses a request; None if a program or one of its own pages sent it.
+
+    Args:
+        headers: A mapping that ignores case.
+        host_names: Allowed hosts in lower case, without port.
+        is_document: Whether the request may come from a link on any page: what it gives, no other page can read.
+    """
+    host = headers.get("Host", "")
+    if _name(host) not in host_names:
+        return Refusal(403, f"the Host is {host[:80]!r}: use {sorted(host_names)[0]}")
+    origin = headers.get("Origin", f"http://{host}")
+    site = headers.get("Sec-Fetch-Site", "none")
+    is_link = (
+        is_document and headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
+    )
+    if origin != f"http://{host}" or (site not in ("none", "same-origin") and not is_link):
+        return Refusal(403, "other web pages are not served: open the address in a tab of its own")
     return None
 
 

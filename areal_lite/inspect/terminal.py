@@ -15,14 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from areal_lite.errors import ConfigError
 from areal_lite.inspect.dumps import Dumps, Row
-from areal_lite.inspect.token_table import first_text_difference, first_token_difference, tokens
+from areal_lite.inspect.token_table import decoder, first_text_difference, first_token_difference, tokens
 from areal_lite.inspect.view import episode_text, json_line, printable
 
 LEVELS = ("runs", "versions", "groups", "episodes", "turns", "problems")
@@ -228,7 +227,10 @@ def _record(dumps: Dumps, id: str) -> dict[str, Any]:
 
 def _print_tokens(dumps: Dumps, id: str, options: Options, console: Console) -> int:
     record = _record(dumps, id)
-    rows = tokens(record, _decoder(dumps.runs[record["run"]]))
+    decode = decoder(dumps.runs[record["run"]])
+    if decode is None:
+        _note("no text of tokens: the run's tokenizer is not on this machine")
+    rows = tokens(record, decode)
     if options.json:
         return _print_json(asdict(token) for token in rows)
     columns = ("index", "turn", "role", "id", "text", "mask", "logprob", "version")
@@ -244,23 +246,6 @@ def _print_tokens(dumps: Dumps, id: str, options: Options, console: Console) -> 
         table.add_row(*(_cell(name, values[name]) for name in columns), style=style)
     console.print(table)
     return count
-
-
-def _decoder(root: Path) -> Any:
-    """Return the function from an id to its text, by the tokenizer of the run in ``root``; None without one."""
-    candidates = [root / "model"]
-    with contextlib.suppress(OSError, yaml.YAMLError, AttributeError, TypeError):
-        config = yaml.safe_load((root / "config.yaml").read_text())
-        candidates.insert(0, Path(config["rollout"]["tokenizer_path"]))
-    for path in candidates:
-        if (path / "tokenizer_config.json").is_file():  # never a download
-            from areal_lite.data.chat.tokenizer import load_tokenizer
-
-            with contextlib.suppress(ConfigError):
-                tokenizer = load_tokenizer(str(path))
-                return lambda id: tokenizer.decode([id], skip_special_tokens=False)
-    _note("no text of tokens: the run's tokenizer is not on this machine")
-    return None
 
 
 def _print_difference(dumps: Dumps, pair: tuple[str, str], options: Options, console: Console) -> int:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
+
+import yaml
+
+from areal_lite.errors import ConfigError
 
 Record = Mapping[str, Any]
 
@@ -36,6 +42,22 @@ def tokens(record: Record, decode: Callable[[int], str] | None = None) -> Iterat
             text = None if decode is None or id is None else decode(id)
             yield Token(index, place, turn.get("role"), id, text, mask, logprob, version)
             index += 1
+
+
+def decoder(root: Path) -> Callable[[int], str] | None:
+    """Return the function from an id to its text, by the tokenizer of the run in ``root``; None without one."""
+    candidates = [root / "model"]
+    with contextlib.suppress(OSError, yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError):
+        config = yaml.safe_load((root / "config.yaml").read_text())
+        candidates.insert(0, Path(config["rollout"]["tokenizer_path"]))
+    for path in candidates:
+        if (path / "tokenizer_config.json").is_file():  # never a download
+            from areal_lite.data.chat.tokenizer import load_tokenizer
+
+            with contextlib.suppress(ConfigError):
+                tokenizer = load_tokenizer(str(path))
+                return lambda id: str(tokenizer.decode([id], skip_special_tokens=False))
+    return None
 
 
 @dataclass(frozen=True, slots=True)

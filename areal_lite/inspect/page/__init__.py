@@ -1,0 +1,1 @@
+"""``areal-lite view``: dumps and metrics as a page in the browser."""

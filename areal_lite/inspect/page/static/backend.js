@@ -1,0 +1,117 @@
+// Where the page's data comes from: the server, or the file itself if it was exported.
+
+import { offlineTest } from "./filter.js";
+
+let inlined = null;
+
+export class AskError extends Error {
+  constructor(message, hint) {
+    super(message);
+    this.hint = hint;
+  }
+}
+
+export function isExported() {
+  return inlined !== null;
+}
+
+export function start() {
+  const script = document.getElementById("data");
+  inlined = script ? JSON.parse(script.textContent) : null;
+}
+
+/** Return the answer to /api/NAME. */
+export async function ask(name, parameters = {}, signal = undefined) {
+  if (inlined) return offline[name](parameters);
+  const query = new URLSearchParams(
+    Object.entries(parameters).filter(([, value]) => value !== "" && value !== null && value !== undefined),
+  );
+  let response;
+  try {
+    response = await fetch(`api/${name}?${query}`, { signal });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new AskError("The server does not answer.", "Start it again: areal-lite view RUN");
+  }
+  const answer = await response.json();
+  if (!response.ok) throw new AskError(answer.error, answer.hint);
+  return answer;
+}
+
+/** Call `changed` when the run has written something, and `connected` with whether the server is there. */
+export function follow(changed, connected) {
+  if (inlined) return;
+  const source = new EventSource("api/changes");
+  let seen = null;
+  source.addEventListener("open", () => connected(true));
+  source.addEventListener("error", () => connected(false));
+  source.addEventListener("message", (event) => {
+    if (seen !== null && event.data !== seen) changed();
+    seen = event.data;
+  });
+}
+
+function place(run, id) {
+  const found = inlined.places[`${run} ${id}`];
+  if (found === undefined) throw new AskError(`${id} of ${run} is not in this file.`, "Export it with another --filter.");
+  return inlined.episodes[found];
+}
+
+function answerText(row) {
+  const { episode } = place(row.run, row.id);
+  const sequence = episode.sequences.find((each) => each.id === row.id) ?? episode.sequences[0];
+  const turns = sequence.path.map((each) => episode.turns[each.turn]);
+  return turns.filter((turn) => turn.role !== "prompt").map((turn) => turn.text ?? "").join("");
+}
+
+function allText(row) {
+  return Object.values(place(row.run, row.id).episode.turns).map((turn) => turn.text ?? "").join("\n");
+}
+
+function select(filter) {
+  try {
+    return inlined.rows.filter(offlineTest(filter ?? "", inlined.state.keys, allText));
+  } catch (error) {
+    throw new AskError(error.message, "");
+  }
+}
+
+const offline = {
+  state: () => inlined.state,
+  summary: () => inlined.summary,
+  metrics: () => inlined.metrics,
+  episodes({ filter, sort, offset, limit }) {
+    const rows = select(filter);
+    const key = (sort || "").replace(/^-/, "");
+    if (key && key !== "version") {
+      const way = sort.startsWith("-") ? -1 : 1;
+      const name = inlined.state.keys.find((each) => each.name === key || each.alias === key)?.name ?? key;
+      rows.sort((a, b) => {
+        if (a[name] === null || b[name] === null) return (a[name] === null) - (b[name] === null);
+        return a[name] < b[name] ? -way : a[name] > b[name] ? way : 0;
+      });
+    }
+    return { rows: rows.slice(offset, offset + limit), total: rows.length };
+  },
+  episode: ({ run, id }) => place(run, id).episode,
+  texts: ({ run, id }) => place(run, id).texts,
+  group({ run, group }) {
+    const rows = inlined.rows.filter((row) => row.run === run && row.group === group);
+    return {
+      run, group,
+      members: rows.map((row) => ({ ...row, text: answerText(row), error: place(run, row.id).episode.facts.error })),
+    };
+  },
+  timeline({ filter }) {
+    const chosen = new Set(select(filter).map((row) => `${row.run} ${row.id}`));
+    return {
+      ...inlined.timeline,
+      episodes: inlined.timeline.episodes.filter((each) => chosen.has(`${each.run} ${each.id}`)),
+    };
+  },
+  compare({ first, second }) {
+    const found = inlined.compare[`${first} ${second}`];
+    if (!found) throw new AskError("This file has no comparison of these runs.", "");
+    return found;
+  },
+};

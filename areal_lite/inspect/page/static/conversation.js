@@ -1,0 +1,169 @@
+// An episode as a conversation: its turns, tool calls, failure and programs.
+
+import { el } from "./dom.js";
+import { count, number, reward, seconds, visible } from "./format.js";
+
+const LONG = 12_000;
+const CHATML = /<\|im_start\|>([\w-]+)[ \t]*\n?([\s\S]*?)(?:<\|im_end\|>\n?|$)/g;
+const LLAMA = /<\|start_header_id\|>([\w-]+)<\|end_header_id\|>\n*([\s\S]*?)(?:<\|eot_id\|>|$)/g;
+const PARTS = /<(tool_call|tool_response|think|tools)>([\s\S]*?)<\/\1>/g;
+const SPECIAL = /(<\|[^|<>\n]{1,48}\|>|<\/?s>)/;
+
+/** Return the messages in a text that a chat template rendered; null if it has another form. */
+export function messages(text) {
+  for (const form of [CHATML, LLAMA]) {
+    const found = [];
+    let end = 0;
+    for (const match of text.matchAll(form)) {
+      const between = text.slice(end, match.index);
+      if (between.trim()) found.push({ role: null, text: between });
+      found.push({ role: match[1], text: match[2] });
+      end = match.index + match[0].length;
+    }
+    if (end) {
+      if (text.slice(end).trim()) found.push({ role: null, text: text.slice(end) });
+      return found;
+    }
+  }
+  return null;
+}
+
+function plain(text) {
+  const shown = visible(text.length > LONG ? text.slice(0, LONG) : text);
+  const node = el("pre", { class: "text" }, special(shown));
+  if (text.length <= LONG) return node;
+  const more = el("button", { class: "more", click: () => node.replaceChildren(...special(visible(text))) || more.remove() },
+    `Show ${number(text.length - LONG)} more characters`);
+  return el("div", {}, node, more);
+}
+
+function special(text) {
+  return text.split(SPECIAL).filter(Boolean).map((part) =>
+    SPECIAL.test(part) ? el("span", { class: "special" }, part) : document.createTextNode(part),
+  );
+}
+
+/** Return the nodes of a text; tool calls, tool results and thoughts get a frame each. */
+export function rich(text) {
+  const nodes = [];
+  let end = 0;
+  for (const match of text.matchAll(PARTS)) {
+    const before = text.slice(end, match.index);
+    if (before.trim()) nodes.push(plain(before.replace(/^\n+|\n+$/g, "")));
+    nodes.push(framed(match[1], match[2].trim()));
+    end = match.index + match[0].length;
+  }
+  const rest = text.slice(end);
+  if (rest.trim() || !nodes.length) nodes.push(plain(nodes.length ? rest.replace(/^\n+|\n+$/g, "") : rest));
+  return nodes;
+}
+
+function framed(kind, text) {
+  if (kind === "think" || kind === "tools") {
+    return el("details", { class: "frame" }, el("summary", {}, kind === "think" ? "Thinking" : "Tools", ` · ${count(text.length, "character")}`), plain(text));
+  }
+  let title = kind === "tool_call" ? "Tool call" : "Tool result";
+  let body = text;
+  try {
+    const call = JSON.parse(text);
+    if (kind === "tool_call" && call.name) {
+      title = `Tool call · ${visible(call.name)}`;
+      body = JSON.stringify(call.arguments ?? call.parameters ?? {}, null, 1);
+    }
+  } catch {
+    if (kind === "tool_call") title += " · not JSON";
+  }
+  return el("div", { class: `frame ${kind}` }, el("div", { class: "frame-title" }, title), plain(body));
+}
+
+function turnHead(turn, columns) {
+  const trained = columns.mask?.reduce((sum, each) => sum + each, 0) ?? 0;
+  const sampled = columns.logprob;
+  const mean = sampled?.length ? sampled.reduce((sum, each) => sum + (each ?? 0), 0) / sampled.length : null;
+  const versions = [...new Set(columns.version ?? [])].filter((each) => each >= 0);
+  const facts = [
+    count(turn.ids?.length ?? 0, "token"),
+    trained ? `${number(trained)} trained` : null,
+    turn.stop_reason ? `stop: ${visible(turn.stop_reason)}` : null,
+    turn.latency_s === null ? null : seconds(turn.latency_s),
+    mean === null ? null : `mean log-prob ${number(mean, 2)}`,
+    versions.length ? `version ${versions.join(", ")}` : null,
+  ];
+  return el("div", { class: "turn-facts" }, facts.filter(Boolean).map((fact) => el("span", {}, fact)));
+}
+
+function bubble(role, name, children) {
+  return el(
+    "section",
+    { class: "turn", "data-role": role, "aria-label": `${name ?? role}` },
+    el("div", { class: "turn-role" }, visible(name ?? role)),
+    el("div", { class: "turn-body" }, children),
+  );
+}
+
+export function conversation(episode, sequence) {
+  const nodes = [failure(episode.facts)];
+  for (const each of sequence.path) {
+    const turn = episode.turns[each.turn];
+    const columns = { ...turn.columns, ...each.columns };
+    const head = turnHead(turn, columns);
+    if (turn.text === null || turn.text === undefined) {
+      nodes.push(bubble(turn.role, turn.agent ?? turn.role, [head, el("p", { class: "quiet" }, "No text: the run had no tokenizer. The token view has the ids.")]));
+      continue;
+    }
+    const parts = turn.role === "assistant" ? null : messages(turn.text);
+    if (!parts) {
+      nodes.push(bubble(turn.role, turn.role === "assistant" ? turn.agent ?? "assistant" : turn.role, [head, rich(turn.text)]));
+      continue;
+    }
+    parts.forEach((part, place) => {
+      const opens = part.role === "assistant" && place === parts.length - 1 && !part.text.trim();
+      if (opens) return; // where the model begins to write
+      const role = part.role === "assistant" ? "earlier" : part.role ?? turn.role;
+      nodes.push(bubble(role === "earlier" ? "environment" : turn.role, part.role ?? turn.role, [place ? null : head, rich(part.text)]));
+    });
+  }
+  if (!sequence.path.length) nodes.push(el("p", { class: "quiet" }, "The episode ended before its first turn."));
+  nodes.push(programs(episode.facts.processes));
+  return el("div", { class: "conversation" }, nodes);
+}
+
+export function failure(facts) {
+  if (!facts.error && !facts.error_kind) return null;
+  const title = [facts.error_kind, facts.error_type].filter(Boolean).join(": ") || facts.status;
+  return el(
+    "section",
+    { class: "failure", "data-status": facts.status, "aria-label": "Why it was not accepted" },
+    el("h3", {}, visible(title)),
+    facts.error ? el("pre", { class: "text" }, visible(facts.error)) : null,
+  );
+}
+
+function programs(processes) {
+  if (!processes?.length) return null;
+  return el(
+    "section",
+    { class: "programs", "aria-label": "Programs" },
+    el("h3", {}, count(processes.length, "program")),
+    processes.map((each) =>
+      el(
+        "details",
+        { class: "frame", open: Boolean(each.timed_out || each.returncode) },
+        el(
+          "summary", {},
+          el("code", {}, visible((each.command ?? []).join(" "))),
+          el("span", { class: each.timed_out || each.returncode ? "bad" : "quiet" },
+            ` ${each.timed_out ? "killed" : `exit status ${each.returncode}`} · ${seconds(each.seconds)}`),
+        ),
+        ["stdout", "stderr"].filter((name) => each[name]).map((name) => [el("div", { class: "frame-title" }, name), plain(each[name])]),
+      ),
+    ),
+  );
+}
+
+export function rewardParts(facts) {
+  const parts = Object.entries(facts.counts ?? {});
+  if (!parts.length) return null;
+  return el("span", { class: "parts" }, parts.map(([name, value]) =>
+    el("span", {}, `${visible(name.replace(/^reward\//, ""))} `, el("b", {}, reward(value)))));
+}

@@ -1,0 +1,65 @@
+// Terms of filters, and the filters of an exported page, which has no server to ask.
+
+export function quoted(value) {
+  const text = String(value);
+  return /^[\w.,:/+-]+$/.test(text) && !/^(none|null)$/.test(text)
+    ? text
+    : `"${text.replaceAll("\\", "\\\\").replaceAll('"', '\\"')}"`;
+}
+
+/** Return the value of the term KEY=VALUE in a filter, or null. */
+export function termValue(filter, key) {
+  const match = filter.match(new RegExp(`(?:^|\\s)${key}=([\\w-]+)(?=\\s|$)`));
+  return match ? match[1] : null;
+}
+
+/** Return the filter with the term KEY=VALUE, and no other term of this form; null takes it away. */
+export function withTerm(filter, key, value) {
+  const rest = filter.replace(new RegExp(`(^|\\s)${key}=[\\w-]+(?=\\s|$)`, "g"), "$1").replace(/\s+/g, " ").trim();
+  if (value === null) return rest;
+  const whole = /(^|\s)or\s/.test(rest) ? `(${rest})` : rest;
+  return `${whole} ${key}=${quoted(value)}`.trim();
+}
+
+const TERM = /\s*([A-Za-z_][\w.]*)\s*(<=|>=|!=|!~|==|=|<|>|~)\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|([^\s"'()]+))/gy;
+const NUMERIC = {
+  "<": (a, b) => a < b, "<=": (a, b) => a <= b, ">": (a, b) => a > b, ">=": (a, b) => a >= b, "=": (a, b) => a === b,
+};
+
+/** Return a test of rows for terms that are joined by spaces. */
+export function offlineTest(filter, keys, textOf) {
+  const tests = [];
+  TERM.lastIndex = 0;
+  while (filter.slice(TERM.lastIndex).trim()) {
+    const begin = TERM.lastIndex;
+    const match = TERM.exec(filter);
+    const key = match && keys.find((each) => each.name === match[1] || each.alias === match[1]);
+    if (!key) {
+      throw new Error(
+        `filter, at '${filter.slice(begin).trim().slice(0, 80)}': an exported page takes terms joined by spaces, ` +
+        "such as status=failed reward<0.5",
+      );
+    }
+    tests.push(offlineTerm(key, match[2].replace("==", "="), match[3] ?? match[4] ?? match[5], textOf));
+  }
+  return (row) => tests.every((test) => test(row));
+}
+
+function offlineTerm(key, op, value, textOf) {
+  if (op[0] === "!") {
+    const test = offlineTerm(key, op.slice(1), value, textOf);
+    return (row) => !test(row);
+  }
+  const valueOf = key.name === "text" ? textOf : (row) => row[key.name === "error" ? "cause" : key.name];
+  if (value === "none" && op === "=") return (row) => valueOf(row) === null || valueOf(row)?.length === 0;
+  if (op === "~") {
+    const insensitive = value.startsWith("(?i)");
+    const pattern = new RegExp(insensitive ? value.slice(4) : value, insensitive ? "i" : "");
+    return (row) => [valueOf(row)].flat().some((each) => each !== null && pattern.test(String(each)));
+  }
+  if (key.kind === "number") {
+    const bound = Number(value);
+    return (row) => valueOf(row) !== null && valueOf(row) !== undefined && NUMERIC[op](valueOf(row), bound);
+  }
+  return (row) => [valueOf(row)].flat().some((each) => each !== null && String(each) === value);
+}

@@ -1,0 +1,259 @@
+// The list of episodes. Only the rows in sight are in the document; pages of rows come when they are needed.
+
+import { ask } from "./backend.js";
+import { el, fill, say, setText } from "./dom.js";
+import { count, number, reward, seconds, visible } from "./format.js";
+
+const ROW = 28;
+const PAGE = 200;
+const EXTRA = 8;
+const MAX_HEIGHT = 30_000_000; // browsers end at about 33 million pixels
+
+const COLUMNS = [
+  { key: "status", label: "Status", text: (row) => row.status ?? "–" },
+  { key: "reward", label: "Reward", sort: "reward", right: true, text: (row) => reward(row.reward) },
+  { key: "task", label: "Task", sort: "task", right: true, text: (row) => visible(row.task ?? "–") },
+  { key: "member", label: "#", sort: "member", right: true, text: (row) => number(row.member ?? row.sample) },
+  { key: "version", label: "Version", sort: "version", right: true, text: (row) => number(row.version) },
+  { key: "tokens", label: "Tokens", sort: "tokens", right: true, text: (row) => number(row.tokens) },
+  { key: "trained", label: "Trained", sort: "trained", right: true, wide: true, text: (row) => number(row.trained) },
+  { key: "turns", label: "Turns", sort: "turns", right: true, text: (row) => number(row.turns) },
+  { key: "run_s", label: "Time", sort: "run_s", right: true, wide: true, text: (row) => seconds(row.run_s) },
+  { key: "stop", label: "Stop", wide: true, text: (row) => visible(row.stop.join(", ")) },
+  { key: "scope", label: "Part", wide: true, text: (row) => (row.scope === "eval-rollout" ? "eval" : row.scope ?? "") },
+  { key: "cause", label: "Cause", text: (row) => visible(row.cause ?? "") },
+  { key: "run", label: "Run", wide: true, several: true, text: (row) => visible(row.run) },
+];
+
+export class EpisodeList {
+  constructor({ several, onOpen, onSort, onTotal, onError }) {
+    this.on = { open: onOpen, sort: onSort, total: onTotal, error: onError };
+    this.columns = COLUMNS.filter((column) => several || !column.several);
+    this.pages = new Map();
+    this.waiting = new Set();
+    this.total = 0;
+    this.selected = 0;
+    this.generation = 0;
+    this.query = { filter: "", sort: "" };
+    this.lines = [];
+    this.head = el("div", { class: "list-head", role: "row" });
+    this.space = el("div", { class: "list-space", role: "rowgroup" });
+    this.body = el(
+      "div",
+      {
+        class: "list-body", role: "grid", tabindex: "0", "aria-label": "Episodes",
+        scroll: () => this.draw(), click: (event) => this.click(event),
+      },
+      this.space,
+    );
+    this.empty = el("div", { class: "empty", hidden: true });
+    this.node = el("div", { class: "list" }, this.head, this.body, this.empty);
+    new ResizeObserver(() => this.draw()).observe(this.body);
+    this.drawHead();
+  }
+
+  /** Show the rows of a filter from the beginning. Return whether the filter is right. */
+  async load(filter, sort, selected = null) {
+    const generation = ++this.generation;
+    this.abort?.abort();
+    this.abort = new AbortController();
+    let page;
+    try {
+      page = await ask("episodes", { filter, sort, offset: 0, limit: PAGE }, this.abort.signal);
+    } catch (error) {
+      if (error.name !== "AbortError" && generation === this.generation) this.on.error(error);
+      return false;
+    }
+    if (generation !== this.generation) return false;
+    this.query = { filter, sort };
+    this.on.error(null);
+    this.pages = new Map([[0, page.rows]]);
+    this.waiting.clear();
+    this.exact = page.total !== null;
+    this.setTotal(page.total ?? page.rows.length + PAGE);
+    this.selected = Math.max(0, selected ? page.rows.findIndex((row) => row.run === selected.run && row.id === selected.id) : 0);
+    this.body.scrollTop = 0;
+    this.drawHead();
+    this.reveal();
+    say(count(this.total, "episode"));
+    return true;
+  }
+
+  /** Read the rows in sight again, because the run has written more. */
+  async refresh() {
+    const generation = this.generation;
+    const first = Math.floor(this.firstRow() / PAGE);
+    try {
+      const page = await ask("episodes", { ...this.query, offset: first * PAGE, limit: PAGE });
+      if (generation !== this.generation) return;
+      this.pages = new Map([[first, page.rows]]);
+      this.waiting.clear();
+      if (page.total !== null) this.setTotal(page.total);
+      this.draw();
+    } catch (error) {
+      this.on.error(error);
+    }
+  }
+
+  setTotal(total) {
+    this.total = total;
+    const height = Math.min(total * ROW, MAX_HEIGHT);
+    this.space.style.height = `${height}px`;
+    this.body.setAttribute("aria-rowcount", this.exact ? total : -1);
+    this.empty.hidden = total > 0;
+    setText(this.empty, "No episode matches. Esc empties the filter.");
+    this.on.total(total, this.exact);
+  }
+
+  row(place) {
+    return this.pages.get(Math.floor(place / PAGE))?.[place % PAGE] ?? null;
+  }
+
+  current() {
+    return this.row(this.selected);
+  }
+
+  firstRow() {
+    const most = this.space.offsetHeight - this.body.clientHeight;
+    if (this.total * ROW <= MAX_HEIGHT || most <= 0) return Math.floor(this.body.scrollTop / ROW);
+    const rows = this.total - Math.floor(this.body.clientHeight / ROW);
+    return Math.floor((this.body.scrollTop / most) * rows);
+  }
+
+  async fetchPage(page) {
+    if (this.waiting.has(page) || this.pages.has(page)) return;
+    this.waiting.add(page);
+    const generation = this.generation;
+    try {
+      const found = await ask("episodes", { ...this.query, offset: page * PAGE, limit: PAGE, count: 0 });
+      if (generation !== this.generation) return;
+      this.pages.set(page, found.rows);
+      if (this.pages.size > 60) this.pages.delete(this.pages.keys().next().value);
+      if (!this.exact) {
+        this.exact = found.total !== null;
+        this.setTotal(found.total ?? Math.max(this.total, (page + 2) * PAGE));
+      }
+    } catch (error) {
+      if (generation === this.generation) this.on.error(error);
+    } finally {
+      this.waiting.delete(page);
+    }
+    this.draw();
+  }
+
+  draw() {
+    const height = this.body.clientHeight;
+    if (!height) return;
+    const first = Math.max(0, this.firstRow() - EXTRA);
+    const last = Math.min(this.total, first + Math.ceil(height / ROW) + 2 * EXTRA);
+    while (this.lines.length < last - first) this.lines.push(this.newLine());
+    const shift = this.total * ROW <= MAX_HEIGHT ? 0 : this.body.scrollTop - (first + EXTRA) * ROW;
+    // A line keeps its row while it is in sight: scrolling by one row draws one row.
+    const size = this.lines.length;
+    this.lines.forEach((line, place) => {
+      const rest = first % size;
+      const row = first - rest + place + (place < rest ? size : 0);
+      const shown = row < last;
+      if (line.node.hidden === shown) line.node.hidden = !shown;
+      if (shown) this.drawLine(line, row, shift);
+    });
+    for (const page of [first, last - 1].map((row) => Math.floor(row / PAGE))) {
+      if (page >= 0 && last > first && !this.pages.has(page)) this.askSoon(page);
+    }
+  }
+
+  /** Ask for a page unless it is scrolled out of sight at once. */
+  askSoon(page) {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => {
+      const first = Math.floor(this.firstRow() / PAGE);
+      const last = Math.floor((this.firstRow() + this.body.clientHeight / ROW) / PAGE);
+      for (let each = first; each <= last; each += 1) this.fetchPage(each);
+    }, this.waiting.size ? 60 : 15);
+  }
+
+  newLine() {
+    const cells = this.columns.map((column) =>
+      el("span", { class: `cell c-${column.key}${column.right ? " right" : ""}${column.wide ? " wide" : ""}`, role: "gridcell" }),
+    );
+    const bar = el("i", { class: "bar", "aria-hidden": "true" });
+    const node = el("div", { class: "line", role: "row" }, cells);
+    cells[1].before(bar);
+    this.space.append(node);
+    return { node, cells, bar, row: null, place: -1 };
+  }
+
+  drawLine(line, place, shift) {
+    const row = this.row(place);
+    const top = place * ROW + shift;
+    if (line.top !== top) line.node.style.transform = `translateY(${top}px)`;
+    line.top = top;
+    const selected = place === this.selected;
+    if (line.selected !== selected) {
+      line.selected = selected;
+      line.node.setAttribute("aria-selected", String(selected));
+    }
+    if (line.place === place && line.row === row) return;
+    line.place = place;
+    line.row = row;
+    line.node.id = `row-${place}`;
+    line.node.setAttribute("aria-rowindex", place + 1);
+    line.node.dataset.status = row?.status ?? "";
+    this.columns.forEach((column, index) => setText(line.cells[index], row ? column.text(row) : index ? "" : "…"));
+    const share = row?.reward === null || row?.reward === undefined ? 0 : Math.min(1, Math.max(0, row.reward));
+    line.bar.style.width = `${Math.round(share * 44)}px`;
+  }
+
+  drawHead() {
+    const { sort } = this.query;
+    fill(
+      this.head,
+      this.columns.map((column) => {
+        const key = column.sort;
+        const active = key && (sort === key || sort === `-${key}` || (!sort && key === "version"));
+        const down = sort === `-${key}`;
+        const place = `cell c-${column.key}${column.right ? " right" : ""}${column.wide ? " wide" : ""}`;
+        if (!key) return el("span", { class: place, role: "columnheader" }, column.label);
+        return el(
+          "button",
+          {
+            class: `${place} sort`, role: "columnheader", title: `Sort by ${key}`,
+            "aria-sort": active ? (down ? "descending" : "ascending") : "none",
+            click: () => this.on.sort(active && !down ? `-${key}` : active && down ? "" : key === "reward" || key === "version" ? key : `-${key}`),
+          },
+          column.label, active ? (down ? " ↓" : " ↑") : "",
+        );
+      }),
+    );
+  }
+
+  click(event) {
+    const node = event.target.closest(".line");
+    const line = this.lines.find((each) => each.node === node);
+    if (!line || !line.row) return;
+    this.selected = line.place;
+    this.draw();
+    this.on.open(line.row);
+  }
+
+  /** Select another row; return it if it is known. */
+  select(place) {
+    this.selected = Math.max(0, Math.min(this.total - 1, place));
+    this.reveal();
+    return this.current();
+  }
+
+  reveal() {
+    if (this.total * ROW <= MAX_HEIGHT) {
+      const top = this.selected * ROW;
+      const view = this.body.clientHeight;
+      if (top < this.body.scrollTop) this.body.scrollTop = top;
+      else if (top + ROW > this.body.scrollTop + view) this.body.scrollTop = top + ROW - view;
+    } else {
+      const most = this.space.offsetHeight - this.body.clientHeight;
+      this.body.scrollTop = (this.selected / this.total) * most;
+    }
+    this.body.setAttribute("aria-activedescendant", `row-${this.selected}`);
+    this.draw();
+  }
+}

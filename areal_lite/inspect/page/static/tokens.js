@@ -1,0 +1,144 @@
+// The tokens of a sequence, coloured by any per-token quantity that the episode has.
+
+import { el, fill, setText } from "./dom.js";
+import { count, number, visible } from "./format.js";
+
+const SHOWN = 4000;
+const STEPS = 9;
+
+/** Return the function from a value to a class, and the legend's entries. */
+export function scale(quantity, values) {
+  const known = values.filter((value) => value !== null && value !== undefined).sort((a, b) => a - b);
+  if (!known.length) return { classOf: () => "", legend: [] };
+  const low = known[Math.floor(known.length * 0.02)];
+  const high = known[Math.ceil(known.length * 0.98) - 1];
+  if (quantity.kind === "flag") {
+    return { classOf: (value) => (value ? "flag" : ""), legend: [["flag", "trained"], ["", "not trained"]] };
+  }
+  if (quantity.kind === "category") {
+    const distinct = [...new Set(known)];
+    const classes = new Map(distinct.map((value, place) => [value, value < 0 ? "" : `k${place % 8}`]));
+    return {
+      classOf: (value) => classes.get(value) ?? "",
+      legend: distinct.filter((value) => value >= 0).slice(0, 12).map((value) => [classes.get(value), number(value)]),
+    };
+  }
+  if (quantity.kind === "signed") {
+    const most = Math.max(Math.abs(low), Math.abs(high)) || 1;
+    const name = (value) => {
+      const step = Math.min(5, Math.round((Math.abs(value) / most) * 5));
+      return step ? (value < 0 ? `n${step}` : `p${step}`) : "";
+    };
+    return { classOf: (value) => (value === null || value === undefined ? "" : name(value)), legend: [["n5", number(-most)], ["", "0"], ["p5", number(most)]] };
+  }
+  const [from, to] = quantity.kind === "surprise" ? [Math.max(0, high), low] : [low, high];
+  const width = to - from || 1;
+  return {
+    classOf: (value) => {
+      if (value === null || value === undefined) return "";
+      const step = Math.min(STEPS, Math.max(0, Math.round(((value - from) / width) * STEPS)));
+      return step ? `q${step}` : "";
+    },
+    legend: [["", number(from, 2)], ["q3", ""], ["q6", ""], ["q9", number(to, 2)]],
+  };
+}
+
+export function tokenView(episode, sequence, texts, color, onColor) {
+  const turns = sequence.path.map((each) => {
+    const turn = episode.turns[each.turn];
+    return { turn, columns: { ...turn.columns, ...each.columns }, texts: texts?.[each.turn] ?? null };
+  });
+  const quantities = episode.quantities;
+  const legend = el("div", { class: "legend", "aria-hidden": "true" });
+  const info = el("div", { class: "token-info", role: "status" });
+  const body = el("div", { class: "tokens-body" });
+  const all = [];
+  let current = null;
+
+  const choice = el("div", { class: "segments", role: "radiogroup", "aria-label": "Colour tokens by" },
+    [...quantities, { key: "none", label: "None", kind: "none" }].map((quantity) =>
+      el("button", {
+        role: "radio", "data-key": quantity.key, "aria-checked": "false",
+        click: () => { paint(quantity.key); onColor(quantity.key); },
+      }, visible(quantity.label))));
+
+  function addTokens(node, each, from, to) {
+    const ids = each.turn.ids ?? [];
+    let base = each.turn.start ?? 0;
+    for (let place = from; place < to; place += 1) {
+      const text = each.texts?.[place];
+      const shown = text === undefined || text === null ? String(ids[place]) : visible(text).replaceAll("\n", "↵\n") || "∅";
+      const token = el("span", { class: "tok", "data-n": all.length, tabindex: all.length ? "-1" : "0" }, shown);
+      all.push({ node: token, each, place, index: base + place });
+      node.append(token);
+      if (text === undefined || text === null) node.append(" ");
+    }
+  }
+
+  for (const each of turns) {
+    const length = each.turn.ids?.length ?? 0;
+    const node = el("div", { class: `toks${each.texts ? "" : " ids"}` });
+    const title = el("div", { class: "toks-title" }, el("b", {}, visible(each.turn.agent ?? each.turn.role ?? "")), ` ${count(length, "token")}`);
+    addTokens(node, each, 0, Math.min(length, SHOWN));
+    body.append(el("section", { class: "turn-tokens", "data-role": each.turn.role }, title, node));
+    if (length > SHOWN) {
+      const more = el("button", { class: "more", click: () => { addTokens(node, each, SHOWN, length); more.remove(); paint(color); } }, `Show ${number(length - SHOWN)} more tokens`);
+      body.append(more);
+    }
+  }
+
+  function paint(key) {
+    color = quantities.some((each) => each.key === key) || key === "none" ? key : quantities[0]?.key ?? "none";
+    for (const button of choice.children) button.setAttribute("aria-checked", String(button.dataset.key === color));
+    const quantity = quantities.find((each) => each.key === color);
+    if (!quantity) {
+      for (const token of all) token.node.className = "tok";
+      fill(legend);
+      return;
+    }
+    const values = turns.flatMap((each) => each.columns[quantity.key] ?? []);
+    const { classOf, legend: entries } = scale(quantity, values);
+    for (const token of all) token.node.className = `tok ${classOf(token.each.columns[quantity.key]?.[token.place])}`;
+    fill(legend, entries.map(([name, label]) => [el("i", { class: `tok ${name}` }, "\u00a0\u00a0"), label ? el("span", {}, label) : null]));
+  }
+
+  function describe(token) {
+    const { each, place, index } = token;
+    const text = each.texts?.[place];
+    const parts = [el("span", {}, `#${number(index)}`), el("span", {}, "id ", el("b", {}, String(each.turn.ids[place])))];
+    if (text !== undefined && text !== null) parts.push(el("code", {}, JSON.stringify(visible(text))));
+    for (const quantity of quantities) {
+      const value = each.columns[quantity.key]?.[place];
+      if (value === undefined || value === null) continue;
+      const shown = quantity.kind === "flag" ? (value ? "yes" : "no") : number(value, 4);
+      const extra = quantity.key === "logprob" ? ` (${number(100 * Math.exp(value), 2)} %)` : "";
+      parts.push(el("span", {}, `${quantity.label.toLowerCase()} `, el("b", {}, shown), extra));
+    }
+    fill(info, parts);
+  }
+
+  function show(token) {
+    current?.node.classList.remove("current");
+    current?.node.setAttribute("tabindex", "-1");
+    current = token;
+    token.node.classList.add("current");
+    token.node.setAttribute("tabindex", "0");
+    describe(token);
+  }
+
+  const find = (event) => all[Number(event.target.closest?.(".tok[data-n]")?.dataset.n ?? -1)];
+  body.addEventListener("mouseover", (event) => { const token = find(event); if (token) describe(token); });
+  body.addEventListener("focusin", (event) => { const token = find(event); if (token) show(token); });
+  body.addEventListener("click", (event) => find(event)?.node.focus());
+  body.addEventListener("keydown", (event) => {
+    const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    const token = find(event);
+    if (!move || !token) return;
+    event.preventDefault();
+    event.stopPropagation();
+    all[all.indexOf(token) + move]?.node.focus();
+  });
+  paint(color);
+  setText(info, "Point at a token, or move with ← and →.");
+  return el("div", { class: "token-view" }, el("div", { class: "token-tools" }, choice, legend), body, info);
+}
