@@ -144,7 +144,8 @@ _FAILURES = (
 
 def _fail(line: dict[str, Any], kind: str, type_: str, message: str) -> None:
     trace = (
-        'Traceback (most recent call last):\n  File "agents/calculator.py", line 41, in run\n    value = await tool(call)\n'
+        'Traceback (most recent call last):\n  File "agents/calculator.py", line 41, in run\n'
+        "    value = await tool(call)\n"
         f'  File "agents/tools.py", line 17, in tool\n    return parse(answer)\n{type_}: {message}\n'
     )
     program = {
@@ -194,7 +195,7 @@ def _turn(
     place: int, parent: int | None, role: str, text: str, draw: random.Random | None = None, version: int = 0,
     started: float | None = None, agent: str = "main",
 ) -> dict[str, Any]:  # fmt: skip
-    draw = draw or random.Random(0)
+    draw = draw or random.Random(text)
     length = max(1, len(text) // 3)
     turn = {"role": role, "turn_idx": place, "parent_idx": parent, "start": 0, "text": text}
     turn |= {"ids": [draw.randrange(50_000) for _ in range(length)], "loss_mask": [int(role == "assistant")] * length}

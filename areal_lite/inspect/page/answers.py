@@ -92,7 +92,7 @@ class Answers:
                 f"offset is {offset} and limit {limit}: use an offset from 0 and a limit of 1..{MAX_ROWS}"
             )
         page = self.dumps.page(filter, sort=sort, offset=offset, limit=limit, count_s=1.0 if count else 0.0)
-        return {"rows": [_row(row) for row in page.rows], "total": page.total}
+        return {"rows": [listed_row(row) for row in page.rows], "total": page.total}
 
     def summary(self, filter: str) -> Json:
         """Return counts, failures by cause and unreadable lines of the matching rows."""
@@ -126,21 +126,13 @@ class Answers:
         }
 
     def texts(self, run: str, id: str) -> Json:
-        """Return the text of every token of an episode, by turn; null without the run's tokenizer."""
+        """Return the text of every token id in an episode; null without the run's tokenizer."""
         decode = self._decoder(run)
         if decode is None:
-            return {"texts": None, "reason": "no text of tokens: the run's tokenizer is not on this machine"}
-        known: dict[int, str] = {}
-        texts: dict[str, list[str]] = {}
-        for record in self.dumps.episode(run, id):
-            for place, turn in enumerate(record["turns"]):
-                key = f"{record['id']}/{place}" if turn.get("turn_idx") is None else str(turn["turn_idx"])
-                if key not in texts:
-                    ids = turn.get("ids") or []
-                    for each in set(ids) - known.keys():
-                        known[each] = decode(each)
-                    texts[key] = [known[each] for each in ids]
-        return {"texts": texts, "reason": None}
+            return {"texts": None, "reason": "No text of tokens: the run's tokenizer is not on this machine."}
+        turns = [turn for record in self.dumps.episode(run, id) for turn in record["turns"]]
+        ids = {each for turn in turns for each in turn.get("ids") or ()}
+        return {"texts": {each: decode(each) for each in ids}, "reason": None}
 
     def group(self, run: str, group: str) -> Json:
         """Return the rows of a group, the first ones with the text that the model wrote."""
@@ -149,9 +141,8 @@ class Answers:
             raise ConfigError(f"run {run} has no group {group!r}")
         members = []
         for row, record in itertools.zip_longest(rows, self.dumps.records(rows[:MAX_GROUP])):
-            text = None if record is None else _answer(record)
-            error = None if record is None else record.get("error")
-            members.append({**_row(row), "text": text and text[:MAX_TEXT], "error": error})
+            turns = None if record is None else _answer(record)
+            members.append({**listed_row(row), "answer": turns, "error": record and record.get("error")})
         return {"run": run, "group": group, "members": members}
 
     def metrics(self, extra: Sequence[str] = ()) -> Json:
@@ -173,7 +164,7 @@ class Answers:
                 if (points := [(r["step"], r[name]) for r in records if _is_number(r.get(name))])
             }
         timing = {
-            name: name.removeprefix(PHASES[0]).removeprefix(PHASES[1]).removesuffix("_s").replace("_", " ")
+            name: "training" if name == "train/seconds_step" else _phase_label(name)
             for name in sorted({name for each in curves.values() for name in each if name.startswith(PHASES)})
         }
         panels.insert(len(_PANELS), {"title": "Seconds of a step", "unit": "seconds", "curves": timing})
@@ -296,7 +287,11 @@ class Answers:
             return self._decoders[run]
 
 
-def _row(row: Row) -> Json:
+def _phase_label(name: str) -> str:
+    return name.removeprefix(PHASES[0]).removeprefix(PHASES[1]).removesuffix("_s").replace("_", " ")
+
+
+def listed_row(row: Row) -> Json:
     return {**row, **_texts(row, "task", "group")}
 
 
@@ -338,12 +333,16 @@ def _quantities(turns: Iterable[Json]) -> list[Json]:
     return [{"key": key, "label": label, "kind": kind} for key, (label, kind) in described.items()]
 
 
-def _answer(record: Mapping[str, Any]) -> str | None:
-    """Return the text after the prompt."""
-    if record.get("completion") is not None:
-        return str(record["completion"])
-    texts = [turn.get("text") for turn in record["turns"] if turn.get("role") != "prompt"]
-    return "".join(text or "" for text in texts) if any(text is not None for text in texts) else None
+def _answer(record: Mapping[str, Any]) -> list[Json]:
+    """Return role and text of the turns after the prompt, up to :data:`MAX_TEXT` characters."""
+    turns: list[Json] = []
+    left = MAX_TEXT
+    for turn in record["turns"]:
+        if turn.get("role") != "prompt" and left > 0:
+            text = turn.get("text")
+            turns.append({"role": turn.get("role"), "text": text and text[:left]})
+            left -= len(text or "")
+    return turns
 
 
 def _is_number(value: Any) -> bool:

@@ -26,7 +26,7 @@ class App {
     this.live = el("span", { class: "live", title: "Whether the page follows the run" });
     this.input = el("input", {
       id: "filter", type: "text", spellcheck: "false", autocomplete: "off", placeholder: 'Filter, such as reward<0.5 status=failed text~"not sure"',
-      "aria-label": "Filter", "aria-describedby": "filter-error", input: later(120, () => this.typed()), keydown: (event) => this.filterKey(event),
+      "aria-label": "Filter", "aria-describedby": "filter-error", input: later(60, () => this.typed()), keydown: (event) => this.filterKey(event),
       focus: () => this.suggest(), blur: () => setTimeout(() => { this.suggestions.hidden = true; }, 150),
     });
     this.suggestions = el("div", { class: "suggestions", role: "listbox", "aria-label": "Filter keys", hidden: true });

@@ -57,15 +57,14 @@ function place(run, id) {
   return inlined.episodes[found];
 }
 
-function answerText(row) {
-  const { episode } = place(row.run, row.id);
+function answerTurns(row) {
+  const episode = place(row.run, row.id);
   const sequence = episode.sequences.find((each) => each.id === row.id) ?? episode.sequences[0];
-  const turns = sequence.path.map((each) => episode.turns[each.turn]);
-  return turns.filter((turn) => turn.role !== "prompt").map((turn) => turn.text ?? "").join("");
+  return sequence.path.map((each) => episode.turns[each.turn]).filter((turn) => turn.role !== "prompt");
 }
 
 function allText(row) {
-  return Object.values(place(row.run, row.id).episode.turns).map((turn) => turn.text ?? "").join("\n");
+  return Object.values(place(row.run, row.id).turns).map((turn) => turn.text ?? "").join("\n");
 }
 
 function select(filter) {
@@ -93,13 +92,13 @@ const offline = {
     }
     return { rows: rows.slice(offset, offset + limit), total: rows.length };
   },
-  episode: ({ run, id }) => place(run, id).episode,
-  texts: ({ run, id }) => place(run, id).texts,
+  episode: ({ run, id }) => place(run, id),
+  texts: ({ run }) => inlined.texts[run],
   group({ run, group }) {
     const rows = inlined.rows.filter((row) => row.run === run && row.group === group);
     return {
       run, group,
-      members: rows.map((row) => ({ ...row, text: answerText(row), error: place(run, row.id).episode.facts.error })),
+      members: rows.map((row) => ({ ...row, answer: answerTurns(row), error: place(run, row.id).facts.error })),
     };
   },
   timeline({ filter }) {

@@ -40,7 +40,7 @@ export async function compareView(node, state, change, runs) {
     el("td", { class: `right change ${each.change > 1e-9 ? "up" : each.change < -1e-9 ? "down" : ""}` },
       each.change === null ? "–" : `${each.change > 0 ? "+" : each.change < 0 ? "−" : ""}${number(Math.abs(each.change))}`),
     cell(each.sides[0], first), cell(each.sides[1], second),
-    el("td", { class: "quiet" }, each.scope === "eval-rollout" ? "eval" : each.scope ?? ""),
+    el("td", { class: "quiet" }, each.scope === "eval-rollout" ? "eval" : "train"),
     el("td", { class: "prompt", title: visible(question(each.prompt)).slice(0, 600) }, visible(question(each.prompt)).slice(0, 200)))));
   show(0, SHOWN);
   fill(node, el("div", { class: "page wide" },

@@ -5,8 +5,10 @@ import { count, number, reward, seconds, visible } from "./format.js";
 
 const LONG = 12_000;
 const CHATML = /<\|im_start\|>([\w-]+)[ \t]*\n?([\s\S]*?)(?:<\|im_end\|>\n?|$)/g;
+const TOOL_ONLY = /^\s*(<tool_response>[\s\S]*<\/tool_response>\s*)+$/;
 const LLAMA = /<\|start_header_id\|>([\w-]+)<\|end_header_id\|>\n*([\s\S]*?)(?:<\|eot_id\|>|$)/g;
 const PARTS = /<(tool_call|tool_response|think|tools)>([\s\S]*?)<\/\1>/g;
+const ONLY_SPECIAL = /^\s*(<\|[^|<>\n]{1,48}\|>\s*)*$/;
 const SPECIAL = /(<\|[^|<>\n]{1,48}\|>|<\/?s>)/;
 
 /** Return the messages in a text that a chat template rendered; null if it has another form. */
@@ -54,7 +56,7 @@ export function rich(text) {
     end = match.index + match[0].length;
   }
   const rest = text.slice(end);
-  if (rest.trim() || !nodes.length) nodes.push(plain(nodes.length ? rest.replace(/^\n+|\n+$/g, "") : rest));
+  if (!(nodes.length && ONLY_SPECIAL.test(rest))) nodes.push(plain(nodes.length ? rest.replace(/^\n+|\n+$/g, "") : rest));
   return nodes;
 }
 
@@ -101,6 +103,16 @@ function bubble(role, name, children) {
   );
 }
 
+/** Return the messages of a turn: what an answer is, or what a chat template rendered around it. */
+export function turnMessages(turn) {
+  const parts = turn.role === "assistant" ? null : messages(turn.text);
+  if (!parts) return [{ role: turn.role, text: turn.text }];
+  // The template ends with the beginning of the answer.
+  const last = parts.at(-1);
+  if (parts.length > 1 && last.role === "assistant" && !last.text.trim()) parts.pop();
+  return parts.map(({ role, text }) => ({ role: TOOL_ONLY.test(text) ? "tool" : role ?? turn.role, text }));
+}
+
 export function conversation(episode, sequence) {
   const nodes = [failure(episode.facts)];
   for (const each of sequence.path) {
@@ -111,16 +123,9 @@ export function conversation(episode, sequence) {
       nodes.push(bubble(turn.role, turn.agent ?? turn.role, [head, el("p", { class: "quiet" }, "No text: the run had no tokenizer. The token view has the ids.")]));
       continue;
     }
-    const parts = turn.role === "assistant" ? null : messages(turn.text);
-    if (!parts) {
-      nodes.push(bubble(turn.role, turn.role === "assistant" ? turn.agent ?? "assistant" : turn.role, [head, rich(turn.text)]));
-      continue;
-    }
-    parts.forEach((part, place) => {
-      const opens = part.role === "assistant" && place === parts.length - 1 && !part.text.trim();
-      if (opens) return; // where the model begins to write
-      const role = part.role === "assistant" ? "earlier" : part.role ?? turn.role;
-      nodes.push(bubble(role === "earlier" ? "environment" : turn.role, part.role ?? turn.role, [place ? null : head, rich(part.text)]));
+    turnMessages(turn).forEach((part, place) => {
+      const name = turn.role === "assistant" ? turn.agent ?? "assistant" : part.role;
+      nodes.push(bubble(turn.role, name, [place ? null : head, rich(part.text)]));
     });
   }
   if (!sequence.path.length) nodes.push(el("p", { class: "quiet" }, "The episode ended before its first turn."));
@@ -165,5 +170,5 @@ export function rewardParts(facts) {
   const parts = Object.entries(facts.counts ?? {});
   if (!parts.length) return null;
   return el("span", { class: "parts" }, parts.map(([name, value]) =>
-    el("span", {}, `${visible(name.replace(/^reward\//, ""))} `, el("b", {}, reward(value)))));
+    el("span", {}, `${visible(name.replace(/^reward\//, ""))} `, el("b", {}, name.startsWith("reward/") ? reward(value) : number(value)))));
 }

@@ -6,18 +6,18 @@ import { number, visible } from "./format.js";
 import { quoted } from "./filter.js";
 import { linkTo } from "./state.js";
 
-const HEIGHT = 150;
-const LEFT = 44;
-const RIGHT = 10;
-const TOP = 8;
-const BOTTOM = 20;
+const CURVE_HEIGHT = 150;
+const CURVE_LEFT = 44;
+const CURVE_RIGHT = 10;
+const CURVE_TOP = 8;
+const CURVE_BOTTOM = 20;
 
 /** Return about `count` round numbers from `low` to `high`. */
 export function ticks(low, high, wanted = 4) {
   const width = high - low || Math.abs(high) || 1;
   const rough = width / wanted;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough);
+  const step = [1, 2, 2.5, 5, 10].map((each) => each * power).find((each) => each >= rough);
   const found = [];
   for (let each = Math.ceil(low / step); each * step <= high + step * 1e-9; each += 1) found.push(each * step);
   return found;
@@ -41,22 +41,22 @@ class PanelView {
       });
     });
     this.legend = el("div", { class: "curve-legend" });
-    this.drawing = svg("svg", { class: "curve", height: HEIGHT, role: "img", "aria-label": `${panel.title} by training step` });
+    this.drawing = svg("svg", { class: "curve", height: CURVE_HEIGHT, role: "img", "aria-label": `${panel.title} by training step` });
     this.node = el("figure", { class: "panel" },
-      el("figcaption", {}, el("b", {}, visible(panel.title)), panel.unit ? el("span", { class: "quiet" }, ` ${panel.unit}`) : null), this.legend, this.drawing);
+      el("figcaption", {}, el("b", {}, visible(panel.title)), panel.unit && panel.unit !== panel.title.toLowerCase() ? el("span", { class: "quiet" }, ` ${panel.unit}`) : null), this.legend, this.drawing);
     this.drawing.addEventListener("mousemove", (event) => this.on.move(this.stepAt(event.offsetX)));
     this.drawing.addEventListener("click", (event) => this.on.pick(this.stepAt(event.offsetX)));
   }
 
   stepAt(x) {
     const [low, high] = this.range;
-    const share = (x - LEFT) / Math.max(1, this.width - LEFT - RIGHT);
+    const share = (x - CURVE_LEFT) / Math.max(1, this.width - CURVE_LEFT - CURVE_RIGHT);
     return Math.round(low + Math.min(1, Math.max(0, share)) * (high - low));
   }
 
   x(step) {
     const [low, high] = this.range;
-    return LEFT + ((step - low) / (high - low || 1)) * (this.width - LEFT - RIGHT);
+    return CURVE_LEFT + ((step - low) / (high - low || 1)) * (this.width - CURVE_LEFT - CURVE_RIGHT);
   }
 
   draw(width) {
@@ -68,17 +68,17 @@ class PanelView {
     const space = (high - low) * 0.06;
     if (!(low >= 0 && low - space < 0)) low -= space;
     high += space;
-    const y = (value) => TOP + (1 - (value - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
+    const y = (value) => CURVE_TOP + (1 - (value - low) / (high - low)) * (CURVE_HEIGHT - CURVE_TOP - CURVE_BOTTOM);
     this.y = y;
-    this.cursor = svg("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, x1: -10, x2: -10 });
+    this.cursor = svg("line", { class: "cursor", y1: CURVE_TOP, y2: CURVE_HEIGHT - CURVE_BOTTOM, x1: -10, x2: -10 });
     this.marks = svg("g", {});
     this.drawing.setAttribute("width", width);
     fill(this.drawing,
-      ticks(low, high, 3).map((value) => [
-        svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }),
-        svg("text", { x: LEFT - 6, y: y(value) + 3, "text-anchor": "end" }, number(value)),
+      ticks(low, high, 4).map((value) => [
+        svg("line", { class: "grid", x1: CURVE_LEFT, x2: width - CURVE_RIGHT, y1: y(value), y2: y(value) }),
+        svg("text", { x: CURVE_LEFT - 6, y: y(value) + 3, "text-anchor": "end" }, number(value)),
       ]),
-      ticks(...this.range, 5).filter(Number.isInteger).map((step) => svg("text", { x: this.x(step), y: HEIGHT - 5, "text-anchor": "middle" }, number(step))),
+      ticks(...this.range, 5).filter(Number.isInteger).map((step) => svg("text", { x: this.x(step), y: CURVE_HEIGHT - 5, "text-anchor": "middle" }, number(step))),
       this.series.map((each) => [
         svg("path", {
           class: `stroke s${each.color}${each.dashed ? " dashed" : ""}`,

@@ -10,6 +10,7 @@ export function visible(text) {
 
 export function number(value, digits = 3) {
   if (value === null || value === undefined) return "–";
+  if (value === 0) return "0";
   if (Number.isInteger(value)) return value.toLocaleString("en-US");
   const size = Math.abs(value);
   if (size !== 0 && (size < 10 ** -digits || size >= 1e7)) return value.toExponential(2);

@@ -2,7 +2,7 @@
 
 import { el } from "./dom.js";
 import { count, number, reward, visible } from "./format.js";
-import { rich } from "./conversation.js";
+import { rich, turnMessages } from "./conversation.js";
 import { linkTo } from "./state.js";
 
 export function groupView(group, current) {
@@ -36,5 +36,6 @@ function member(group, each, mean, current) {
       each.reward === null || mean === null ? null : el("span", { title: "reward minus the group's mean" }, `${each.reward >= mean ? "+" : "−"}${number(Math.abs(each.reward - mean))} to mean`)),
     each.cause ? el("details", { class: "why", open: true }, el("summary", {}, visible(each.cause)),
       each.error && each.error.trim() !== each.cause ? el("pre", { class: "text" }, visible(each.error)) : null) : null,
-    each.text === null ? el("p", { class: "quiet" }, "No text.") : el("div", { class: "member-text" }, rich(each.text)));
+    each.answer ? el("div", { class: "member-text" }, each.answer.map((turn) => turn.text === null ? el("p", { class: "quiet" }, "No text.")
+      : turnMessages(turn).map((part) => el("div", { class: "member-turn", "data-role": turn.role }, el("div", { class: "turn-role" }, visible(part.role ?? "")), rich(part.text))))) : null);
 }

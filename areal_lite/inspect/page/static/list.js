@@ -15,12 +15,12 @@ const COLUMNS = [
   { key: "task", label: "Task", sort: "task", right: true, text: (row) => visible(row.task ?? "–") },
   { key: "member", label: "#", sort: "member", right: true, text: (row) => number(row.member ?? row.sample) },
   { key: "version", label: "Version", sort: "version", right: true, text: (row) => number(row.version) },
-  { key: "tokens", label: "Tokens", sort: "tokens", right: true, text: (row) => number(row.tokens) },
+  { key: "tokens", label: "Tokens", sort: "tokens", right: true, wide: true, text: (row) => number(row.tokens) },
   { key: "trained", label: "Trained", sort: "trained", right: true, wide: true, text: (row) => number(row.trained) },
-  { key: "turns", label: "Turns", sort: "turns", right: true, text: (row) => number(row.turns) },
+  { key: "turns", label: "Turns", sort: "turns", right: true, wide: true, text: (row) => number(row.turns) },
   { key: "run_s", label: "Time", sort: "run_s", right: true, wide: true, text: (row) => seconds(row.run_s) },
   { key: "stop", label: "Stop", wide: true, text: (row) => visible(row.stop.join(", ")) },
-  { key: "scope", label: "Part", wide: true, text: (row) => (row.scope === "eval-rollout" ? "eval" : row.scope ?? "") },
+  { key: "scope", label: "Part", wide: true, text: (row) => (row.scope === "eval-rollout" ? "eval" : row.scope === "rollout" ? "train" : "") },
   { key: "cause", label: "Cause", text: (row) => visible(row.cause ?? "") },
   { key: "run", label: "Run", wide: true, several: true, text: (row) => visible(row.run) },
 ];
@@ -47,8 +47,11 @@ export class EpisodeList {
       this.space,
     );
     this.empty = el("div", { class: "empty", hidden: true });
-    this.node = el("div", { class: "list" }, this.head, this.body, this.empty);
-    new ResizeObserver(() => this.draw()).observe(this.body);
+    this.node = el("div", { class: `list${several ? " several" : ""}` }, this.head, this.body, this.empty);
+    new ResizeObserver(() => {
+      this.head.style.paddingRight = `${14 + this.body.offsetWidth - this.body.clientWidth}px`;
+      this.draw();
+    }).observe(this.body);
     this.drawHead();
   }
 
@@ -71,7 +74,7 @@ export class EpisodeList {
     this.waiting.clear();
     this.exact = page.total !== null;
     this.setTotal(page.total ?? page.rows.length + PAGE);
-    this.selected = Math.max(0, selected ? page.rows.findIndex((row) => row.run === selected.run && row.id === selected.id) : 0);
+    this.selected = selected ? page.rows.findIndex((row) => row.run === selected.run && row.id === selected.id) : 0;
     this.body.scrollTop = 0;
     this.drawHead();
     this.reveal();
@@ -244,6 +247,10 @@ export class EpisodeList {
   }
 
   reveal() {
+    if (this.selected < 0) {
+      this.draw(); // the open episode is further down
+      return;
+    }
     if (this.total * ROW <= MAX_HEIGHT) {
       const top = this.selected * ROW;
       const view = this.body.clientHeight;

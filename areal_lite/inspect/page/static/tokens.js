@@ -3,7 +3,7 @@
 import { el, fill, setText } from "./dom.js";
 import { count, number, visible } from "./format.js";
 
-const SHOWN = 4000;
+const TOKENS_SHOWN = 4000;
 const STEPS = 9;
 
 /** Return the function from a value to a class, and the legend's entries. */
@@ -13,7 +13,7 @@ export function scale(quantity, values) {
   const low = known[Math.floor(known.length * 0.02)];
   const high = known[Math.ceil(known.length * 0.98) - 1];
   if (quantity.kind === "flag") {
-    return { classOf: (value) => (value ? "flag" : ""), legend: [["flag", "trained"], ["", "not trained"]] };
+    return { classOf: (value) => (value ? "flag" : ""), legend: [["flag", "trained"]] };
   }
   if (quantity.kind === "category") {
     const distinct = [...new Set(known)];
@@ -29,9 +29,9 @@ export function scale(quantity, values) {
       const step = Math.min(5, Math.round((Math.abs(value) / most) * 5));
       return step ? (value < 0 ? `n${step}` : `p${step}`) : "";
     };
-    return { classOf: (value) => (value === null || value === undefined ? "" : name(value)), legend: [["n5", number(-most)], ["", "0"], ["p5", number(most)]] };
+    return { classOf: (value) => (value === null || value === undefined ? "" : name(value)), legend: [["", number(-most)], ...[5, 4, 3, 2, 1].map((step) => [`n${step}`, ""]), ["none", ""], ...[1, 2, 3, 4].map((step) => [`p${step}`, ""]), ["p5", number(most)]] };
   }
-  const [from, to] = quantity.kind === "surprise" ? [Math.max(0, high), low] : [low, high];
+  const [from, to] = quantity.kind === "surprise" ? [0, Math.min(low, -2)] : [low, high];
   const width = to - from || 1;
   return {
     classOf: (value) => {
@@ -39,14 +39,14 @@ export function scale(quantity, values) {
       const step = Math.min(STEPS, Math.max(0, Math.round(((value - from) / width) * STEPS)));
       return step ? `q${step}` : "";
     },
-    legend: [["", number(from, 2)], ["q3", ""], ["q6", ""], ["q9", number(to, 2)]],
+    legend: [["none", number(from, 2)], ...[1, 2, 3, 4, 5, 6, 7, 8].map((step) => [`q${step}`, ""]), ["q9", number(to, 2)]],
   };
 }
 
 export function tokenView(episode, sequence, texts, color, onColor) {
   const turns = sequence.path.map((each) => {
     const turn = episode.turns[each.turn];
-    return { turn, columns: { ...turn.columns, ...each.columns }, texts: texts?.[each.turn] ?? null };
+    return { turn, columns: { ...turn.columns, ...each.columns } };
   });
   const quantities = episode.quantities;
   const legend = el("div", { class: "legend", "aria-hidden": "true" });
@@ -66,23 +66,23 @@ export function tokenView(episode, sequence, texts, color, onColor) {
     const ids = each.turn.ids ?? [];
     let base = each.turn.start ?? 0;
     for (let place = from; place < to; place += 1) {
-      const text = each.texts?.[place];
-      const shown = text === undefined || text === null ? String(ids[place]) : visible(text).replaceAll("\n", "↵\n") || "∅";
+      const text = texts?.[ids[place]];
+      const shown = text === undefined ? String(ids[place]) : visible(text).replaceAll("\n", "↵\n") || "∅";
       const token = el("span", { class: "tok", "data-n": all.length, tabindex: all.length ? "-1" : "0" }, shown);
       all.push({ node: token, each, place, index: base + place });
       node.append(token);
-      if (text === undefined || text === null) node.append(" ");
+      if (text === undefined) node.append(" ");
     }
   }
 
   for (const each of turns) {
     const length = each.turn.ids?.length ?? 0;
-    const node = el("div", { class: `toks${each.texts ? "" : " ids"}` });
+    const node = el("div", { class: `toks${texts ? "" : " ids"}` });
     const title = el("div", { class: "toks-title" }, el("b", {}, visible(each.turn.agent ?? each.turn.role ?? "")), ` ${count(length, "token")}`);
-    addTokens(node, each, 0, Math.min(length, SHOWN));
+    addTokens(node, each, 0, Math.min(length, TOKENS_SHOWN));
     body.append(el("section", { class: "turn-tokens", "data-role": each.turn.role }, title, node));
-    if (length > SHOWN) {
-      const more = el("button", { class: "more", click: () => { addTokens(node, each, SHOWN, length); more.remove(); paint(color); } }, `Show ${number(length - SHOWN)} more tokens`);
+    if (length > TOKENS_SHOWN) {
+      const more = el("button", { class: "more", click: () => { addTokens(node, each, TOKENS_SHOWN, length); more.remove(); paint(color); } }, `Show ${number(length - TOKENS_SHOWN)} more tokens`);
       body.append(more);
     }
   }
@@ -99,14 +99,18 @@ export function tokenView(episode, sequence, texts, color, onColor) {
     const values = turns.flatMap((each) => each.columns[quantity.key] ?? []);
     const { classOf, legend: entries } = scale(quantity, values);
     for (const token of all) token.node.className = `tok ${classOf(token.each.columns[quantity.key]?.[token.place])}`;
-    fill(legend, entries.map(([name, label]) => [el("i", { class: `tok ${name}` }, "\u00a0\u00a0"), label ? el("span", {}, label) : null]));
+    fill(legend, entries.map(([name, label]) => {
+      const swatch = name ? el("i", { class: `tok ${name}` }, "\u00a0\u00a0\u00a0") : null;
+      const words = label ? el("span", {}, label) : null;
+      return name === "none" || !name ? [words, swatch] : [swatch, words];
+    }));
   }
 
   function describe(token) {
     const { each, place, index } = token;
-    const text = each.texts?.[place];
+    const text = texts?.[each.turn.ids[place]];
     const parts = [el("span", {}, `#${number(index)}`), el("span", {}, "id ", el("b", {}, String(each.turn.ids[place])))];
-    if (text !== undefined && text !== null) parts.push(el("code", {}, JSON.stringify(visible(text))));
+    if (text !== undefined) parts.push(el("code", {}, JSON.stringify(visible(text))));
     for (const quantity of quantities) {
       const value = each.columns[quantity.key]?.[place];
       if (value === undefined || value === null) continue;

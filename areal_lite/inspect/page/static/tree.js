@@ -1,10 +1,11 @@
 // The turns of an episode as a tree: one line for each turn, branches side by side.
 
 import { el, svg } from "./dom.js";
+import { turnMessages } from "./conversation.js";
 import { count, reward, seconds, visible } from "./format.js";
 
-const LANE = 16;
-const HEIGHT = 46;
+const TURN_LANE = 16;
+const TURN_HEIGHT = 46;
 
 /** Return the turns in order, each with its lane; the first child of a turn stays in the turn's lane. */
 export function layout(turns) {
@@ -31,17 +32,17 @@ export function layout(turns) {
 
 export function treeView(episode, sequence, onSequence) {
   const { lines, lanes } = layout(Object.values(episode.turns));
-  const width = Math.min(lanes, 24) * LANE + 8;
-  const x = (lane) => Math.min(lane, 23) * LANE + 10;
-  const y = (place) => place * HEIGHT + 16;
+  const width = Math.min(lanes, 24) * TURN_LANE + 8;
+  const x = (lane) => Math.min(lane, 23) * TURN_LANE + 10;
+  const y = (place) => place * TURN_HEIGHT + 16;
   const shown = new Set(sequence.path.map((each) => each.turn));
   const ends = new Map();
   episode.sequences.forEach((each, place) => {
     const last = each.path.at(-1)?.turn;
     if (last !== undefined) ends.set(last, [...(ends.get(last) ?? []), { ...each, place }]);
   });
-  const drawing = svg("svg", { class: "tree-lines", width, height: Math.max(1, lines.length) * HEIGHT, "aria-hidden": "true" },
-    lines.filter((line) => line.from).map((line) => {
+  const drawing = svg("svg", { class: "tree-lines", width, height: Math.max(1, lines.length) * TURN_HEIGHT, "aria-hidden": "true" },
+    lines.filter((line) => line.from).sort((a, b) => shown.has(a.turn.key) - shown.has(b.turn.key)).map((line) => {
       const [x0, y0, x1, y1] = [x(line.from.lane), y(line.from.place), x(line.lane), y(line.place)];
       const path = x0 === x1 ? `M${x0} ${y0}V${y1}` : `M${x0} ${y0}V${y1 - 14}Q${x0} ${y1 - 4} ${x0 + 8} ${y1 - 4}H${x1 - 4}Q${x1} ${y1 - 4} ${x1} ${y1}`;
       return svg("path", { d: path, class: shown.has(line.turn.key) ? "on" : "" });
@@ -49,7 +50,7 @@ export function treeView(episode, sequence, onSequence) {
     lines.map((line) => svg("circle", { cx: x(line.lane), cy: y(line.place), r: 5, "data-role": line.turn.role, class: shown.has(line.turn.key) ? "on" : "" })),
   );
   const rows = lines.map(({ turn }) => {
-    const text = (turn.text ?? "").trim().split("\n").filter((each) => each.trim()).at(turn.role === "assistant" ? 0 : -1) ?? "";
+    const text = turn.text === null ? "" : turnMessages(turn).map((part) => part.text.trim()).filter(Boolean).at(-1) ?? "";
     return el("div", { class: `tree-turn${shown.has(turn.key) ? " on" : ""}`, role: "treeitem", "data-role": turn.role },
       el("div", { class: "tree-facts" },
         el("b", {}, visible(turn.agent ?? turn.role ?? "")),
@@ -59,7 +60,7 @@ export function treeView(episode, sequence, onSequence) {
         (ends.get(turn.key) ?? []).map((each) =>
           el("button", { class: "link", click: () => onSequence(each.place) }, `sequence ${each.place + 1}: reward ${reward(each.reward)}`)),
       ),
-      el("div", { class: "tree-text" }, visible(text.slice(0, 300))));
+      el("div", { class: "tree-text" }, visible(text.slice(0, 300).replace(/\s+/g, " "))));
   });
   const forks = lanes - 1;
   return el("div", { class: "tree" },
