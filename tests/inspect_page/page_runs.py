@@ -192,9 +192,15 @@ def _episode(
 
 
 def _turn(
-    place: int, parent: int | None, role: str, text: str, draw: random.Random | None = None, version: int = 0,
-    started: float | None = None, agent: str = "main",
-) -> dict[str, Any]:  # fmt: skip
+    place: int,
+    parent: int | None,
+    role: str,
+    text: str,
+    draw: random.Random | None = None,
+    version: int = 0,
+    started: float | None = None,
+    agent: str = "main",
+) -> dict[str, Any]:
     draw = draw or random.Random(text)
     length = max(1, len(text) // 3)
     turn = {"role": role, "turn_idx": place, "parent_idx": parent, "start": 0, "text": text}
@@ -206,9 +212,17 @@ def _turn(
 
 
 def _line(
-    task: int, member: int, version: int, turns: list[dict[str, Any]], *, reward: float | None, run_s: float, end: float,
-    status: str = "accepted", group: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    task: int,
+    member: int,
+    version: int,
+    turns: list[dict[str, Any]],
+    *,
+    reward: float | None,
+    run_s: float,
+    end: float,
+    status: str = "accepted",
+    group: str | None = None,
+) -> dict[str, Any]:
     start = 0
     turns = [dict(turn) for turn in turns]
     for turn in turns:
