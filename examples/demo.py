@@ -33,10 +33,9 @@ def main() -> None:
     print(f"curves: {plot_metrics(summary.run_dir)}")
     assert summary.before is not None and summary.after is not None
     before, after = summary.before.reward, summary.after.reward
-    dumps = sorted((summary.run_dir / "rollout").glob("*/*.jsonl"), key=lambda p: p.stat().st_mtime)
     print(f"held-out accuracy: {before:.2f} -> {after:.2f} ({summary.seconds:.0f} s)")
     print(f"trajectories: {summary.run_dir / 'rollout'}")
-    print(f"next: .venv/bin/areal-lite view {Path(dumps[-1])}")
+    print(f"next: .venv/bin/areal-lite view {summary.run_dir}")
 
 
 if __name__ == "__main__":

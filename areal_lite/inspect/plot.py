@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.errors import ConfigError
-from areal_lite.inspect.view import read_records
+from areal_lite.inspect.episode_text import read_records
 
 Records = Sequence[Mapping[str, Any]]
 

@@ -21,8 +21,8 @@ from rich.text import Text
 
 from areal_lite.errors import ConfigError
 from areal_lite.inspect.dumps import Dumps, Row
+from areal_lite.inspect.episode_text import episode_text, json_line, printable
 from areal_lite.inspect.token_table import decoder, first_text_difference, first_token_difference, tokens
-from areal_lite.inspect.view import episode_text, json_line, printable
 
 LEVELS = ("runs", "versions", "groups", "episodes", "turns", "problems")
 _WIDTH = 200

@@ -22,7 +22,7 @@ from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.trajectory import Trajectory, TurnRole
 from areal_lite.infra import workflow_context
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
-from areal_lite.inspect.view import view
+from areal_lite.inspect.terminal import Options, inspect
 from tests.agents.scripted_engine import tokenizer
 from tests.stub_server import StubServer, StubThread
 
@@ -123,7 +123,9 @@ def agents_of(trajectory: Trajectory) -> dict[str | None, int]:
     return Counter(turn.agent for turn in trajectory.turns if turn.role is TurnRole.ASSISTANT)
 
 
-def test_sub_agents_of_every_api_are_named_in_trajectory_dump_and_view(engine: RemoteInfEngine, tmp_path: Path) -> None:
+def test_sub_agents_of_every_api_are_named_in_trajectory_dump_and_inspect(
+    engine: RemoteInfEngine, tmp_path: Path
+) -> None:
     (group,) = engine.rollout_batch([{"main_first": True, "fails": False}], Team())
     (trajectory,) = group.trajectories
     names = {"main": 2, "check sums.": 2, "add numbers.": 2, "painter": 2}
@@ -136,7 +138,7 @@ def test_sub_agents_of_every_api_are_named_in_trajectory_dump_and_view(engine: R
     turns = [turn for line in path.read_text().splitlines() for turn in json.loads(line)["turns"]]
     assert Counter(turn["agent"] for turn in turns if turn["role"] == "assistant") == names
     console = Console(file=io.StringIO(), width=200)
-    view(path, limit=9, console=console)
+    inspect(path, Options(by="turns", limit=9), console=console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("assistant painter (3 tokens") == text.count("assistant main (3 tokens") == 2
 

@@ -143,7 +143,7 @@ def test_a_bad_config_ends_with_64_and_one_line_per_error():
         (("trian", "run.yaml"), "invalid choice: 'trian'"),
         (("train",), "the following arguments are required: CONFIG.yaml"),
         (("train", "run.yml"), "run.yml: no such file; did you mean run.yaml?"),
-        (("view", "run.yaml", "--limit", "0"), "invalid positive_integer value: '0'"),
+        (("view", "run.yaml", "--port", "0"), "invalid positive_integer value: '0'"),
         (("view", "nothing"), "nothing: No such file or directory"),
     ],
 )

@@ -17,7 +17,7 @@ from areal_lite.api import InferenceEngineConfig
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.infra.trajectory_dumper import TrajectoryDumper
-from areal_lite.inspect.view import read_records
+from areal_lite.inspect.episode_text import read_records
 from areal_lite.trainer.metrics import MetricsWriter
 from tests.trainer.crash_states import files_end_at
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from areal_lite.errors import ConfigError
 from areal_lite.inspect.dumps import Dumps, Row
+from areal_lite.inspect.episode_text import read_records
 from areal_lite.inspect.filters import KEYS, SORT_KEYS
 from areal_lite.inspect.plot import PANELS, PHASES, Panel
 from areal_lite.inspect.token_table import decoder
-from areal_lite.inspect.view import read_records
 
 Json = dict[str, Any]
 MAX_ROWS = 500

@@ -21,7 +21,7 @@ export function withTerm(filter, key, value) {
   return `${whole} ${key}=${quoted(value)}`.trim();
 }
 
-const TERM = /\s*([A-Za-z_][\w.]*)\s*(<=|>=|!=|!~|==|=|<|>|~)\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|([^\s"'()]+))/gy;
+const TERM = /\s*([A-Za-z_][\w.]*)\s*(<=|>=|!=|!~|==|=|<|>|~)\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|((?:\([^\s()]*\)|[^\s()"'])+))/gy;
 const NUMERIC = {
   "<": (a, b) => a < b, "<=": (a, b) => a <= b, ">": (a, b) => a > b, ">=": (a, b) => a >= b, "=": (a, b) => a === b,
 };
@@ -40,7 +40,9 @@ export function offlineTest(filter, keys, textOf) {
         "such as status=failed reward<0.5",
       );
     }
-    tests.push(offlineTerm(key, match[2].replace("==", "="), match[3] ?? match[4] ?? match[5], textOf));
+    const escape = match[2].includes("~") ? /\\(["'])/g : /\\(["'\\])/g; // a regular expression keeps its backslashes
+    const value = (match[3] ?? match[4])?.replace(escape, "$1") ?? match[5];
+    tests.push(offlineTerm(key, match[2].replace("==", "="), value, textOf));
   }
   return (row) => tests.every((test) => test(row));
 }

@@ -6,17 +6,14 @@ Text comes from a model, so only its printable characters reach the terminal.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import orjson
-from rich.console import Console
 from rich.text import Text
 
 from areal_lite.errors import ConfigError
-from areal_lite.inspect.dumps import Dumps
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -46,27 +43,6 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _STATUS_STYLE = {"accepted": "green", "rejected": "yellow", "failed": "red", "cancelled": "dim"}
 _ROLE_STYLE = {"assistant": "cyan", "prompt": "dim"}
-
-
-def view(path: Path, *, limit: int, console: Console | None = None) -> int:
-    """Print up to ``limit`` lines of a dump file, or of all dumps below a folder, and return how many.
-
-    Raises:
-        ConfigError: If there is nothing to show.
-    """
-    console = console or Console(highlight=False)
-    shown, last = 0, None
-    with Dumps.open(path) as dumps:
-        for record in dumps.records(dumps.rows(limit=limit)):
-            shown += 1
-            if (file := dumps.path_of(record)) != last:
-                last = file
-                console.print(Text(printable(str(file)), "dim"), soft_wrap=True)
-            for text in episode_text(record):
-                console.print(text, soft_wrap=True)
-        for note in dumps.notes():
-            print(f"note: {printable(note)}", file=sys.stderr)
-    return shown
 
 
 def printable(text: str) -> str:
