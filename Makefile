@@ -7,7 +7,7 @@ AGENTS := .venv-agents
 # servers to start while the other computes.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
-.PHONY: install demo test test-slow test-agents test-servers fuzz lint format bench clean
+.PHONY: install demo test test-slow test-agents test-browser test-servers fuzz lint format bench clean
 
 install: $(STAMP)
 
@@ -38,6 +38,11 @@ $(AGENTS)/installed: pyproject.toml constraints.txt
 	mkdir -p $(AGENTS)/node
 	-npm install --silent --prefix $(AGENTS)/node openai@6.49.0
 	touch $@
+
+# The page of areal-lite view in Chromium, which the system provides: apt-get install chromium.
+test-browser: install
+	$(BIN)/python -m pip install -q -e '.[browser]' -c constraints.txt
+	$(TEST_ENV) $(BIN)/python -m pytest -m browser -s tests/inspect_page
 
 # Real SGLang and vLLM on this machine's CPU, each in an environment of its own, one after the other. UPDATE_TABLE=1
 # writes the table of docs/servers.md.

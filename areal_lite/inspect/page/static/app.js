@@ -39,7 +39,8 @@ class App {
       onOpen: (row) => this.open(row),
       onSort: (sort) => this.change({ sort }),
       onTotal: (total, exact) => setText(this.total, `${exact ? "" : "more than "}${count(total, "episode")}`),
-      onError: (error) => this.showError(error),
+      // A filter that is being typed is often wrong for a moment.
+      onError: (error) => { clearTimeout(this.wrong); if (error) this.wrong = setTimeout(() => this.showError(error), 350); else this.showError(null); },
     });
     this.detail = new Detail({ change: (values, how) => this.change(values, how), close: () => this.change({ id: "", run: "" }) });
     this.split = el("div", { class: "split" }, this.list.node, this.detail.node);
@@ -59,8 +60,8 @@ class App {
           el("button", { class: "icon", title: "Dark or light (d)", "aria-label": "Dark or light", click: () => this.theme() }, "◐"),
           el("button", { class: "icon", title: "Help (?)", "aria-label": "Help", click: () => this.help.showModal() }, "?"))),
       el("div", { class: "bar-row" },
-        el("div", { class: "filter-box" }, el("span", { class: "slash", "aria-hidden": "true" }, "/"), this.input, this.suggestions), this.total),
-      this.error, this.chips, this.notes, this.split, this.pane, this.help);
+        el("div", { class: "filter-box" }, el("span", { class: "slash", "aria-hidden": "true" }, "/"), this.input, this.error, this.suggestions), this.total),
+      this.chips, this.notes, this.split, this.pane, this.help);
     this.input.value = this.state.filter;
     const theme = (() => { try { return localStorage.getItem("theme"); } catch { return null; } })();
     if (theme) document.documentElement.dataset.theme = theme;
