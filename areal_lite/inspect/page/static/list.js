@@ -123,6 +123,12 @@ export class EpisodeList {
     return Math.floor((this.body.scrollTop / most) * rows);
   }
 
+  /** Return the first row to draw and the one after the last: some more than can be seen. */
+  rowsInSight() {
+    const first = Math.max(0, this.firstRow() - EXTRA);
+    return [first, Math.min(this.total, first + Math.ceil(this.body.clientHeight / ROW) + 2 * EXTRA)];
+  }
+
   async fetchPage(page) {
     if (this.waiting.has(page) || this.pages.has(page)) return;
     this.waiting.add(page);
@@ -145,10 +151,8 @@ export class EpisodeList {
   }
 
   draw() {
-    const height = this.body.clientHeight;
-    if (!height) return;
-    const first = Math.max(0, this.firstRow() - EXTRA);
-    const last = Math.min(this.total, first + Math.ceil(height / ROW) + 2 * EXTRA);
+    if (!this.body.clientHeight) return;
+    const [first, last] = this.rowsInSight();
     while (this.lines.length < last - first) this.lines.push(this.newLine());
     const shift = this.total * ROW <= MAX_HEIGHT ? 0 : this.body.scrollTop - (first + EXTRA) * ROW;
     // A line keeps its row while it is in sight: scrolling by one row draws one row.
@@ -169,9 +173,8 @@ export class EpisodeList {
   askSoon(page) {
     clearTimeout(this.timer);
     this.timer = setTimeout(() => {
-      const first = Math.floor(this.firstRow() / PAGE);
-      const last = Math.floor((this.firstRow() + this.body.clientHeight / ROW) / PAGE);
-      for (let each = first; each <= last; each += 1) this.fetchPage(each);
+      const [first, last] = this.rowsInSight();
+      for (let page = Math.floor(first / PAGE); page * PAGE < last; page += 1) this.fetchPage(page);
     }, this.waiting.size ? 60 : 15);
   }
 
