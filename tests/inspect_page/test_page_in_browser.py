@@ -125,7 +125,7 @@ def picture(page: Page, name: str) -> None:
 
 
 def total(page: Page) -> int:
-    return int(re.sub(r"\D", "", page.inner_text(".total")))
+    return int(re.sub(r"\D", "", page.inner_text(".total")) or -1)
 
 
 def until(page: Page, condition: Callable[[], bool]) -> None:
@@ -313,8 +313,8 @@ def test_a_branch_is_chosen_in_the_tree(page: Page, runs: list[Path]) -> None:
 def test_a_failure_links_to_its_episodes(page: Page, runs: list[Path]) -> None:
     with serving(*runs) as address:
         show(page, address, "#failures")
-        causes = page.locator(".cause")
-        for place in range(causes.count()):
+        page.wait_for_selector(".cause")
+        for place in range(page.locator(".cause").count()):
             show(page, address, "#failures")
             page.wait_for_selector(".cause")
             expected = int(re.sub(r"\D", "", page.locator(".cause-count").nth(place).inner_text()))
