@@ -22,8 +22,8 @@ from areal_lite.errors import ConfigError, StorageError
 from areal_lite.inspect.answers import last_answer, run_tokenizer
 from areal_lite.inspect.conversation_text import ConversationReader, Message
 from areal_lite.inspect.dumps import Dumps, Row
+from areal_lite.inspect.episode_text import printable
 from areal_lite.inspect.filters import Both, Expr, Not, parse
-from areal_lite.inspect.view import printable
 
 Form = Literal["sft", "dpo", "openai", "parquet"]
 _PARQUET_ROWS = 1000

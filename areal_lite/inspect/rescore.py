@@ -28,7 +28,7 @@ from areal_lite.api.reward_api import AsyncRewardWrapper
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.inspect.answers import CONFIG, Answer, last_answer, run_config, run_tokenizer
 from areal_lite.inspect.dumps import Dumps
-from areal_lite.inspect.view import json_line, printable
+from areal_lite.inspect.episode_text import json_line, printable
 
 Record = Mapping[str, Any]
 ARGUMENTS = ("prompt", "completion", "prompt_ids", "completion_ids")

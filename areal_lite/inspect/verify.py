@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal_lite.inspect.dumps import Dumps
+from areal_lite.inspect.episode_text import printable
 from areal_lite.inspect.rescore import Rescored, scored
 from areal_lite.inspect.verify_episodes import GROUP_CHECKS, LINE_CHECKS
 from areal_lite.inspect.verify_run import TRAINING, DumpedGroup, Run, differs
 from areal_lite.inspect.verify_steps import METRICS_CHECKS, StepRecomputation
 from areal_lite.inspect.verify_weights import WEIGHT_CHECKS
-from areal_lite.inspect.view import printable
 
 SHOWN = 20
 """Most findings of one check that are printed."""

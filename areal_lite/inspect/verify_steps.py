@@ -12,8 +12,8 @@ import numpy as np
 
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence, Trajectory
 from areal_lite.errors import ArealLiteError
+from areal_lite.inspect.episode_text import read_records
 from areal_lite.inspect.verify_run import EVALUATION, SLACK_S, DumpedGroup, Record, Run, began, differs, some
-from areal_lite.inspect.view import read_records
 
 RunCheck = Callable[[Run], Iterator[str]]
 MISMATCH = 0.1
