@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 import time
+import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -338,6 +342,22 @@ def test_a_port_in_use_is_an_error_and_the_usual_one_falls_back(busy: int, monke
     monkeypatch.setattr(server, "PORT", busy)
     with server._bind(None) as listener:
         assert listener.getsockname()[1] != busy
+
+
+def test_the_command_prints_its_address_and_ends_at_once_with_a_page_open(run: Path) -> None:
+    command = [sys.executable, "-m", "areal_lite", "view", run, "--no-browser", "--filter", "reward<0.5"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            address = process.stdout.readline().split()[0]
+            assert address.endswith("/#episodes?filter=reward%3C0.5")
+            with urllib.request.urlopen(address.partition("#")[0] + "api/changes") as stream:
+                assert stream.readline() == b"data: 0\n"
+                process.send_signal(signal.SIGINT)
+                assert process.wait(20) == 130
+            assert process.stderr.read() == "stopping; signal again to stop at once\n"
+        finally:
+            process.kill()
 
 
 def test_every_address_of_the_api_is_described() -> None:

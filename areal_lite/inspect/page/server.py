@@ -102,18 +102,18 @@ def serve_page(paths: Sequence[Path], *, port: int | None = None, browser: bool 
 
 
 async def _serve(answers: Answers, port: int | None, browser: bool) -> None:
+    listener = _bind(port)  # closed by the runner
     runner = web.AppRunner(page_app(answers), access_log=None, shutdown_timeout=0.5)
-    await runner.setup()
     try:
-        with _bind(port) as listener:
-            await web.SockSite(runner, listener).start()
-            address = f"http://{HOST}:{listener.getsockname()[1]}/"
-            if answers.filter:
-                address += f"#episodes?filter={quote(answers.filter)}"
-            print(f"{address}  (Ctrl-C ends it)", flush=True)
-            if browser:
-                await asyncio.to_thread(webbrowser.open, address)
-            await asyncio.Event().wait()
+        await runner.setup()
+        await web.SockSite(runner, listener).start()
+        address = f"http://{HOST}:{listener.getsockname()[1]}/"
+        if answers.filter:
+            address += f"#episodes?filter={quote(answers.filter)}"
+        print(f"{address}  (Ctrl-C ends it)", flush=True)
+        if browser:
+            await asyncio.to_thread(webbrowser.open, address)
+        await asyncio.Event().wait()
     finally:
         await runner.cleanup()
 
