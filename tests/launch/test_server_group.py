@@ -34,6 +34,12 @@ FAKES = str(Path(__file__).parent / "fake_packages")
 ENV = {"PYTHONPATH": FAKES}
 
 
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake servers need none; tests that name some make them up."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+
+
 def servers(tmp_path: Path, *, adapters: AdapterShape | None = None, **settings: Any) -> ServerGroup:
     config = ServerConfig(**{"backend": "sglang", "env": ENV, **settings})
     check_servers(config)

@@ -81,8 +81,11 @@ NAMES = {
     "TestSGLang": "SGLang",
     "TestSGLangPair": "SGLang",
     "TestSGLangTraining": "SGLang",
+    "TestSGLangAdapters": "SGLang",
     "TestVLLM": "vLLM",
+    "TestVLLMPair": "vLLM",
     "TestVLLMTraining": "vLLM",
+    "TestVLLMAdapters": "vLLM",
 }
 RESULTS = Path("runs/servers.json")
 """Outcome of each promise and value of each figure, by server; a run updates those of its own tests."""

@@ -1,4 +1,4 @@
-"""Two real SGLang servers of a tiny model, and what the engine does when one dies or comes back with old weights."""
+"""Two real servers of a tiny model, and what the engine does when one dies or comes back with old weights."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -28,12 +29,12 @@ TOKENS = 800
 class Pair:
     """Two servers, either of which can be killed and started again on its port."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, backend: Literal["sglang", "vllm"], folder: Path) -> None:
+        self.backend = backend
         self.old, self.new = (
             Policy(build_tiny_model(folder / f"v{seed}", seed=seed, hidden_size=128, context=2048)) for seed in (0, 1)
         )
-        self.servers = [real_process("sglang", self.old.path, folder / str(index)) for index in (0, 1)]
+        self.servers = [real_process(backend, self.old.path, folder / str(index)) for index in (0, 1)]
 
     def kill(self, index: int) -> None:
         """Kill a server as `kill -9` does."""
@@ -47,14 +48,14 @@ class Pair:
         addresses = [server.address for server in self.servers]
         return RemoteInfEngine(
             InferenceEngineConfig(
-                backend="sglang", addresses=addresses, tokenizer_path=str(self.old.path), gconfig=gconfig
+                backend=self.backend, addresses=addresses, tokenizer_path=str(self.old.path), gconfig=gconfig
             )
         )
 
 
 @pytest.fixture(scope="class")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    pair = Pair(tmp_path_factory.mktemp("pair"))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    pair = Pair(request.cls.backend, tmp_path_factory.mktemp("pair"))
     with ExitStack() as stack:
         for server in pair.servers:
             stack.enter_context(server)
@@ -75,9 +76,9 @@ def check(groups: list[Group], policies: dict[int, Policy]) -> set[int]:
     return named
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-class TestSGLangPair:
+class PairContract:
+    """What the engine keeps while servers die and come back."""
+
     def test_a_killed_server_loses_no_episode(self, pair: Pair) -> None:
         with pair.engine() as engine, ThreadPoolExecutor() as pool:
             groups = pool.submit(run, engine)
@@ -100,6 +101,18 @@ class TestSGLangPair:
             check(run(engine), policies)
             engine.update_weights_from_disk(str(pair.new.path), 2)
             assert check(run(engine), policies) == {2}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+class TestSGLangPair(PairContract):
+    backend = "sglang"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+class TestVLLMPair(PairContract):
+    backend = "vllm"
 
 
 def run(engine: RemoteInfEngine) -> list[Group]:
