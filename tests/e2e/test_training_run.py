@@ -20,7 +20,7 @@ from areal_lite.embedded import EmbeddedServer
 from areal_lite.errors import ConfigError, RunDirBusyError, StarvationError
 from areal_lite.launch.evaluation import Evaluation
 from areal_lite.launch.loop import Summary
-from areal_lite.launch.run import _check_trainable, run_evaluation, run_rollout, run_training
+from areal_lite.launch.run import check_trainable, run_evaluation, run_rollout, run_training
 from areal_lite.launch.run_directory import run_directory
 
 TIMES = re.compile("train/(seconds_|ms_per_token_|tokens_per_second)")
@@ -258,7 +258,7 @@ def test_sampling_that_the_trainer_cannot_follow_is_named(run_yaml: Path, caplog
         (["server.dtype=bfloat16", "trainer.dtype=bfloat16"], None),
     ):
         caplog.clear()
-        _check_trainable(load_config(run_yaml, changes))
+        check_trainable(load_config(run_yaml, changes))
         assert bool(says and re.search(says, caplog.text)) if says else not caplog.text
 
 
