@@ -329,6 +329,27 @@ def test_vllm_replies_and_requests_in_its_own_words() -> None:
         VLLM().parse_generate({"choices": []})
 
 
+@pytest.mark.parametrize(("asked", "sent"), [(0, 0), (1, 2), (5, 6), (20, 20)])
+def test_vllm_is_asked_for_one_more_top_logprob_because_the_sampled_token_may_replace_the_last(
+    asked: int, sent: int
+) -> None:
+    rest = {"rid": "r", "max_new_tokens": 7, "min_new_tokens": 0, "seed": 4}
+    body = VLLM().generate_body([1], GenerationHyperparameters(), top_logprobs=asked, **rest)
+    assert body["sampling_params"]["logprobs"] == sent
+    best = [{"token_id": place, "logprob": -1.0 * place, "rank": place} for place in range(1, asked + 1)]
+    entry = {"logprob": -9.0, "top_logprobs": [{"token_id": 9, "logprob": -9.0, "rank": 30}, *best]}
+    choice = {"token_ids": [9], "finish_reason": "stop", "logprobs": {"content": [entry]}}
+    if 0 < asked < 20:
+        chunk = VLLM().parse_generate({"choices": [choice]}, top_logprobs=asked)
+        assert chunk.top_logprobs == [[(place, -1.0 * place) for place in range(1, asked + 1)]]
+
+
+def test_ignoring_the_end_ignores_stop_tokens_on_vllm_too() -> None:
+    gconfig = GenerationHyperparameters(ignore_eos=True, stop_token_ids=[2])
+    body = VLLM().generate_body([1], gconfig, rid="r", max_new_tokens=7, min_new_tokens=0, seed=4)
+    assert "stop_token_ids" not in body["sampling_params"]
+
+
 @pytest.mark.parametrize(
     ("dialect", "replies", "expected"),
     [

@@ -26,6 +26,8 @@ from areal_lite.infra.backends.dialect import (
     with_extra,
 )
 
+_MOST_LOGPROBS = 20
+"""vLLM's own limit, unless it is started with another."""
 _FINISH = {"repetition": "stop"}
 """vLLM's finish reasons in our words."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -63,7 +65,8 @@ class VLLM:
             "temperature": gconfig.effective_temperature,
             "top_p": gconfig.top_p,
             "top_k": gconfig.top_k or -1,
-            "logprobs": top_logprobs,
+            # One more than asked for: where the sampled token is not among the best, vLLM puts it in place of the last.
+            "logprobs": top_logprobs + (0 < top_logprobs < _MOST_LOGPROBS),
             "ignore_eos": gconfig.ignore_eos,
             "skip_special_tokens": gconfig.skip_special_tokens,
             "frequency_penalty": gconfig.frequency_penalty,
@@ -71,6 +74,8 @@ class VLLM:
         for name in ("stop", "stop_token_ids", "presence_penalty", "min_p"):
             if value := getattr(gconfig, name):
                 sampling[name] = value
+        if gconfig.ignore_eos:
+            sampling.pop("stop_token_ids", None)  # vLLM would stop at them; SGLang does not
         if gconfig.repetition_penalty != 1:
             sampling["repetition_penalty"] = gconfig.repetition_penalty
         if gconfig.logit_bias:
@@ -225,7 +230,7 @@ def _name_version(version: int) -> list[ControlCall]:
 
 
 def _top_logprobs(content: list[Any], count: int) -> TopLogprobs:
-    """Return the ``count`` best of each token; vLLM adds the sampled token where it is not one of them."""
+    """Return the ``count`` best of each token, of those and the sampled token."""
     return [
         [(one["token_id"], one["logprob"]) for one in sorted(entry["top_logprobs"], key=lambda one: one["rank"])][
             :count
