@@ -116,7 +116,7 @@ def test_a_killed_rank_ends_the_run_and_leaves_no_server(run_yaml: Path) -> None
     rank_process(process, "0").kill()
     _, errors = process.communicate(timeout=60)
     assert process.returncode
-    assert "Signal 9 (SIGKILL)" in errors[errors.index("Root Cause") :]
+    assert "Signal 9 (SIGKILL)" in errors  # rank 1, which lost its peer, may have ended first
     assert not psutil.wait_procs(children, timeout=10)[1]
 
 

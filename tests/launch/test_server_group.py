@@ -225,6 +225,7 @@ def test_a_killed_server_comes_back_with_the_newest_weights_and_answers_wait_for
         kill(group)
         assert set(generate(engine).output_versions) == {3}
         assert group.addresses == addresses
+        until_up(group, deaths=1)
         kill(group)
         engine.update_weights_from_disk("weights/v00000004", 4)
         assert engine.get_version() == 4
