@@ -7,7 +7,8 @@ messages and the same answer; the stub runs in a process of its own, so only the
 counted. `bare` POSTs to the stub's /v1/chat/completions. `session` is an episode's call: in-process
 transport, session with exact tokens, and a keep-alive POST of the token ids to the stub's /generate.
 `listener` is the same through the loopback listener. `no engine` is `session` without the POST. Eight calls
-have the same messages, as the episodes of a group have. All run on uvloop, as a run does. In `bare`
+have the same messages, as the episodes of a group have. All run on uvloop and with the garbage collector's
+pace of a run. In `bare`
 and `listener` every concurrent agent has an HTTP client of its own, as separate programs have; one pool for
 all would cost more per call the more of its connections are idle. The arms take turns, the best round of
 each counts. A second table shows the cost of turn 1, 10, 100, ... of one session.
@@ -40,6 +41,7 @@ from areal_lite.agents.chat_session import ChatSession
 from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.infra import collector_pace
 
 OUTPUT_TOKENS = 64
 CONCURRENCY = 64
@@ -139,7 +141,9 @@ async def measure(args: argparse.Namespace, renderer: ChatRenderer, output_ids: 
     doors = await AgentDoors.open()
     through_socket = [openai.DefaultAsyncHttpxClient() for _ in range(CONCURRENCY)]
     access = doors.access("")
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=CONCURRENCY)) as http:
+    connector = aiohttp.TCPConnector(limit=CONCURRENCY)
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as http:
         engine = HttpEngine(http, f"http://127.0.0.1:{port}/generate", output_ids)
         no_engine = HttpEngine(None, "", output_ids)
 
@@ -250,6 +254,7 @@ def main() -> None:
         target=serve_stub, args=(child, orjson.dumps(completion), orjson.dumps(generated)), daemon=True
     )
     server.start()
+    collector_pace.relax()
     try:
         uvloop.run(measure(args, renderer, output_ids, parent.recv()))
     finally:

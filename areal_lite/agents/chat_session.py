@@ -10,7 +10,6 @@ compared with it, not parsed again; only the new ones are looked up in the tree 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -124,9 +123,8 @@ class ChatSession:
         """Answers to prompts without template, with the text of prompt and answer."""
         self._names = AgentNames()
         self._closed = False
-        self._context = contextvars.copy_context()
-        self._episode = episode_context.current().episode
-        self._tasks: set[asyncio.Task[list[Answer]]] = set()
+        self._context = episode_context.current()
+        self._tasks: set[asyncio.Task[Any]] = set()
         """Running calls that no task of the episode waits for."""
         self.interactions: Interactions = {}
         self.responses: dict[str, dict[str, Any]] = {}
@@ -151,19 +149,22 @@ class ChatSession:
         Raises:
             RequestError: If the request is bad (400) or no server answers (503).
         """
-        if episode_context.current().episode is not self._episode:  # the call came through a socket or a thread
-            context = self._context.copy()
-            task = asyncio.get_running_loop().create_task(self._answers(request, answer_id, on_text), context=context)
-            self.own(task)
-            try:
-                return await task
-            except asyncio.CancelledError:
-                caller = asyncio.current_task()
-                if self._closed and caller is not None and not caller.cancelling():
-                    raise RequestError("the episode has ended", status=410, code="session_ended") from None
-                task.cancel()
-                raise
-        return await self._answers(request, answer_id, on_text)
+        if episode_context.current().episode is self._context.episode:
+            return await self._answers(request, answer_id, on_text)
+        # The call came through a socket or a thread: this task belongs to no episode.
+        task = asyncio.current_task()
+        assert task is not None
+        outside = episode_context.enter(self._context)
+        self._tasks.add(task)
+        try:
+            return await self._answers(request, answer_id, on_text)
+        except asyncio.CancelledError:
+            if self._closed and not task.uncancel():
+                raise RequestError("the episode has ended", status=410, code="session_ended") from None
+            raise
+        finally:
+            self._tasks.discard(task)
+            episode_context.leave(outside)
 
     async def _answers(self, request: ChatRequest, answer_id: str, on_text: OnText | None) -> list[Answer]:
         try:

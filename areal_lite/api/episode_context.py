@@ -84,7 +84,10 @@ current = _current.get
 """Return the running task's context; an empty one outside an episode."""
 
 enter = _current.set
-"""Set the running task's context."""
+"""Set the running task's context; returns what :data:`leave` takes."""
+
+leave = _current.reset
+"""Undo an :data:`enter`."""
 
 
 def of(context: Context) -> EpisodeContext:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -66,20 +67,32 @@ def serve(model: Path, logs: Path, *options: str) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("backend", ["sglang", "embedded"])
-def test_serve_starts_servers_without_a_run(tiny_model: Path, tmp_path: Path, backend: str) -> None:
-    process = serve(tiny_model, tmp_path / "logs", "--backend", backend)
+@pytest.mark.parametrize(
+    ("backend", "options"), [("sglang", ["--replicas=2", "--router=true"]), ("sglang", []), ("embedded", [])]
+)
+def test_serve_starts_servers_without_a_run(
+    tiny_model: Path, tmp_path: Path, backend: str, options: list[str]
+) -> None:
+    process = serve(tiny_model, tmp_path / "logs", "--backend", backend, *options)
     assert process.stdout is not None
-    ready = process.stdout.readline()
-    assert ready.startswith(f"ready: rollout.backend={backend} 'rollout.addresses=[127.0.0.1:")
-    (address,) = yaml.safe_load(ready.split("rollout.addresses=")[1].rstrip("'\n"))
-    assert urllib.request.urlopen(f"http://{address}/server_info").status == 200
-    (server,) = psutil.Process(process.pid).children()
+    ready = shlex.split(process.stdout.readline())
+    assert ready[:2] == ["ready:", f"rollout.backend={backend}"]
+    settings = dict(setting.split("=", 1) for setting in ready[2:])
+    addresses = yaml.safe_load(settings["rollout.addresses"])
+    for address in addresses:
+        assert urllib.request.urlopen(f"http://{address}/server_info").status == 200
+    assert len(addresses) == (2 if options else 1)
+    assert bool(options) == ("rollout.router" in settings)
+    if options:
+        assert urllib.request.urlopen(f"http://{settings['rollout.router']}/workers").status == 200
+    children = psutil.Process(process.pid).children()
+    assert len(children) == (3 if options else 1)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)
     assert process.returncode == 143
-    server.wait(1)
+    assert not psutil.wait_procs(children, timeout=1)[1]
     assert (tmp_path / f"logs/{backend}-0.log").is_file()
+    assert (tmp_path / "logs/router.log").is_file() == bool(options)
 
 
 def test_ctrl_c_ends_servers_that_are_not_ready(tiny_model: Path, tmp_path: Path) -> None:
