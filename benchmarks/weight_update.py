@@ -9,34 +9,34 @@ longest time without a token in the answers. *lost* are tokens missing in the an
 whose states were computed twice: prompt and tokens so far of each answer that an update met. SGLang and vLLM are
 started from the environments of AREAL_LITE_SGLANG_PYTHON and AREAL_LITE_VLLM_PYTHON.
 
-Medians of two updates on two cores, with other work on the machine (``--updates 2 --requests 2 --tokens 48``), of
-SmolLM2-135M-Instruct in float32, on a CPU:
+Medians of three updates (``--updates 3 --requests 2 --tokens 48``; vLLM's memory and broadcast with ``keep``: of two) on
+two cores with nothing else to do, of SmolLM2-135M-Instruct in float32, on a CPU:
 
     server    way        pause  publish s  update s  stall s     MB  lost  again
-    embedded  disk       abort       2.00      1.34     1.74  538.1     0     88
-    embedded  memory     abort       0.95      0.44     0.83  538.1     0     88
-    embedded  broadcast  abort       0.70      1.39     0.64  538.1     0     99
-    embedded  adapter    abort       0.13      0.12     0.34   19.6     0     88
-    embedded  disk       keep        1.90      1.03     1.46  538.1     0     88
-    embedded  memory     keep        0.36      0.59     1.06  538.1     0     88
-    embedded  broadcast  keep        0.51      2.03     2.33  538.1     0    113
-    embedded  adapter    keep        0.11      0.12     0.42   19.6     0     88
-    sglang    disk       abort       1.59      1.24     1.53  538.1     0     90
-    sglang    memory     abort       0.72      1.20     1.32  538.1     0     90
-    sglang    broadcast  abort       0.69      1.84     2.07  538.1     0     90
-    sglang    adapter    abort       0.09      1.05     1.23   19.6     0     90
-    sglang    disk       keep        2.41      0.32     0.54  538.1     0     88
-    sglang    memory     keep        0.32      0.30     0.50  538.1     0     88
-    sglang    broadcast  keep        1.35      0.90     1.10  538.1     0     88
-    sglang    adapter    keep        0.12      0.20     0.30   19.6     0      0
-    vllm      disk       abort       1.63      0.98     1.57  538.1     0     89
-    vllm      memory     abort       1.07      0.87     1.10  538.1     0     89
-    vllm      broadcast  abort       0.79      3.10     1.46  538.1     0    133
-    vllm      adapter    abort       0.14      0.34     1.17   19.6     0     88
-    vllm      disk       keep        2.25      1.02     1.50  538.1     0     92
-    vllm      memory     keep        0.37      1.63     1.90  538.1     0     89
-    vllm      broadcast  keep        1.23      3.38     1.10  538.1     0    139
-    vllm      adapter    keep        0.36      0.20     1.06   19.6     0      0
+    embedded  disk       abort       0.90      0.56     0.73  538.1     0     88
+    embedded  memory     abort       0.24      0.22     0.40  538.1     0     88
+    embedded  broadcast  abort       0.22      0.88     0.38  538.1     0    106
+    embedded  adapter    abort       0.08      0.11     0.30   19.6     0     88
+    embedded  disk       keep        1.46      0.57     0.72  538.1     0     88
+    embedded  memory     keep        0.12      0.19     0.35  538.1     0     88
+    embedded  broadcast  keep        0.22      0.80     0.37  538.1     0    106
+    embedded  adapter    keep        0.09      0.11     0.32   19.6     0     88
+    sglang    disk       abort       1.64      1.18     1.34  538.1     0     90
+    sglang    memory     abort       0.28      1.16     1.31  538.1     0     90
+    sglang    broadcast  abort       0.20      1.44     1.56  538.1     0     90
+    sglang    adapter    abort       0.08      1.04     1.14   19.6     0     90
+    sglang    disk       keep        2.05      0.20     0.39  538.1     0     88
+    sglang    memory     keep        0.15      0.21     0.41  538.1     0     88
+    sglang    broadcast  keep        0.26      0.56     0.76  538.1     0     88
+    sglang    adapter    keep        0.08      0.33     0.22   19.6     0      0
+    vllm      disk       abort       1.58      0.67     0.89  538.1     0     89
+    vllm      memory     abort       0.25      0.65     0.85  538.1     0     89
+    vllm      broadcast  abort       0.26      1.87     1.41  538.1     0    106
+    vllm      adapter    abort       0.07      0.17     0.76   19.6     0     89
+    vllm      disk       keep        1.88      0.71     0.78  538.1     0     89
+    vllm      memory     keep        0.15      0.64     0.78  538.1     0     90
+    vllm      broadcast  keep        0.26      2.34     1.35  538.1     0    114
+    vllm      adapter    keep        0.08      0.17     0.71   19.6     0      0
 
 A broadcast goes through gloo and the cores of both processes, and its server receives into a second copy: on one
 machine ``memory`` is faster. What a broadcast saves is the file (*publish*); on the embedded server and vLLM, answers
