@@ -4,8 +4,8 @@ BIN := .venv/bin
 STAMP := .venv/installed
 AGENTS := .venv-agents
 # One thread per process, and none that spins while it waits: two processes of tests share the cores, and one waits for
-# servers to start while the other computes.
-TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+# servers to start while the other computes. Hundreds of processes start, so compiled bytecode is kept.
+TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE=
 
 .PHONY: install demo test test-slow test-agents test-browser test-servers fuzz lint format bench clean
 

@@ -222,7 +222,7 @@ class Chaos:
             kind
             for i in range(rounds)
             for kind in self.draw.sample(LASTING, len(LASTING))
-            if kind != "kill trainer" or i < (rounds + 1) // 2  # then one lives long, so that its memory can be watched
+            if kind != "kill trainer" or i < (rounds + 2) // 3  # then one lives long, so that its memory can be watched
         ]
         step = (groups - quiet - began) / (len(kinds) + 1)
         started = time.time()

@@ -9,8 +9,8 @@ longest time without a token in the answers. *lost* are tokens missing in the an
 whose states were computed twice: prompt and tokens so far of each answer that an update met. SGLang and vLLM are
 started from the environments of AREAL_LITE_SGLANG_PYTHON and AREAL_LITE_VLLM_PYTHON.
 
-Medians of three updates (``--updates 3 --requests 2 --tokens 48``; vLLM's memory and broadcast with ``keep``: of two) on
-two cores with nothing else to do, of SmolLM2-135M-Instruct in float32, on a CPU:
+Medians of three updates (``--updates 3 --requests 2 --tokens 48``; vLLM's memory and broadcast with ``keep``: of two),
+on two cores with nothing else to do, of SmolLM2-135M-Instruct in float32, on a CPU:
 
     server    way        pause  publish s  update s  stall s     MB  lost  again
     embedded  disk       abort       0.90      0.56     0.73  538.1     0     88

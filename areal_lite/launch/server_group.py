@@ -13,16 +13,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Literal, NoReturn, Self
 
 from areal_lite.api.config import EmbeddedServerConfig, ServerConfig
 from areal_lite.api.published_weights import AdapterShape
 from areal_lite.api.server_process import ServerProcess, cause_of_death
 from areal_lite.embedded.process import EmbeddedServer
 from areal_lite.errors import ArealLiteError, ServerError
-from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.launch.router_program import RouterProgram, check_router_program
 from areal_lite.launch.server_program import ServerProgram, check_embedded, check_program, gpu_groups, server_ports
+
+if TYPE_CHECKING:
+    from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 
 logger = logging.getLogger(__name__)
 

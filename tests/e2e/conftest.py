@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from areal_lite.embedded.process import EmbeddedServer
 from tests.fixtures.tiny_model import build_tiny_model
 
 
@@ -54,3 +55,19 @@ def run_yaml(tmp_path: Path, tiny_model: Path) -> Path:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
+
+
+@pytest.fixture(scope="session")
+def server(tiny_model: Path) -> Iterator[str]:
+    """Return the address of a server that runs share one after the other; each publishes its first weights there."""
+    with EmbeddedServer(model_path=str(tiny_model), dtype="float32", num_threads=1, device="cpu") as server:
+        yield server.address
+
+
+@pytest.fixture
+def served_yaml(run_yaml: Path, server: str) -> Path:
+    """Return the YAML of a run on the shared server, which starts in half the time."""
+    config = yaml.safe_load(run_yaml.read_text())
+    config["rollout"]["addresses"] = [server]
+    run_yaml.write_text(yaml.safe_dump(config))
+    return run_yaml

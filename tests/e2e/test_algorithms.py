@@ -47,6 +47,7 @@ def small(name: str, run_yaml: Path) -> Path:
         "gconfig": {"max_new_tokens": 4},
         "dump_to_file": False,
         "weight_update": "disk",
+        "addresses": tiny["rollout"]["addresses"],
     }
     config["trainer"] |= {"total_steps": 10, "dtype": "float32", "num_threads": 1, "device": "cpu"}
     path = run_yaml.with_name(f"{name}.yaml")
@@ -55,8 +56,8 @@ def small(name: str, run_yaml: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", EXTRA_METRICS)
-def test_a_config_runs_ten_steps(name: str, run_yaml: Path) -> None:
-    config = load_config(small(name, run_yaml))
+def test_a_config_runs_ten_steps(name: str, served_yaml: Path) -> None:
+    config = load_config(small(name, served_yaml))
     run_dir = run_training(config).run_dir
     lines = records(run_dir)
     assert [line["step"] for line in lines] == list(range(1, 11))
@@ -72,7 +73,7 @@ def test_a_config_runs_ten_steps(name: str, run_yaml: Path) -> None:
     assert saved == ["step_00000005", "step_00000010"]
 
 
-def test_documented_metrics_are_exactly_those_that_runs_write(run_yaml: Path) -> None:
+def test_documented_metrics_are_exactly_those_that_runs_write(served_yaml: Path) -> None:
     document = Path("docs/metrics.md").read_text()
     of_supervised = re.search(r"^## Conversations.*?(?=^## )", document, re.MULTILINE | re.DOTALL)
     assert of_supervised is not None
@@ -103,12 +104,12 @@ def test_documented_metrics_are_exactly_those_that_runs_write(run_yaml: Path) ->
     choosing["rollout.gconfig"] = "{max_new_tokens: 8, top_p: 0.9}"
     written = set()
     for changes in (given, choosing | {"trial_name": "choosing", "save_model": "false"}):
-        config = load_config(run_yaml, [f"{key}={value}" for key, value in changes.items()])
+        config = load_config(served_yaml, [f"{key}={value}" for key, value in changes.items()])
         run_dir = run_training(config).run_dir
         probed = [line["step"] for line in records(run_dir) if "train/probe_log_prob_diff" in line]
         assert probed == ([3, 5] if changes is given else [])
         written |= {name.replace("servers/0/", "servers/N/") for line in records(run_dir) for name in line}
-    alone = load_config(run_yaml, ["trial_name=alone"])
+    alone = load_config(served_yaml, ["trial_name=alone"])
     alone_writes: list[dict[str, float]] = []
     run_rollout(alone, on_step=lambda _, metrics: alone_writes.append(metrics))
     written |= {name.replace("servers/0/", "servers/N/") for name in alone_writes[0]}
@@ -119,7 +120,7 @@ def test_documented_metrics_are_exactly_those_that_runs_write(run_yaml: Path) ->
 
 
 def test_curriculum_and_growing_dataset_get_each_trained_batch(
-    run_yaml: Path,
+    served_yaml: Path,
 ) -> None:
     """V61, V62, V63"""
     InOrder.batches.clear()
@@ -129,7 +130,7 @@ def test_curriculum_and_growing_dataset_get_each_trained_batch(
         for key, name in (("sampler", "InOrder"), ("datagen", "CountsItsCalls"))
     ]
     given += ["train_dataset.prompt_key=question", "trainer.total_steps=2", "eval_dataset=null"]
-    run_dir = run_training(load_config(run_yaml, [*given, "save_model=false"])).run_dir
+    run_dir = run_training(load_config(served_yaml, [*given, "save_model=false"])).run_dir
     rewards = [float(batch.batch["rewards"].mean()) for batch in InOrder.batches]
     assert rewards == pytest.approx([line["train/reward_mean"] for line in records(run_dir)])
     questions = [{row["question"] for row in batch.non_tensor_batch["rows"]} for batch in InOrder.batches]
@@ -137,7 +138,7 @@ def test_curriculum_and_growing_dataset_get_each_trained_batch(
     assert CountsItsCalls.calls == 1 + 1  # when it was made, and after the first of two steps
 
 
-def test_a_failed_greedy_episode_gives_no_baseline(run_yaml: Path) -> None:
+def test_a_failed_greedy_episode_gives_no_baseline(served_yaml: Path) -> None:
     """V40"""
     given = ["trainer.advantage=remax", "workflow=tests.e2e.agents.WithoutGreedyAnswers"]
     given += ["trainer.total_steps=1", "eval_dataset=null", "save_model=false"]
@@ -147,20 +148,20 @@ def test_a_failed_greedy_episode_gives_no_baseline(run_yaml: Path) -> None:
         assert isinstance(metrics, StepMetrics)
         causes.append(metrics.top_cause)
 
-    (line,) = records(run_training(load_config(run_yaml, given), on_step=on_step).run_dir)
+    (line,) = records(run_training(load_config(served_yaml, given), on_step=on_step).run_dir)
     assert causes == ["agent, RuntimeError: no greedy answer"]
     assert line["train/reward_min"] >= 2
     assert abs(line["train/advantage_mean"]) < 0.5  # less the mean of its group
 
 
-def test_remax_uses_one_greedy_episode_as_baseline(run_yaml: Path) -> None:
-    config = load_config(run_yaml, ["trainer.advantage=remax", "trainer.total_steps=2", "eval_dataset=null"])
+def test_remax_uses_one_greedy_episode_as_baseline(served_yaml: Path) -> None:
+    config = load_config(served_yaml, ["trainer.advantage=remax", "trainer.total_steps=2", "eval_dataset=null"])
     lines = records(run_training(config).run_dir)
     assert [line["step"] for line in lines] == [1, 2]
     assert lines[0]["train/advantage_std"] > 0
 
 
-def test_cached_batches_are_trained_again_without_rollouts(run_yaml: Path, tmp_path: Path) -> None:
+def test_cached_batches_are_trained_again_without_rollouts(served_yaml: Path, tmp_path: Path) -> None:
     """V31"""
     given = [
         f"rollout_cache={tmp_path / 'cache'}",
@@ -171,21 +172,21 @@ def test_cached_batches_are_trained_again_without_rollouts(run_yaml: Path, tmp_p
     given += ["dump_scores=true", "profile_steps=[1, 2]"]
     runs = []
     for trial, changes in (("a", ["trainer.loss=ppo"]), ("b", ["trainer.loss=cispo"])):
-        summary = run_training(load_config(run_yaml, [*given, f"trial_name={trial}", *changes]))
+        summary = run_training(load_config(served_yaml, [*given, f"trial_name={trial}", *changes]))
         runs.append([line["train/reward_mean"] for line in records(summary.run_dir)])
         assert (summary.run_dir / "profile" / "steps_1-2.json").stat().st_size > 1000
         assert (summary.run_dir / "scores" / "1.jsonl").exists() == (trial == "a")  # b asked nobody
     assert runs[0] == runs[1]
 
 
-def test_a_reward_model_rewards_sampled_and_greedy_answers_and_dumps(run_yaml: Path, tmp_path: Path) -> None:
+def test_a_reward_model_rewards_sampled_and_greedy_answers_and_dumps(served_yaml: Path, tmp_path: Path) -> None:
     """V40, V45"""
-    model = yaml.safe_load(run_yaml.read_text())["model_path"]
+    model = yaml.safe_load(served_yaml.read_text())["model_path"]
     judge = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
     judge.save_pretrained(tmp_path / "judge")
     given = [f"reward_model={tmp_path / 'judge'}", "trainer.advantage=remax", "trainer.total_steps=1"]
     given += ["eval_dataset=null", "dump_scores=true", "save_model=false"]
-    summary = run_training(load_config(run_yaml, given))
+    summary = run_training(load_config(served_yaml, given))
     (line,) = records(summary.run_dir)
     scores = [json.loads(row)["score"] for row in (summary.run_dir / "scores" / "1.jsonl").read_text().splitlines()]
     assert sum(scores) / len(scores) == pytest.approx(line["train/reward_mean"], abs=1e-6)

@@ -41,7 +41,7 @@ class Letters(RolloutWorkflow):
 
 
 def test_its_numbers_reach_the_metrics_of_each_step_and_evaluation(
-    run_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    served_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "areal_letters.py").write_text(FILE)
@@ -50,7 +50,7 @@ def test_its_numbers_reach_the_metrics_of_each_step_and_evaluation(
         "workflow_kwargs={reward_fn: areal_letters.letters}",
         "trainer.total_steps=2",
     ]
-    summary = run_training(load_config(run_yaml, overrides))
+    summary = run_training(load_config(served_yaml, overrides))
     lines = [json.loads(line) for line in (summary.run_dir / "metrics.jsonl").read_bytes().splitlines()]
     steps = [line for line in lines if "eval/reward" not in line]
     evaluations = [line for line in lines if "eval/reward" in line]
@@ -65,5 +65,5 @@ def test_its_numbers_reach_the_metrics_of_each_step_and_evaluation(
         assert "rollout/reward" not in evaluation
     assert "episodes recorded rollout/lead_groups, which are metrics of the run" in caplog.text
 
-    alone = run_evaluation(load_config(run_yaml, overrides))
+    alone = run_evaluation(load_config(served_yaml, overrides))
     assert alone.metrics()["eval-rollout/reward"] == pytest.approx(alone.reward)

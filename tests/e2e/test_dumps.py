@@ -62,14 +62,16 @@ def test_a_full_disk_ends_the_run_with_the_path_and_the_number_of_missing_groups
     assert check_groups(small_disk.parent) >= 8
 
 
-def test_a_run_killed_before_its_first_checkpoint_never_touches_the_files_of_its_earlier_life(run_yaml: Path) -> None:
-    with start(run_yaml) as process:
+def test_a_run_killed_before_its_first_checkpoint_leaves_the_files_of_its_earlier_life_alone(
+    served_yaml: Path,
+) -> None:
+    with start(served_yaml) as process:
         until_step(process, 2)
         process.kill()
-    run_dir = run_yaml.parent / "runs" / "e2e" / "t"
+    run_dir = served_yaml.parent / "runs" / "e2e" / "t"
     assert not list(run_dir.glob("checkpoints/*"))
     before = {path: path.read_bytes() for path in run_dir.glob("*rollout/*/*.jsonl")}
-    run_training(load_config(run_yaml, ["trainer.total_steps=3"]))
+    run_training(load_config(served_yaml, ["trainer.total_steps=3"]))
     for unfinished in run_dir.glob("*rollout/*/.unfinished-*"):
         unfinished.unlink()  # of the kill
     assert {path: path.read_bytes() for path in before} == before

@@ -28,10 +28,10 @@ def test_a_real_model_trains_one_step_and_writes_words(
         [
             f"model_path={model}",
             f"fileroot={tmp_path}",
-            "rollout.consumer_batch_size=6",
+            "rollout.consumer_batch_size=4",
             "rollout.group_size=6",
             "trainer.total_steps=1",
-            "eval_dataset.max_samples=4",
+            "eval_dataset.max_samples=2",
             "save_model=false",
         ],
     )
@@ -42,7 +42,7 @@ def test_a_real_model_trains_one_step_and_writes_words(
     assert step["train/grad_norm"] > 0
     lines = [line for file in (summary.run_dir / "rollout" / "0").glob("*.jsonl") for line in json_lines(file)]
     accepted = [line for line in lines if line["status"] == "accepted"]
-    assert len(accepted) == 36
+    assert len(accepted) == 24
     for line in accepted:
         assert line["prompt"].endswith("<|im_start|>assistant\n")
         assert line["turns"][-1]["text"] == line["completion"] != ""

@@ -146,22 +146,24 @@ def test_asynchronous_training_uses_and_keeps_the_staleness_bound(run_yaml: Path
     assert max(staleness) > 0
 
 
-def test_the_agent_learns(run_yaml: Path) -> None:
-    summary = train(run_yaml, "trainer.total_steps=25", "rollout.consumer_batch_size=8", "rollout.dump_to_file=false")
+def test_the_agent_learns(served_yaml: Path) -> None:
+    summary = train(
+        served_yaml, "trainer.total_steps=25", "rollout.consumer_batch_size=8", "rollout.dump_to_file=false"
+    )
     rewards = [r["train/reward_mean"] for r in records(summary.run_dir) if "train/loss" in r]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
 
 
-def test_a_run_folder_belongs_to_one_run_and_one_process(run_yaml: Path) -> None:
+def test_a_run_folder_belongs_to_one_run_and_one_process(served_yaml: Path) -> None:
     some = ["trainer.total_steps=1", "eval_dataset=null", "save_model=false"]
-    config = load_config(run_yaml, some)
+    config = load_config(served_yaml, some)
     run_training(config)
     with pytest.raises(ConfigError, match="has trained 1 steps and trainer.total_steps is 1"):
         run_training(config)
     without = [*some, "checkpoint.every_minutes=null", "trial_name=without"]
     for says in ("", "already holds a training run"):
         with pytest.raises(ConfigError, match=says) if says else nullcontext():
-            run_training(load_config(run_yaml, without))
+            run_training(load_config(served_yaml, without))
     with (
         run_directory(config, fresh=False),
         pytest.raises(RunDirBusyError, match="held by a run that is still alive"),
@@ -170,13 +172,13 @@ def test_a_run_folder_belongs_to_one_run_and_one_process(run_yaml: Path) -> None
         pass
 
 
-def test_rollout_and_evaluation_run_alone(run_yaml: Path) -> None:
-    config = load_config(run_yaml)
+def test_rollout_and_evaluation_run_alone(served_yaml: Path) -> None:
+    config = load_config(served_yaml)
     seen: list[dict[str, Any]] = []
     results = run_rollout(config, on_step=lambda step, metrics: seen.append(metrics))
     assert [r.status for r in results] == ["accepted"] * 16
     assert all(len(r.rewards) == 4 for r in results)
-    several = load_config(run_yaml, ["evaluation.group_size=2", "rollout.eval_gconfig={max_new_tokens: 8}"])
+    several = load_config(served_yaml, ["evaluation.group_size=2", "rollout.eval_gconfig={max_new_tokens: 8}"])
     evaluation = run_evaluation(several, on_step=lambda step, metrics: seen.append(metrics))
     rewards = [reward for result in results for reward in result.rewards]
     assert seen[0]["rollout/reward"] == pytest.approx(sum(rewards) / 64)
@@ -262,32 +264,32 @@ def test_sampling_that_the_trainer_cannot_follow_is_named(run_yaml: Path, caplog
         assert bool(says and re.search(says, caplog.text)) if says else not caplog.text
 
 
-def test_an_evaluation_does_not_change_the_training_runs_config(run_yaml: Path) -> None:
-    with run_directory(load_config(run_yaml), fresh=True) as run_dir:
+def test_an_evaluation_does_not_change_the_training_runs_config(served_yaml: Path) -> None:
+    with run_directory(load_config(served_yaml), fresh=True) as run_dir:
         trained_with = (run_dir / "config.yaml").read_text()
-    with run_directory(load_config(run_yaml, ["seed=2"]), fresh=False, trains=False):
+    with run_directory(load_config(served_yaml, ["seed=2"]), fresh=False, trains=False):
         assert (run_dir / "config.yaml").read_text() == trained_with
 
 
-def test_a_folder_of_a_run_without_steps_can_be_reused(run_yaml: Path) -> None:
-    config = load_config(run_yaml)
+def test_a_folder_of_a_run_without_steps_can_be_reused(served_yaml: Path) -> None:
+    config = load_config(served_yaml)
     with run_directory(config, fresh=True) as run_dir:
         (run_dir / "metrics.jsonl").write_text('{"step": 0, "eval/reward": 0.5}\n')
-    with run_directory(load_config(run_yaml, ["seed=2"]), fresh=True):
+    with run_directory(load_config(served_yaml, ["seed=2"]), fresh=True):
         assert not (run_dir / "metrics.jsonl").exists()
         (run_dir / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
     for other, says in (("seed=3", "seed was 2 and is 3"), ("checkpoint.every_minutes=null", "already holds a")):
         with (
             pytest.raises(ConfigError, match=says),
-            run_directory(load_config(run_yaml, ["seed=2", other]), fresh=True),
+            run_directory(load_config(served_yaml, ["seed=2", other]), fresh=True),
         ):
             pass
 
 
-def test_an_agent_that_always_raises_stops_the_run_with_its_error_counted(run_yaml: Path) -> None:
+def test_an_agent_that_always_raises_stops_the_run_with_its_error_counted(served_yaml: Path) -> None:
     with pytest.raises(StarvationError, match="x failed: RuntimeError: the agent is broken"):
         train(
-            run_yaml,
+            served_yaml,
             "workflow=tests.e2e.agents.BrokenAgent",
             "eval_dataset=null",
             "rollout.max_empty_batches=2",

@@ -294,6 +294,8 @@ def test_a_server_that_cannot_be_started_again_ends_the_run(tmp_path: Path, monk
     with servers(tmp_path) as group, attached_engine(group) as engine:
         monkeypatch.setattr(group._servers[0], "_launch", no_memory)
         kill(group)
+        with group._changed:
+            assert group._changed.wait_for(lambda: group._failure, timeout=60)
         with pytest.raises(ServerError, match="by signal 9(.|\n)*It cannot be started again: cannot allocate memory"):
             generate(engine)
 

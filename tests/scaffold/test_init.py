@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from areal_lite.api.config import ExperimentConfig, RunConfig
 from areal_lite.api.config_loader import load_config
 from areal_lite.api.supervised_config import SFTConfig
 from areal_lite.cli import main
+from areal_lite.embedded.process import EmbeddedServer
 from areal_lite.launch.run import run_training
 from areal_lite.launch.supervised import run_supervised
 from areal_lite.scaffold.init import init
@@ -26,7 +28,7 @@ ONE_STEP = [
     *("save_model=false", "checkpoint.every_minutes=null"),
 ]
 SMALL_ROLLOUT = [
-    *("eval_dataset=null", "server.device=cpu", "server.dtype=float32", "server.num_threads=1"),
+    *("eval_dataset=null", "server.dtype=float32"),
     *("rollout.group_size=2", "rollout.consumer_batch_size=1", "rollout.gconfig.max_new_tokens=4"),
 ]
 
@@ -34,6 +36,12 @@ SMALL_ROLLOUT = [
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("model") / "tiny", context=2048)
+
+
+@pytest.fixture(scope="session")
+def server(tiny_model: Path) -> Iterator[str]:
+    with EmbeddedServer(model_path=str(tiny_model), dtype="float32", num_threads=1, device="cpu") as server:
+        yield server.address
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +56,7 @@ def test_there_is_a_template_of_each_kind() -> None:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_project_passes_its_test_and_trains(template: str, tiny_model: Path, folder: Path) -> None:
+def test_a_project_passes_its_test_and_trains(template: str, tiny_model: Path, server: str, folder: Path) -> None:
     name = f"project_{template.replace('-', '_')}"
     assert main(["init", name, "--template", template, "--model", str(tiny_model)]) == 0
     config = load_config(f"{name}/config.yaml", ONE_STEP, root=ExperimentConfig)
@@ -63,7 +71,8 @@ def test_a_project_passes_its_test_and_trains(template: str, tiny_model: Path, f
         assert isinstance(config, SFTConfig)
         assert run_supervised(config).steps == 1
     else:
-        assert run_training(load_config(f"{name}/config.yaml", ONE_STEP + SMALL_ROLLOUT)).steps == 1
+        overrides = [*ONE_STEP, *SMALL_ROLLOUT, f"rollout.addresses=[{server}]"]
+        assert run_training(load_config(f"{name}/config.yaml", overrides)).steps == 1
     records = (folder / "runs" / name / "trial/metrics.jsonl").read_text().splitlines()
     assert json.loads(records[-1])["step"] == 1
 
