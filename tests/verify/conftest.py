@@ -46,7 +46,7 @@ def run_yaml(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path
         },
         "checkpoint": {"every_steps": 1},
         "evaluation": {"every_steps": 2},
-        "dump_scores": True,
+        "dump_training": True,
     }
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config))
