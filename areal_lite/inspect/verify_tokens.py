@@ -29,8 +29,9 @@ Key = tuple[str, int | None]
 TOKEN_MISMATCH = 1.0
 """Difference of one token's log-probs (nats) that rounding does not explain."""
 TOKEN_CHECKS = ("training facts", "advantages", "importance weights", "trainer log-probs")
-_RELATIVE, _ABSOLUTE = 1e-3, 1e-4
-"""How far two computations of a value may differ: devices and layouts round differently."""
+_ABSOLUTE, _RELATIVE, _HALF_RELATIVE = 1e-4, 1e-3, 0.05
+"""How far two computations of a value may differ. The last one is for log-probs of half precision that were computed
+twice, before the advantages and in the update."""
 _FILLED = {
     **{"behaviour_logprobs": "behaviour", "proximal_logprobs": "proximal", "reference_logprobs": "reference"},
     **{"values": "values", "sum_squared_probs": "sum_squared_probs", "log_kept": "log_kept"},
@@ -189,15 +190,19 @@ def _recomputed(step: Any, algorithm: Any, rows: _Rows, record: Record) -> Itera
         tokens.proximal[at], tokens.behaviour_or_proximal()[at], tokens.episodes[at]
     )
     expected = np.where(np.isnan(weights), np.nan, tokens.correction.numpy())
-    yield from _compared("importance weights", weights, expected, rows, "trainer.correction of its log-probs")
+    rounding = _HALF_RELATIVE if algorithm.needs_proximal_early and algorithm.config.dtype != "float32" else _RELATIVE
+    source = "trainer.correction of its log-probs"
+    yield from _compared("importance weights", weights, expected, rounding, rows, source)
     turns = step.turns() if "turns" in algorithm.needs else None
     algorithm.advantages(tokens, step.scores, step.baselines, step.group_ids, turns)
     expected = tokens.advantages.numpy()
-    yield from _compared("advantages", rows.columns["advantages"], expected, rows, "the rewards of the dump")
+    yield from _compared("advantages", rows.columns["advantages"], expected, rounding, rows, "the rewards of the dump")
 
 
-def _compared(name: str, found: NDArray[Any], expected: NDArray[Any], rows: _Rows, source: str) -> Iterator[Finding]:
-    wrong = np.flatnonzero(~np.isclose(found, expected, rtol=_RELATIVE, atol=_ABSOLUTE, equal_nan=True))
+def _compared(
+    name: str, found: NDArray[Any], expected: NDArray[Any], rounding: float, rows: _Rows, source: str
+) -> Iterator[Finding]:
+    wrong = np.flatnonzero(~np.isclose(found, expected, rtol=rounding, atol=_ABSOLUTE, equal_nan=True))
     if len(wrong):
         where, first = _lines(rows, wrong), wrong[0]
         yield name, f"{len(wrong)} tokens of {where} differ, such as {found[first]}: {source} gives {expected[first]}"
