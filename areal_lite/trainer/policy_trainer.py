@@ -294,7 +294,8 @@ class PolicyTrainer:
     def finish(self, step: Step) -> dict[str, float]:
         """Return the metrics of the step."""
         if self._on_facts is not None:
-            self._on_facts(token_facts(step, self.algorithm, self.learner.ranks))
+            with step.clock("facts"):
+                self._on_facts(token_facts(step, self.algorithm, self.learner.ranks))
         return step.all_metrics(
             ranks=self.learner.ranks,
             has_critic=self.critic is not None,
