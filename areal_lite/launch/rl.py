@@ -191,10 +191,8 @@ def run_rl(config: RunConfig, on_step: OnStep | None) -> Summary[Evaluation]:
         disable_progress_bar()  # type: ignore[no-untyped-call]
         started = time.monotonic()
         dtype = getattr(torch, "float32" if config.server.dtype == "auto" else config.server.dtype)
-        on_facts: OnFacts | None = None
-        if config.dump_training:
-            writes = driver is not None
-            on_facts = stack.enter_context(FactsWriter(files.run_dir / "training")) if writes else lambda facts: None
+        folder = None if driver is None else files.run_dir / "training"
+        on_facts = stack.enter_context(FactsWriter(folder)) if config.dump_training else None
         trainer = make_trainer(config, files.record_skipped_update, on_facts)
         return RLRun(
             config=config,

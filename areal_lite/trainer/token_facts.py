@@ -65,7 +65,7 @@ def token_facts(step: Step, algorithm: Algorithm, ranks: Ranks) -> TokenFacts:
     for total, (name, (values, everywhere)) in zip(sums, local.items(), strict=True):
         others = nothing if everywhere is None else torch.where(everywhere, values, nothing)
         columns[name] = torch.where(computed > 0, total, others)
-    if not bool(tokens.log_kept.any()):
+    if not bool(columns["log_kept"].nan_to_num().any()):
         del columns["log_kept"]
     if config.kl is not None:
         columns["reference_logprobs"] = tokens.reference
@@ -94,22 +94,25 @@ def _clipped(step: Step, loss: str) -> Tensor:
 class FactsWriter:
     """Writes ``folder/STEP.parquet`` in a thread, one step behind at most; a context manager.
 
+    Args:
+        folder: None on ranks that write nothing.
+
     Raises:
         StorageError: From the next call, or at the end, if the disk is full or not writable.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="areal-lite-facts")
         self._pending: Future[None] | None = None
 
     def __call__(self, facts: TokenFacts) -> None:
         """Write ``facts`` once the step before is written."""
-        self.wait()
-        self._pending = self._thread.submit(write_facts, self._folder / f"{facts.step}.parquet", facts)
+        if self._folder is not None:
+            self._wait()
+            self._pending = self._thread.submit(write_facts, self._folder / f"{facts.step}.parquet", facts)
 
-    def wait(self) -> None:
-        """Wait until everything is written."""
+    def _wait(self) -> None:
         if (pending := self._pending) is not None:
             self._pending = None
             pending.result()
@@ -120,7 +123,7 @@ class FactsWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._thread.shutdown()
         if kind is None:
-            self.wait()
+            self._wait()
 
 
 def write_facts(path: Path, facts: TokenFacts) -> None:
