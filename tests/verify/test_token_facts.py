@@ -44,6 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gspo": {"loss": "gspo", "minibatches_per_step": 2},
     "chosen tokens": {"loss": "m2po"},
     "overlong": {"overlong_buffer": 4},
+    "truncated": {"rollout": {"gconfig": {"max_new_tokens": 8, "top_p": 0.9}}, "minibatches_per_step": 2},
     "bfloat16": {"dtype": "bfloat16", "kl": {"coef": 0.1, "place": "reward"}},
 }
 
@@ -63,11 +64,12 @@ def groups_of(step: int) -> list[Group]:
 
 def trained(folder: Path, model: Path, **changes: Any) -> Path:
     """Train two steps, and write what a run would."""
-    rollout = {"dump_to_file": True, "gconfig": {"max_new_tokens": 8}, **changes.pop("rollout", {})}
+    rollout = {"dump_to_file": True, "gconfig": {"max_new_tokens": 8}, **changes.get("rollout", {})}
     values: dict[str, Any] = {
         **{"experiment_name": "e", "trial_name": "t", "fileroot": str(folder), "model_path": str(model)},
         **{"workflow": "tests.e2e.agents.LetterAgent", "train_dataset": {"path": "x"}, "rollout": rollout},
-        "trainer": {"total_steps": 9, "learning_rate": 1e-2, "dtype": "float32", "device": "cpu"} | changes,
+        "trainer": {"total_steps": 9, "learning_rate": 1e-2, "dtype": "float32", "device": "cpu"}
+        | {name: value for name, value in changes.items() if name != "rollout"},
     }
     root = folder / "e" / "t"
     root.mkdir(parents=True)
@@ -97,6 +99,7 @@ def findings(root: Path) -> list[tuple[str, str]]:
 def test_advantages_and_weights_of_any_step_are_proved_per_token(name: str, tmp_path: Path, tiny_model: Path) -> None:
     root = trained(tmp_path, tiny_model, **SETTINGS[name])
     assert findings(root) == []
+    assert ("log_kept" in parquet.read_schema(root / "training/7.parquet").names) == (name == "truncated")
     path = root / "training/7.parquet"
     table = parquet.read_table(path)
     for column, check in (("advantages", "advantages"), ("importance_weights", "importance weights")):
