@@ -14,8 +14,10 @@ from typing import Any
 
 Record = Mapping[str, Any]
 FOLDER = "training"
-KEYS = ("task_id", "group_id", "member_idx", "sample_idx", "reward", "baseline", "token_idx")
-"""Columns with one value per row, and the place of each trained token in its line."""
+_NOT_SHOWN = ("token_idx", "behaviour_logprobs")
+"""Lists that the turns have already."""
+_SEARCHED = 64
+"""Steps after the newest token of a line that may have trained it: more than any useful staleness bound."""
 
 
 def fact_files(root: Path) -> dict[int, Path]:
@@ -24,49 +26,39 @@ def fact_files(root: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def facts_of(root: Path, record: Record) -> dict[str, Any] | None:
-    """Return the row of an accepted line: its step, reward, and lists as long as the line; None if it has none."""
+def with_facts(root: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """Return the record with its facts: ``trained_step``, and lists of its answers, None where nothing trains."""
+    if (found := _find(root, record)) is None:
+        return record
+    step, row = found
+    places = {index: place for place, index in enumerate(row["token_idx"])}
+    lists = {name: values for name, values in row.items() if isinstance(values, list) and name not in _NOT_SHOWN}
+    turns, start = [], 0
+    for turn in record["turns"]:
+        end = start + len(turn.get("ids") or ())
+        if turn.get("role") == "assistant":
+            at = [places.get(index) for index in range(start, end)]
+            own = {name: [None if each is None else values[each] for each in at] for name, values in lists.items()}
+            turn = {**turn, **own}
+        turns.append(turn)
+        start = end
+    return {**record, "trained_step": step, "turns": turns}
+
+
+def _find(root: Path, record: Record) -> tuple[int, dict[str, Any]] | None:
+    """Return the step that trained a line, and its row; None if there is none."""
     if record.get("status") != "accepted" or record.get("scope") == "eval-rollout":
         return None
     key, tail = (str(record["task_id"]), record.get("sample_idx")), record.get("tail_version")
     for step, path in fact_files(root).items():
-        if tail is None or step > tail:
+        if tail is None or tail < step <= tail + _SEARCHED:
             with contextlib.suppress(OSError, ValueError):  # pyarrow's errors are among them
-                state = path.stat().st_mtime_ns
-                if (place := _places(path, state).get(key)) is not None:
-                    return {"step": step, **_aligned(_row(path, place), record)}
+                if (place := _places(path, path.stat().st_mtime_ns).get(key)) is not None:
+                    return step, _row(path, place)
     return None
 
 
-def with_facts(root: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with its facts: ``trained_step``, and lists of its answers, None where nothing trains."""
-    facts = facts_of(root, record)
-    if facts is None:
-        return record
-    lists = {name: values for name, values in facts.items() if isinstance(values, list)}
-    turns, start = [], 0
-    for turn in record["turns"]:
-        end = start + len(turn.get("ids") or ())
-        own = {name: values[start:end] for name, values in lists.items()} if turn.get("role") == "assistant" else {}
-        turns.append({**turn, **own})
-        start = end
-    return {**record, "trained_step": facts["step"], "turns": turns}
-
-
-def _aligned(row: Mapping[str, Any], record: Record) -> dict[str, Any]:
-    """Return the row with a value or None for every token of the line."""
-    length = sum(len(turn.get("ids") or ()) for turn in record["turns"])
-    aligned: dict[str, Any] = {"reward": row["reward"]}
-    for name in [name for name in row if name not in (*KEYS, "behaviour_logprobs")]:
-        values: list[float | None] = [None] * length
-        for index, value in zip(row["token_idx"], row[name], strict=True):
-            if index < length:
-                values[index] = value
-        aligned[name] = values
-    return aligned
-
-
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4 * _SEARCHED)
 def _places(path: Path, state: int) -> dict[tuple[str, int | None], int]:
     """Return the row of each dumped line; ``state`` tells versions of the file apart."""
     from pyarrow import parquet  # type: ignore[import-untyped]
