@@ -70,7 +70,9 @@ def serve(model: Path, logs: Path, *options: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("backend", "options"), [("sglang", ["--replicas=2", "--router=true"]), ("sglang", []), ("embedded", [])]
 )
-def test_serve_starts_servers_without_a_run(tiny_model: Path, tmp_path: Path, backend: str, options: list[str]) -> None:
+def test_serve_starts_servers_without_a_run(
+    tiny_model: Path, tmp_path: Path, backend: str, options: list[str]
+) -> None:
     process = serve(tiny_model, tmp_path / "logs", "--backend", backend, *options)
     assert process.stdout is not None
     ready = shlex.split(process.stdout.readline())
