@@ -28,6 +28,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,7 @@ from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.training_batch import collate_sequences
 from areal_lite.trainer.microbatches import plan_microbatches
 from areal_lite.trainer.policy_trainer import PolicyTrainer
+from areal_lite.trainer.token_facts import write_facts
 from areal_lite.trainer.weights import publish_weights
 
 MAX_TOKENS = 1024
@@ -127,7 +129,9 @@ def main() -> None:
             num_threads=arguments.threads,
             device="cpu",
         )
-        ours, plain = PolicyTrainer(config, model_path=model_path, seed=0), PlainTrainer(model_path)
+        # Facts are written in the step, so that their whole cost shows; a run writes them in a thread.
+        facts = partial(write_facts, Path(folder) / "facts.parquet")
+        ours, plain = PolicyTrainer(config, model_path=model_path, seed=0, on_facts=facts), PlainTrainer(model_path)
         records: list[dict[str, float]] = []
         plain_seconds: list[float] = []
         for step in range(arguments.steps + 1):  # the first warms up
@@ -143,8 +147,10 @@ def main() -> None:
                 f"step {step}: {metrics['seconds_step']:.2f} s, plain {plain_seconds[-1]:.2f} s; "
                 f"loss {metrics['loss']:.5f}, plain {loss:.5f}; {metrics['trained_tokens']:.0f} trained tokens"
             )
-        for name in ("advantages", "forward", "backward", "optimizer", "step"):
+        for name in ("advantages", "forward", "backward", "optimizer", "facts", "step"):
             print(f"{name:>10}: {statistics.median(r[f'seconds_{name}'] for r in records[1:]):.3f} s")
+        share = statistics.median(r["seconds_facts"] / r["seconds_step"] for r in records[1:])
+        print(f"training facts take {100 * share:.2f} % of a step")
         best, plain_best = min(r["seconds_step"] for r in records[1:]), min(plain_seconds[1:])
         print(f"best {best:.2f} s, plain {plain_best:.2f} s: {plain_best / best:.1f} times as fast")
         began = time.perf_counter()

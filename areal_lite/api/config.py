@@ -447,6 +447,10 @@ class RunConfig(ExperimentConfig):
     dump_scores: bool = False
     """Write the prompts, answers and scores of each step to scores/STEP.jsonl."""
 
+    dump_training: bool = False
+    """Write log-probs, advantage, importance weight and clipping of each trained token to training/STEP.parquet; view,
+    inspect and verify use them."""
+
     profile_steps: list[Positive] = field(default_factory=list)
     """Steps to profile with torch; traces go to profile/."""
 

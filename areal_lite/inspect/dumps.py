@@ -52,6 +52,8 @@ class Page:
 class _Run:
     """A run, or the part of one that the user named."""
 
+    place: tuple[Path, str, bool]
+    """Its folder, the part, and whether the folder is a run's."""
     index: DumpIndex
     condition: str
     """SQL that holds for the rows of the part."""
@@ -76,8 +78,9 @@ class Dumps:
         ...         print(row["id"], row["cause"])
     """
 
-    def __init__(self, runs: Sequence[_Run]) -> None:
-        self._runs = {run.index.name: run for run in runs}
+    def __init__(self, paths: Sequence[Path], on_progress: Callable[[int], object]) -> None:
+        self._paths, self._on_progress = paths, on_progress
+        self._runs: dict[str, _Run] = {}
         self._summaries: dict[str, tuple[Any, dict[str, Any]]] = {}
 
     @classmethod
@@ -97,11 +100,8 @@ class Dumps:
         Raises:
             ConfigError: If a path does not exist or has no dumps.
         """
-        places = list(dict.fromkeys(place for path in paths for place in _places(Path(path))))
-        dumps = cls([])
+        dumps = cls(list(map(Path, paths)), on_progress)
         try:
-            for name, (root, part) in zip(_names(places), places, strict=True):
-                dumps._runs[name] = _Run(DumpIndex(root, name, on_progress), *_part_condition(part))
             dumps.refresh(budget_s=0.3)
             if not may_be_empty and not dumps.problems(limit=1) and not dumps.count():
                 raise ConfigError(
@@ -130,10 +130,11 @@ class Dumps:
         return {name: run.index.root for name, run in self._runs.items()}
 
     def refresh(self, *, budget_s: float = 0.02) -> int:
-        """Read what was dumped since the last call, and return how many lines that were.
+        """Read what was dumped since the last call, by new runs too, and return how many lines that were.
 
         Costs a look at every folder of versions, and ``budget_s`` seconds at most to see whether old files changed.
         """
+        self._find_runs()
         return sum(run.index.refresh(budget_s=budget_s) for run in self._runs.values())
 
     def page(
@@ -322,6 +323,25 @@ class Dumps:
     def path_of(self, record: Mapping[str, Any]) -> Path:
         """Return the file of a row or record."""
         return self._runs[record["run"]].index.full_path(record["id"].rpartition(":")[0])
+
+    def _find_runs(self) -> None:
+        """Open the runs below the paths that are not open, and close those that are gone."""
+        if self._runs and not all(path.exists() for path in self._paths):
+            return
+        found = list(dict.fromkeys(place for path in self._paths for place in _places(path)))
+        known = {run.place: (name, run) for name, run in self._runs.items()}
+        runs: dict[str, _Run] = {}
+        for name, (root, part) in zip(_names(found), found, strict=True):
+            place = (root, part, is_run(root))
+            if place in known:
+                name, run = known.pop(place)
+            else:
+                name = _full_name(root, part) if name in self._runs else name
+                run = _Run(place, DumpIndex(root, name, self._on_progress), *_part_condition(part))
+            runs[name] = run
+        self._runs = runs  # replaced, because other threads iterate over it
+        for _, run in known.values():
+            run.index.close()
 
     # -- one run
 
@@ -575,9 +595,13 @@ def _names(places: Sequence[tuple[Path, str]]) -> list[str]:
     """Return a short name for each run, or its path where two would be the same."""
     short = ["/".join([*root.parts[-2:], *([part] if part else [])]) for root, part in places]
     return [
-        name if short.count(name) == 1 else "/".join([str(root), *([part] if part else [])])
+        name if short.count(name) == 1 else _full_name(root, part)
         for name, (root, part) in zip(short, places, strict=True)
     ]
+
+
+def _full_name(root: Path, part: str) -> str:
+    return "/".join([str(root), *([part] if part else [])])
 
 
 def _part_condition(part: str) -> tuple[str, tuple[int | str, ...]]:

@@ -22,7 +22,15 @@ from rich.text import Text
 from areal_lite.errors import ConfigError
 from areal_lite.inspect.dumps import Dumps, Row
 from areal_lite.inspect.episode_text import episode_text, json_line, printable
-from areal_lite.inspect.token_table import decoder, first_text_difference, first_token_difference, tokens
+from areal_lite.inspect.token_table import (
+    Difference,
+    Token,
+    decoder,
+    first_text_difference,
+    first_token_difference,
+    tokens,
+)
+from areal_lite.inspect.training_facts import with_facts
 
 LEVELS = ("runs", "versions", "groups", "episodes", "turns", "problems")
 _WIDTH = 200
@@ -227,25 +235,35 @@ def _record(dumps: Dumps, id: str) -> dict[str, Any]:
 
 def _print_tokens(dumps: Dumps, id: str, options: Options, console: Console) -> int:
     record = _record(dumps, id)
-    decode = decoder(dumps.runs[record["run"]])
+    root = dumps.runs[record["run"]]
+    decode = decoder(root)
     if decode is None:
         _note("no text of tokens: the run's tokenizer is not on this machine")
-    rows = tokens(record, decode)
+    rows = list(tokens(with_facts(root, record), decode))
     if options.json:
-        return _print_json(asdict(token) for token in rows)
-    columns = ("index", "turn", "role", "id", "text", "mask", "logprob", "version")
+        return _print_json(map(_flat, rows))
+    known = dict.fromkeys(name for token in rows for name in token.facts)
+    columns = ("index", "turn", "role", "id", "text", "mask", "logprob", "version", *known)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in columns:
-        table.add_column(name, justify="left" if name in ("role", "text") else "right")
-    count = 0
-    for count, token in enumerate(rows, 1):  # noqa: B007 -- the last number is the count
-        values = asdict(token) | {"text": None if token.text is None else repr(token.text)}
-        logprob = token.logprob
-        values["logprob"] = None if logprob is None else f"{logprob:.4f}"
-        style = "cyan" if token.mask else ""
-        table.add_row(*(_cell(name, values[name]) for name in columns), style=style)
+        table.add_column(name.replace("_", " "), justify="left" if name in ("role", "text") else "right")
+    for token in rows:
+        values = _flat(token) | {"text": None if token.text is None else repr(token.text)}
+        values = {name: f"{value:.4f}" if isinstance(value, float) else value for name, value in values.items()}
+        table.add_row(*(_cell(name, values.get(name)) for name in columns), style="cyan" if token.mask else "")
     console.print(table)
-    return count
+    return len(rows)
+
+
+def _flat(token: Token) -> dict[str, Any]:
+    values = asdict(token)
+    facts = values.pop("facts")
+    return {**values, **facts}
+
+
+def _difference(where: Difference) -> dict[str, Any]:
+    first, second = (None if token is None else _flat(token) for token in (where.first, where.second))
+    return {"index": where.index, "first": first, "second": second}
 
 
 def _print_difference(dumps: Dumps, pair: tuple[str, str], options: Options, console: Console) -> int:
@@ -257,7 +275,8 @@ def _print_difference(dumps: Dumps, pair: tuple[str, str], options: Options, con
                 {
                     **{"first": first["id"], "second": second["id"]},
                     **{"rewards": [first.get("reward"), second.get("reward")]},
-                    **{"token": None if where is None else asdict(where), "text": None if text is None else text[0]},
+                    **{"token": None if where is None else _difference(where)},
+                    **{"text": None if text is None else text[0]},
                 }
             )
         )

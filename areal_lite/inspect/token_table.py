@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,11 @@ import yaml
 from areal_lite.errors import ConfigError
 
 Record = Mapping[str, Any]
+FACTS = (
+    *("advantages", "importance_weights", "clipped", "policy_logprobs", "proximal_logprobs", "reference_logprobs"),
+    *("entropy", "values", "returns"),
+)
+"""Lists of a turn with training facts (:mod:`.training_facts`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,8 @@ class Token:
     """1 where the token trains."""
     logprob: float | None
     version: int | None
+    facts: dict[str, float | None] = field(default_factory=dict)
+    """Training facts by name, if the record has them."""
 
 
 def tokens(record: Record, decode: Callable[[int], str] | None = None) -> Iterator[Token]:
@@ -38,9 +45,11 @@ def tokens(record: Record, decode: Callable[[int], str] | None = None) -> Iterat
     index = 0
     for place, turn in enumerate(record["turns"]):
         columns = [turn.get(name) or () for name in ("ids", "loss_mask", "logprobs", "versions")]
-        for id, mask, logprob, version in zip_longest(*columns):
+        known = [name for name in FACTS if turn.get(name)]
+        for id, mask, logprob, version, *values in zip_longest(*columns, *(turn[name] for name in known)):
             text = None if decode is None or id is None else decode(id)
-            yield Token(index, place, turn.get("role"), id, text, mask, logprob, version)
+            facts = dict(zip(known, values, strict=True))
+            yield Token(index, place, turn.get("role"), id, text, mask, logprob, version, facts)
             index += 1
 
 

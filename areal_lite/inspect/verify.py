@@ -2,7 +2,7 @@
 
 Guarantees that nothing is written but the index of the dumps, and that what the folder cannot prove is said. Each check
 is one function in one of the tables: :mod:`.verify_episodes` checks groups, :mod:`.verify_steps` steps against dumps,
-:mod:`.verify_weights` folders with weights.
+:mod:`.verify_weights` folders with weights, :mod:`.verify_tokens` what each token trained with.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from areal_lite.inspect.rescore import Rescored, scored
 from areal_lite.inspect.verify_episodes import GROUP_CHECKS, LINE_CHECKS
 from areal_lite.inspect.verify_run import TRAINING, DumpedGroup, Run, differs
 from areal_lite.inspect.verify_steps import METRICS_CHECKS, StepRecomputation
+from areal_lite.inspect.verify_tokens import TOKEN_CHECKS, token_findings
 from areal_lite.inspect.verify_weights import WEIGHT_CHECKS
 
 SHOWN = 20
@@ -68,7 +69,8 @@ def check_run(path: Path, *, reward: str | None = None) -> Report:
     """Run all checks over the run in the folder ``path``; arguments as for :func:`verify`."""
     run = Run.open(path)
     report = Report(unproved=run.unproved, steps=len(run.steps))
-    report.checks = len(LINE_CHECKS) + len(GROUP_CHECKS) + len(METRICS_CHECKS) + len(WEIGHT_CHECKS) + 2
+    tables = (LINE_CHECKS, GROUP_CHECKS, METRICS_CHECKS, WEIGHT_CHECKS, TOKEN_CHECKS)
+    report.checks = sum(len(table) for table in tables) + 2
     with Dumps.open(path, may_be_empty=True) as dumps:
         dumps.refresh(budget_s=3600)  # look at every file again
         for problem in dumps.problems():
@@ -79,6 +81,7 @@ def check_run(path: Path, *, reward: str | None = None) -> Report:
         run.unproved.extend(dumps.notes())
     if not run.groups:
         run.unproved.append("anything about episodes: there are no dumps (rollout.dump_to_file)")
+    report.findings += token_findings(run)
     for name, check in {**METRICS_CHECKS, **WEIGHT_CHECKS}.items():
         report.findings.extend((name, finding) for finding in _found(check(run)))
     return report

@@ -47,8 +47,6 @@ class DumpedGroup:
     """Trained tokens of accepted lines."""
     rewards: list[float]
     """Of each accepted episode, the mean over its lines."""
-    line_rewards: list[float]
-    """Of each accepted line."""
     calls: list[str]
     """What identifies the model calls of accepted lines."""
 
@@ -81,7 +79,6 @@ class DumpedGroup:
             accepted=bool(kept),
             lines=len(kept),
             trained=sum(sum(turn.get("loss_mask") or ()) for record in kept for turn in record["turns"]),
-            line_rewards=[reward for rewards in by_member.values() for reward in rewards],
             rewards=[math.fsum(rewards) / len(rewards) for rewards in by_member.values()],
             calls=sorted(calls),
         )

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from areal_lite.api.config import RunConfig
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence, Trajectory
 from areal_lite.errors import ArealLiteError
 from areal_lite.inspect.episode_text import read_records
+from areal_lite.inspect.training_facts import fact_files
 from areal_lite.inspect.verify_run import EVALUATION, SLACK_S, DumpedGroup, Record, Run, began, differs, some
 
 RunCheck = Callable[[Run], Iterator[str]]
@@ -166,24 +168,6 @@ def evaluations_match_dumps(run: Run) -> Iterator[str]:
                 yield f"{where}: {group.id} was sampled by the versions {group.head} to {group.tail}"
 
 
-def scores_match_dumps(run: Run) -> Iterator[str]:
-    """With ``dump_scores``, the rewards that the trainer saw are those in the dumps."""
-    if not comparable(run) or run.rl is None or run.rl.reward_model is not None:
-        return
-    dumped = {str(group.task): sorted(group.line_rewards) for group in run.trained}
-    if not (run.root / "scores").is_dir():
-        run.unproved.append(
-            "that each episode has its own reward: set dump_scores for runs, or score them again with --reward PKG.FN"
-        )
-    for path in sorted((run.root / "scores").glob("*.jsonl")):
-        scores: dict[str, list[float]] = {}
-        for record in read_records(path):
-            scores.setdefault(record["task_id"], []).append(record["score"])
-        for task, values in scores.items():
-            if sorted(values) != dumped.get(task):
-                yield f"scores/{path.name}: task {task} has other rewards in the dumps, or is not there"
-
-
 def batches_can_be_made(run: Run) -> Iterator[str]:
     """Within the staleness bound and in the order of time, the dumped groups fill the batches of all steps."""
     if not (comparable(run) and run.complete and run.rl is not None):
@@ -226,9 +210,11 @@ class StepRecomputation:
         if config is None or not comparable(run):
             return False
         if config.rollout.max_head_offpolicyness:
-            run.unproved.append(
-                "rewards and advantages of each step: groups of a version may train in several steps; sums are checked"
-            )
+            if not fact_files(run.root):
+                run.unproved.append(
+                    "rewards and advantages of each step: groups of a version may train in several steps; sums are "
+                    "checked. Set dump_training for runs"
+                )
             return False
         self._algorithm = self._load_algorithm()
         return True
@@ -252,7 +238,8 @@ class StepRecomputation:
                 reason = f"{trainer.advantage} needs {', '.join(sorted(needs))}, which are not written"
             except ArealLiteError as error:
                 reason = str(error)
-        self._run.unproved.append(f"advantages: {reason}")
+        if not fact_files(self._run.root):
+            self._run.unproved.append(f"advantages: {reason}. Set dump_training for runs")
         return None
 
     def check(self, version: int, groups: Sequence[DumpedGroup]) -> Iterator[str]:
@@ -283,11 +270,10 @@ class StepRecomputation:
     def _metrics(self, version: int, groups: Sequence[DumpedGroup]) -> dict[str, float]:
         import torch
 
-        from areal_lite.trainer.data_metrics import batch_metrics
         from areal_lite.trainer.policy_step import Step
 
         assert self._run.rl is not None
-        step = Step.of([_group(group) for group in groups], version=version, device=torch.device("cpu"))
+        step = Step.of([group_of(group) for group in groups], version=version, device=torch.device("cpu"))
         skipped: tuple[str, ...] = ()
         if self._algorithm is not None:
             self._algorithm.shape_rewards(step.scores, step.tokens)
@@ -295,28 +281,34 @@ class StepRecomputation:
             self._algorithm.advantages(step.tokens, step.scores, None, step.group_ids, turns)
         else:
             skipped = ("advantage", "reward") if self._run.rl.reward_model is not None else ("advantage",)
-        found = batch_metrics(
-            step.sequences,
-            step.episodes,
-            step.tokens.advantages.numpy(),
-            version=version,
-            max_new_tokens=self._run.rl.rollout.gconfig.max_new_tokens,
-        )
-        found = {name: value for name, value in found.items() if not name.startswith(skipped)}
-        found["trained_tokens"] = float(len(step.tokens.behaviour))
-        record = self._records[version + 1]
-        if record.get("train/computed_tokens") == found["trained_tokens"] and not bool(
-            step.tokens.behaviour.isnan().any()
-        ):
-            sums = np.zeros(len(step.scores))
-            np.subtract.at(sums, step.tokens.episodes.numpy(), step.tokens.behaviour.double().numpy())
-            counts = np.bincount(step.tokens.episodes.numpy(), minlength=len(sums))
-            means = sums[counts > 0] / counts[counts > 0]
-            found["engine_mismatch/behaviour_perplexity"] = float(np.exp(means).mean())
-        return found
+        found = step_metrics(step, self._records[version + 1], self._run.rl)
+        return {name: value for name, value in found.items() if not name.startswith(skipped)}
 
 
-def _group(group: DumpedGroup) -> Group:
+def step_metrics(step: Any, record: Record, config: RunConfig) -> dict[str, float]:
+    """Return the metrics of a step that follow from its sequences and advantages."""
+    from areal_lite.trainer.data_metrics import batch_metrics
+
+    tokens = step.tokens
+    found = batch_metrics(
+        step.sequences,
+        step.episodes,
+        tokens.advantages.numpy(),
+        version=step.version,
+        max_new_tokens=config.rollout.gconfig.max_new_tokens,
+    )
+    found["trained_tokens"] = float(len(tokens.behaviour))
+    fresh = bool((tokens.versions == step.version).all()) and not bool(tokens.behaviour.isnan().any())
+    if record.get("train/computed_tokens") == found["trained_tokens"] and fresh:
+        sums = np.zeros(len(step.scores))
+        np.subtract.at(sums, tokens.episodes.numpy(), tokens.behaviour.double().numpy())
+        counts = np.bincount(tokens.episodes.numpy(), minlength=len(sums))
+        means = sums[counts > 0] / counts[counts > 0]
+        found["engine_mismatch/behaviour_perplexity"] = float(np.exp(means).mean())
+    return found
+
+
+def group_of(group: DumpedGroup) -> Group:
     """Return the accepted part of a dumped group as the trainer had it."""
     trajectories = [
         Trajectory(member_idx=member, status=EpisodeStatus.ACCEPTED, sequences=[_sequence(r) for r in records])
@@ -360,6 +352,5 @@ METRICS_CHECKS: dict[str, RunCheck] = {
     "ended once": groups_ended_once,
     "dumps and metrics": steps_match_dumps,
     "evaluations": evaluations_match_dumps,
-    "scores": scores_match_dumps,
     "batches": batches_can_be_made,
 }

@@ -166,6 +166,7 @@ def _small_rollouts(config: RunConfig, folder: str) -> RunConfig:
         should_accept_fn=None,  # it may reject the only group
         rollout_cache=None,
         dump_scores=False,
+        dump_training=False,
         profile_steps=[],
     )
 

@@ -39,8 +39,9 @@ from areal_lite.launch.server_probe import NUM_TOKENS, Answer, compare_logprobs,
 from areal_lite.launch.stopping import Stopped, interruptible, stop_together
 from areal_lite.trainer.algorithm import Algorithm
 from areal_lite.trainer.policy_step import Batch
-from areal_lite.trainer.policy_trainer import OnSkip, PolicyTrainer
+from areal_lite.trainer.policy_trainer import OnFacts, OnSkip, PolicyTrainer
 from areal_lite.trainer.ranks import Ranks, broadcast_batch, broadcast_json
+from areal_lite.trainer.token_facts import FactsWriter
 from areal_lite.trainer.truncation import Truncation
 
 T = TypeVar("T")
@@ -190,7 +191,9 @@ def run_rl(config: RunConfig, on_step: OnStep | None) -> Summary[Evaluation]:
         disable_progress_bar()  # type: ignore[no-untyped-call]
         started = time.monotonic()
         dtype = getattr(torch, "float32" if config.server.dtype == "auto" else config.server.dtype)
-        trainer = make_trainer(config, files.record_skipped_update)
+        folder = None if driver is None else files.run_dir / "training"
+        on_facts = stack.enter_context(FactsWriter(folder)) if config.dump_training else None
+        trainer = make_trainer(config, files.record_skipped_update, on_facts)
         return RLRun(
             config=config,
             files=files,
@@ -214,7 +217,7 @@ def rollout_inputs(config: RunConfig, start: Start) -> RolloutInputs:
     return load_rollout_inputs(config, start, baselines="baselines" in algorithm.needs)
 
 
-def make_trainer(config: RunConfig, on_skip: OnSkip) -> PolicyTrainer:
+def make_trainer(config: RunConfig, on_skip: OnSkip, on_facts: OnFacts | None = None) -> PolicyTrainer:
     """Return the policy trainer of a run."""
     gconfig = config.rollout.gconfig
     truncation = Truncation(
@@ -228,4 +231,5 @@ def make_trainer(config: RunConfig, on_skip: OnSkip) -> PolicyTrainer:
         truncation=truncation if gconfig.is_truncated else None,
         max_new_tokens=gconfig.max_new_tokens,
         on_skip=on_skip,
+        on_facts=on_facts,
     )

@@ -36,12 +36,15 @@ from areal_lite.trainer.scalar_model import ValueScorer, load_critic
 from areal_lite.trainer.seeding import seed_process
 from areal_lite.trainer.sharding import shard
 from areal_lite.trainer.step_tokens import Microbatch, StepCut, split_groups
+from areal_lite.trainer.token_facts import TokenFacts, token_facts
 from areal_lite.trainer.truncation import Truncation
 
 logger = logging.getLogger(__name__)
 
 OnSkip = Callable[[dict[str, Any]], None]
 """Called with step, role, loss, gradient norm and task ids of a skipped non-finite update."""
+OnFacts = Callable[[TokenFacts], None]
+"""Called on every rank with what each step computed for its tokens."""
 
 
 class PolicyTrainer:
@@ -56,6 +59,7 @@ class PolicyTrainer:
         truncation: Truncated sampling of the inference engine, which the log-probs of the loss replay.
         max_new_tokens: Length limit of an answer, for the share of truncated answers and the overlong penalty.
         on_skip: Called with updates that were skipped.
+        on_facts: Called at the end of each step; None saves the communication.
 
     Raises:
         ConfigError: If the model cannot be loaded, the device is missing, the temperature is not above 0, or an
@@ -72,6 +76,7 @@ class PolicyTrainer:
         truncation: Truncation | None = None,
         max_new_tokens: int | None = None,
         on_skip: OnSkip | None = None,
+        on_facts: OnFacts | None = None,
     ) -> None:
         self.config = config
         self.seed = seed
@@ -97,6 +102,7 @@ class PolicyTrainer:
             critic = ValueScorer(load_critic(path, device=self.device, gradient_checkpointing=recompute))
             self.critic = Learner(critic, config, config.critic, total_steps=config.total_steps)
         self._on_skip = on_skip
+        self._on_facts = on_facts
         self._warned = False
 
     @property
@@ -287,6 +293,9 @@ class PolicyTrainer:
 
     def finish(self, step: Step) -> dict[str, float]:
         """Return the metrics of the step."""
+        if self._on_facts is not None:
+            with step.clock("facts"):
+                self._on_facts(token_facts(step, self.algorithm, self.learner.ranks))
         return step.all_metrics(
             ranks=self.learner.ranks,
             has_critic=self.critic is not None,
@@ -443,6 +452,7 @@ class PolicyTrainer:
         if not microbatch.counts:
             return zero_loss(scores.logprobs)
         tokens.computed[at] = True
+        tokens.policy[at] = scores.logprobs.detach()
         if not bool(tokens.known[at].all()):
             for name, values in self._at_start(scores).items():
                 getattr(tokens, name)[at] = values

@@ -36,6 +36,8 @@ class StepTokens:
     behaviour: Tensor
     """NaN where the engine's log-probs were not recorded."""
     proximal: Tensor
+    policy: Tensor
+    """Log-probs in the pass of the token's own update."""
     reference: Tensor
     sum_squared_probs: Tensor
     log_kept: Tensor

@@ -447,3 +447,18 @@ def test_an_update_that_is_killed_is_continued(run: Path, monkeypatch: pytest.Mo
         Dumps.open(run, on_progress=kill)
     with Dumps.open(run) as dumps:
         assert dumps.count() == 6
+
+
+def test_a_run_that_begins_later_is_seen(tmp_path: Path) -> None:
+    fileroot = tmp_path / "runs"
+    fileroot.mkdir()
+    with Dumps.open(fileroot, may_be_empty=True) as dumps:
+        for name in ("b", "a"):
+            write(fileroot / "exp" / name / "rollout/3/7.jsonl", line(7, 0))
+            write(fileroot / "exp" / name / "metrics.jsonl", {"step": 1})
+            dumps.refresh()
+        assert list(dumps.runs) == ["exp/a", "exp/b"]
+        assert [row["run"] for row in dumps.rows()] == ["exp/a", "exp/b"] and not dumps.problems()
+        fileroot.rename(tmp_path / "elsewhere")
+        dumps.refresh()
+        assert list(dumps.runs) == ["exp/a", "exp/b"]

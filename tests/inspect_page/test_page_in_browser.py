@@ -16,8 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from aiohttp import web
+from pyarrow import parquet
 
 from areal_lite.inspect.dumps import Dumps
 from areal_lite.inspect.page import server
@@ -266,14 +268,19 @@ def test_the_theme_button_wins_over_the_system_and_stays(page: Page, runs: list[
 
 
 def test_tokens_are_coloured_by_what_the_episode_has_and_described(page: Page, tmp_path: Path) -> None:
-    facts = {"logprobs": [-0.1, -3.0], "versions": [3, 4], "advantages": [1.0, -1.0]}
-    turns = [turn("prompt"), turn("assistant", turn_idx=1, parent_idx=0, ids=[11, 12], **facts)]
+    sampled = {"logprobs": [-0.1, -3.0], "versions": [3, 4]}
+    turns = [turn("prompt"), turn("assistant", turn_idx=1, parent_idx=0, ids=[11, 12], **sampled)]
     write(tmp_path / "r/t/rollout/3/7.jsonl", line(7, 0, turns=turns))
+    facts = {"advantages": [[1.0, -1.0]], "clipped": [[None, 1]], "proximal_logprobs": [[-0.1, -2.5]]}
+    keys = {"task_id": ["7"], "sample_idx": [0], "reward": [0.5], "token_idx": [[2, 3]]}
+    (tmp_path / "r/t/training").mkdir()
+    parquet.write_table(pyarrow.table(keys | facts), tmp_path / "r/t/training/4.parquet")
     with serving(tmp_path / "r" / "t") as address:
         show(page, address, "#episodes?run=r%2Ft&id=rollout%2F3%2F7.jsonl%3A1&tab=tokens")
         page.wait_for_selector(".toks .tok")
         choices = page.locator(".token-tools [role=radio]").all_inner_texts()
-        assert choices == ["Loss mask", "Log-prob", "Version", "Advantage", "None"]
+        named = ["Loss mask", "Log-prob", "Version", "Advantage", "Clipped", "Trainer minus engine"]
+        assert choices == [*named, "proximal logprobs", "None"]
         classes = {}
         for choice in choices:
             page.click(f".token-tools [role=radio]:text-is('{choice}')")
@@ -283,6 +290,9 @@ def test_tokens_are_coloured_by_what_the_episode_has_and_described(page: Page, t
             "Log-prob": ["tok ", "tok q9"],
             "Version": ["tok k0", "tok k1"],
             "Advantage": ["tok p5", "tok n5"],
+            "Clipped": ["tok ", "tok p5"],
+            "Trainer minus engine": ["tok ", "tok p5"],
+            "proximal logprobs": ["tok ", "tok q9"],
             "None": ["tok", "tok"],
         }
         assert "color=none" in page.url
@@ -292,6 +302,9 @@ def test_tokens_are_coloured_by_what_the_episode_has_and_described(page: Page, t
         assert re.search(r"#\d+ .*id 12 .*loss mask yes .*log-prob -3 \(4.98 %\) .*version 4 .*advantage -1", told), (
             told
         )
+        page.keyboard.press("s")
+        page.wait_for_selector(".member:has-text('advantage -1 to 1')")
+        assert "Trained in step 4" in re.sub(r"\s+", " ", page.inner_text(".facts"))
 
 
 def test_a_branch_is_chosen_in_the_tree(page: Page, runs: list[Path]) -> None:
@@ -471,6 +484,17 @@ def test_a_run_that_writes_is_followed(page: Page, tmp_path: Path, monkeypatch: 
         until(page, lambda: total(page) == before + 1)
         assert page.locator(".line[aria-rowindex='1'] .c-task").inner_text() == "999"
         page.wait_for_selector(".chip:has-text('cancelled')")
+
+
+def test_a_run_that_begins_later_is_added(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "REFRESH_S", 0.1)
+    write_run(tmp_path / "live" / "first", versions=1, groups=2)
+    with serving(tmp_path) as address:
+        show(page, address, "#episodes?filter=status%3Daccepted")
+        page.wait_for_selector(".live.on")
+        write_run(tmp_path / "live" / "second", versions=1, groups=2)
+        page.wait_for_selector(".brand:has-text('2 runs')")
+        assert page.input_value("#filter") == "status=accepted"
 
 
 # -- 100,000 episodes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import yaml
 
 from areal_lite.api.config_loader import load_config
+from areal_lite.embedded import EmbeddedServer
 from areal_lite.launch.run import run_training
 from tests.fixtures.tiny_model import build_tiny_model
 
@@ -21,7 +23,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run_yaml(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+def server(tiny_model: Path) -> Iterator[EmbeddedServer]:
+    """A server that all runs share: starting one takes longer than training."""
+    with EmbeddedServer(model_path=str(tiny_model), dtype="float32", num_threads=1, device="cpu") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def run_yaml(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, server: EmbeddedServer) -> Path:
     folder = tmp_path_factory.mktemp("sound")
     config: dict[str, Any] = {
         "experiment_name": "sound",
@@ -32,6 +41,7 @@ def run_yaml(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path
         "train_dataset": {"path": "tests.e2e.agents.rows"},
         "eval_dataset": {"path": "tests.e2e.agents.rows", "kwargs": {"size": 4}},
         "rollout": {
+            "addresses": [server.address],
             "group_size": 4,
             "consumer_batch_size": 4,
             "dump_to_file": True,
@@ -46,7 +56,7 @@ def run_yaml(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path
         },
         "checkpoint": {"every_steps": 1},
         "evaluation": {"every_steps": 2},
-        "dump_scores": True,
+        "dump_training": True,
     }
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config))

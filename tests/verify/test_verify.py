@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -11,17 +12,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import torch
 import yaml
+from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
 from areal_lite.api.config_loader import load_config
 from areal_lite.api.supervised_config import KINDS
 from areal_lite.cli import main
+from areal_lite.inspect.dumps import Dumps
 from areal_lite.inspect.verify import SHOWN, check_run
 from areal_lite.inspect.verify_episodes import GROUP_CHECKS, LINE_CHECKS
 from areal_lite.inspect.verify_steps import METRICS_CHECKS
+from areal_lite.inspect.verify_tokens import TOKEN_CHECKS
 from areal_lite.inspect.verify_weights import WEIGHT_CHECKS
 from areal_lite.launch.run import run_rollout, run_training
 from areal_lite.launch.supervised import run_supervised
@@ -210,6 +215,72 @@ def reward_parts_sum_to_another_reward(run: Path) -> None:
     edit(group_files(run)[0], name_parts)
 
 
+def edit_facts(run: Path, change: Callable[[Line], object]) -> None:
+    """Change the columns of step 2, which has rewards that differ."""
+    table = parquet.read_table(path := run / "training/2.parquet")
+    columns = table.to_pydict()
+    change(columns)
+    parquet.write_table(pyarrow.table(columns, table.schema), path)
+
+
+def advantages_are_of_another_row(run: Path) -> None:
+    """Swap two rows of different advantages, so that every figure of the step stays."""
+
+    def swap(columns: Line) -> None:
+        advantages = columns["advantages"]
+        other = next(place for place, each in enumerate(advantages) if each[0] != advantages[0][0])
+        advantages[0], advantages[other] = advantages[other], advantages[0]
+
+    edit_facts(run, swap)
+
+
+def the_trained_mask_is_off_by_one(run: Path) -> None:
+    edit_facts(run, lambda columns: columns["token_idx"].__setitem__(3, [i + 1 for i in columns["token_idx"][3]]))
+
+
+def rolled(values: list[float]) -> list[float]:
+    return values[1:] + values[:1]
+
+
+def logprobs_of_the_engine_are_shifted(run: Path) -> None:
+    edit(group_files(run)[0], lambda lines: answer(lines[1]).update(logprobs=rolled(answer(lines[1])["logprobs"])))
+
+
+def proximal_logprobs_are_shifted(run: Path) -> None:
+    edit_facts(run, lambda columns: columns.update(proximal_logprobs=list(map(rolled, columns["proximal_logprobs"]))))
+
+
+def logprobs_of_the_update_are_shifted(run: Path) -> None:
+    edit_facts(run, lambda columns: columns.update(policy_logprobs=list(map(rolled, columns["policy_logprobs"]))))
+
+
+def trainer_and_engine_disagree_on_a_token(run: Path) -> None:
+    """Write log-probs far from the engine's, with the weight that they give."""
+
+    def move(columns: Line) -> None:
+        for name in ("proximal_logprobs", "policy_logprobs"):
+            columns[name][0][0] -= 3.0
+        columns["importance_weights"][0][0] *= math.exp(-3.0)
+
+    edit_facts(run, move)
+
+
+def importance_weights_are_not_capped(run: Path) -> None:
+    edit_facts(run, lambda columns: columns["importance_weights"][0].__setitem__(0, 9.0))
+
+
+def training_facts_are_torn(run: Path) -> None:
+    os.truncate(file := run / "training/2.parquet", file.stat().st_size - 10)
+
+
+def training_facts_are_missing(run: Path) -> None:
+    (run / "training/2.parquet").unlink()
+
+
+def a_batch_trains_twice(run: Path) -> None:
+    shutil.copy(run / "training/1.parquet", run / "training/2.parquet")
+
+
 def a_held_out_reward_is_wrong(run: Path) -> None:
     edit(group_files(run, 2, "eval-rollout")[0], lambda lines: lines[0].update(reward=lines[0]["reward"] + 1))
 
@@ -303,7 +374,17 @@ DEFECTS: dict[Callable[[Path], None], str] = {
     a_group_is_missing: "ended once",
     a_held_out_group_is_missing: "evaluations",
     a_member_is_missing: "members",
-    rewards_are_of_another_row: "scores",
+    rewards_are_of_another_row: "training facts",
+    advantages_are_of_another_row: "advantages",
+    the_trained_mask_is_off_by_one: "training facts",
+    logprobs_of_the_engine_are_shifted: "training facts",
+    proximal_logprobs_are_shifted: "importance weights",
+    logprobs_of_the_update_are_shifted: "trainer log-probs",
+    trainer_and_engine_disagree_on_a_token: "trainer log-probs",
+    importance_weights_are_not_capped: "importance weights",
+    training_facts_are_torn: "training facts",
+    training_facts_are_missing: "training facts",
+    a_batch_trains_twice: "training facts",
     a_failure_is_a_reward_of_0: "outcome",
     rewards_are_missing: "outcome",
     a_logprob_is_nan: "dumps",
@@ -339,21 +420,21 @@ DEFECTS: dict[Callable[[Path], None], str] = {
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
 def test_a_planted_defect_is_found(defect: Callable[[Path], None], run: Path) -> None:
-    check_run(run)  # what it changes must be found in spite of the index
+    Dumps.open(run).close()  # what it changes must be found in spite of the index
     defect(run)
     found = check_run(run).findings
     assert DEFECTS[defect] in {name for name, _ in found}, found
 
 
 def test_every_check_has_a_defect() -> None:
-    checks = {*LINE_CHECKS, *GROUP_CHECKS, *METRICS_CHECKS, *WEIGHT_CHECKS, "dumps", "step"}
+    checks = {*LINE_CHECKS, *GROUP_CHECKS, *METRICS_CHECKS, *WEIGHT_CHECKS, *TOKEN_CHECKS, "dumps", "step"}
     assert checks - set(DEFECTS.values()) == {"batches"}  # of asynchronous runs, below
 
 
 def test_a_sound_run_has_no_finding(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert main(["verify", str(run)]) == 0
-    assert capsys.readouterr().out == "sound: 25 checks over 24 groups, 60 lines and 3 steps\n"
+    assert capsys.readouterr().out == "sound: 28 checks over 24 groups, 60 lines and 3 steps\n"
     after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and "index" not in path.name}
     assert after == before
 
@@ -373,10 +454,13 @@ def test_findings_are_lines_and_the_exit_code_is_1(run: Path, capsys: pytest.Cap
 
 
 def test_rewards_are_scored_again(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.rmtree(run / "scores")
+    shutil.rmtree(run / "training")
     again = ["--reward", "tests.verify.test_rescore.same"]
     assert main(["verify", str(run), *again]) == 0
-    assert "not proved: that each episode has its own reward: set dump_scores" in capsys.readouterr().out
+    assert (
+        "not proved: each episode's own reward, and what its tokens trained with: set dump_training"
+        in capsys.readouterr().out
+    )
     rewards_are_of_another_row(run)
     assert main(["verify", str(run)]) == 0  # all answers are equally long, so sums and advantages are the same
     assert main(["verify", str(run), *again]) == 1
@@ -412,8 +496,13 @@ def findings(run: Path) -> list[tuple[str, str]]:
 def test_an_asynchronous_run_has_no_finding_and_stale_groups_are_found(run_yaml: Path, tmp_path: Path) -> None:
     run = trained(run_yaml, tmp_path, "rollout.max_head_offpolicyness=2", "trainer.total_steps=6")
     assert not findings(run)
-    report = check_run(run)
-    assert any("of each step" in text for text in report.unproved)
+    assert not any("of each step" in text or "advantages" in text for text in check_run(run).unproved)
+    shutil.copytree(run / "training", tmp_path / "training")
+    advantages_are_of_another_row(run)
+    assert {name for name, _ in findings(run)} == {"advantages"}
+    shutil.rmtree(run / "training")
+    assert any("of each step" in text for text in check_run(run).unproved)
+    (tmp_path / "training").rename(run / "training")
     file = group_files(run, 0)[0]
     before = file.read_text()
     edit(file, lambda lines: [line["timings"].update(finished_at=2e9) for line in lines])

@@ -18,6 +18,7 @@ from areal_lite.inspect.episode_text import read_records
 from areal_lite.inspect.filters import KEYS, SORT_KEYS
 from areal_lite.inspect.plot import PANELS, PHASES, Panel
 from areal_lite.inspect.token_table import decoder
+from areal_lite.inspect.training_facts import with_facts
 
 Json = dict[str, Any]
 MAX_ROWS = 500
@@ -50,6 +51,8 @@ _COLUMNS: dict[str, tuple[str, str, str]] = {
     "logprobs": ("logprob", "Log-prob", "surprise"),
     "versions": ("version", "Version", "category"),
     "advantages": ("advantage", "Advantage", "signed"),
+    "importance_weights": ("weight", "Importance weight", "heat"),
+    "clipped": ("clipped", "Clipped", "signed"),
     "entropy": ("entropy", "Entropy", "heat"),
 }
 """Per-token lists of a turn that the page knows: key, label, and how to colour it. Others are coloured as numbers."""
@@ -100,7 +103,8 @@ class Answers:
 
     def episode(self, run: str, id: str) -> Json:
         """Return an episode: its facts, its turns once each, and its sequences as paths through them."""
-        records = self.dumps.episode(run, id)
+        root = self._root(run)
+        records = [with_facts(root, record) for record in self.dumps.episode(run, id)]
         turns: dict[str, Json] = {}
         sequences = []
         for record in records:
@@ -136,13 +140,16 @@ class Answers:
 
     def group(self, run: str, group: str) -> Json:
         """Return the rows of a group, the first ones with the text that the model wrote."""
-        rows = self.dumps.group(run, group)
+        root, rows = self._root(run), self.dumps.group(run, group)
         if not rows:
             raise ConfigError(f"run {run} has no group {group!r}")
         members = []
         for row, record in itertools.zip_longest(rows, self.dumps.records(rows[:MAX_GROUP])):
-            turns = None if record is None else _answer(record)
-            members.append({**listed_row(row), "answer": turns, "error": record and record.get("error")})
+            shown: Json = {"answer": None, "error": None, "advantages": None}
+            if record is not None:
+                advantages = _range(with_facts(root, record)["turns"], "advantages")
+                shown = {"answer": _answer(record), "error": record.get("error"), "advantages": advantages}
+            members.append({**listed_row(row), **shown})
         return {"run": run, "group": group, "members": members}
 
     def metrics(self, extra: Sequence[str] = ()) -> Json:
@@ -226,8 +233,7 @@ class Answers:
 
     def _rewards(self, run: str, filter: str) -> tuple[dict[tuple[Any, Any], Json], bool]:
         """Return rewards by scope and prompt, and whether there are more rows than were read."""
-        if run not in self.dumps.runs:
-            raise ConfigError(f"no run {run!r} is open; there are: {', '.join(self.dumps.runs)}")
+        self._root(run)
         quoted = run.replace("\\", r"\\").replace('"', r"\"")
         chosen = f'run="{quoted}"' + (f" ({filter})" if filter.strip() else "")
         rows = list(self.dumps.rows(chosen, limit=MAX_COMPARED + 1))
@@ -270,20 +276,24 @@ class Answers:
             return self._metrics[path][1]
 
     def metrics_state(self) -> list[Any]:
-        """Return what changes when a metrics.jsonl does."""
-        states: list[Any] = []
+        """Return what changes when a run begins or a metrics.jsonl does."""
+        states: list[Any] = list(self.dumps.runs)
         for root in self.dumps.runs.values():
             with contextlib.suppress(OSError):
                 status = (root / "metrics.jsonl").stat()
                 states.append((status.st_size, status.st_mtime_ns))
         return states
 
-    def _decoder(self, run: str) -> Callable[[int], str] | None:
-        if run not in self.dumps.runs:
+    def _root(self, run: str) -> Path:
+        if (root := self.dumps.runs.get(run)) is None:
             raise ConfigError(f"no run {run!r} is open; there are: {', '.join(self.dumps.runs)}")
+        return root
+
+    def _decoder(self, run: str) -> Callable[[int], str] | None:
+        root = self._root(run)
         with self._lock:
             if run not in self._decoders:
-                self._decoders[run] = decoder(self.dumps.runs[run])
+                self._decoders[run] = decoder(root)
             return self._decoders[run]
 
 
@@ -317,9 +327,17 @@ def _columns(turn: Mapping[str, Any]) -> Json:
             columns[_COLUMNS.get(name, (name,))[0]] = values
     proximal, sampled = columns.get("proximal_logprobs"), columns.get("logprob")
     if proximal and sampled:
-        pairs = zip(proximal, sampled, strict=True)
-        columns["difference"] = [None if p is None or s is None else p - s for p, s in pairs]
+        # The engine's log-probs are of the whole vocabulary.
+        kept = columns.get("log_kept") or itertools.repeat(0.0, length)
+        known = zip(proximal, kept, sampled, strict=True)
+        columns["difference"] = [None if None in each else each[0] + each[1] - each[2] for each in known]
     return columns
+
+
+def _range(turns: Sequence[Mapping[str, Any]], name: str) -> list[float] | None:
+    """Return the least and the largest value of a list of the turns; None without one."""
+    values = [value for turn in turns for value in turn.get(name) or () if value is not None]
+    return [min(values), max(values)] if values else None
 
 
 def _quantities(turns: Iterable[Json]) -> list[Json]:

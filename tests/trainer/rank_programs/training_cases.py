@@ -25,6 +25,7 @@ from areal_lite.trainer.policy_trainer import PolicyTrainer
 from areal_lite.trainer.ranks import broadcast_batch, broadcast_json, gather_json, join_ranks
 from areal_lite.trainer.snapshot import restore, snapshot, write_snapshot
 from areal_lite.trainer.supervised_trainer import SupervisedTrainer
+from areal_lite.trainer.token_facts import token_facts
 from areal_lite.trainer.weight_broadcast import WeightBroadcaster
 from areal_lite.trainer.weights import write_model
 from tests.trainer.episode_data import Call, Episode, group_of, line
@@ -127,7 +128,7 @@ def forked_groups(seed: int) -> list[Group]:
 
 
 def policy_step(trainer: PolicyTrainer, batch: Batch) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Return the metrics of a step, and what its scoring passes found."""
+    """Return the metrics of a step, what its scoring passes found, and its facts."""
     step = trainer.begin(batch, version=5)
     trainer.score_proximal(step)
     trainer.score_reference(step)
@@ -138,6 +139,8 @@ def policy_step(trainer: PolicyTrainer, batch: Batch) -> tuple[dict[str, float],
     scored = {f"scored/{key}": getattr(step.tokens, key).clone() for key in ("reference", "values", "advantages")}
     trainer.update_critic(step)
     trainer.update_policy(step)
+    facts = token_facts(step, trainer.algorithm, trainer.learner.ranks)
+    scored |= {f"fact/{name}": torch.from_numpy(values) for name, values in facts.columns.items()}
     return trainer.finish(step), scored
 
 

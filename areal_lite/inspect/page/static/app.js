@@ -256,6 +256,8 @@ class App {
 
   follow() {
     const refresh = later(250, async () => {
+      const { runs } = await ask("state");
+      if (runs.length !== this.facts.runs.length) location.reload(); // its address has all of its state
       await this.readSummary();
       if (this.state.view === "episodes") await this.list.refresh();
       else if (this.state.view !== "timeline") await this.showPane();

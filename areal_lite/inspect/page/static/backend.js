@@ -63,6 +63,13 @@ function answerTurns(row) {
   return sequence.path.map((each) => episode.turns[each.turn]).filter((turn) => turn.role !== "prompt");
 }
 
+function advantages(row) {
+  const episode = place(row.run, row.id);
+  const path = episode.sequences.find((each) => each.id === row.id)?.path ?? [];
+  const values = path.flatMap((each) => ({ ...episode.turns[each.turn].columns, ...each.columns }).advantage ?? []).filter((value) => value !== null);
+  return values.length ? [Math.min(...values), Math.max(...values)] : null;
+}
+
 function allText(row) {
   return Object.values(place(row.run, row.id).turns).map((turn) => turn.text ?? "").join("\n");
 }
@@ -98,7 +105,7 @@ const offline = {
     const rows = inlined.rows.filter((row) => row.run === run && row.group === group);
     return {
       run, group,
-      members: rows.map((row) => ({ ...row, answer: answerTurns(row), error: place(run, row.id).facts.error })),
+      members: rows.map((row) => ({ ...row, answer: answerTurns(row), error: place(run, row.id).facts.error, advantages: advantages(row) })),
     };
   },
   timeline({ filter }) {

@@ -68,6 +68,7 @@ export class Detail {
           entry("Version", versions),
           entry("Tokens", number(sequence.seqlen)),
           entry("Turns", number(sequence.path.length)),
+          facts.trained_step === undefined ? null : entry("Trained in step", number(facts.trained_step)),
           facts.timings?.run_s === undefined ? null : entry("Group took", seconds(facts.timings.run_s)),
           facts.timings?.finished_at === undefined ? null : entry("Ended", clock(facts.timings.finished_at)),
           entry("Group", el("a", { href: linkTo({ filter: `group=${quoted(facts.group_id ?? "")}${facts.run ? ` run=${quoted(facts.run)}` : ""}` }) }, visible(facts.group_id ?? "–"))),

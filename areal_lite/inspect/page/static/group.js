@@ -33,7 +33,8 @@ function member(group, each, mean, current) {
     el("div", { class: "meter" }, bar),
     el("div", { class: "turn-facts" },
       el("span", {}, count(each.tokens ?? 0, "token")), el("span", {}, count(each.turns, "turn")),
-      each.reward === null || mean === null ? null : el("span", { title: "reward minus the group's mean" }, `${each.reward >= mean ? "+" : "−"}${number(Math.abs(each.reward - mean))} to mean`)),
+      each.reward === null || mean === null ? null : el("span", { title: "reward minus the group's mean" }, `${each.reward >= mean ? "+" : "−"}${number(Math.abs(each.reward - mean))} to mean`),
+      each.advantages ? el("span", { title: "of the tokens that trained" }, `advantage ${[...new Set(each.advantages)].map((value) => number(value)).join(" to ")}`) : null),
     each.cause ? el("details", { class: "why", open: true }, el("summary", {}, visible(each.cause)),
       each.error && each.error.trim() !== each.cause ? el("pre", { class: "text" }, visible(each.error)) : null) : null,
     each.answer ? el("div", { class: "member-text" }, each.answer.map((turn) => turn.text === null ? el("p", { class: "quiet" }, "No text.")
