@@ -145,6 +145,25 @@ def _doctor(options: argparse.Namespace) -> int:
     return code
 
 
+def _replay(options: argparse.Namespace) -> None:
+    from areal_lite.launch.progress import TrainingProgress, summary_table
+    from areal_lite.launch.replay import plan_replay, run_replay, same_weights
+
+    replay = plan_replay(options.path, options.overrides)
+    with TrainingProgress(replay.total_steps) as progress:
+        summary = run_replay(replay, on_step=progress.on_step)
+    if not _is_first_rank():
+        return
+    progress.console.print(summary_table(summary))
+    recorded, wanted = len(replay.batches), replay.config.trainer.total_steps
+    if recorded < wanted:
+        print(f"{options.path} has the batches of {recorded} steps, and trainer.total_steps is {wanted}")
+    if replay.is_same and (same := same_weights(options.path, summary.run_dir)) is not None:
+        print(f"the weights {'equal' if same else 'differ from'} those of {options.path}/model")
+    print(f"written to {summary.run_dir}")
+    print(f"next: areal-lite plot {options.path} {summary.run_dir}")
+
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "view": _view,
     "inspect": _inspect,
@@ -152,6 +171,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "rescore": _rescore,
     "export": _export,
     "verify": _verify,
+    "replay": _replay,
     "init": _init,
     "doctor": _doctor,
 }
@@ -368,6 +388,15 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     add("--tokenizer", metavar="PATH", help="tokenizer with the chat template (default: the run's)")
 
 
+def _add_replay(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Trains the batches of RUN again, in their order, with its config and the overrides, into the folder of a new run "
+        "(trial_name=RUN-replay). Without overrides it ends with RUN's weights. See docs/replay.md."
+    )
+    command.add_argument("path", type=Path, metavar="RUN", help="a run's folder with dumps (rollout.dump_to_file)")
+    command.add_argument("overrides", metavar="key=value", nargs="*", help="override a key that concerns training")
+
+
 def _add_init(command: argparse.ArgumentParser) -> None:
     command.description = "Writes the folder NAME with an agent, its task, a config, a test and a README."
     command.add_argument("name", metavar="NAME", help="a new folder, which is imported by this name")
@@ -422,6 +451,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("verify", help="prove from a run's folder that it trained what it says")
     command.add_argument("path", type=Path, metavar="RUN", help="a run's folder")
     command.add_argument("--reward", metavar="PKG.FN", help="the run's reward function: score its episodes again")
+    _add_replay(commands.add_parser("replay", help="train again from the dumps of a run, without servers"))
     _add_init(commands.add_parser("init", help="start a project: agent, config, test"))
     _add_doctor(commands.add_parser("doctor", help="check the machine, and what a run needs, step by step"))
     _add_view(commands.add_parser("view", help="show dumped episodes and metrics in the browser"))

@@ -189,7 +189,7 @@ def run_rl(config: RunConfig, on_step: OnStep | None) -> Summary[Evaluation]:
             driver = RolloutDriver(config, files.run_dir, engine=engine, inputs=inputs)
         disable_progress_bar()  # type: ignore[no-untyped-call]
         started = time.monotonic()
-        dtype = getattr(torch, "float32" if config.server.dtype == "auto" else config.server.dtype)
+        dtype = served_dtype(config)
         trainer = make_trainer(config, files.record_skipped_update)
         return RLRun(
             config=config,
@@ -212,6 +212,12 @@ def rollout_inputs(config: RunConfig, start: Start) -> RolloutInputs:
     """Return the inputs of a run's rollouts; a ConfigError says what in algorithm, workflow or rows cannot work."""
     algorithm = Algorithm(config.trainer, max_new_tokens=config.rollout.gconfig.max_new_tokens)
     return load_rollout_inputs(config, start, baselines="baselines" in algorithm.needs)
+
+
+def served_dtype(config: RunConfig) -> torch.dtype:
+    """Return the dtype in which models are published and saved."""
+    dtype: torch.dtype = getattr(torch, "float32" if config.server.dtype == "auto" else config.server.dtype)
+    return dtype
 
 
 def make_trainer(config: RunConfig, on_skip: OnSkip) -> PolicyTrainer:
