@@ -1,7 +1,7 @@
 """Reads a group back from its dump, with every number that the trainer needs.
 
-Guarantees that a trained sequence has the ids, mask, log-probs, versions, reward and place in its episode that it had when
-it was dumped, or that the error names the file and the line.
+Guarantees that a sequence has the ids, mask, log-probs, versions, reward and place in its episode that it had when it
+was dumped, or that the error names file and line.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             schema, _ = record["schema"], record["status"]
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{path}, line {number} is not a whole line of a dump ({error!r}): restore the file from a copy, or train "
-                "the run again"
+                f"{path}, line {number} is not a whole line of a dump ({error!r}): restore the file from a copy, or "
+                "train the run again"
             ) from None
         if schema != SCHEMA:
             raise ConfigError(
-                f"{path}, line {number} has schema {schema}, which lacks what the trainer needs; schema {SCHEMA} has it: "
-                "train the run again"
+                f"{path}, line {number} has schema {schema}, which lacks what the trainer needs; schema {SCHEMA} has "
+                "it: train the run again"
             )
         records.append(record)
     return records

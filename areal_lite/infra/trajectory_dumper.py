@@ -211,7 +211,7 @@ def dump_lines(group: Group, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
         prompt_len = trajectory.prompt_len(path)
         versions = sequence.trained_versions() if sequence is not None else None
         failure = trajectory.failure
-        line = {
+        line: dict[str, Any] = {
             "schema": SCHEMA,
             "task_id": group.task_id,
             "group_id": group.group_id,

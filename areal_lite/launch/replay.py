@@ -1,7 +1,7 @@
 """``areal-lite replay``: trains again from the dumps of a run instead of from servers.
 
-Guarantees that the same batches in the same order go through the same trainer, so that an unchanged config gives the run's
-weights (to the bit, where the run itself is deterministic); and that the run's folder is only read.
+Guarantees that the same batches in the same order go through the same trainer, so that an unchanged config gives the
+run's weights (to the bit, where the run is deterministic), and that the run's folder is only read.
 """
 
 from __future__ import annotations
@@ -71,15 +71,16 @@ def plan_replay(run: Path, overrides: Sequence[str] = ()) -> Replay:
     for key in ("data_packer", "rollout_cache"):
         if (value := getattr(config, key)) is not None:
             raise ConfigError(
-                f"{run}/config.yaml has {key}={value}, whose batches are not in the dumps: train the run again without it"
+                f"{run}/config.yaml has {key}={value}, whose batches are not in the dumps: train the run again "
+                "without it"
             )
     check_learnable(config)
     batches = TrainedBatches.open(run, max_staleness=config.rollout.max_head_offpolicyness)
     algorithm = Algorithm(config.trainer, max_new_tokens=config.rollout.gconfig.max_new_tokens)
     if "baselines" in algorithm.needs and not batches.have_baselines:
         raise ConfigError(
-            f"trainer.advantage={config.trainer.advantage} needs the reward of a greedy answer per row, which {run} did "
-            "not generate: choose another estimator, or train a run with this one"
+            f"trainer.advantage={config.trainer.advantage} needs the reward of a greedy answer per row, which {run} "
+            "did not generate: choose another estimator, or train a run with this one"
         )
     total_steps = min(config.trainer.total_steps, len(batches))
     for step in range(1, total_steps + 1):

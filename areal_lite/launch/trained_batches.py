@@ -64,7 +64,8 @@ class TrainedBatches:
         if not (run / BATCHES).is_file():
             read_lines(next(iter(files.values()))[0])  # a run of schema 1 has none
             raise ConfigError(
-                f"{run / BATCHES} is missing, so the groups of each step are unknown: train the run again with this version"
+                f"{run / BATCHES} is missing, so the groups of each step are unknown: train the run again with this "
+                "version"
             )
         return cls(run, max_staleness, _read(run / BATCHES), files)
 
@@ -103,8 +104,8 @@ class TrainedBatches:
         if len(found) != 1:
             what = f"{len(found)} dumps" if found else "no dump"
             raise ConfigError(
-                f"step {step} trained task {task_id}, which has {what} in {self.run}/rollout: restore the one that the run "
-                "wrote"
+                f"step {step} trained task {task_id}, which has {what} in {self.run}/rollout: restore the one that "
+                "the run wrote"
             )
         return found[0]
 
