@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ import pytest
 from rich.console import Console
 
 from areal_lite.api import InferenceEngine, RolloutWorkflow, episode_context
-from areal_lite.api.config_loader import load_config
 from areal_lite.api.episode_context import Episode
 from areal_lite.errors import ConfigError
 from areal_lite.inspect.continue_episode import Options, continue_episode
 from areal_lite.launch.continuation import Continuation, Fork
-from areal_lite.launch.server_group import ServerGroup, make_servers
 from tests.replay.agents import TwoCallsAgent
 
 
@@ -57,16 +54,6 @@ def test_turns_before_k_are_kept_and_the_branch_is_an_episode_that_names_its_par
     text = console.export_text()
     assert "the first 3 turns are the same" in text
     assert f"task_id {name}, member_idx 1, turn_idx 3" in " ".join(text.split())
-
-
-@pytest.fixture(scope="session")
-def address(plain_run: Path) -> Iterator[str]:
-    """Return the address of a server of the run's model."""
-    config = load_config(plain_run / "config.yaml")
-    model, logs = str(plain_run / "model"), plain_run / "servers"
-    servers = make_servers(config.server, model_path=model, seed=1, deterministic=False, log_dir=logs)
-    with ServerGroup(servers) as group:
-        yield group.addresses[0]
 
 
 def test_an_agent_that_does_not_repeat_its_calls_is_stopped_with_the_turn_and_the_difference(

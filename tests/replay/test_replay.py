@@ -33,7 +33,7 @@ def records(run: Path) -> list[dict[str, Any]]:
     "overrides",
     [
         [],
-        ["trainer.advantage=gae", "trainer.critic={learning_rate: 0.01}"],
+        ["trainer.advantage=gae", "trainer.critic={learning_rate: 0.01}", "reward_model=JUDGE"],
         ["trainer.advantage=remax", "trainer.lora={rank: 4}", "trainer.kl={coef: 0.01}"],
         [
             "workflow=tests.replay.agents.RewardedTurns",
@@ -42,11 +42,12 @@ def records(run: Path) -> list[dict[str, Any]]:
             "trainer.minibatches_per_step=2",
         ],
     ],
-    ids=["grpo", "ppo", "remax-lora", "async-turns"],
+    ids=["grpo", "ppo-reward-model", "remax-lora", "async-turns"],
 )
 def test_an_unchanged_replay_ends_with_the_runs_weights(
     run_yaml: Path,
     plain_run: Path,
+    judge: Path,
     overrides: list[str],
     request: pytest.FixtureRequest,
     capsys: pytest.CaptureFixture[str],
@@ -54,6 +55,7 @@ def test_an_unchanged_replay_ends_with_the_runs_weights(
     run = plain_run
     if overrides:
         name = request.node.callspec.id
+        overrides = [override.replace("JUDGE", str(judge)) for override in overrides]
         run = run_training(load_config(run_yaml, [f"trial_name={name}", *overrides])).run_dir
     assert cli.main(["replay", str(run)]) == 0
     assert same_weights(run, run.with_name(f"{run.name}-replay")) is True
