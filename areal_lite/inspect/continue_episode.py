@@ -78,7 +78,7 @@ def continue_episode(options: Options, *, console: Console | None = None) -> Pat
     continuation = _continuation(config, fork, options, is_eval=is_eval)
     check_startable(config)
     source = options.address or config.model_path
-    console.print(f"answers of {len(fork.kept)} calls come from the dump, the others from {source}", soft_wrap=True)
+    console.print(f"{len(fork.kept)} answers come from the dump, the next from {source}", soft_wrap=True)
     with run_directory(config, fresh=False, trains=False) as run_dir:
         task_id = next_task_id(run_dir)
         with generating_engine(config, run_dir) as engine:
@@ -171,7 +171,7 @@ def _show(original: Sequence[Record], fork: Fork, run_dir: Path, task_id: int, c
     same = min(same, fork.first.path.index(fork.turn))
     table = Table("original", *(f"branch {line['member_idx']}" for line in shown[1:]), box=None, pad_edge=False)
     table.add_row(*(Lines(*episode_text({**line, "turns": line["turns"][same:]})) for line in shown))
-    console.print(Text(f"the first {same} turns are the same", "dim"))
+    console.print(Text(f"turns before these: {same}, the same in all", "dim"))
     console.print(table)
     if len(branches) > _BESIDE:
         rewards = ", ".join(str(line["reward"]) for line in branches[_BESIDE:])

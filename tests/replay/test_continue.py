@@ -52,7 +52,7 @@ def test_turns_before_k_are_kept_and_the_branch_is_an_episode_that_names_its_par
         }
     assert len({tuple(branch["turns"][3]["ids"]) for branch in branches}) == 2
     text = console.export_text()
-    assert "the first 3 turns are the same" in text
+    assert "turns before these: 3, the same in all" in text
     assert f"task_id {name}, member_idx 1, turn_idx 3" in " ".join(text.split())
 
 
@@ -99,6 +99,22 @@ def test_calls_of_other_conversations_before_the_turn_are_kept(plain_run: Path, 
     assert ids(after[0]["turns"]) == ids(before[0]["turns"])
     assert ids(after[1]["turns"][:-1]) == ids(before[1]["turns"][:-1])
     assert ids(after[1]["turns"]) != ids(before[1]["turns"])
+
+
+def test_kept_calls_are_those_that_began_before_the_turn() -> None:
+    def line(*turns: tuple[int, str, float | None]) -> dict[str, Any]:
+        parents = [None, *(turn_idx for turn_idx, _, _ in turns)]
+        return {
+            "turns": [
+                {"turn_idx": i, "parent_idx": parent, "role": role, "started": started, "start": at, "ids": [i]}
+                for at, ((i, role, started), parent) in enumerate(zip(turns, parents, strict=False))
+            ]
+        }
+
+    main = line((0, "prompt", None), (1, "assistant", 1.0), (2, "environment", None), (3, "assistant", 9.0))
+    fork = Fork.at([main, line((4, "prompt", None), (5, "assistant", 5.0))], 3)
+    assert [call.prompt for call in fork.kept] == [(0,), (4,)]
+    assert (fork.first.prompt, fork.num_fixed, fork.later) == ((0, 1, 2), 3, [])
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,8 @@ def test_a_dump_read_back_has_every_number_of_the_trainer(tmp_path: Path) -> Non
     assert [s.member_idx for s in read.sequences] == [0, 0, 1, 1]
     for now, then in zip(read.sequences, group.sequences, strict=True):
         np.testing.assert_equal(columns(now), columns(then))
+    group.data = {"image": object()}
+    assert read_group(dump(group, tmp_path)).data == {}
 
 
 def test_tokens_that_were_masked_as_too_old_are_masked_again(tmp_path: Path) -> None:
