@@ -324,8 +324,7 @@ def positive_integer(text: str) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    """Parse a command; one with a filter takes its terms anywhere, ``continue`` its overrides; ``--sort -KEY`` "
-    "works."""
+    """Parse a command; filter terms, overrides of ``continue`` and ``--sort -KEY`` may stand anywhere."""
     parser = _parser()
     if "--dry-run" in arguments[1:]:  # argparse takes no key=value after it
         arguments = [arguments[0], "--dry-run", *(word for word in arguments[1:] if word != "--dry-run")]
@@ -402,7 +401,7 @@ def _add_export(command: argparse.ArgumentParser) -> None:
 def _add_replay(command: argparse.ArgumentParser) -> None:
     command.description = (
         "Trains the batches of RUN again, in their order, with its config and the overrides, into the folder of a new "
-        "run (trial_name=RUN-replay). Without overrides it ends with RUN's weights. See docs/replay.md."
+        "run (RUN's trial_name with -replay). Without overrides it ends with RUN's weights. See docs/replay.md."
     )
     command.add_argument("path", type=Path, metavar="RUN", help="a run's folder with dumps (rollout.dump_to_file)")
     command.add_argument("overrides", metavar="key=value", nargs="*", help="override a key that concerns training")
@@ -420,11 +419,7 @@ def _add_continue(command: argparse.ArgumentParser) -> None:
     add("--task", required=True, metavar="ID", help="task_id of the episode")
     add("--turn", required=True, type=int, metavar="K", help="turn_idx in the dump; all turns before it are kept")
     add("--member", type=int, default=0, metavar="M", help="member_idx of the episode (default: 0)")
-    add(
-        "--model",
-        metavar="PATH",
-        help="model or checkpoint that answers (default: the run's model, or last checkpoint)",
-    )
+    add("--model", metavar="PATH", help="model or checkpoint that answers (default: RUN's model, or last checkpoint)")
     add("--address", metavar="HOST:PORT", help="running server that answers")
     add("--say", metavar="TEXT", help="replace the last user message before the turn; of agents only")
     add("--n", type=positive_integer, default=1, metavar="N", help="branches (default: 1)")

@@ -47,9 +47,7 @@ class DumpedCall:
 
     def turn_at(self, token: int) -> int:
         """Return the turn that holds a token of the prompt; the last one before the answer beyond it."""
-        return max(
-            (place for place, start in zip(self.path[:-1], self.starts, strict=False) if start <= token), default=0
-        )
+        return [place for place, start in zip(self.path[:-1], self.starts, strict=False) if start <= token][-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +86,7 @@ class Fork:
         place = next((number for number, call in enumerate(calls) if turn in call.path), None)
         if place is None:
             raise ConfigError(
-                f"--turn {turn}: no model call follows this turn, so nothing would be sampled: name an earlier"
+                f"--turn {turn}: no model call follows it, so nothing would be sampled: name an earlier turn"
             )
         first = calls[place]
         return cls(turn, calls[:place], first, calls[place + 1 :], first.starts[first.path.index(turn)])

@@ -33,9 +33,10 @@ from areal_lite.trainer.policy_trainer import PolicyTrainer
 from areal_lite.trainer.ranks import Ranks, broadcast_batch, join_ranks
 from areal_lite.trainer.scalar_model import RewardModel
 
+_DECIDES_WEIGHTS = ("trainer", "seed", "model_path", "reward_model")
 _MAY_CHANGE = (
-    *("trainer", "checkpoint", "seed", "model_path", "reward_model", "tracking", "save_model"),
-    *("experiment_name", "trial_name", "fileroot"),
+    *_DECIDES_WEIGHTS,
+    *("checkpoint", "tracking", "save_model", "experiment_name", "trial_name", "fileroot"),
 )
 
 
@@ -85,12 +86,12 @@ def plan_replay(run: Path, overrides: Sequence[str] = ()) -> Replay:
     total_steps = min(config.trainer.total_steps, len(batches))
     for step in range(1, total_steps + 1):
         batches.groups(step)
-    changed = [override for override in overrides if not _is_identity(override)]
     return Replay(
         batches=batches,
         config=config,
         total_steps=total_steps,
-        is_same=not changed and total_steps == before.trainer.total_steps,
+        is_same=total_steps == before.trainer.total_steps
+        and all(getattr(config, key) == getattr(before, key) for key in _DECIDES_WEIGHTS),
     )
 
 

@@ -130,6 +130,12 @@ def test_an_override_that_cannot_work_is_refused(plain_run: Path, override: str,
         plan_replay(plain_run, [override])
 
 
+def test_only_an_unchanged_training_is_compared_with_the_runs_weights(plain_run: Path) -> None:
+    assert plan_replay(plain_run, ["trial_name=other", "trainer.loss=ppo"]).is_same
+    for override in ("seed=7", "trainer.learning_rate=0.1", "trainer.total_steps=2"):
+        assert not plan_replay(plain_run, [override]).is_same
+
+
 # -- the record
 
 
