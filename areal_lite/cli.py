@@ -145,6 +145,33 @@ def _doctor(options: argparse.Namespace) -> int:
     return code
 
 
+def _replay(options: argparse.Namespace) -> None:
+    from areal_lite.launch.progress import TrainingProgress, summary_table
+    from areal_lite.launch.replay import plan_replay, run_replay, same_weights
+
+    replay = plan_replay(options.path, options.overrides)
+    with TrainingProgress(replay.total_steps) as progress:
+        summary = run_replay(replay, on_step=progress.on_step)
+    if not _is_first_rank():
+        return
+    progress.console.print(summary_table(summary))
+    recorded, wanted = len(replay.batches), replay.config.trainer.total_steps
+    if recorded < wanted:
+        print(f"{options.path} has the batches of {recorded} steps, and trainer.total_steps is {wanted}")
+    if replay.is_same and (same := same_weights(options.path, summary.run_dir)) is not None:
+        print(f"the weights {'equal' if same else 'differ from'} those of {options.path}/model")
+    print(f"written to {summary.run_dir}")
+    print(f"next: areal-lite plot {options.path} {summary.run_dir}")
+
+
+def _continue(options: argparse.Namespace) -> None:
+    from areal_lite.inspect import continue_episode as command
+
+    chosen = {name: getattr(options, name) for name in command.Options.__dataclass_fields__}
+    run_dir = command.continue_episode(command.Options(**chosen))
+    print(f"written to {run_dir}\nnext: areal-lite view {options.path} {run_dir}")
+
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "view": _view,
     "inspect": _inspect,
@@ -152,6 +179,8 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "rescore": _rescore,
     "export": _export,
     "verify": _verify,
+    "replay": _replay,
+    "continue": _continue,
     "init": _init,
     "doctor": _doctor,
 }
@@ -295,11 +324,12 @@ def positive_integer(text: str) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    """Parse a command; one with a filter takes its terms anywhere, and ``--sort -KEY``."""
+    """Parse a command; filter terms, overrides of ``continue`` and ``--sort -KEY`` may stand anywhere."""
     parser = _parser()
     if "--dry-run" in arguments[1:]:  # argparse takes no key=value after it
         arguments = [arguments[0], "--dry-run", *(word for word in arguments[1:] if word != "--dry-run")]
-    if arguments[:1] not in (["inspect"], ["rescore"], ["export"]):
+    rest = {"inspect": "filter", "rescore": "filter", "export": "filter", "continue": "overrides"}
+    if not arguments or arguments[0] not in rest:
         return parser.parse_args(arguments)
     for place in range(len(arguments) - 1, 0, -1):
         if arguments[place - 1] == "--sort":
@@ -307,7 +337,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     options, terms = parser.parse_known_args(arguments)
     if unknown := [term for term in terms if term.startswith("-")]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    options.filter += terms
+    getattr(options, rest[arguments[0]]).extend(terms)
     return options
 
 
@@ -368,6 +398,33 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     add("--tokenizer", metavar="PATH", help="tokenizer with the chat template (default: the run's)")
 
 
+def _add_replay(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Trains the batches of RUN again, in their order, with its config and the overrides, into the folder of a new "
+        "run (RUN's trial_name with -replay). Without overrides it ends with RUN's weights. See docs/replay.md."
+    )
+    command.add_argument("path", type=Path, metavar="RUN", help="a run's folder with dumps (rollout.dump_to_file)")
+    command.add_argument("overrides", metavar="key=value", nargs="*", help="override a key that concerns training")
+
+
+def _add_continue(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Runs the agent of a dumped episode again: its model calls before turn K get the dumped answers, the others "
+        "are sampled. The agent must make the same calls again, so it may not use a clock or randomness, and its "
+        "tools must answer the same; otherwise the command ends with the first difference. See docs/replay.md."
+    )
+    add = command.add_argument
+    add("path", type=Path, metavar="RUN", help="a run's folder with dumps")
+    add("overrides", metavar="key=value", nargs="*", help="override a key of the run's config")
+    add("--task", required=True, metavar="ID", help="task_id of the episode")
+    add("--turn", required=True, type=int, metavar="K", help="turn_idx in the dump; all turns before it are kept")
+    add("--member", type=int, default=0, metavar="M", help="member_idx of the episode (default: 0)")
+    add("--model", metavar="PATH", help="model or checkpoint that answers (default: RUN's model, or last checkpoint)")
+    add("--address", metavar="HOST:PORT", help="running server that answers")
+    add("--say", metavar="TEXT", help="replace the last user message before the turn; of agents only")
+    add("--n", type=positive_integer, default=1, metavar="N", help="branches (default: 1)")
+
+
 def _add_init(command: argparse.ArgumentParser) -> None:
     command.description = "Writes the folder NAME with an agent, its task, a config, a test and a README."
     command.add_argument("name", metavar="NAME", help="a new folder, which is imported by this name")
@@ -422,6 +479,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("verify", help="prove from a run's folder that it trained what it says")
     command.add_argument("path", type=Path, metavar="RUN", help="a run's folder")
     command.add_argument("--reward", metavar="PKG.FN", help="the run's reward function: score its episodes again")
+    _add_replay(commands.add_parser("replay", help="train again from the dumps of a run, without servers"))
+    _add_continue(commands.add_parser("continue", help="run a dumped episode again from one of its turns"))
     _add_init(commands.add_parser("init", help="start a project: agent, config, test"))
     _add_doctor(commands.add_parser("doctor", help="check the machine, and what a run needs, step by step"))
     _add_view(commands.add_parser("view", help="show dumped episodes and metrics in the browser"))

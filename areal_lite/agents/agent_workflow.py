@@ -56,7 +56,8 @@ class AgentWorkflow(RolloutWorkflow):
     def __init__(self, agent: Any, config: InferenceEngineConfig) -> None:
         self.agent = agent
         self._config = config
-        self._renderer: ChatRenderer | None = None
+        self.renderer: ChatRenderer | None = None
+        """What sessions render messages with; None until the first episode."""
         self._loading = asyncio.Lock()
         self._pickled = pickled_agent(agent) if config.agent_isolation == "process" else None
 
@@ -70,7 +71,7 @@ class AgentWorkflow(RolloutWorkflow):
         """
         context = episode_context.current()
         is_eval = context.is_eval
-        renderer = self._renderer or await self._load_renderer()
+        renderer = self.renderer or await self.load_renderer()
         shared = context.shared or SharedResources()
         doors = await shared.get("agents", partial(AgentDoors.open, shared))
         session = ChatSession(
@@ -145,7 +146,8 @@ class AgentWorkflow(RolloutWorkflow):
             shared=shared,
         )
 
-    async def _load_renderer(self) -> ChatRenderer:
+    async def load_renderer(self) -> ChatRenderer:
+        """Return :attr:`renderer`, loaded on the first call."""
         path = self._config.tokenizer_path
         if path is None:
             raise ConfigError(
@@ -153,11 +155,11 @@ class AgentWorkflow(RolloutWorkflow):
                 "served model's tokenizer"
             )
         async with self._loading:
-            if self._renderer is None:
-                self._renderer = chat_renderer(
+            if self.renderer is None:
+                self.renderer = chat_renderer(
                     await asyncio.to_thread(load_tokenizer, path),
                     tool_parser=self._config.tool_parser,
                     reasoning_parser=self._config.reasoning_parser,
                     tools_in_system_prompt=self._config.tools_in_system_prompt,
                 )
-        return self._renderer
+        return self.renderer

@@ -16,7 +16,7 @@ from areal_lite.api.engine_api import InferenceEngine, Row, ShouldAcceptFn
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.api.published_weights import PublishedWeights, WeightFolder
 from areal_lite.api.trajectory import Group, TaskId
-from areal_lite.api.workflow_api import RolloutWorkflow, WorkflowLike
+from areal_lite.api.workflow_api import WorkflowLike
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.infra import collector_pace
 from areal_lite.infra.admission_gate import AdmissionGate
@@ -30,7 +30,7 @@ from areal_lite.infra.server_pool import Server
 from areal_lite.infra.submission import EpisodeRecipe
 from areal_lite.infra.trajectory_dumper import TrajectoryDumper, next_task_id
 from areal_lite.infra.workflow_executor import WorkflowExecutor
-from areal_lite.infra.workflow_resolution import resolve_workflow
+from areal_lite.infra.workflow_resolution import resolve_workflow, wrap_agent
 
 __all__ = ["GroupedRolloutWorkflow", "RemoteInfEngine"]
 
@@ -213,19 +213,13 @@ class RemoteInfEngine(InferenceEngine):
         resolved = resolve_workflow(
             workflow,
             workflow_kwargs,
-            wrap_agent=self._wrap_agent,
+            wrap_agent=partial(wrap_agent, config=self.config),
             allow_sync=self.config.agent_isolation != "inline",
         )
         size = self.config.group_size if group_size is None else group_size
         if size != 1:
             resolved = GroupedRolloutWorkflow(resolved, size, self.config.on_error)
         return EpisodeRecipe(workflow=resolved, should_accept_fn=should_accept_fn, group_size=size, is_eval=is_eval)
-
-    def _wrap_agent(self, agent: Any) -> RolloutWorkflow:
-        wrapper = load_object(self.config.agent_workflow, where="rollout.agent_workflow")
-        wrapped = wrapper(agent, self.config)
-        assert isinstance(wrapped, RolloutWorkflow)
-        return wrapped
 
     # -- generation ----------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ STALLED_S = 60.0
 """Seconds without a written group after which :meth:`TrajectoryDumper.close` gives up."""
 _MAX_DIGITS = 15
 """Longer numbers are names that a user chose."""
+_RECORDED = ("logprobs", "versions")
+"""Columns that a workflow may leave out."""
 _numbers = itertools.count()
 
 
@@ -50,12 +52,19 @@ class TrajectoryDumper:
     Args:
         config: Names the folder and the tokenizer.
         on_change: Called by the writer thread when ``behind`` has ended or ``error`` is set.
+        extra: Written as ``extra`` on every line.
 
     Raises:
         ConfigError: If ``config.tokenizer_path`` is given and holds no tokenizer.
     """
 
-    def __init__(self, config: InferenceEngineConfig, on_change: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        config: InferenceEngineConfig,
+        on_change: Callable[[], object] = lambda: None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
         self.root = config.run_dir
         self.behind = False
         """Whether no group may start: the queue was full and more than half is left, or the disk failed."""
@@ -66,6 +75,7 @@ class TrajectoryDumper:
         self._ended = self._written = 0
         self._warned = False
         self._on_change = on_change
+        self._extra = {} if extra is None else {"extra": dict(extra)}
         self._tokenizer = None if config.tokenizer_path is None else load_tokenizer(config.tokenizer_path)
         self._unfinished = f".unfinished-{os.getpid()}-{next(_numbers)}"
         self._queue: queue.SimpleQueue[Group | None] = queue.SimpleQueue()
@@ -133,7 +143,8 @@ class TrajectoryDumper:
 
     def _dump(self, group: Group) -> None:
         try:
-            lines = b"".join(orjson.dumps(line, option=_JSON) for line in dump_lines(group, self._tokenizer))
+            records = dump_lines(group, self._tokenizer)
+            lines = b"".join(orjson.dumps(line | self._extra, option=_JSON) for line in records)
         except Exception:  # a group without a JSON form must not end the run
             self.failures += 1
             if self.failures == 1:
@@ -200,7 +211,7 @@ def dump_lines(group: Group, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
         prompt_len = trajectory.prompt_len(path)
         versions = sequence.trained_versions() if sequence is not None else None
         failure = trajectory.failure
-        yield {
+        line: dict[str, Any] = {
             "schema": SCHEMA,
             "task_id": group.task_id,
             "group_id": group.group_id,
@@ -223,13 +234,32 @@ def dump_lines(group: Group, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
             "processes": [asdict(each) for each in trajectory.processes] if is_first else [],
             "timings": timings,
         }
+        if sample_idx == 0:
+            line["row"] = _row(group.data)
+        if sequence is not None and (missing := [n for n in _RECORDED if getattr(sequence, n) is None]):
+            line["missing"] = missing
+        yield line
+
+
+def _row(data: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the row; None if it has no JSON form."""
+    try:
+        orjson.dumps(row := dict(data), option=_JSON)
+    except TypeError:
+        return None
+    return row
 
 
 def _turn(trajectory: Trajectory, place: int, sequence: TokenSequence | None, tokenizer: Any) -> dict[str, Any]:
     turn = trajectory.turns[place]
     ids = np.ascontiguousarray(turn.ids)
-    # A turn that several sequences share trains in one of them.
-    mask = turn.loss_mask if sequence is None else sequence.loss_mask[turn.start : turn.end]
+    mask, logprobs, versions = turn.loss_mask, turn.logprobs, turn.versions
+    if sequence is not None:  # a turn that several sequences share trains in one of them, with that one's columns
+        here = slice(turn.start, turn.end)
+        mask = sequence.loss_mask[here]
+        if mask.any():
+            logprobs = logprobs if sequence.logprobs is None else sequence.logprobs[here]
+            versions = versions if sequence.versions is None else sequence.versions[here]
     line = {
         "role": turn.role,
         "turn_idx": place,
@@ -242,8 +272,8 @@ def _turn(trajectory: Trajectory, place: int, sequence: TokenSequence | None, to
     if turn.role is not TurnRole.ASSISTANT:
         return line
     return line | {
-        "logprobs": [0.0] * len(ids) if turn.logprobs is None else np.ascontiguousarray(turn.logprobs, np.float64),
-        "versions": [-1] * len(ids) if turn.versions is None else np.ascontiguousarray(turn.versions),
+        "logprobs": [0.0] * len(ids) if logprobs is None else np.ascontiguousarray(logprobs, np.float64),
+        "versions": [-1] * len(ids) if versions is None else np.ascontiguousarray(versions),
         "stop_reason": turn.stop_reason,
         "started": turn.started,
         "latency_s": turn.latency_s,

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.dotted_path import load_object
 from areal_lite.api.workflow_api import RolloutWorkflow, WorkflowLike
 from areal_lite.data.chat.tokenizer import load_tokenizer
@@ -45,6 +46,14 @@ def resolve_workflow(
     if inspect.isclass(target):
         target = target(**_with_tokenizer(target, workflow_kwargs or {}))
     return target if isinstance(target, RolloutWorkflow) else wrap_agent(target)
+
+
+def wrap_agent(agent: Any, config: InferenceEngineConfig) -> RolloutWorkflow:
+    """Return the workflow of ``config.agent_workflow`` around an agent."""
+    wrapper = load_object(config.agent_workflow, where="rollout.agent_workflow")
+    wrapped = wrapper(agent, config)
+    assert isinstance(wrapped, RolloutWorkflow)
+    return wrapped
 
 
 def check_workflow(

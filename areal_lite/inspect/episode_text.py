@@ -66,6 +66,9 @@ def episode_text(record: Mapping[str, Any]) -> Iterator[Text]:
         (printable(status), _STATUS_STYLE.get(status, "")),
         printable(f"  reward {record.get('reward')}  {record.get('seqlen')} tokens  versions {versions}"),
     )
+    if isinstance(parent := (record.get("extra") or {}).get("continues"), dict):
+        origin = ", ".join(f"{name} {value}" for name, value in parent.items())
+        yield Text(printable(f"continues {origin}"), "dim")
     if record.get("error_kind"):
         yield Text(printable(f"{record['error_kind']}: {record.get('error_type') or 'stopped'}"), "red")
     if record.get("error"):

@@ -23,6 +23,7 @@ from areal_lite.errors import ServerError
 from areal_lite.launch.engine_stack import generating_engine, reports_truncated, thread_budget
 from areal_lite.launch.evaluation import Evaluation
 from areal_lite.launch.loop import (
+    RunFiles,
     StepMetrics,
     Summary,
     TrainingRun,
@@ -190,10 +191,8 @@ def run_rl(config: RunConfig, on_step: OnStep | None) -> Summary[Evaluation]:
             driver = RolloutDriver(config, files.run_dir, engine=engine, inputs=inputs)
         disable_progress_bar()  # type: ignore[no-untyped-call]
         started = time.monotonic()
-        dtype = getattr(torch, "float32" if config.server.dtype == "auto" else config.server.dtype)
-        folder = None if driver is None else files.run_dir / "training"
-        on_facts = stack.enter_context(FactsWriter(folder)) if config.dump_training else None
-        trainer = make_trainer(config, files.record_skipped_update, on_facts)
+        dtype = served_dtype(config)
+        trainer = open_trainer(config, files, stack)
         return RLRun(
             config=config,
             files=files,
@@ -215,6 +214,19 @@ def rollout_inputs(config: RunConfig, start: Start) -> RolloutInputs:
     """Return the inputs of a run's rollouts; a ConfigError says what in algorithm, workflow or rows cannot work."""
     algorithm = Algorithm(config.trainer, max_new_tokens=config.rollout.gconfig.max_new_tokens)
     return load_rollout_inputs(config, start, baselines="baselines" in algorithm.needs)
+
+
+def served_dtype(config: RunConfig) -> torch.dtype:
+    """Return the dtype in which models are published and saved."""
+    dtype: torch.dtype = getattr(torch, "float32" if config.server.dtype == "auto" else config.server.dtype)
+    return dtype
+
+
+def open_trainer(config: RunConfig, files: RunFiles, stack: ExitStack) -> PolicyTrainer:
+    """Return the policy trainer of a run; with ``dump_training`` it writes training facts until ``stack`` closes."""
+    folder = files.run_dir / "training" if Ranks.current().rank == 0 else None
+    on_facts = stack.enter_context(FactsWriter(folder)) if config.dump_training else None
+    return make_trainer(config, files.record_skipped_update, on_facts)
 
 
 def make_trainer(config: RunConfig, on_skip: OnSkip, on_facts: OnFacts | None = None) -> PolicyTrainer:

@@ -33,6 +33,7 @@ from areal_lite.launch.run_data import (
     workflow_rows,
 )
 from areal_lite.launch.run_metrics import engine_metrics
+from areal_lite.launch.trained_batches import record_batch
 from areal_lite.trainer.policy_model import resolve_device
 from areal_lite.trainer.policy_step import Batch
 from areal_lite.trainer.scalar_model import RewardModel, load_reward_model
@@ -65,7 +66,7 @@ def load_rollout_inputs(config: RunConfig, start: Start, *, baselines: bool) -> 
         data=data,
         held_out=workflow_rows(config, config.eval_dataset, is_train=False) if config.eval_dataset else [],
         cache=_batch_cache(config, baselines=baselines),
-        reward_model=_reward_model(config),
+        reward_model=make_reward_model(config),
         baselines=baselines,
     )
 
@@ -98,12 +99,14 @@ class RolloutDriver:
         return batch
 
     def mark_trained(self, step: int, batch: Batch) -> None:
-        """Tell the data source, curriculum and dataset that a step's batch was trained; dump its scores.
+        """Tell the data source, curriculum and dataset that a step's batch was trained; dump its ids and scores.
 
         The curriculum and the dataset get a ``DataProto``, with the dataset row of each sequence as ``rows`` unless
         the batch was cached.
         """
         self.data.source.mark_trained(group.samples for group in self._groups)
+        if self._config.rollout.dump_to_file and self._groups:
+            record_batch(self._run_dir, step, self._groups)
         if self._config.dump_scores and self._groups:
             self._dump(step)
         curriculum = self.data.source if isinstance(self.data.source, CurriculumDataSource) else None
@@ -146,7 +149,7 @@ class RolloutDriver:
         if step == config.trainer.total_steps:
             self.engine.close_source(self.data.source)
         self._groups = groups
-        self._apply_reward_model(groups)
+        apply_reward_model(self._inputs.reward_model, groups, self._config)
         if self._inputs.baselines:
             self._generate_baselines(groups)
         return groups
@@ -160,19 +163,6 @@ class RolloutDriver:
             batch.batch["baselines"] = torch.tensor([baselines[name] for name in names])
         return batch
 
-    def _apply_reward_model(self, groups: Sequence[Group]) -> None:
-        """Replace the workflow's rewards by the reward model's, if there is one."""
-        if self._inputs.reward_model is None:
-            return
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
-        max_tokens = self._config.trainer.max_tokens_per_microbatch
-        rewards = self._inputs.reward_model.score(sequences, max_tokens=max_tokens).tolist()
-        for sequence, reward in zip(sequences, rewards, strict=True):
-            sequence.reward = reward
-        for trajectory in trajectories:
-            trajectory.average_rewards()
-
     def _generate_baselines(self, groups: Sequence[Group]) -> None:
         """Give each group the reward of one greedy episode, or its own mean reward if that episode failed."""
         gconfig = self._config.rollout.gconfig.new(greedy=True)
@@ -180,7 +170,8 @@ class RolloutDriver:
         kwargs = workflow_kwargs(dataclasses.replace(self._config, rollout=rollout), is_eval=False)
         rows = [dict(group.data) for group in groups]
         greedy = self.engine.rollout_batch(rows, self._config.workflow, kwargs, group_size=1, is_eval=True)
-        self._apply_reward_model([answer for answer in greedy if answer.rewards])
+        answered = [answer for answer in greedy if answer.rewards]
+        apply_reward_model(self._inputs.reward_model, answered, self._config)
         for group, answer in zip(groups, greedy, strict=True):
             rewards = answer.rewards or group.rewards
             group.baseline = sum(rewards) / len(rewards)
@@ -205,10 +196,24 @@ class RolloutDriver:
         )
 
 
-def _reward_model(config: RunConfig) -> RewardModel | None:
+def make_reward_model(config: RunConfig) -> RewardModel | None:
+    """Return the run's reward model, if it has one."""
     if config.reward_model is None:
         return None
     return RewardModel(load_reward_model(config.reward_model, device=resolve_device(config.trainer.device)))
+
+
+def apply_reward_model(model: RewardModel | None, groups: Sequence[Group], config: RunConfig) -> None:
+    """Replace the workflow's rewards by those of ``model``, if there is one."""
+    if model is None:
+        return
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    rewards = model.score(sequences, max_tokens=config.trainer.max_tokens_per_microbatch).tolist()
+    for sequence, reward in zip(sequences, rewards, strict=True):
+        sequence.reward = reward
+    for trajectory in trajectories:
+        trajectory.average_rewards()
 
 
 def _batch_cache(config: RunConfig, *, baselines: bool) -> BatchCache | None:

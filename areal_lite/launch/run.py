@@ -91,13 +91,27 @@ def run_evaluation(config: RunConfig, *, on_step: OnStep | None = None) -> Evalu
 
 def check_trainable(config: RunConfig) -> None:
     """Check a training run's options, model folders and workflow; raises ConfigError."""
-    from areal_lite.trainer.estimators import COMPARES_GROUP
     from areal_lite.trainer.policy_model import resolve_device
 
     check_startable(config)
-    resolve_device(config.trainer.device)
     if not config.rollout.addresses and config.server.backend in (None, "embedded"):
         resolve_device(config.server.device, key="server.device")
+    if config.rollout.weight_update == "adapter" and config.trainer.lora is None:
+        raise ConfigError(
+            "rollout.weight_update is adapter, and there are no adapters: set trainer.lora, or weight_update: auto"
+        )
+    check_learnable(config)
+    if config.eval_dataset is not None:
+        check_held_out(config.train_dataset, config.eval_dataset)
+
+
+def check_learnable(config: RunConfig) -> None:
+    """Check what a run needs to train, without servers and rows; raises ConfigError."""
+    from areal_lite.trainer.estimators import COMPARES_GROUP
+    from areal_lite.trainer.policy_model import resolve_device
+
+    check_model_path(config.model_path)
+    resolve_device(config.trainer.device)
     critic = config.trainer.critic
     if config.reward_model is not None:
         check_model_path(config.reward_model, key="reward_model", has_tokenizer=False)
@@ -121,13 +135,7 @@ def check_trainable(config: RunConfig) -> None:
             "rollout.gconfig is greedy: all episodes of a group would be equal and every advantage 0. Set greedy: "
             "false and a temperature above 0"
         )
-    if rollout.weight_update == "adapter" and config.trainer.lora is None:
-        raise ConfigError(
-            "rollout.weight_update is adapter, and there are no adapters: set trainer.lora, or weight_update: auto"
-        )
     _check_log_probs(config)
-    if config.eval_dataset is not None:
-        check_held_out(config.train_dataset, config.eval_dataset)
 
 
 def _check_log_probs(config: RunConfig) -> None:
