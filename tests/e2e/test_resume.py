@@ -67,10 +67,10 @@ def state(run_dir: Path, step: int) -> dict[str, Any]:
     return json.loads(path.read_bytes())  # type: ignore[no-any-return]
 
 
-def test_a_crashed_run_resumes_and_draws_the_same_rows_as_an_uninterrupted_one(run_yaml: Path) -> None:
-    whole = load_config(run_yaml, [*EVERY_STEP, "trial_name=whole", "trainer.total_steps=5"])
+def test_a_crashed_run_resumes_and_draws_the_same_rows_as_an_uninterrupted_one(served_yaml: Path) -> None:
+    whole = load_config(served_yaml, [*EVERY_STEP, "trial_name=whole", "trainer.total_steps=5"])
     run_training(whole)
-    broken = load_config(run_yaml, [*EVERY_STEP, "trial_name=broken", "trainer.total_steps=5"])
+    broken = load_config(served_yaml, [*EVERY_STEP, "trial_name=broken", "trainer.total_steps=5"])
 
     def crash_at_3(step: int, metrics: dict[str, float]) -> None:
         if step == 3:
@@ -89,8 +89,10 @@ def test_a_crashed_run_resumes_and_draws_the_same_rows_as_an_uninterrupted_one(r
     assert {v: sorted(set(p)) for v, p in twice.items()} == once  # step 3 ran twice, on the same rows
 
 
-def test_a_resumed_asynchronous_run_repeats_its_owed_groups(run_yaml: Path) -> None:
-    config = load_config(run_yaml, [*EVERY_STEP, "trainer.total_steps=4", "rollout.max_head_offpolicyness=2", "seed=3"])
+def test_a_resumed_asynchronous_run_repeats_its_owed_groups(served_yaml: Path) -> None:
+    config = load_config(
+        served_yaml, [*EVERY_STEP, "trainer.total_steps=4", "rollout.max_head_offpolicyness=2", "seed=3"]
+    )
 
     def crash_at_4(step: int, metrics: dict[str, float]) -> None:
         if step == 4:
