@@ -316,11 +316,11 @@ def test_a_long_answer_may_take_its_time_while_the_server_answers_others(
     stub = start_stub()
     stub.server.holds = lambda ids: ids == [9]
     stub.call(lambda: setattr(stub.server, "hold", asyncio.Event()))
-    engine = start_engine(stub, request_timeout_s=0.2)
+    engine = start_engine(stub, request_timeout_s=0.5)
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(asyncio.run, engine.agenerate(ModelRequest(input_ids=[9])))
         stub.until_held(1)
-        ends = time.monotonic() + 0.7
+        ends = time.monotonic() + 1.2
         while time.monotonic() < ends:
             generate(engine)
         stub.call(lambda: stub.server.hold.set())  # type: ignore[union-attr]

@@ -40,17 +40,18 @@ class HandoffAgent:
     async def run(
         self, data: dict[str, Any], base_url: Any = None, api_key: Any = None, http_client: Any = None
     ) -> float:
-        client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
-        config = RunConfig(model_provider=OpenAIProvider(openai_client=client), model="default", tracing_disabled=True)
         question: Any = data["question"]
-        try:
-            if self.stream:
-                result: Any = Runner.run_streamed(reception, question, run_config=config, max_turns=MAX_TURNS)
-                async for _ in result.stream_events():
-                    pass
-            else:
-                result = await Runner.run(reception, question, run_config=config, max_turns=MAX_TURNS)
-        except AgentsException:  # too many turns, or an answer that breaks its schema
-            return 0.0
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client) as client:
+            model = OpenAIProvider(openai_client=client)
+            config = RunConfig(model_provider=model, model="default", tracing_disabled=True)
+            try:
+                if self.stream:
+                    result: Any = Runner.run_streamed(reception, question, run_config=config, max_turns=MAX_TURNS)
+                    async for _ in result.stream_events():
+                        pass
+                else:
+                    result = await Runner.run(reception, question, run_config=config, max_turns=MAX_TURNS)
+            except AgentsException:  # too many turns, or an answer that breaks its schema
+                return 0.0
         output = result.final_output
         return float(isinstance(output, Result) and output.result == int(data["answer"]))
