@@ -12,7 +12,11 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_LAZY = {"workflow_context": "areal_lite.infra.workflow_context", "api": "areal_lite.api"}
+_LAZY = {
+    "workflow_context": "areal_lite.infra.workflow_context",
+    "api": "areal_lite.api",
+    "train": "areal_lite.notebook",
+}
 
 
 class _ArealModules:
@@ -31,7 +35,8 @@ sys.meta_path.append(_ArealModules)
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return importlib.import_module(_LAZY[name])
+        module = importlib.import_module(_LAZY[name])
+        return module.train if name == "train" else module
     from areal_lite.areal_names import missing_name
 
     raise missing_name(__name__, name)

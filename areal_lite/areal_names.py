@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _TRAIN = "`areal-lite train run.yaml` trains; from Python, see examples/03_train_from_yaml.py"
-_YAML = "write these settings in the run's YAML; `areal-lite train --help` lists every key"
+_YAML = "write these settings in the run's YAML; `areal-lite train --help all` lists every key"
 _SERVERS = "set server.backend, server.replicas and server.args, or name running servers in rollout.addresses"
 _ENGINE = "use areal_lite.infra.remote_inf_engine.RemoteInfEngine"
 _LAUNCH = "`areal-lite train run.yaml` starts all processes; `torchrun -m areal_lite train` uses several GPUs"

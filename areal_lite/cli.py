@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import pydoc
 import sys
 import traceback
 from collections import Counter
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from areal_lite import __version__
-from areal_lite.errors import ArealLiteError
+from areal_lite.errors import ArealLiteError, ConfigError
 from areal_lite.launch.stopping import StopOnSignal
 
 if TYPE_CHECKING:
@@ -51,16 +52,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             from areal_lite.api.config_loader import load_config
 
-            run = _dry_run if getattr(options, "dry_run", False) else options.run
-            run(load_config(options.config, options.overrides, root=_root(options.root)))
+            config = load_config(options.config, options.overrides, root=_root(options.root))
+            if getattr(options, "dry_run", False):
+                _dry_run(config)
+            else:
+                options.run(config)
+                _show_next(options.command, options.config, config)
         sys.stdout.flush()
     except ArealLiteError as error:
         _report(error)
         code = error.exit_code
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
         code = ArealLiteError.exit_code
-        prints = {"config", "doctor", "inspect", "rescore", "verify", "view"}
-        only_prints = not prints.isdisjoint(arguments[:1]) or arguments[-1:] in (["-h"], ["--help"])
+        prints = {"completion", "config", "doctor", "inspect", "rescore", "verify", "view"}
+        only_prints = not prints.isdisjoint(arguments[:1]) or not {"-h", "--help"}.isdisjoint(arguments)
         if isinstance(error, BrokenPipeError) and only_prints:  # the reader, for example `head`, has left
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 0
@@ -141,7 +146,10 @@ def _doctor(options: argparse.Namespace) -> int:
     from areal_lite.launch.doctor import doctor
 
     code = doctor(options.config, options.overrides, show=lambda finding: print(finding, flush=True))
-    print("nothing to fix" if code == 0 else "fix the lines that begin with fix, and run doctor again")
+    if code:
+        print("fix the lines that begin with fix, and run doctor again")
+    else:
+        print("nothing to fix" + (f"; next: areal-lite plan {options.config}" if options.config else ""))
     return code
 
 
@@ -172,6 +180,63 @@ def _continue(options: argparse.Namespace) -> None:
     print(f"written to {run_dir}\nnext: areal-lite view {options.path} {run_dir}")
 
 
+def _plan(options: argparse.Namespace) -> None:
+    import json
+
+    from rich.console import Console
+
+    from areal_lite.api.config import ExperimentConfig
+    from areal_lite.api.config_loader import load_config
+    from areal_lite.launch.plan import plan, plan_table
+
+    config: Any = load_config(options.config, options.overrides, root=ExperimentConfig)
+    print("trying the first steps in a temporary folder ...", file=sys.stderr)
+    made = plan(config, on_step=lambda step, metrics: print(f"step {step}", file=sys.stderr))
+    if options.json:
+        print(json.dumps(made.as_json()))
+        return
+    Console().print(plan_table(made))
+    print(f"not in it: {'; '.join(made.unknown)}")
+    print(f"next: areal-lite {getattr(config, 'kind', 'train').replace('_', '-')} {options.config}")
+
+
+def _sweep(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from areal_lite.inspect.plot import plot_means
+    from areal_lite.launch.sweep import results_of, run_sweep, sweep_table, variants_of, verdict_lines
+
+    overrides = [word for word in options.words if "=" in word]
+    paths = [word for word in options.words if "=" not in word]
+    variants = variants_of(paths, overrides, seeds=options.seeds)
+    run_sweep(variants, _make_run)
+    metric, results = results_of(variants, metric=options.metric, level=options.level)
+    Console().print(sweep_table(metric, results, level=options.level))
+    for line in verdict_lines(results):
+        print(line)
+    folder = variants[0].run_dirs[0].parent
+    try:
+        runs = {variant.name: variant.run_dirs for variant in variants}
+        print(f"curves: {plot_means(runs, out=options.out or folder / 'sweep.png', level=options.level)}")
+    except ConfigError as error:
+        print(f"no curves: {error}")
+    print(f"next: areal-lite view {folder}")
+
+
+def _make_run(config: Any, title: str) -> None:
+    """Make a run of a sweep."""
+    print(title, flush=True)
+    (_supervised if hasattr(config, "kind") else _train)(config)
+
+
+def _completion(options: argparse.Namespace) -> None:
+    from areal_lite.completion import completion_script
+
+    roots = {name: _root(root) for name, (_, root, _) in _RUNS.items()}
+    keys = roots | dict.fromkeys(("plan", "sweep", "doctor"), _root("RunConfig"))
+    print(completion_script(_parser(), keys, options.shell), end="")
+
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "view": _view,
     "inspect": _inspect,
@@ -183,6 +248,9 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "continue": _continue,
     "init": _init,
     "doctor": _doctor,
+    "plan": _plan,
+    "sweep": _sweep,
+    "completion": _completion,
 }
 """Commands that are no run of a config; they return an exit code, or None for 0."""
 
@@ -191,6 +259,22 @@ def _config(config: ExperimentConfig) -> None:
     from areal_lite.api.config_loader import dump_config
 
     print(dump_config(config), end="")
+
+
+def _show_next(command: str, path: str, config: RunConfig) -> None:
+    """Print a command to go on with, where a run ended."""
+    run = config.run_dir
+    dumped = command in ("rollout", "eval") and config.rollout.dump_to_file
+    steps = {
+        "train": f"view {run}",
+        "rollout": f"inspect {run}" if dumped else f"train {path}",
+        "eval": f"inspect {run}" if dumped else f"train {path}",
+        "sft": f"train CONFIG.yaml model_path={run / 'model'}",
+        "dpo": f"eval CONFIG.yaml model_path={run / 'model'}",
+        "reward-model": f"train CONFIG.yaml reward_model={run / 'model'}",
+    }
+    if command in steps and _is_first_rank():
+        print(f"next: areal-lite {steps[command]}")
 
 
 def _train(config: RunConfig) -> None:
@@ -292,17 +376,31 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _ConfigHelp(argparse.Action):
-    """``--help`` that also lists every config key."""
+    """``--help`` that also lists the sections of the config, or the keys of one."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, help="show this help and every config key")
+        text = "show this help, or the keys of a SECTION of the config"
+        super().__init__(option_strings, dest, nargs="?", metavar="SECTION", help=text)
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
-        from areal_lite.api.config_help import help_text
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: Any, *_: object) -> NoReturn:
+        from areal_lite.api.config_help import help_text, section_list
 
         root = _root(parser.get_default("root"))
-        print(f"{parser.format_help()}\nConfig keys\n\n{help_text(root)}", flush=True)
+        if values is None:
+            hint = f"{parser.prog} --help SECTION shows the keys of a section:"
+            _page(f"{parser.format_help()}\n{hint}\n\n{section_list(root)}")
+        else:
+            _page(help_text(root, values))
         parser.exit()
+
+
+def _page(text: str) -> None:
+    """Print text, on a terminal by its pager."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        os.environ.setdefault("LESS", "-FRX")
+        pydoc.pager(text)
+    else:
+        print(text, flush=True)
 
 
 class _Explain(argparse.Action):
@@ -323,21 +421,28 @@ def positive_integer(text: str) -> int:
     return number
 
 
+def _fraction(text: str) -> float:
+    """Return ``text`` as a number between 0 and 1."""
+    if not 0 < (number := float(text)) < 1:
+        raise ValueError
+    return number
+
+
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    """Parse a command; filter terms, overrides of ``continue`` and ``--sort -KEY`` may stand anywhere."""
+    """Parse a command; ``key=value``, filters and configs may follow options, and ``--sort`` takes ``-KEY``."""
     parser = _parser()
-    if "--dry-run" in arguments[1:]:  # argparse takes no key=value after it
-        arguments = [arguments[0], "--dry-run", *(word for word in arguments[1:] if word != "--dry-run")]
-    rest = {"inspect": "filter", "rescore": "filter", "export": "filter", "continue": "overrides"}
-    if not arguments or arguments[0] not in rest:
-        return parser.parse_args(arguments)
     for place in range(len(arguments) - 1, 0, -1):
-        if arguments[place - 1] == "--sort":
+        if arguments[:1] == ["inspect"] and arguments[place - 1] == "--sort":
             arguments[place - 1 : place + 1] = [f"--sort={arguments[place]}"]
-    options, terms = parser.parse_known_args(arguments)
-    if unknown := [term for term in terms if term.startswith("-")]:
+    options, words = parser.parse_known_args(arguments)
+    several = next(
+        (name for name in ("filter", "overrides", "words") if isinstance(getattr(options, name, 0), list)), ""
+    )
+    unknown = [word for word in words if word.startswith("-") or not several]
+    if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    getattr(options, rest[arguments[0]]).extend(terms)
+    if several:
+        getattr(options, several).extend(words)
     return options
 
 
@@ -446,6 +551,31 @@ def _add_doctor(command: argparse.ArgumentParser) -> None:
     command.add_argument("overrides", metavar="key=value", nargs="*", help="override one value")
 
 
+def _add_plan(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Runs the first steps in a temporary folder and predicts time, tokens, memory and disk of the whole run. "
+        "Servers in rollout.addresses must not serve another run. See docs/plan.md."
+    )
+    add = command.add_argument
+    add("config", metavar="CONFIG.yaml", help="a config of any kind of run")
+    add("overrides", metavar="key=value", nargs="*", help="override one value")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _add_sweep(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Trains each variant with each seed, one run after the other, and shows means with intervals. Variants are "
+        "configs, or values of key=v1,v2; each is compared with the first, seed by seed. The same command continues a "
+        "sweep. See docs/plan.md."
+    )
+    add = command.add_argument
+    add("words", metavar="CONFIG.yaml | key=v1,v2", nargs="+", help="one or more configs, and values for all of them")
+    add("--seeds", type=positive_integer, required=True, metavar="N", help="runs of each variant")
+    add("--metric", metavar="NAME", help="what is compared (default: eval/reward, else train/reward_mean, else a loss)")
+    add("--level", type=_fraction, default=0.95, metavar="P", help="level of the intervals (default: 0.95)")
+    add("--out", type=Path, metavar="FILE.png", help="image file (default: sweep.png in the experiment's folder)")
+
+
 def _add_view(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     command.description = "Serves a page of runs on 127.0.0.1, also while they write. docs/view.md describes it."
@@ -483,6 +613,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_continue(commands.add_parser("continue", help="run a dumped episode again from one of its turns"))
     _add_init(commands.add_parser("init", help="start a project: agent, config, test"))
     _add_doctor(commands.add_parser("doctor", help="check the machine, and what a run needs, step by step"))
+    _add_plan(commands.add_parser("plan", help="predict time, tokens, memory and disk of a run"))
+    _add_sweep(commands.add_parser("sweep", help="train over seeds; compare configs or values"))
+    command = commands.add_parser("completion", help="print a script that completes commands, options and config keys")
+    command.description = 'bash: eval "$(areal-lite completion bash)". docs/plan.md has the other shells.'
+    command.add_argument("shell", choices=("bash", "zsh", "fish"))
     _add_view(commands.add_parser("view", help="show dumped episodes and metrics in the browser"))
     command = commands.add_parser("plot", help="draw the metrics of one or several runs")
     command.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="a folder with a metrics.jsonl")

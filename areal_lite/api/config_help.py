@@ -7,6 +7,7 @@ import difflib
 import textwrap
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +25,8 @@ _WORDS = {
     type(None): "null",
     Any: "anything",
 }
+TOP, ALL = "run", "all"
+"""Names for the keys outside of sections, and for all keys."""
 _BOUNDS = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
 
 
@@ -69,9 +72,36 @@ def meaning_of(record: type[Any], name: str) -> str:
     return " ".join(docstring.replace("``", "").split())
 
 
-def help_text(root: type[Any], width: int = 80) -> str:
-    """Return the help of all fields of ``root``, wrapped to ``width`` columns."""
-    return "\n".join(line for entry in describe_fields(root) for line in _entry(entry, width))
+def section_list(root: type[Any], width: int = 80) -> str:
+    """Return the sections of ``root`` with a line each, wrapped to ``width`` columns."""
+    keys, meanings = Counter[str](), {TOP: "Keys outside of sections."}
+    for entry in describe_fields(root):
+        section, dot, _ = entry.key.partition(".")
+        if entry.type == "section" and not dot:
+            meanings[section] = entry.meaning
+        elif entry.type != "section":
+            keys[section if dot else TOP] += 1
+    meanings[ALL], keys[ALL] = "All of them.", keys.total()
+    indent = max(map(len, meanings)) + 2
+    return "\n".join(
+        textwrap.fill(f"{name:{indent}}{meaning} {keys[name]} keys.", width, subsequent_indent=" " * indent)
+        for name, meaning in meanings.items()
+    )
+
+
+def help_text(root: type[Any], name: str, width: int = 80) -> str:
+    """Return the help of a section, a key, the keys outside of sections (``run``) or all keys (``all``).
+
+    Raises:
+        ConfigError: If there is no such section or key.
+    """
+    if name not in (TOP, ALL):
+        return explain(name, [root], width)
+    entries = list(describe_fields(root))
+    sections = {entry.key for entry in entries if entry.type == "section"}
+    outside = [entry for entry in entries if entry.key.partition(".")[0] not in sections]
+    shown = entries if name == ALL else outside
+    return "\n".join(line for entry in shown for line in _entry(entry, width))
 
 
 def explain(key: str, roots: Sequence[type[Any]], width: int = 80) -> str:

@@ -127,6 +127,7 @@ class TrainingRun(ABC, Generic[E]):
         self._saved_at: float | None = None
         self._saved_clock = time.monotonic()
         self._longest_step_s = 0.0
+        self._skipped_updates = 0.0
 
     def run(self) -> Summary[E]:
         """Resume, train up to ``total_steps``, and save the model.
@@ -143,6 +144,7 @@ class TrainingRun(ABC, Generic[E]):
                 if self.start.evaluates:
                     self.evaluate_if_due()
                 self.fit()
+                self.warn_of_skipped_updates()
                 model_dir = self.save_model() if self.config.save_model else None
                 stop_together()
             except Stopped:
@@ -182,7 +184,20 @@ class TrainingRun(ABC, Generic[E]):
     def record_step(self, metrics: dict[str, float], *, began: float) -> None:
         """Record the metrics of a step that began at that moment of the monotonic clock."""
         self._longest_step_s = max(self._longest_step_s, time.monotonic() - began)
+        self._skipped_updates += metrics.get("train/skipped_updates", 0.0)
         self.files.record(self.step, metrics)
+
+    def warn_of_skipped_updates(self) -> None:
+        """Log a warning if more than half of the updates were skipped."""
+        updates = (self.step - self.start.step) * getattr(self.config.trainer, "minibatches_per_step", 1)
+        if 2 * self._skipped_updates > updates and self.files.metrics is not None:
+            logger.warning(
+                "%d of %d updates were skipped because loss or gradient was not finite, so the model hardly learned: "
+                "lower trainer.learning_rate (%g). skipped_updates.jsonl lists them",
+                self._skipped_updates,
+                updates,
+                self.config.trainer.learning_rate,
+            )
 
     def record_evaluation(self, result: E, metrics: dict[str, float]) -> None:
         """Keep an evaluation for the summary and record its metrics."""

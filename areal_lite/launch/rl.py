@@ -179,8 +179,8 @@ class RLRun(TrainingRun[Evaluation]):
         return {str(state_path("", self.step)): state_bytes(self.driver.data.source.state_dict())}
 
 
-def run_rl(config: RunConfig, on_step: OnStep | None) -> Summary[Evaluation]:
-    """Train a policy; call it on every rank, after the ranks have joined."""
+def run_rl(config: RunConfig, on_step: OnStep | None, *, make_run: Callable[..., RLRun] = RLRun) -> Summary[Evaluation]:
+    """Train a policy; call it on every rank, after the ranks have joined. ``make_run`` may return a subclass."""
     start = find_start(config, config.trainer.total_steps)
     inputs = rollout_inputs(config, start) if Ranks.current().rank == 0 else None
     with ExitStack() as stack:
@@ -193,7 +193,7 @@ def run_rl(config: RunConfig, on_step: OnStep | None) -> Summary[Evaluation]:
         started = time.monotonic()
         dtype = served_dtype(config)
         trainer = open_trainer(config, files, stack)
-        return RLRun(
+        return make_run(
             config=config,
             files=files,
             start=start,

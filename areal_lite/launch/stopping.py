@@ -78,6 +78,12 @@ def stop_together() -> None:
         raise Stopped
 
 
+def ask_to_stop(asked: bool) -> None:
+    """Have the run of this process stop after its current step, as a SIGINT does; False withdraws that."""
+    global _signal
+    _signal = signal.SIGINT if asked else 0
+
+
 class StopOnSignal:
     """The first SIGINT or SIGTERM raises :class:`Stopped` in the main thread, the second ends the process.
 

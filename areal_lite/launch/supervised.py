@@ -78,9 +78,12 @@ class SupervisedRun(TrainingRun[dict[str, float]]):
 
 
 def run_supervised(
-    config: SFTConfig | DPOConfig | RewardModelConfig, *, on_step: OnStep | None = None
+    config: SFTConfig | DPOConfig | RewardModelConfig,
+    *,
+    on_step: OnStep | None = None,
+    make_run: Callable[..., SupervisedRun] = SupervisedRun,
 ) -> Summary[dict[str, float]]:
-    """Run supervised training; ``on_step`` sees every record of metrics.jsonl.
+    """Run supervised training; ``on_step`` sees every record of metrics.jsonl, ``make_run`` may return a subclass.
 
     Under torchrun all ranks call it; the first one writes and has the metrics.
 
@@ -111,7 +114,7 @@ def run_supervised(
             total_steps=total_steps,
             on_skip=files.record_skipped_update,
         )
-        return SupervisedRun(
+        return make_run(
             config=config,
             files=files,
             start=start,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, RunConfig
 from areal_lite.api.config import DatasetConfig, EvaluationConfig, ExperimentConfig, TrainerConfig
-from areal_lite.api.config_help import describe_fields, help_text
+from areal_lite.api.config_help import describe_fields, help_text, section_list
 from areal_lite.api.config_loader import dump_config, load_config
 from areal_lite.api.supervised_config import KINDS, DPOConfig, SFTConfig
 from areal_lite.errors import ConfigError
@@ -426,4 +426,5 @@ def test_help_lists_experiment_and_trial_once_and_a_lone_engine_has_defaults():
 @pytest.mark.parametrize("root", [RunConfig, ExperimentConfig, *KINDS.values()])
 def test_help_of_every_config_kind_is_complete_and_fits_eighty_columns(root):
     assert all(field.meaning for field in describe_fields(root))
-    assert max(map(len, help_text(root).splitlines())) <= 80
+    assert max(map(len, help_text(root, "all").splitlines())) <= 80
+    assert max(map(len, section_list(root).splitlines())) <= 80

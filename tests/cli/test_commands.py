@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from areal_lite.cli import main
+
 CONFIG = """\
 experiment_name: exp
 model_path: models/tiny
@@ -91,6 +93,13 @@ def areal_lite(*arguments, **settings):
     )
 
 
+SHOWN = """\
+namespace(run_dir='runs/exp/trial')
+written to runs/exp/trial
+next: areal-lite view runs/exp/trial
+"""
+
+
 def stand_in(body):
     body = textwrap.indent(textwrap.dedent(body).strip(), "    ").strip()
     return [sys.executable, "-c", STAND_IN.format(body=body)]
@@ -101,7 +110,7 @@ def run_training_that(body, **settings):
 
 
 def test_only_the_first_rank_prints_the_run_directory():
-    for rank, said in [("0", "namespace(run_dir='runs/exp/trial')\nwritten to runs/exp/trial\n"), ("1", "")]:
+    for rank, said in [("0", SHOWN), ("1", "")]:
         done = run_training_that("pass", env={**os.environ, "RANK": rank})
         assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
 
@@ -145,6 +154,8 @@ def test_a_bad_config_ends_with_64_and_one_line_per_error():
         (("train", "run.yml"), "run.yml: no such file; did you mean run.yaml?"),
         (("view", "run.yaml", "--port", "0"), "invalid positive_integer value: '0'"),
         (("view", "nothing"), "nothing: No such file or directory"),
+        (("plot", "runs", "--colour", "red"), "unrecognized arguments: --colour"),
+        (("train", "run.yaml", "--fast"), "unrecognized arguments: --fast"),
     ],
 )
 def test_wrong_arguments_end_with_64_and_one_line(arguments, message):
@@ -171,11 +182,46 @@ def test_wrong_arguments_end_with_64_and_one_line(arguments, message):
         ),
     ],
 )
-def test_help_shows_every_config_key_within_eighty_columns(command, key):
-    done = areal_lite(command, "--help", env={**os.environ, "COLUMNS": "80"})
+def test_help_of_all_shows_every_config_key_within_eighty_columns(command, key):
+    done = areal_lite(command, "--help", "all", env={**os.environ, "COLUMNS": "80"})
     assert done.returncode == 0
     assert key in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_help_lists_the_sections_and_shows_the_keys_of_one():
+    done = areal_lite("train", "--help", env={**os.environ, "COLUMNS": "80"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\ntrainer        Optimizer, algorithm and losses. 53 keys.\n" in done.stdout
+    assert "learning_rate" not in done.stdout
+    assert len(done.stdout.splitlines()) < 30
+    section = areal_lite("train", "-h", "trainer").stdout
+    assert "trainer.learning_rate  (number > 0; required)" in section
+    assert "rollout." not in section
+    outside = areal_lite("train", "--help", "run").stdout
+    assert outside.startswith("experiment_name  (text; required)")
+    assert "trainer." not in outside
+    wrong = areal_lite("train", "--help", "trainr")
+    assert (wrong.returncode, wrong.stdout) == (64, "")
+    assert wrong.stderr.startswith("error: unknown key 'trainr'; did you mean trainer")
+
+
+def test_help_on_a_terminal_is_paged(monkeypatch):
+    pages = []
+    monkeypatch.setattr("pydoc.pager", pages.append)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "--help", "server"])
+    assert caught.value.code == 0
+    assert pages[0].startswith("server:\n")
+
+
+@pytest.mark.parametrize("words", [("--dry-run", "seed=-1"), ("seed=-1", "--dry-run")])
+def test_overrides_may_follow_options(words):
+    done = areal_lite("train", "run.yaml", *words)
+    assert done.returncode == 64
+    assert "override 'seed=-1'" in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [["config", "run.yaml"], ["train", "--help"]])

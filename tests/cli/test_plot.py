@@ -139,4 +139,4 @@ def test_a_plot_that_cannot_be_written_is_an_error(tmp_path, name):
 def test_a_missing_matplotlib_is_named_in_the_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):
-        plot_metrics(tmp_path)
+        plot_metrics(rl_run(tmp_path))

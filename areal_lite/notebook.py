@@ -1,0 +1,151 @@
+"""``await areal_lite.train(...)``: a run inside a running event loop, as in a notebook.
+
+The run works in a thread, so the loop stays free. In a notebook IPython shows progress and curves; elsewhere progress
+is printed. Cancelling the await, which interrupting a kernel does, stops the run after its current step, with a
+checkpoint if it makes any.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import sys
+import time
+from collections.abc import Callable
+from io import BytesIO, StringIO
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from areal_lite.api.config import ExperimentConfig, RunConfig
+from areal_lite.api.config_loader import load_config
+from areal_lite.errors import ConfigError
+from areal_lite.inspect.plot import metrics_figure
+from areal_lite.launch.loop import Summary
+from areal_lite.launch.progress import TrainingProgress, progress_line
+from areal_lite.launch.run import run_training
+from areal_lite.launch.run_metrics import OnStep
+from areal_lite.launch.stopping import Stopped, ask_to_stop
+from areal_lite.launch.supervised import run_supervised
+
+_LINES = 8
+"""Latest lines that a notebook shows."""
+_CURVES_EVERY_S = 5.0
+_CURVES_SHARE = 20
+"""Curves are drawn every 5 seconds, and at most a 20th of the time."""
+
+
+async def train(config: str | Path | ExperimentConfig, *overrides: str) -> Summary[Any]:
+    """Make a run of any kind and return its result.
+
+    Args:
+        config: A YAML file, or a loaded config.
+        overrides: ``key=value`` each; for a file only.
+
+    Raises:
+        ArealLiteError: As the run itself.
+        ValueError: If a loaded config comes with overrides.
+    """
+    if isinstance(config, ExperimentConfig):
+        if overrides:
+            raise ValueError(f"overrides {overrides} come with a loaded config: use dataclasses.replace on the config")
+        loaded = config
+    else:
+        loaded = load_config(config, overrides, root=ExperimentConfig)
+    show = _Notebook(loaded) if _in_notebook() else _Lines(loaded, Console())
+    run = asyncio.ensure_future(asyncio.to_thread(_run, loaded, show.on_step))
+    try:
+        await asyncio.shield(run)
+    except asyncio.CancelledError:
+        ask_to_stop(True)
+        await run
+        raise
+    finally:
+        ask_to_stop(False)
+        show.end()
+    summary = run.result()
+    if summary is None:
+        raise asyncio.CancelledError
+    return summary
+
+
+def _run(config: Any, on_step: OnStep) -> Summary[Any] | None:
+    """Make the run; None if it was asked to stop, because asyncio cannot pass a KeyboardInterrupt on."""
+    try:
+        if isinstance(config, RunConfig):
+            return run_training(config, on_step=on_step)
+        return run_supervised(config, on_step=on_step)
+    except Stopped:
+        return None
+
+
+class _Lines:
+    """Progress as lines of text."""
+
+    def __init__(self, config: ExperimentConfig, console: Console) -> None:
+        self._console = console
+        self._progress = TrainingProgress(1, console=console) if isinstance(config, RunConfig) else None
+
+    def on_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Print one record."""
+        if self._progress is not None:
+            self._progress.on_step(step, metrics)
+        else:
+            self._console.print(progress_line(step, metrics))
+
+    def end(self) -> None:
+        """Show what is left to show."""
+
+
+class _Notebook(_Lines):
+    """Progress and curves as outputs of the cell; all of it is displayed on the event loop."""
+
+    def __init__(self, config: Any) -> None:
+        from IPython.display import HTML, Image, display
+
+        self._text = StringIO()  # a kernel asks for colours, and rich would display each line by itself
+        console = Console(file=self._text, force_jupyter=False, force_terminal=False, width=120)
+        super().__init__(config, console)
+        self._total, self._run_dir, self._step = config.trainer.total_steps, config.run_dir, 0
+        self._html, self._image = HTML, Image
+        self._loop = asyncio.get_running_loop()
+        self._progress_display = display(HTML("starting ..."), display_id=True)
+        self._curves_display = display(HTML(""), display_id=True)
+        self._next_curves = time.monotonic() + _CURVES_EVERY_S
+
+    def on_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Show one record; called by the thread of the run."""
+        super().on_step(step, metrics)
+        self._step = step
+        self._on_loop(self._show_progress)
+        if time.monotonic() >= self._next_curves:
+            began = time.monotonic()
+            curves = self._curves()
+            self._next_curves = began + max(_CURVES_EVERY_S, _CURVES_SHARE * (time.monotonic() - began))
+            self._on_loop(lambda: self._curves_display.update(curves))
+
+    def end(self) -> None:
+        """Draw the curves once more."""
+        self._curves_display.update(self._curves())
+
+    def _on_loop(self, show: Callable[[], object]) -> None:
+        self._loop.call_soon_threadsafe(show)
+
+    def _show_progress(self) -> None:
+        lines = html.escape("\n".join(self._text.getvalue().splitlines()[-_LINES:]))
+        bar = f'<progress value="{self._step}" max="{self._total}"></progress>' if self._total else ""
+        self._progress_display.update(self._html(f"{bar} step {self._step}<pre>{lines}</pre>"))
+
+    def _curves(self) -> Any:
+        image = BytesIO()
+        try:
+            metrics_figure(self._run_dir).savefig(image, format="png", dpi=80)
+        except ConfigError as error:  # no matplotlib, or no step yet
+            return self._html(html.escape(f"no curves: {error}"))
+        return self._image(data=image.getvalue())
+
+
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
