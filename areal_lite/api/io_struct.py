@@ -91,6 +91,8 @@ class ModelResponse:
     """HTTP requests it took, retries and continuations after an abort included."""
     rid: str = ""
     """Id of the request."""
+    server: str = ""
+    """URL of the server that gave the last tokens, a router's in front of it; empty if unknown."""
     tokenizer: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
     """The request's."""
@@ -103,7 +105,7 @@ class ModelResponse:
     @property
     def input_len(self) -> int:
         """Tokens of the prompt."""
-        return self.prompt.length
+        return len(self.input_tokens)
 
     @property
     def output_len(self) -> int:
@@ -153,6 +155,11 @@ class SharedPromptResponse(ModelResponse):
     def prompt(self) -> TokenPrefix:
         """The prompt's ids, not copied."""
         return self._prompt
+
+    @property
+    def input_len(self) -> int:
+        """Tokens of the prompt."""
+        return self._prompt.length
 
 
 _OWN_FIELDS = [column.name for column in fields(ModelResponse) if column.name != "input_tokens"]

@@ -74,6 +74,8 @@ class Turn:
     """The tokens as text, if decoded; only the ids are exact."""
     agent: str | None = None
     """Of a model call: name of the agent that made it, ``main`` or a sub-agent; None if unknown."""
+    server: str | None = None
+    """Of a model call: URL of the server that answered; None if unknown."""
 
     @property
     def end(self) -> int:
@@ -157,13 +159,11 @@ class TokenSequence:
         if self.versions is None:
             return None
         known = self.versions[self.loss_mask]
-        oldest = known.min() if len(known) else -1
-        if oldest < 0:
-            known = known[known >= 0]
-            if not len(known):
-                return None
-            oldest = known.min()
-        return int(oldest), int(known.max())
+        content = known.tobytes()
+        if content == content[: known.itemsize] * len(known):  # as is usual
+            known = known[:1]
+        sampled = {version for version in known.tolist() if version >= 0}
+        return (min(sampled), max(sampled)) if sampled else None
 
     def staleness(self, version: int) -> int | None:
         """Return ``version`` minus the version of the oldest trained token; None if unknown."""

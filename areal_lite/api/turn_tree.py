@@ -102,13 +102,14 @@ class _TurnTree:
         """
         path: list[int] = []
         parent: int | None = None
+        calls_before = -1
         for start, end, call, sampled in spans:
             here = slice(start, end)
             ids, loss_mask = sequence.input_ids[here], sequence.loss_mask[here]
             key = (parent, _identity(call)) if call is not None else (parent, sampled, _bytes(ids))
             place = self._places.get(key)
-            trained = sampled and bool(loss_mask.any())
-            if place is None or (trained and not self.turns[place].loss_mask.any()):
+            trained = sampled and _any(loss_mask)
+            if place is None or (trained and not _any(self.turns[place].loss_mask)):
                 turn = Turn(
                     role=_role(sampled, parent),
                     parent=parent,
@@ -128,7 +129,7 @@ class _TurnTree:
                     self.calls.setdefault(_identity(call), place)
             path.append(place)
             parent = place
-        calls_before = sum(self.turns[place].role is TurnRole.ASSISTANT for place in path) - 1
+            calls_before += sampled
         sequence.place = tuple(path), max(0, calls_before)
 
     def add_calls(self, calls: Sequence[ModelResponse]) -> None:
@@ -162,6 +163,11 @@ def _identity(call: ModelResponse) -> Hashable:
     return (call.rid, call.started) if call.rid else id(call)
 
 
+def _any(mask: NDArray[np.bool_]) -> bool:
+    """Return ``mask.any()``, faster for the length of a turn."""
+    return b"\1" in mask.tobytes()
+
+
 def _bytes(ids: NDArray[Any]) -> bytes:
     return ids.astype(np.int32, copy=False).tobytes()
 
@@ -188,6 +194,7 @@ def _untrained(ids: NDArray[np.int32], start: int, parent: int | None, *, role: 
 def _describe(turn: Turn, call: ModelResponse, *, trained: bool) -> None:
     """Copy the call's metadata; its log-probs and versions only if the sequence does not have them."""
     turn.stop_reason, turn.started, turn.latency_s = call.stop_reason, call.started, call.latency
+    turn.server = call.server or None
     agent = call.metadata.get("agent")
     turn.agent = agent if isinstance(agent, str) else None
     if turn.logprobs is None or not trained:
@@ -270,7 +277,7 @@ def _spans(sequence: TokenSequence, calls: Sequence[ModelResponse]) -> Iterator[
 def _runs(mask: NDArray[np.bool_], start: int, end: int) -> Iterator[Span]:
     if start == end:
         return
-    if not mask[start:end].any():
+    if not _any(mask[start:end]):
         yield start, end, None, False
         return
     borders = np.flatnonzero(mask[start + 1 : end] != mask[start : end - 1])

@@ -387,6 +387,7 @@ class EngineClient:
             started=started,
             attempts=attempts,
             rid=req.rid,
+            server=call.server.url if attempts and call.server is not None else "",
             tokenizer=req.tokenizer,
             metadata=req.metadata,
         )

@@ -75,7 +75,7 @@ def row_of(record: Any, scope: str | None, version: int | None) -> Row:
     )
 
 
-_TURN_TEXTS = ("role", "text", "stop_reason", "agent")
+_TURN_TEXTS = ("role", "text", "stop_reason", "agent", "server")
 _TURN_COLUMNS = ("ids", "loss_mask", "logprobs", "versions")
 _NUMBERS = {int, float}
 
