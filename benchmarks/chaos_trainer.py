@@ -34,7 +34,7 @@ from areal_lite.api.trajectory import Group
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.infra import group_runner, reconciler, server_requests, workflow_context
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
-from areal_lite.infra.trajectory_dumper import TrajectoryDumper, next_task_id
+from areal_lite.infra.trajectory_dumper import File, TrajectoryDumper, next_task_id
 from tests.infra.scripted import tensors_of
 
 MISDEEDS = {
@@ -233,10 +233,11 @@ def slow_disk(orders: Orders) -> None:
     """Let the dumper's disk be slow while the parent wants it."""
     write = TrajectoryDumper._write
 
-    def slow(self: TrajectoryDumper, *args: Any) -> None:
-        if time.monotonic() < orders.slow_until:
-            time.sleep(SLOW_WRITE_S)
-        write(self, *args)
+    def slow(self: TrajectoryDumper, files: list[File]) -> None:
+        for file in files:
+            if time.monotonic() < orders.slow_until:
+                time.sleep(SLOW_WRITE_S)
+            write(self, [file])
 
     TrajectoryDumper._write = slow  # type: ignore[method-assign]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import shutil
 import socket
 import statistics
@@ -103,12 +104,13 @@ def bare_round(url: str, episodes: int, in_flight: int) -> int:
     return asyncio.run(bare_loop(url, episodes, in_flight))
 
 
-def timed(function: Callable[[], int], episodes: int) -> tuple[float, float]:
-    """Return (episodes/s, CPU microseconds per episode) of one round."""
-    wall, cpu = time.perf_counter(), time.process_time()
+def timed(function: Callable[[], int], episodes: int) -> tuple[float, float, float]:
+    """Return one round's episodes/s and CPU microseconds per episode, of this process and of the writer process."""
+    wall, before = time.perf_counter(), os.times()
     assert function() == episodes
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return episodes / wall, cpu / episodes * 1e6
+    wall, after = time.perf_counter() - wall, os.times()
+    own, writer = sum(after[:2]) - sum(before[:2]), sum(after[2:4]) - sum(before[2:4])
+    return episodes / wall, own / episodes * 1e6, writer / episodes * 1e6
 
 
 def engine_round(address: str, episodes: int, in_flight: int, root: str | None = None) -> Callable[[], int]:
@@ -153,7 +155,7 @@ def main() -> None:
                 "engine": engine_round(f"127.0.0.1:{port}", episodes, in_flight),
                 "engine, dumping": engine_round(f"127.0.0.1:{port}", episodes, in_flight, dumps),
             }
-            figures: dict[str, list[tuple[float, float]]] = {name: [] for name in rounds}
+            figures: dict[str, list[tuple[float, float, float]]] = {name: [] for name in rounds}
             for number in range(args.rounds + 1):
                 for name, run in rounds.items():
                     figure = timed(run, episodes)
@@ -165,9 +167,10 @@ def main() -> None:
             print(f"\n{episodes} episodes, {in_flight} in flight, {args.rounds} rounds")
             base = [statistics.median(column) for column in zip(*figures["bare loop"], strict=True)]
             for name, values in figures.items():
-                rate, cpu = (statistics.median(column) for column in zip(*values, strict=True))
+                rate, cpu, writer = (statistics.median(column) for column in zip(*values, strict=True))
                 print(
                     f"{name:16} {rate:8.0f} episodes/s ({rate / base[0]:.2f})  {cpu:7.0f} us CPU ({cpu / base[1]:.2f})"
+                    + (f" and {writer:.0f} us of the writer" if writer else "")
                 )
     finally:
         stub.kill()

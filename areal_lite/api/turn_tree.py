@@ -134,7 +134,7 @@ class _TurnTree:
 
     def add_calls(self, calls: Sequence[ModelResponse]) -> None:
         """Add the calls that no sequence holds, each after the longest call that its prompt extends."""
-        if all(_identity(call) in self.calls for call in calls):
+        if all(map(self.calls.__contains__, map(_identity, calls))):
             return
         known: list[tuple[ModelResponse, int]] = []
         for call in calls:

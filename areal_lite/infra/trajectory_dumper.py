@@ -1,4 +1,4 @@
-"""Writes every ended group as JSONL, off the event loop.
+"""Dumps every ended group as JSONL, off the event loop.
 
 A file is one group, ``{fileroot}/{experiment}/{trial}/[rollout|eval-rollout]/{version}/{task_id}.jsonl``, with one line
 per sequence; docs/trajectories.md has the fields. Guarantees that a file is whole or absent and is never written again,
@@ -8,12 +8,15 @@ that the queue is bounded, and that a group which the disk did not take is an er
 from __future__ import annotations
 
 import contextlib
-import itertools
+import fcntl
 import logging
+import marshal
 import os
-import queue
+import subprocess
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,11 +25,13 @@ from typing import Any
 import numpy as np
 import orjson
 
+from areal_lite.api.child_process import start_tied
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.scalars import scope_name
-from areal_lite.api.trajectory import Group, TokenSequence, Trajectory, TurnRole
+from areal_lite.api.trajectory import Group, TokenSequence, Trajectory, Turn, TurnRole
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import StorageError
+from areal_lite.infra import dump_writer
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +40,12 @@ SCHEMA = 2
 """Version of the line format."""
 MAX_QUEUED = 512
 """Queued groups at which no further group may start; those that run still join the queue."""
+GATHER_S = 0.02
+"""Seconds in which ended groups gather, unless many wait already: each batch interrupts the event loop."""
+BATCH_BYTES = 2**20
+"""Text of one batch, beyond one group."""
+PIPE_BYTES = 2**20
+"""Size of the pipe to the process."""
 REPORT_S = 10.0
 """Seconds between the log lines of a :meth:`TrajectoryDumper.close` that waits."""
 STALLED_S = 60.0
@@ -43,15 +54,16 @@ _MAX_DIGITS = 15
 """Longer numbers are names that a user chose."""
 _RECORDED = ("logprobs", "versions")
 """Columns that a workflow may leave out."""
-_numbers = itertools.count()
+File = tuple[str, str, bytes]
+"""Folder, name and text of a file."""
 
 
 class TrajectoryDumper:
-    """A writer thread with a queue in front.
+    """A thread that makes text of the groups, and a process that writes it (:mod:`areal_lite.infra.dump_writer`).
 
     Args:
         config: Names the folder and the tokenizer.
-        on_change: Called by the writer thread when ``behind`` has ended or ``error`` is set.
+        on_change: Called by the thread when ``behind`` has ended or ``error`` is set.
         extra: Written as ``extra`` on every line.
 
     Raises:
@@ -77,18 +89,31 @@ class TrajectoryDumper:
         self._on_change = on_change
         self._extra = {} if extra is None else {"extra": dict(extra)}
         self._tokenizer = None if config.tokenizer_path is None else load_tokenizer(config.tokenizer_path)
-        self._unfinished = f".unfinished-{os.getpid()}-{next(_numbers)}"
-        self._queue: queue.SimpleQueue[Group | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of the queue's length and ``behind``
+        self._queue: deque[Group] = deque()
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._lock = threading.Lock()  # of ``behind``
+        reads, writes = os.pipe()
+        try:
+            command = [sys.executable, "-IS", dump_writer.__file__, str(reads)]
+            self._process, self._tie = start_tied(command, pass_fds=[reads], stdout=subprocess.PIPE)
+        finally:
+            os.close(reads)
+        with contextlib.suppress(OSError):  # beyond the user's limit: a batch then wakes both sides for each page
+            fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self._batches = os.fdopen(writes, "wb")
         self._thread = threading.Thread(target=self._main, name="areal-lite-dumper", daemon=True)
         self._thread.start()
 
     def put(self, group: Group) -> None:
         """Queue ``group``; returns at once."""
         self._ended += 1
+        self._queue.append(group)
+        if not self._wake.is_set():
+            self._wake.set()
+        if self._left < MAX_QUEUED:
+            return
         with self._lock:
-            self._queue.put(group)
-            self.behind = self.behind or self._queue.qsize() >= MAX_QUEUED
+            self.behind = self.behind or self._left >= MAX_QUEUED
         if self.behind and not self._warned:
             self._warned = True
             logger.warning(
@@ -96,26 +121,31 @@ class TrajectoryDumper:
             )
 
     def close(self) -> None:
-        """Write what is queued and end the thread.
+        """Write what is queued; end thread and process.
 
         Raises:
             StorageError: If groups were not written, because the disk failed or stalled.
         """
-        self._queue.put(None)
+        self._closing.set()
+        self._wake.set()
         try:
             self._join()
         except KeyboardInterrupt:
             logger.warning("stopped: %d ended groups are not dumped below %s", self._left, self.root)
             raise
+        finally:
+            error = self.error
+            self._process.kill()  # if it still runs
+            os.close(self._tie)
         if self.failures:
             logger.warning("%d ended groups could not be dumped below %s", self.failures, self.root)
         if not self._left:
             return
         missing = f"{self._left} ended groups are not dumped below {self.root}"
-        if self.error is None:
+        if error is None:
             raise StorageError(f"{missing}: the disk took none of them in {STALLED_S:g} s: is it still mounted?")
-        self.error.add_note(missing)
-        raise self.error
+        error.add_note(missing)
+        raise error
 
     def _join(self) -> None:
         left, since = self._left, time.monotonic()
@@ -131,55 +161,72 @@ class TrajectoryDumper:
         return self._ended - self._written - self.failures
 
     def _main(self) -> None:
-        while (group := self._queue.get()) is not None:
-            if self.error is not None:
-                continue
-            self._dump(group)
+        while not self._closing.is_set() or self._queue:
+            self._wake.wait()
+            self._wake.clear()
+            if len(self._queue) < MAX_QUEUED // 4:
+                self._closing.wait(GATHER_S)
+            if files := self._next_batch():
+                self._write(files)
+            if self._queue:
+                self._wake.set()
             with self._lock:
-                caught_up = self.behind and self._queue.qsize() <= MAX_QUEUED // 2
+                caught_up = self.behind and self._left <= MAX_QUEUED // 2
                 self.behind = self.error is not None or (self.behind and not caught_up)
             if caught_up or self.error is not None:
                 self._on_change()
+        self._end_process()
 
-    def _dump(self, group: Group) -> None:
+    def _next_batch(self) -> list[File]:
+        """Take queued groups; return folder, name and text of their files."""
+        files: list[File] = []
+        size = 0
+        while self._queue and size < BATCH_BYTES:
+            group = self._queue.popleft()
+            if self.error is not None:
+                continue
+            try:
+                records = dump_lines(group, self._tokenizer)
+                text = b"".join(orjson.dumps(line | self._extra, option=_JSON) for line in records)
+            except Exception:  # a group without a JSON form must not end the run
+                self.failures += 1
+                if self.failures == 1:
+                    logger.exception("episode %s could not be dumped; further failures are only counted", group.task_id)
+                continue
+            version = group.start_version if group.tail_version is None else group.tail_version
+            files.append((f"{self.root}/{scope_name(group.is_eval)}/{version}", str(group.task_id), text))
+            size += len(text)
+        return files
+
+    def _write(self, files: list[File]) -> None:
+        """Have the process write the files; set ``error`` if it cannot."""
+        batch, reports = marshal.dumps(files), self._process.stdout
+        assert reports is not None
+        before = self._written
         try:
-            records = dump_lines(group, self._tokenizer)
-            lines = b"".join(orjson.dumps(line | self._extra, option=_JSON) for line in records)
-        except Exception:  # a group without a JSON form must not end the run
-            self.failures += 1
-            if self.failures == 1:
-                logger.exception("episode %s could not be dumped; further failures are only counted", group.task_id)
-            return
-        version = group.start_version if group.tail_version is None else group.tail_version
-        folder = f"{self.root}/{scope_name(group.is_eval)}/{version}"
-        try:
-            self._write(folder, str(group.task_id), lines)
-            self._written += 1
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                Path(folder, self._unfinished).unlink()
+            self._batches.write(len(batch).to_bytes(8, "little"))
+            self._batches.write(batch)
+            self._batches.flush()
+            while (done := self._written - before) < len(files):
+                report = int(reports.readline())
+                if report < 0:
+                    folder, name, text = files[done]
+                    self.error = StorageError(
+                        f"the dump {folder}/{name}.jsonl ({len(text)} bytes) cannot be written: "
+                        f"{os.strerror(-report)}: free disk space or fix the folder's permissions, or set "
+                        "rollout.dump_to_file: false"
+                    )
+                    return
+                self._written += report
+        except (BrokenPipeError, ValueError):
             self.error = StorageError(
-                f"the dump {folder}/{group.task_id}.jsonl ({len(lines)} bytes) cannot be written: {error.strerror}: "
-                "free disk space or fix the folder's permissions, or set rollout.dump_to_file: false"
+                f"the process that writes dumps below {self.root} was killed: free memory, or set "
+                "rollout.dump_to_file: false"
             )
 
-    def _write(self, folder: str, name: str, lines: bytes) -> None:
-        unfinished = f"{folder}/{self._unfinished}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        try:
-            descriptor = os.open(unfinished, flags, 0o644)
-        except FileNotFoundError:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(unfinished, flags, 0o644)
-        try:
-            while lines:  # a write may be short
-                lines = lines[os.write(descriptor, lines) :]
-        finally:
-            os.close(descriptor)
-        path, numbers = f"{folder}/{name}.jsonl", itertools.count(1)
-        while os.access(path, os.F_OK):  # the user has given an id twice
-            path = f"{folder}/{name}.{next(numbers)}.jsonl"
-        os.rename(unfinished, path)  # noqa: PTH104 -- a Path costs more than the call
+    def _end_process(self) -> None:
+        with contextlib.suppress(BrokenPipeError), self._process, self._batches:
+            self._batches.write(bytes(8))
 
 
 def next_task_id(root: Path) -> int:
@@ -189,10 +236,7 @@ def next_task_id(root: Path) -> int:
 
 
 def dump_lines(group: Group, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
-    """Yield one line per sequence, and one per episode that left none, by ``member_idx``.
-
-    Columns of tokens are arrays, which orjson writes as lists of numbers without making each a Python object.
-    """
+    """Yield one line per sequence, and one per episode that left none, by ``member_idx``; orjson writes them."""
     timings = {
         "queued_s": round(group.queued_s, 6),
         "run_s": round(group.run_s, 6),
@@ -205,11 +249,12 @@ def dump_lines(group: Group, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
             path: Sequence[int] = sequence.path
         else:  # the last thing that happened
             path = trajectory.path_to(len(trajectory.turns) - 1) if trajectory.turns else ()
-        turns = [_turn(trajectory, place, sequence, tokenizer) for place in path]
-        seqlen = sum(len(turn["ids"]) for turn in turns)
-        ids = [] if tokenizer is None else [token for turn in turns for token in turn["ids"].tolist()]
-        prompt_len = trajectory.prompt_len(path)
-        versions = sequence.trained_versions() if sequence is not None else None
+        turns = [trajectory.turns[place] for place in path]
+        seqlen = turns[-1].end if turns else 0
+        answers = [turn.start for turn in turns if turn.role is TurnRole.ASSISTANT]
+        prompt_len = answers[0] if answers else seqlen
+        ids = [] if tokenizer is None else [token for turn in turns for token in turn.ids.tolist()]
+        versions = None if sequence is None else sequence.trained_versions()
         failure = trajectory.failure
         line: dict[str, Any] = {
             "schema": SCHEMA,
@@ -229,7 +274,7 @@ def dump_lines(group: Group, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
             "reward": None if sequence is None else sequence.reward,
             "prompt": _decode(tokenizer, ids[:prompt_len]),
             "completion": _decode(tokenizer, ids[prompt_len:]),
-            "turns": turns,
+            "turns": [_turn(turn, place, sequence, tokenizer) for turn, place in zip(turns, path, strict=True)],
             "counts": trajectory.counts,
             "processes": [asdict(each) for each in trajectory.processes] if is_first else [],
             "timings": timings,
@@ -241,23 +286,20 @@ def dump_lines(group: Group, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
         yield line
 
 
-def _row(data: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the row; None if it has no JSON form."""
+def _row(data: Mapping[str, Any]) -> Any:
+    """Return the row for orjson; None if it has no JSON form."""
     try:
-        orjson.dumps(row := dict(data), option=_JSON)
+        return orjson.Fragment(orjson.dumps(dict(data), option=orjson.OPT_SERIALIZE_NUMPY))
     except TypeError:
         return None
-    return row
 
 
-def _turn(trajectory: Trajectory, place: int, sequence: TokenSequence | None, tokenizer: Any) -> dict[str, Any]:
-    turn = trajectory.turns[place]
-    ids = np.ascontiguousarray(turn.ids)
-    mask, logprobs, versions = turn.loss_mask, turn.logprobs, turn.versions
+def _turn(turn: Turn, place: int, sequence: TokenSequence | None, tokenizer: Any) -> dict[str, Any]:
+    loss_mask, logprobs, versions = turn.loss_mask, turn.logprobs, turn.versions
     if sequence is not None:  # a turn that several sequences share trains in one of them, with that one's columns
         here = slice(turn.start, turn.end)
-        mask = sequence.loss_mask[here]
-        if mask.any():
+        loss_mask = sequence.loss_mask[here]
+        if 1 in loss_mask.tobytes():
             logprobs = logprobs if sequence.logprobs is None else sequence.logprobs[here]
             versions = versions if sequence.versions is None else sequence.versions[here]
     line = {
@@ -265,20 +307,24 @@ def _turn(trajectory: Trajectory, place: int, sequence: TokenSequence | None, to
         "turn_idx": place,
         "parent_idx": turn.parent,
         "start": turn.start,
-        "ids": ids,
-        "text": turn.text if tokenizer is None else _decode(tokenizer, ids.tolist()),
-        "loss_mask": np.ascontiguousarray(mask, np.int8),
+        "ids": np.ascontiguousarray(turn.ids),
+        "text": turn.text if tokenizer is None else _decode(tokenizer, turn.ids.tolist()),
+        "loss_mask": _mask(loss_mask.tobytes()),
     }
-    if turn.role is not TurnRole.ASSISTANT:
-        return line
-    return line | {
-        "logprobs": [0.0] * len(ids) if logprobs is None else np.ascontiguousarray(logprobs, np.float64),
-        "versions": [-1] * len(ids) if versions is None else np.ascontiguousarray(versions),
-        "stop_reason": turn.stop_reason,
-        "started": turn.started,
-        "latency_s": turn.latency_s,
-        "agent": turn.agent,
-    }
+    if turn.role is TurnRole.ASSISTANT:
+        count = len(turn.ids)
+        line["logprobs"] = [0.0] * count if logprobs is None else logprobs.astype(np.float64)
+        line["versions"] = [-1] * count if versions is None else np.ascontiguousarray(versions)
+        line["stop_reason"], line["started"], line["latency_s"] = turn.stop_reason, turn.started, turn.latency_s
+        line["agent"], line["server"] = turn.agent, turn.server
+    return line
+
+
+def _mask(mask: bytes) -> Any:
+    """Return a loss mask for orjson, ready-made if all entries are equal, as in most turns."""
+    if 0 in mask and 1 in mask:
+        return np.frombuffer(mask, np.int8)
+    return orjson.Fragment(b"[%b]" % (b"%d," % (1 in mask) * len(mask))[:-1])
 
 
 def _decode(tokenizer: Any, ids: list[int]) -> str | None:

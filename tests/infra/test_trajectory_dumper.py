@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
+import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from areal_lite.api import InferenceEngine, RolloutWorkflow
+from areal_lite.api.child_process import start_tied
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory, Turn, TurnRole
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.infra import trajectory_dumper
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
-from areal_lite.infra.trajectory_dumper import next_task_id
-from tests.infra.scripted import OneTurn, TwoTurns
+from areal_lite.infra.trajectory_dumper import TrajectoryDumper, next_task_id
+from tests.infra.scripted import OneTurn, TwoTurns, until
 from tests.stub_server import StubThread, answer_tokens
 
 StartStub = Callable[..., StubThread]
@@ -61,7 +62,8 @@ def test_one_line_per_sample_at_the_seeds_path_with_the_seeds_fields(
 def test_a_trajectory_of_several_turns_keeps_its_structure(
     start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
 ) -> None:
-    engine = start_engine(start_stub(answer_len=2), dump_to_file=True)
+    stub = start_stub(answer_len=2)
+    engine = start_engine(stub, dump_to_file=True)
     engine.rollout_batch([{}], TwoTurns)
     engine.destroy()
     (record,) = lines(tmp_path, "rollout", "0", "0.jsonl")
@@ -77,6 +79,7 @@ def test_a_trajectory_of_several_turns_keeps_its_structure(
     sampled = [t for t in record["turns"] if t["role"] == "assistant"]
     assert all(t["logprobs"] == [-0.5, -0.515625] and t["versions"] == [0, 0] for t in sampled)
     assert all(t["latency_s"] > 0 and t["stop_reason"] == "stop" for t in sampled)
+    assert {t["server"] for t in sampled} == {f"http://{stub.address}"}
 
 
 def test_a_row_that_no_model_call_explains_is_split_by_its_mask_and_freed_of_its_padding(
@@ -223,45 +226,50 @@ def test_columns_are_written_as_the_numbers_that_they_hold(dtype: str) -> None:
     assert written["logprobs"] == [None if np.isnan(value) else value for value in logprobs.tolist()]
 
 
+def writer_of(engine: RemoteInfEngine) -> int:
+    """Return the id of the process that writes the engine's dumps."""
+    assert engine._dumper is not None
+    return engine._dumper._process.pid
+
+
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch, stack: ExitStack) -> Iterator[threading.Event]:
-    """Hold all dumps until the event is set, at the latest before the engines of ``stack`` end.
+def resume_disk(monkeypatch: pytest.MonkeyPatch, stack: ExitStack) -> Iterator[Callable[[], None]]:
+    """Stop the writer of the next engine, as a hanging disk does, until this is called or the test ends."""
+    pids: list[int] = []
 
-    Its attribute ``is_busy`` is set once the first dump is held.
-    """
-    takes, rename = threading.Event(), os.rename
-    takes.is_busy = threading.Event()  # type: ignore[attr-defined]
+    def start_stopped(*args: Any, **options: Any) -> Any:
+        process, tie = start_tied(*args, **options)
+        os.kill(process.pid, signal.SIGSTOP)
+        pids.append(process.pid)
+        return process, tie
 
-    def wait_and_rename(*paths: str) -> None:
-        takes.is_busy.set()  # type: ignore[attr-defined]
-        takes.wait()
-        rename(*paths)
+    def resume() -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pids[0], signal.SIGCONT)
 
-    monkeypatch.setattr(os, "rename", wait_and_rename)
-    yield takes
-    takes.set()
+    monkeypatch.setattr(trajectory_dumper, "start_tied", start_stopped)
+    yield resume
+    resume()
 
 
 def test_while_the_disk_is_slow_no_group_starts_and_the_loop_stays_free(
     start_stub: StartStub,
     start_engine: StartEngine,
-    disk: threading.Event,
+    resume_disk: Callable[[], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(trajectory_dumper, "MAX_QUEUED", 4)
     engine = start_engine(start_stub(), dump_to_file=True, max_concurrent_rollouts=1)
-    engine.submit({}, OneTurn, is_eval=True)
-    assert disk.is_busy.wait(60)  # type: ignore[attr-defined]
-    for _ in range(19):
+    for _ in range(20):
         engine.submit({}, OneTurn, is_eval=True)
-    engine.wait(5)  # one is held by the disk, four are queued
+    engine.wait(4)
     with pytest.raises(TimeoutError, match="0 of 1 .* too many ended groups wait to be dumped"):
         engine.wait(1, timeout=0.2)  # the loop answers, and nothing else ends
-    assert caplog.text.count("rollout waits for the disk: 5 ended groups are not yet dumped") == 1
-    disk.set()
-    engine.wait(15)
+    assert caplog.text.count("rollout waits for the disk: 4 ended groups are not yet dumped") == 1
+    resume_disk()
+    engine.wait(16)
     engine.destroy()
     assert len(list(tmp_path.rglob("*.jsonl"))) == 20
 
@@ -269,14 +277,14 @@ def test_while_the_disk_is_slow_no_group_starts_and_the_loop_stays_free(
 def test_close_waits_for_a_slow_disk_and_says_so(
     start_stub: StartStub,
     start_engine: StartEngine,
-    disk: threading.Event,
+    resume_disk: Callable[[], None],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = start_engine(start_stub(), dump_to_file=True)
     engine.rollout_batch([{}] * 20, OneTurn)
     handler = logging.Handler()
-    handler.emit = lambda record: disk.set()  # type: ignore[method-assign]
+    handler.emit = lambda record: resume_disk()  # type: ignore[method-assign]
     trajectory_dumper.logger.addHandler(handler)
     try:
         engine.destroy()
@@ -287,13 +295,61 @@ def test_close_waits_for_a_slow_disk_and_says_so(
 
 
 def test_a_stalled_disk_is_an_error_with_the_number_of_missing_groups(
-    start_stub: StartStub, start_engine: StartEngine, disk: threading.Event, monkeypatch: pytest.MonkeyPatch
+    start_stub: StartStub,
+    start_engine: StartEngine,
+    resume_disk: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trajectory_dumper, "STALLED_S", 0.0)
     engine = start_engine(start_stub(), dump_to_file=True)
     engine.rollout_batch([{}] * 3, OneTurn)
     with pytest.raises(StorageError, match="3 ended groups are not dumped below .*: the disk took none of them in 0 s"):
         engine.destroy()
+
+
+def test_a_killed_writer_is_an_error_with_the_number_of_missing_groups(
+    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    engine = start_engine(start_stub(), dump_to_file=True)
+    os.kill(writer_of(engine), signal.SIGKILL)
+    with pytest.raises(StorageError, match=f"the process that writes dumps below {tmp_path}/.* was killed: free mem"):
+        while True:
+            engine.rollout_batch([{}], OneTurn)
+    ended = sum(engine.export_stats().values())
+    with pytest.raises(StorageError) as closed:
+        engine.destroy()
+    assert closed.value.__notes__ == [f"{ended} ended groups are not dumped below {tmp_path}/experiment/trial"]
+
+
+def test_a_termination_of_the_whole_job_loses_no_group(
+    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    engine = start_engine(start_stub(), dump_to_file=True)
+    engine.rollout_batch([{}], OneTurn)
+    until(lambda: list(tmp_path.rglob("*.jsonl")))
+    os.kill(writer_of(engine), signal.SIGTERM)
+    engine.rollout_batch([{}] * 3, OneTurn)
+    engine.destroy()
+    assert len(list(tmp_path.rglob("*.jsonl"))) == 4
+
+
+def test_batches_are_cut_at_a_megabyte_and_nothing_is_lost(
+    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[int] = []
+    write = TrajectoryDumper._write
+
+    def recorded(self: TrajectoryDumper, files: list[trajectory_dumper.File]) -> None:
+        batches.append(len(files))
+        write(self, files)
+
+    monkeypatch.setattr(trajectory_dumper, "BATCH_BYTES", 2000)  # two groups
+    monkeypatch.setattr(TrajectoryDumper, "_write", recorded)
+    engine = start_engine(start_stub(), dump_to_file=True)
+    engine.rollout_batch([{}] * 50, OneTurn)
+    engine.destroy()
+    assert len(list(tmp_path.rglob("*.jsonl"))) == sum(batches) == 50
+    assert max(batches) <= 3
 
 
 def test_a_file_is_one_group_also_if_engines_or_ids_repeat(
@@ -324,7 +380,7 @@ def test_a_file_is_one_group_also_if_engines_or_ids_repeat(
     assert {path.name for path in files} >= {"a.jsonl", "a.1.jsonl", "a.5.jsonl"}
 
 
-def test_a_tokenizer_path_without_a_tokenizer_is_told_at_the_start(
+def test_a_tokenizer_path_without_a_tokenizer_is_an_error_at_the_start(
     start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="no tokenizer can be loaded from"):

@@ -16,6 +16,7 @@ import pytest
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory
 from areal_lite.errors import ConfigError, StorageError
+from areal_lite.infra.dump_writer import write_file
 from areal_lite.infra.trajectory_dumper import TrajectoryDumper
 from areal_lite.inspect.episode_text import read_records
 from areal_lite.trainer.metrics import MetricsWriter
@@ -151,7 +152,11 @@ def test_t6_a_full_disk_leaves_no_part_of_a_dump(tmp_path: Path) -> None:
     record = path.read_bytes()
     path.unlink()
     for size in range(len(record)):
-        with files_end_at(size), pytest.raises(StorageError, match=f"{path} .{len(record)} bytes. cannot be written"):
+        with files_end_at(size), pytest.raises(OSError, match="File too large"):
+            write_file(str(path.parent), path.stem, record)
+        assert list(path.parent.iterdir()) == []
+    with files_end_at(len(record) - 1):
+        with pytest.raises(StorageError, match=f"{path} .{len(record)} bytes. cannot be written: File too large"):
             dump()
         assert list(path.parent.iterdir()) == []
     dump()
