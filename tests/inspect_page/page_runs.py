@@ -208,6 +208,7 @@ def _turn(
     if role == "assistant":
         turn |= {"logprobs": [-draw.expovariate(2) for _ in range(length)], "versions": [version] * length}
         turn |= {"stop_reason": "stop", "agent": agent, "started": started, "latency_s": 0.3 + draw.expovariate(1)}
+        turn["server"] = f"http://127.0.0.1:{30000 + version % 2}"
     return turn
 
 

@@ -353,6 +353,8 @@ def test_a_timeline_can_be_zoomed_and_opens_episodes(page: Page, runs: list[Path
     with serving(runs[0]) as address:
         show(page, address, "#timeline?filter=version%3C2")
         page.wait_for_selector(".timeline rect.e-call")
+        servers = [page.locator(".timeline .server text").nth(n).text_content() for n in range(2)]
+        assert servers == ["http://127.0.0.1:30000", "http://127.0.0.1:30001"]
         before = page.locator(".timeline rect.e-call").count()
         box = page.locator(".timeline").bounding_box()
         page.mouse.move(box["x"] + 200, box["y"] + 80)

@@ -190,7 +190,7 @@ class Answers:
                 continue
             key = (record["run"], record["id"].rpartition(":")[0], record.get("member_idx"))
             calls = [
-                [turn["started"], turn["latency_s"], len(turn.get("ids") or ()), turn.get("agent")]
+                [turn["started"], turn["latency_s"], len(turn.get("ids") or ()), turn.get("agent"), turn.get("server")]
                 for turn in record["turns"]
                 if turn.get("started") is not None and turn.get("latency_s") is not None
             ]

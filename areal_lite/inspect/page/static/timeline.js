@@ -9,6 +9,8 @@ import { linkTo } from "./state.js";
 const LANE = 11;
 const LEFT = 64;
 const HEAD = 46;
+const SLOT = 5;
+const LABEL = 14;
 
 /** Return for each episode the lowest lane that is free from its start to its end. */
 export function lanes(episodes) {
@@ -32,6 +34,21 @@ export function slowest(episodes) {
   return found;
 }
 
+/** Return the calls of each server with the slot that each took there; nothing if the dump names no servers. */
+export function servers(episodes) {
+  const found = new Map();
+  episodes.forEach((each, place) => each.calls.forEach(([start, length, , , server]) => {
+    if (!server) return;
+    if (!found.has(server)) found.set(server, []);
+    found.get(server).push({ start, end: start + length, place });
+  }));
+  return [...found].sort(([a], [b]) => (a < b ? -1 : 1)).map(([server, calls]) => {
+    calls.sort((a, b) => a.start - b.start);
+    const slots = lanes(calls);
+    return { server, calls, slots, count: Math.max(...slots) + 1 };
+  });
+}
+
 export async function timelineView(node, state, change) {
   const { episodes, steps, more } = await ask("timeline", { filter: state.filter });
   if (!episodes.length) {
@@ -43,7 +60,9 @@ export async function timelineView(node, state, change) {
   const last = slowest(episodes);
   const whole = [Math.min(...episodes.map((each) => each.start)), Math.max(...episodes.map((each) => each.end))];
   let [from, to] = whole;
-  const height = HEAD + (Math.max(...lane) + 1) * LANE + 8;
+  const busy = servers(episodes);
+  const below = busy.reduce((top, each) => top + LABEL + each.count * SLOT, HEAD);
+  const height = below + (busy.length ? LABEL : 0) + (Math.max(...lane) + 1) * LANE + 8;
   const info = el("div", { class: "strip", role: "status" });
   const drawing = svg("svg", { class: "timeline", height, role: "img", "aria-label": "Episodes by time" });
   const box = el("div", { class: "timeline-box" }, drawing);
@@ -76,9 +95,16 @@ export async function timelineView(node, state, change) {
             svg("text", { class: "step", x: x(each.time) + 3, y: 42 }, `v${each.step}`)],
         ];
       }),
-      svg("text", { x: 4, y: HEAD + 9 }, "Episodes"),
+      busy.map(({ server, calls, slots }, place) => {
+        const top = busy.slice(0, place).reduce((sum, each) => sum + LABEL + each.count * SLOT, HEAD) + LABEL;
+        return svg("g", { class: "server" },
+          svg("text", { x: 4, y: top - 3 }, visible(server)),
+          calls.map((call, nth) => svg("g", { class: "ep", "data-n": call.place, "data-status": episodes[call.place].status },
+            rect("e-call", call.start, call.end, top + slots[nth] * SLOT, SLOT - 1))));
+      }),
+      svg("text", { x: 4, y: below + 9 }, "Episodes"),
       episodes.map((each, place) => {
-        const top = HEAD + lane[place] * LANE;
+        const top = below + (busy.length ? LABEL : 0) + lane[place] * LANE;
         const slow = last.get(`${each.run} ${each.group}`) === each && each.calls.length;
         return svg("g", { class: `ep${slow ? " slow" : ""}`, "data-n": place, "data-status": each.status },
           rect("e-life", each.start, each.end, top, LANE - 2),
@@ -93,11 +119,11 @@ export async function timelineView(node, state, change) {
     const each = find(event);
     if (!each) return;
     const slow = last.get(`${each.run} ${each.group}`);
-    const busy = each.calls.reduce((sum, [, length]) => sum + length, 0);
+    const called = each.calls.reduce((sum, [, length]) => sum + length, 0);
     fill(info, el("b", {}, `Task ${visible(each.task)} #${number(each.member)}`),
       el("span", { class: "badge", "data-status": each.status }, each.status ?? "–"), el("span", {}, `reward ${reward(each.reward)}`),
       el("span", {}, `from ${clock(each.start)}`), el("span", {}, `queued ${seconds(each.start - each.queued)}`),
-      el("span", {}, `${count(each.calls.length, "call")}, ${seconds(busy)}`),
+      el("span", {}, `${count(each.calls.length, "call")}, ${seconds(called)}`),
       each === slow ? el("span", {}, "the slowest of its group")
         : each.end - each.last > 0.005 ? el("span", {}, `then ${seconds(each.end - each.last)} until the group ended (slowest: #${number(slow.member)})`) : null);
   });
@@ -128,7 +154,7 @@ export async function timelineView(node, state, change) {
     el("div", { class: "page-head" }, el("h2", {}, "Timeline"), info),
     el("p", { class: "quiet" },
       `${count(episodes.length, "episode")}${more ? " (the first that match; a filter such as version=4 shows others)" : ""} in ${count(Math.max(...lane) + 1, "slot")}, ${seconds(whole[1] - whole[0])}. ` +
-      `${number((100 * waiting) / (total || 1), 1)} % of their time is after the last call: rewards, and waiting for the rest of the group. The dump does not name servers.`),
+      `${number((100 * waiting) / (total || 1), 1)} % of their time is after the last call: rewards, and waiting for the rest of the group.${busy.length ? "" : " The dump names no servers."}`),
     el("div", { class: "legend" },
       [["e-call accepted", "model call"], ["e-life", "agent, tools"], ["e-tail", "after the last call"], ["t-wait", "trainer waits"], ["t-train", "trainer works"], ["t-load", "new weights"]].map(([name, label]) =>
         [svg("svg", { width: 18, height: 10 }, svg("rect", { class: name, width: 18, height: 10 })), el("span", {}, label)])),
