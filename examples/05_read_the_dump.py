@@ -33,7 +33,8 @@ def main(folder: str = "runs/demo") -> None:
         trained = sum(turn["loss_mask"])
         text = f"  {turn['role']}: {len(turn['ids'])} tokens, {trained} trained"
         if "logprobs" in turn:
-            text += f", mean log-prob {sum(turn['logprobs']) / max(1, len(turn['logprobs'])):.2f}"
+            logprobs = [each for each in turn["logprobs"] if each is not None]
+            text += f", mean log-prob {sum(logprobs) / max(1, len(logprobs)):.2f}"
             text += f", versions {sorted(set(turn['versions']))}, ended by {turn.get('stop_reason')}"
         print(text)
         print(f"    {turn['text']!r}")

@@ -18,13 +18,17 @@ from areal_lite.errors import ConfigError
 from areal_lite.infra.trajectory_dumper import SCHEMA
 
 
-def read_group(path: Path) -> Group:
+def read_group(path: Path, *, oldest_schema: int = SCHEMA) -> Group:
     """Return the accepted part of a dumped group.
+
+    Args:
+        oldest_schema: 1 also reads schema 1, which has no branches: its lines count as conversations of their own.
 
     Raises:
         ConfigError: If the file cannot be read, a line is not whole or has another schema, or no episode was accepted.
     """
-    records = [record for record in read_lines(path) if record["status"] == EpisodeStatus.ACCEPTED]
+    lines = read_lines(path, oldest_schema=oldest_schema)
+    records = [record for record in lines if record["status"] == EpisodeStatus.ACCEPTED]
     if not records:
         raise ConfigError(f"{path} has no accepted episode: it is not the dump of a trained group")
     try:
@@ -44,7 +48,7 @@ def read_group(path: Path) -> Group:
         raise ConfigError(f"{path} is damaged ({error!r}): restore it from a copy, or train the run again") from None
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path, *, oldest_schema: int = SCHEMA) -> list[dict[str, Any]]:
     """Return the lines of a dump.
 
     Raises:
@@ -64,7 +68,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
                 f"{path}, line {number} is not a whole line of a dump ({error!r}): restore the file from a copy, or "
                 "train the run again"
             ) from None
-        if schema != SCHEMA:
+        if schema not in range(oldest_schema, SCHEMA + 1):
             raise ConfigError(
                 f"{path}, line {number} has schema {schema}, which lacks what the trainer needs; schema {SCHEMA} has "
                 "it: train the run again"
@@ -81,6 +85,7 @@ def _sequence(record: dict[str, Any]) -> TokenSequence:
             return None
         return np.concatenate([np.array(turn.get(name) or [absent] * len(turn["ids"]), dtype) for turn in turns])
 
+    path = (turn["turn_idx"] if record["schema"] > 1 else place for place, turn in enumerate(turns))
     calls = sum(turn["role"] == "assistant" for turn in turns)
     return TokenSequence(
         input_ids=column("ids", 0, np.int32),
@@ -88,5 +93,5 @@ def _sequence(record: dict[str, Any]) -> TokenSequence:
         logprobs=column("logprobs", 0.0, np.float32),
         versions=column("versions", -1, np.int32),
         reward=record["reward"],
-        place=(tuple(turn["turn_idx"] for turn in turns), max(0, calls - 1)),
+        place=(tuple(path), max(0, calls - 1)),
     )

@@ -37,7 +37,7 @@ from areal_lite.inspect.filters import is_literal, text_hash
 
 INDEX_NAME = "index.sqlite"
 """In the run's folder; elsewhere, and for a folder that cannot be written, it is in the user's cache."""
-_SCHEMA = 1
+_SCHEMA = 2
 _CHUNK_LINES = 4000
 _CHUNK_BYTES = 32 << 20
 """Memory of an update is bounded by one chunk and one line."""

@@ -76,8 +76,9 @@ def row_of(record: Any, scope: str | None, version: int | None) -> Row:
 
 
 _TURN_TEXTS = ("role", "text", "stop_reason", "agent", "server")
-_TURN_COLUMNS = ("ids", "loss_mask", "logprobs", "versions")
 _NUMBERS = {int, float}
+_TURN_COLUMNS = {"ids": _NUMBERS, "loss_mask": _NUMBERS, "logprobs": {*_NUMBERS, type(None)}, "versions": _NUMBERS}
+"""Types of the entries; a log-prob of null was not recorded."""
 
 
 def _check_turn(turn: Any) -> int:
@@ -88,11 +89,11 @@ def _check_turn(turn: Any) -> int:
     for name in _TURN_TEXTS:
         if (value := get(name)) is not None and type(value) is not str:
             raise ShapeError(f"{name} is {_type(value)}, not text")
-    for name in _TURN_COLUMNS:
+    for name, types in _TURN_COLUMNS.items():
         if value := get(name):
             if type(value) is not list:
                 raise ShapeError(f"{name} is {_type(value)}, not a list")
-            if not _NUMBERS.issuperset(map(type, value)):
+            if not types.issuperset(map(type, value)):
                 raise ShapeError(f"{name} has an entry that is not a number")
     _number(turn, "latency_s")
     mask = get("loss_mask") or ()

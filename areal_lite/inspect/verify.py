@@ -7,7 +7,6 @@ is one function in one of the tables: :mod:`.verify_episodes` checks groups, :mo
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,8 +16,8 @@ from areal_lite.inspect.dumps import Dumps
 from areal_lite.inspect.episode_text import printable
 from areal_lite.inspect.rescore import Rescored, scored
 from areal_lite.inspect.verify_episodes import GROUP_CHECKS, LINE_CHECKS
-from areal_lite.inspect.verify_run import TRAINING, DumpedGroup, Run, differs
-from areal_lite.inspect.verify_steps import METRICS_CHECKS, StepRecomputation
+from areal_lite.inspect.verify_run import DumpedGroup, Run, differs
+from areal_lite.inspect.verify_steps import METRICS_CHECKS
 from areal_lite.inspect.verify_tokens import TOKEN_CHECKS, token_findings
 from areal_lite.inspect.verify_weights import WEIGHT_CHECKS
 
@@ -70,7 +69,7 @@ def check_run(path: Path, *, reward: str | None = None) -> Report:
     run = Run.open(path)
     report = Report(unproved=run.unproved, steps=len(run.steps))
     tables = (LINE_CHECKS, GROUP_CHECKS, METRICS_CHECKS, WEIGHT_CHECKS, TOKEN_CHECKS)
-    report.checks = sum(len(table) for table in tables) + 2
+    report.checks = sum(len(table) for table in tables) + 1  # dumps
     with Dumps.open(path, may_be_empty=True) as dumps:
         dumps.refresh(budget_s=3600)  # look at every file again
         for problem in dumps.problems():
@@ -88,21 +87,11 @@ def check_run(path: Path, *, reward: str | None = None) -> Report:
 
 
 def _check_groups(run: Run, dumps: Dumps, report: Report) -> None:
-    recomputation = StepRecomputation(run) if run.steps else None
-    for version, groups in itertools.groupby(run.dumped(dumps), lambda group: group.version):
-        trained = []
-        for group in groups:
-            report.lines += len(group.records)
-            report.findings += _group_findings(group, run)
-            if recomputation is not None and recomputation.active and group.scope == TRAINING and group.accepted:
-                trained.append(group)
-            else:
-                group.records = ()
-            run.groups.append(group)
-        if recomputation is not None and trained and version is not None:
-            report.findings += [("step", finding) for finding in recomputation.check(version, trained)]
-        for group in trained:
-            group.records = ()
+    for group in run.dumped(dumps):
+        report.lines += len(group.records)
+        report.findings += _group_findings(group, run)
+        group.records = ()
+        run.groups.append(group)
     report.groups = len(run.groups)
 
 

@@ -49,10 +49,11 @@ def only_sampled_tokens_train(record: Record) -> Iterator[str]:
 
 
 def logprobs_are_numbers(record: Record) -> Iterator[str]:
-    """Log-probs of trained tokens are finite and at most 0."""
+    """Recorded log-probs of trained tokens are finite and at most 0."""
     for place, turn in enumerate(record["turns"]):
         pairs = zip(turn.get("logprobs") or (), turn["loss_mask"], strict=False)
-        if wrong := [logprob for logprob, on in pairs if on and not -math.inf < logprob <= 1e-3]:
+        recorded = (logprob for logprob, on in pairs if on and logprob is not None)
+        if wrong := [logprob for logprob in recorded if not -math.inf < logprob <= 1e-3]:
             yield f"turn {place} trains tokens with the log-probs {some(wrong)}"
 
 

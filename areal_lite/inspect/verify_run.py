@@ -41,14 +41,19 @@ class DumpedGroup:
     head: int | None
     tail: int | None
     accepted: bool
-    lines: int
-    """Accepted lines: sequences that train, or would."""
+    lines: list[int | None]
+    """The ``sample_idx`` of accepted lines: sequences that train, or would."""
     trained: int
     """Trained tokens of accepted lines."""
     rewards: list[float]
     """Of each accepted episode, the mean over its lines."""
     calls: list[str]
     """What identifies the model calls of accepted lines."""
+
+    @property
+    def file(self) -> str:
+        """Path of its dump below the run's folder."""
+        return self.id.rpartition(":")[0]
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> DumpedGroup:
@@ -77,7 +82,7 @@ class DumpedGroup:
             head=min(heads, default=None),
             tail=max(tails, default=None),
             accepted=bool(kept),
-            lines=len(kept),
+            lines=[record.get("sample_idx") for record in kept],
             trained=sum(sum(turn.get("loss_mask") or ()) for record in kept for turn in record["turns"]),
             rewards=[math.fsum(rewards) / len(rewards) for rewards in by_member.values()],
             calls=sorted(calls),

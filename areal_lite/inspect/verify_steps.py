@@ -1,4 +1,4 @@
-"""Checks of the steps: dumps against metrics.jsonl, advantages computed again from rewards, the staleness bound."""
+"""Checks of the steps: dumps against metrics.jsonl, each step computed again from its groups, the staleness bound."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from areal_lite.api.config import RunConfig
-from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence, Trajectory
+from areal_lite.api.trajectory import Group
 from areal_lite.errors import ArealLiteError
 from areal_lite.inspect.episode_text import read_records
 from areal_lite.inspect.training_facts import fact_files
-from areal_lite.inspect.verify_run import EVALUATION, SLACK_S, DumpedGroup, Record, Run, began, differs, some
+from areal_lite.inspect.verify_run import EVALUATION, SLACK_S, Record, Run, began, differs, some
+from areal_lite.launch.trained_batches import BATCHES, TrainedBatches
 
 RunCheck = Callable[[Run], Iterator[str]]
 MISMATCH = 0.1
@@ -116,7 +116,7 @@ def steps_match_dumps(run: Run) -> Iterator[str]:
     expected = [sum(record.get(f"train/{name}") or 0 for record in run.steps) for name in names]
     found = [
         len(trained),
-        sum(group.lines for group in trained),
+        sum(len(group.lines) for group in trained),
         sum(group.trained for group in trained),
         sum(len(group.rewards) for group in trained),
     ]
@@ -146,7 +146,8 @@ def evaluations_match_dumps(run: Run) -> Iterator[str]:
     if run.rl is None or not run.rl.rollout.dump_to_file:
         return
     for record in run.evaluations:
-        first, last = began(record) - SLACK_S, record["time"] + SLACK_S
+        # The time is rounded to 1 ms; greedy baselines of the next step follow at once.
+        first, last = began(record) - SLACK_S, record["time"] + 0.001
         groups = [
             group
             for group in run.groups
@@ -193,101 +194,116 @@ def batches_can_be_made(run: Run) -> Iterator[str]:
 # -- one step
 
 
-class StepRecomputation:
-    """Computes the metrics of on-policy steps again from their dumped groups, with the trainer's own functions.
-
-    A step's groups are known only on-policy: there, the step after version ``v`` trains all accepted groups of ``v``.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._algorithm: Any = None
-        self._records = {record["step"]: record for record in run.steps}
-        self.active = self._is_possible()
-
-    def _is_possible(self) -> bool:
-        run, config = self._run, self._run.rl
-        if config is None or not comparable(run):
-            return False
-        if config.rollout.max_head_offpolicyness:
-            if not fact_files(run.root):
-                run.unproved.append(
-                    "rewards and advantages of each step: groups of a version may train in several steps; sums are "
-                    "checked. Set dump_training for runs"
-                )
-            return False
-        self._algorithm = self._load_algorithm()
-        return True
-
-    def _load_algorithm(self) -> Any:
-        """Return the algorithm; None, with the reason noted, if its advantages need more than the dumps have."""
-        from areal_lite.trainer.algorithm import Algorithm
-
-        config = self._run.rl
-        assert config is not None
-        trainer, reason = config.trainer, ""
-        if config.reward_model is not None:
-            reason = "a reward model replaced the rewards"
-        elif trainer.kl is not None and trainer.kl.place == "reward":
-            reason = "the KL penalty is part of the rewards"
-        else:
-            try:
-                algorithm = Algorithm(trainer, max_new_tokens=config.rollout.gconfig.max_new_tokens)
-                if not (needs := algorithm.needs - {"turns"}):
-                    return algorithm
-                reason = f"{trainer.advantage} needs {', '.join(sorted(needs))}, which are not written"
-            except ArealLiteError as error:
-                reason = str(error)
-        if not fact_files(self._run.root):
-            self._run.unproved.append(f"advantages: {reason}. Set dump_training for runs")
-        return None
-
-    def check(self, version: int, groups: Sequence[DumpedGroup]) -> Iterator[str]:
-        """Compare the step that trained ``version`` with the accepted training groups of that version."""
-        record = self._records.get(version + 1)
-        # A resumed run numbers its groups after those of the lost steps.
-        count = 0 if record is None else int(record["train/groups"])
-        kept = sorted(groups, key=lambda group: (isinstance(group.task, str), group.task))[-count:] if count else []
-        if len(kept) < len(groups):
-            if self._run.complete:
-                yield f"step {version + 1}: {len(groups)} groups of its version were accepted, and it trained {count}"
-            else:
-                self._run.unproved.append(
-                    f"{len(groups) - len(kept)} accepted groups of version {version} belong to no recorded step: the "
-                    "run was stopped or resumed there"
-                )
-        if record is None or not kept:
-            return
+def steps_fit_their_groups(run: Run) -> Iterator[str]:
+    """The metrics of a step follow from its groups, and each group trains in one step."""
+    config = run.rl
+    if config is None or not comparable(run):
+        return
+    try:
+        batches = _batches(run, config)
+    except ArealLiteError as error:
+        yield str(error)
+        return
+    if batches is None:
+        return
+    algorithm = _algorithm(run, config, have_baselines=batches.have_baselines)
+    trained: dict[str, int] = {}
+    for record in run.steps:
+        step = record["step"]
+        if step > len(batches):
+            yield f"step {step} is not in {BATCHES}"
+            continue
+        for task in map(str, batches.records[step - 1]["task_ids"]):
+            if (before := trained.setdefault(task, step)) != step:
+                yield f"step {step} trained task {task}, which step {before} trained"
         try:
-            found = self._metrics(version, kept)
+            found = _recomputed(record, batches.groups(step), algorithm, config)
         except (ArealLiteError, ValueError, KeyError, TypeError) as error:
-            yield f"step {version + 1} cannot be computed again from its episodes: {type(error).__name__}: {error}"
-            return
+            yield f"step {step} cannot be computed again from its episodes: {type(error).__name__}: {error}"
+            continue
         for name, value in found.items():
             if f"train/{name}" in record and differs(record[f"train/{name}"], value):
-                yield f"step {version + 1}: {name} is {record[f'train/{name}']}, and {value} by its dumped episodes"
-
-    def _metrics(self, version: int, groups: Sequence[DumpedGroup]) -> dict[str, float]:
-        import torch
-
-        from areal_lite.trainer.policy_step import Step
-
-        assert self._run.rl is not None
-        step = Step.of([group_of(group) for group in groups], version=version, device=torch.device("cpu"))
-        skipped: tuple[str, ...] = ()
-        if self._algorithm is not None:
-            self._algorithm.shape_rewards(step.scores, step.tokens)
-            turns = step.turns() if "turns" in self._algorithm.needs else None
-            self._algorithm.advantages(step.tokens, step.scores, None, step.group_ids, turns)
+                yield f"step {step}: {name} is {record[f'train/{name}']}, and {value} by its dumped episodes"
+    if left := [group.id for group in run.trained if str(group.task) not in trained]:
+        text = f"{len(left)} accepted groups belong to no recorded step: {some(left)}"
+        if run.complete:
+            yield text
         else:
-            skipped = ("advantage", "reward") if self._run.rl.reward_model is not None else ("advantage",)
-        found = step_metrics(step, self._records[version + 1], self._run.rl)
-        return {name: value for name, value in found.items() if not name.startswith(skipped)}
+            run.unproved.append(f"{text}; the run was stopped or resumed there")
+
+
+def _batches(run: Run, config: RunConfig) -> TrainedBatches | None:
+    """Return the groups of each step; None, with the reason noted, if they are unknown.
+
+    Without ``batches.jsonl`` they are known on-policy: the step after version ``v`` trains its accepted groups.
+    """
+    bound = config.rollout.max_head_offpolicyness
+    if (run.root / BATCHES).is_file():
+        return TrainedBatches.open(run.root, max_staleness=bound)
+    if bound:
+        if not fact_files(run.root):
+            run.unproved.append(
+                f"rewards and advantages of each step: there is no {BATCHES}, and groups of a version may train in "
+                "several steps; sums are checked"
+            )
+        return None
+    sizes = {record["step"]: int(record["train/groups"]) for record in run.steps}
+    records: list[dict[str, Any]] = [{"task_ids": []} for _ in range(max(sizes))]
+    files: dict[str, list[Path]] = {}
+    for group in sorted(run.trained, key=lambda group: (isinstance(group.task, str), group.task)):
+        files.setdefault(f"{group.task}.jsonl", []).append(run.root / group.file)
+        if group.version is not None and group.version + 1 in sizes:
+            records[group.version]["task_ids"].append(group.task)
+    for step, size in sizes.items():  # a resumed run numbers its groups after those of the lost steps
+        tasks = records[step - 1]["task_ids"]
+        del tasks[: max(0, len(tasks) - size)]
+    return TrainedBatches(run.root, bound, records, files, oldest_schema=1)
+
+
+def _algorithm(run: Run, config: RunConfig, *, have_baselines: bool) -> Any:
+    """Return the algorithm; None, with the reason noted, if its advantages need more than the dumps have."""
+    from areal_lite.trainer.algorithm import Algorithm
+
+    trainer, reason = config.trainer, ""
+    if config.reward_model is not None:
+        reason = "a reward model replaced the rewards"
+    elif trainer.kl is not None and trainer.kl.place == "reward":
+        reason = "the KL penalty is part of the rewards"
+    else:
+        try:
+            algorithm = Algorithm(trainer, max_new_tokens=config.rollout.gconfig.max_new_tokens)
+            if not (needs := algorithm.needs - {"turns", "baselines" if have_baselines else ""}):
+                return algorithm
+            reason = f"{trainer.advantage} needs {', '.join(sorted(needs))}, which are not written"
+        except ArealLiteError as error:
+            reason = str(error)
+    if not fact_files(run.root):
+        run.unproved.append(f"advantages: {reason}. Set dump_training for runs")
+    return None
+
+
+def _recomputed(record: Record, groups: Sequence[Group], algorithm: Any, config: RunConfig) -> dict[str, float]:
+    import torch
+
+    from areal_lite.trainer.policy_step import Step
+
+    step = Step.of(groups, version=record["step"] - 1, device=torch.device("cpu"))
+    skipped: tuple[str, ...] = ()
+    if algorithm is not None:
+        algorithm.shape_rewards(step.scores, step.tokens)
+        turns = step.turns() if "turns" in algorithm.needs else None
+        algorithm.advantages(step.tokens, step.scores, step.baselines, step.group_ids, turns)
+    else:
+        skipped = ("advantage", "reward") if config.reward_model is not None else ("advantage",)
+    found = step_metrics(step, record, config)
+    return {name: value for name, value in found.items() if not name.startswith(skipped)}
 
 
 def step_metrics(step: Any, record: Record, config: RunConfig) -> dict[str, float]:
     """Return the metrics of a step that follow from its sequences and advantages."""
-    from areal_lite.trainer.data_metrics import batch_metrics
+    import torch
+
+    from areal_lite.trainer.data_metrics import batch_metrics, mismatch_statistics
 
     tokens = step.tokens
     found = batch_metrics(
@@ -298,50 +314,17 @@ def step_metrics(step: Any, record: Record, config: RunConfig) -> dict[str, floa
         max_new_tokens=config.rollout.gconfig.max_new_tokens,
     )
     found["trained_tokens"] = float(len(tokens.behaviour))
-    fresh = bool((tokens.versions == step.version).all()) and not bool(tokens.behaviour.isnan().any())
-    if record.get("train/computed_tokens") == found["trained_tokens"] and fresh:
-        sums = np.zeros(len(step.scores))
-        np.subtract.at(sums, tokens.episodes.numpy(), tokens.behaviour.double().numpy())
-        counts = np.bincount(tokens.episodes.numpy(), minlength=len(sums))
-        means = sums[counts > 0] / counts[counts > 0]
-        found["engine_mismatch/behaviour_perplexity"] = float(np.exp(means).mean())
+    computed = record.get("train/computed_tokens")
+    own = ~tokens.behaviour.isnan()
+    # The trainer does not compute episodes without an advantage, if nothing else gives them a gradient.
+    with_gradient = torch.isin(tokens.episodes, tokens.episodes[tokens.advantages != 0])
+    if computed != found["trained_tokens"]:
+        own &= with_gradient
+    if computed in (found["trained_tokens"], float(with_gradient.sum())):
+        behaviour, versions, episodes = tokens.behaviour[own], tokens.versions[own], tokens.episodes[own]
+        statistics = mismatch_statistics(behaviour, behaviour, versions, episodes, step.version)
+        found |= {name: value for name, value in statistics.items() if name.endswith("/behaviour_perplexity")}
     return found
-
-
-def group_of(group: DumpedGroup) -> Group:
-    """Return the accepted part of a dumped group as the trainer had it."""
-    trajectories = [
-        Trajectory(member_idx=member, status=EpisodeStatus.ACCEPTED, sequences=[_sequence(r) for r in records])
-        for member, records in itertools.groupby(
-            (record for record in group.records if record["status"] == "accepted"), lambda record: record["member_idx"]
-        )
-    ]
-    return Group(
-        task_id=group.task,
-        group_id=str(group.records[0]["group_id"]),
-        status=EpisodeStatus.ACCEPTED,
-        data={},
-        trajectories=trajectories,
-    )
-
-
-def _sequence(record: Record) -> TokenSequence:
-    turns = record["turns"]
-
-    def column(name: str, missing: float, dtype: type) -> Any:
-        parts: list[Any] = [np.array(turn.get(name) or [missing] * len(turn["ids"]), dtype) for turn in turns]
-        return np.concatenate(parts)
-
-    path = tuple(turn.get("turn_idx", place) for place, turn in enumerate(turns))
-    calls = sum(turn["role"] == "assistant" for turn in turns)
-    return TokenSequence(
-        input_ids=column("ids", 0, np.int32),
-        loss_mask=column("loss_mask", 0, np.bool_),
-        logprobs=column("logprobs", 0.0, np.float32),
-        versions=column("versions", -1, np.int32),
-        reward=record["reward"],
-        place=(path, max(0, calls - 1)),
-    )
 
 
 METRICS_CHECKS: dict[str, RunCheck] = {
@@ -353,4 +336,5 @@ METRICS_CHECKS: dict[str, RunCheck] = {
     "dumps and metrics": steps_match_dumps,
     "evaluations": evaluations_match_dumps,
     "batches": batches_can_be_made,
+    "step": steps_fit_their_groups,
 }

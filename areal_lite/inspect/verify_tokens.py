@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_lite.api.config import RunConfig
-from areal_lite.api.trajectory import Group, TokenSequence
+from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import ArealLiteError
-from areal_lite.inspect.episode_text import read_records
+from areal_lite.infra.dump_reader import read_group
 from areal_lite.inspect.training_facts import fact_files
 from areal_lite.inspect.verify_run import DumpedGroup, Record, Run, differs, some
-from areal_lite.inspect.verify_steps import comparable, group_of, step_metrics
+from areal_lite.inspect.verify_steps import comparable, step_metrics
 
 Finding = tuple[str, str]
 """Name of the check, and what it found."""
@@ -124,14 +124,8 @@ def _check_step(
     if unknown := [task for task in tasks if task not in groups]:
         yield "training facts", f"the tasks {some(unknown)} trained, and the dumps do not have them as accepted"
         return
-    keys: list[Key] = []
-    dumped: list[Group] = []
-    for task in tasks:
-        group = groups[task]
-        group.records = list(read_records(run.root / group.id.rpartition(":")[0]))
-        keys += [(task, line["sample_idx"]) for line in group.records if line["status"] == "accepted"]
-        dumped.append(group_of(group))
-        group.records = ()
+    keys: list[Key] = [(task, line) for task in tasks for line in groups[task].lines]
+    dumped = [read_group(run.root / groups[task].file) for task in tasks]
     if keys != rows.keys or record["train/sequences"] != len(keys):
         yield "training facts", f"{len(rows.keys)} rows are not the {len(keys)} accepted lines of its tasks"
         return

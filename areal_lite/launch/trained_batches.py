@@ -17,6 +17,7 @@ from areal_lite.api.trajectory import Group
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.infra.dump_reader import read_group, read_lines
 from areal_lite.infra.row_feed import cut_batch
+from areal_lite.infra.trajectory_dumper import SCHEMA
 
 BATCHES = "batches.jsonl"
 
@@ -43,6 +44,8 @@ class TrainedBatches:
     records: list[dict[str, Any]]
     files: dict[str, list[Path]] = field(repr=False)
     """Dumps by file name."""
+    oldest_schema: int = SCHEMA
+    """Oldest schema of the dumps that is read."""
 
     @classmethod
     def open(cls, run: Path, *, max_staleness: int) -> TrainedBatches:
@@ -85,7 +88,9 @@ class TrainedBatches:
             ConfigError: If a dump is missing, damaged, or not that of a group which the step trained.
         """
         record = self.records[step - 1]
-        groups = [read_group(self._file(step, task_id)) for task_id in record["task_ids"]]
+        groups = [
+            read_group(self._file(step, task_id), oldest_schema=self.oldest_schema) for task_id in record["task_ids"]
+        ]
         for group, baseline in zip(groups, record.get("baselines", ()), strict=False):
             group.baseline = baseline
         # Groups may have been dumped before their older tokens were masked; without older tokens this masks nothing.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,16 @@ def groups_of(step: int) -> list[Group]:
     return [first, second]
 
 
-def trained(folder: Path, model: Path, **changes: Any) -> Path:
+def groups_without_a_logprob(step: int) -> list[Group]:
+    """Return groups with a trained token whose log-prob the engine did not record."""
+    groups = groups_of(step)
+    sequence = groups[1].sequences[0]
+    assert sequence.logprobs is not None
+    sequence.logprobs[np.flatnonzero(sequence.loss_mask)[0]] = np.nan
+    return groups
+
+
+def trained(folder: Path, model: Path, groups_of: Callable[[int], list[Group]] = groups_of, **changes: Any) -> Path:
     """Train two steps, and write what a run would."""
     rollout = {"dump_to_file": True, "gconfig": {"max_new_tokens": 8}, **changes.get("rollout", {})}
     values: dict[str, Any] = {
@@ -108,6 +118,16 @@ def test_advantages_and_weights_of_any_step_are_proved_per_token(name: str, tmp_
         columns[column][row][0] += 0.25
         parquet.write_table(pyarrow.table(columns, table.schema), path)
         assert check in {name for name, _ in findings(root)}
+
+
+def test_a_logprob_that_was_not_recorded_is_null_and_no_problem(tmp_path: Path, tiny_model: Path) -> None:
+    root = trained(tmp_path, tiny_model, groups_without_a_logprob)
+    assert "null" in (root / "rollout/1/51.jsonl").read_text().partition('"logprobs":')[2].partition("]")[0]
+    assert not {"dumps", "columns", "log-probs", *TOKEN_CHECKS} & {name for name, _ in check_run(root).findings}
+    path = root / "rollout/1/51.jsonl"
+    path.write_text(path.read_text().replace('"versions":[', '"versions":[null,'))
+    with Dumps.open(root) as dumps:
+        assert dumps.problems()[0]["message"].endswith("versions has an entry that is not a number")
 
 
 def test_view_and_inspect_show_the_facts_of_trained_tokens(

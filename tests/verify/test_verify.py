@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from areal_lite.inspect.verify_tokens import TOKEN_CHECKS
 from areal_lite.inspect.verify_weights import WEIGHT_CHECKS
 from areal_lite.launch.run import run_rollout, run_training
 from areal_lite.launch.supervised import run_supervised
+from areal_lite.launch.trained_batches import BATCHES
 from areal_lite.trainer.atomic_folder import _digest
 
 Line = dict[str, Any]
@@ -151,7 +153,7 @@ def rewards_are_missing(run: Path) -> None:
     edit(group_files(run)[0], lambda lines: lines[0].update(reward=None))
 
 
-def a_logprob_is_nan(run: Path) -> None:
+def a_logprob_is_missing(run: Path) -> None:
     edit(group_files(run)[0], lambda lines: answer(lines[0])["logprobs"].__setitem__(3, None))
 
 
@@ -387,7 +389,7 @@ DEFECTS: dict[Callable[[Path], None], str] = {
     a_batch_trains_twice: "training facts",
     a_failure_is_a_reward_of_0: "outcome",
     rewards_are_missing: "outcome",
-    a_logprob_is_nan: "dumps",
+    a_logprob_is_missing: "step",
     a_logprob_is_positive: "log-probs",
     logprobs_are_of_another_temperature: "step",
     a_logprob_is_lost: "columns",
@@ -427,7 +429,7 @@ def test_a_planted_defect_is_found(defect: Callable[[Path], None], run: Path) ->
 
 
 def test_every_check_has_a_defect() -> None:
-    checks = {*LINE_CHECKS, *GROUP_CHECKS, *METRICS_CHECKS, *WEIGHT_CHECKS, *TOKEN_CHECKS, "dumps", "step"}
+    checks = {*LINE_CHECKS, *GROUP_CHECKS, *METRICS_CHECKS, *WEIGHT_CHECKS, *TOKEN_CHECKS, "dumps"}
     assert checks - set(DEFECTS.values()) == {"batches"}  # of asynchronous runs, below
 
 
@@ -493,16 +495,81 @@ def findings(run: Path) -> list[tuple[str, str]]:
     return check_run(run).findings
 
 
-def test_an_asynchronous_run_has_no_finding_and_stale_groups_are_found(run_yaml: Path, tmp_path: Path) -> None:
-    run = trained(run_yaml, tmp_path, "rollout.max_head_offpolicyness=2", "trainer.total_steps=6")
+@pytest.fixture(scope="module")
+def asynchronous_run(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a sound asynchronous run, which nobody may change."""
+    settings = ["rollout.max_head_offpolicyness=2", "trainer.total_steps=6"]
+    return trained(run_yaml, tmp_path_factory.mktemp("asynchronous"), *settings)
+
+
+def two_steps_are_swapped(run: Path) -> None:
+    def swap(records: list[Line]) -> None:
+        records[2]["task_ids"], records[3]["task_ids"] = records[3]["task_ids"], records[2]["task_ids"]
+
+    edit(run / BATCHES, swap)
+
+
+def groups_of_two_steps_are_swapped(run: Path) -> None:
+    """Give two groups each other's dumps."""
+    tasks = [record["task_ids"][0] for record in lines_of(run / BATCHES)[2:4]]
+    one, other = (next(run.glob(f"rollout/*/{task}.jsonl")) for task in tasks)
+    dumped = [lines_of(file) for file in (one, other)]
+    for file, lines, task in zip((other, one), dumped, tasks[::-1], strict=True):
+        named = [line | {"task_id": task, "group_id": str(task)} for line in lines]
+        file.unlink()
+        write(run / "rollout" / str(max(line["tail_version"] for line in lines)) / file.name, named)
+
+
+def a_group_trains_in_two_steps(run: Path) -> None:
+    """Name a group again in place of one that the next step trained."""
+    batches = [record["task_ids"] for record in lines_of(run / BATCHES)]
+    edit(run / BATCHES, lambda records: records[3]["task_ids"].__setitem__(0, batches[2][0]))
+
+
+@pytest.mark.parametrize(
+    ("defect", "says"),
+    [
+        (two_steps_are_swapped, "by its dumped episodes"),
+        (groups_of_two_steps_are_swapped, "by its dumped episodes"),
+        (a_group_trains_in_two_steps, "step 4 trained task .*, which step 3 trained"),
+        (lambda run: (run / BATCHES).write_text('{"step":1}'), "batches.jsonl has no step"),
+        (lambda run: edit(run / BATCHES, lambda records: records.pop()), "step 6 is not in batches.jsonl"),
+    ],
+)
+def test_the_batches_of_an_asynchronous_run_are_proved(
+    defect: Callable[[Path], object], says: str, asynchronous_run: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(asynchronous_run, tmp_path / "t")
+    shutil.rmtree(run / "training")
+    assert not findings(run)
+    assert not any("advantages" in text for text in check_run(run).unproved)
+    defect(run)
+    found = findings(run)
+    assert {name for name, _ in found} == {"step"}, found
+    assert any(re.search(says, text) for _, text in found), found
+    (run / BATCHES).unlink()
+    assert not findings(run)  # nothing else finds it
+    assert any("there is no batches.jsonl" in text for text in check_run(run).unproved)
+
+
+def test_on_policy_steps_are_proved_without_batches_jsonl_and_from_schema_1(run: Path) -> None:
+    (run / BATCHES).unlink()
+    shutil.rmtree(run / "training")
+    for file in run.glob("*rollout/*/*.jsonl"):
+        edit(file, lambda lines: [line.update(schema=1) for line in lines])
+        edit(file, lambda lines: [turn.pop("turn_idx") for line in lines for turn in line["turns"]])
+    assert not findings(run)
+    an_answer_is_not_trained(run)
+    assert "step" in {name for name, _ in findings(run)}
+
+
+def test_an_asynchronous_run_has_no_finding_and_stale_groups_are_found(asynchronous_run: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(asynchronous_run, tmp_path / "t")
     assert not findings(run)
     assert not any("of each step" in text or "advantages" in text for text in check_run(run).unproved)
-    shutil.copytree(run / "training", tmp_path / "training")
     advantages_are_of_another_row(run)
     assert {name for name, _ in findings(run)} == {"advantages"}
-    shutil.rmtree(run / "training")
-    assert any("of each step" in text for text in check_run(run).unproved)
-    (tmp_path / "training").rename(run / "training")
+    shutil.copytree(asynchronous_run / "training", run / "training", dirs_exist_ok=True)
     file = group_files(run, 0)[0]
     before = file.read_text()
     edit(file, lambda lines: [line["timings"].update(finished_at=2e9) for line in lines])
@@ -513,12 +580,18 @@ def test_an_asynchronous_run_has_no_finding_and_stale_groups_are_found(run_yaml:
     assert "staleness" in {name for name, _ in findings(run)}
 
 
-@pytest.mark.parametrize("change", ["trainer.advantage=turn_grpo", "trainer.minibatches_per_step=2", "lora"])
+@pytest.mark.parametrize(
+    "change", ["trainer.advantage=turn_grpo", "trainer.advantage=remax", "trainer.minibatches_per_step=2", "lora"]
+)
 def test_runs_of_other_settings_have_no_finding(change: str, run_yaml: Path, tmp_path: Path) -> None:
     changes = ["trainer.lora={rank: 4}"] if change == "lora" else [change]
     if change == "trainer.advantage=turn_grpo":
         changes += ["trainer.critic=null", "rollout.over_sampling_groups=2"]
-    assert not findings(trained(run_yaml, tmp_path, *changes, "trainer.total_steps=2"))
+    run = trained(run_yaml, tmp_path, *changes, "trainer.total_steps=2")
+    assert not findings(run)
+    shutil.rmtree(run / "training")
+    report = check_run(run)
+    assert not report.findings and not [text for text in report.unproved if "advantages" in text]
 
 
 def test_a_killed_and_resumed_run_has_no_finding(run_yaml: Path, tmp_path: Path) -> None:
