@@ -1,4 +1,4 @@
-"""A tiny model and the YAML that trains it."""
+"""The YAML that trains the tiny model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-
-from areal_lite.embedded.process import EmbeddedServer
-from tests.fixtures.tiny_model import build_tiny_model
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(autouse=True)
@@ -57,17 +49,10 @@ def run_yaml(tmp_path: Path, tiny_model: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
-def server(tiny_model: Path) -> Iterator[str]:
-    """Return the address of a server that runs share one after the other; each publishes its first weights there."""
-    with EmbeddedServer(model_path=str(tiny_model), dtype="float32", num_threads=1, device="cpu") as server:
-        yield server.address
-
-
 @pytest.fixture
-def served_yaml(run_yaml: Path, server: str) -> Path:
+def served_yaml(run_yaml: Path, tiny_server: str) -> Path:
     """Return the YAML of a run on the shared server, which starts in half the time."""
     config = yaml.safe_load(run_yaml.read_text())
-    config["rollout"]["addresses"] = [server]
+    config["rollout"]["addresses"] = [tiny_server]
     run_yaml.write_text(yaml.safe_dump(config))
     return run_yaml

@@ -30,11 +30,6 @@ Disk = namedtuple("Disk", "total used free")
 Breaks = Callable[[Path], None]
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 @pytest.fixture
 def model(tiny_model: Path, tmp_path: Path) -> Path:
     """A copy to break."""

@@ -11,16 +11,8 @@ import torch
 import yaml
 from transformers import AutoModelForSequenceClassification
 
-from areal_lite.api.config import ServerConfig
 from areal_lite.api.config_loader import load_config
 from areal_lite.launch.run import run_training
-from areal_lite.launch.server_group import ServerGroup, make_servers
-from tests.fixtures.tiny_model import build_tiny_model
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")
@@ -32,17 +24,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def address(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[str]:
-    """Return the address of the server of all runs: starting one takes seconds."""
-    config = ServerConfig(dtype="float32", num_threads=1, device="cpu")
-    logs = tmp_path_factory.mktemp("servers")
-    servers = make_servers(config, model_path=str(tiny_model), seed=1, deterministic=False, log_dir=logs)
-    with ServerGroup(servers) as group:
-        yield group.addresses[0]
-
-
-@pytest.fixture(scope="session")
-def run_yaml(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, address: str) -> Path:
+def run_yaml(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_server: str) -> Path:
     folder = tmp_path_factory.mktemp("replay")
     config: dict[str, Any] = {
         "experiment_name": "e",
@@ -55,7 +37,7 @@ def run_yaml(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, address
             "group_size": 3,
             "consumer_batch_size": 2,
             "dump_to_file": True,
-            "addresses": [address],
+            "addresses": [tiny_server],
             "gconfig": {"max_new_tokens": 5},
         },
         "server": {"dtype": "float32", "num_threads": 1, "device": "cpu"},

@@ -57,14 +57,14 @@ def test_turns_before_k_are_kept_and_the_branch_is_an_episode_that_names_its_par
 
 
 def test_an_agent_that_does_not_repeat_its_calls_is_stopped_with_the_turn_and_the_difference(
-    plain_run: Path, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain_run: Path, tiny_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TwoCallsAgent, "clock", 7)
     options = Options(
         path=plain_run,
         task=task(plain_run, forks=False),
         turn=3,
-        address=address,
+        address=tiny_server,
         overrides=[f"fileroot={tmp_path}"],
     )
     with pytest.raises(ConfigError, match=r"turn 2 is not repeated: .* the dump has '0<.* the agent sends '7<"):
@@ -74,10 +74,10 @@ def test_an_agent_that_does_not_repeat_its_calls_is_stopped_with_the_turn_and_th
     assert lines(run_dir, 0)[0]["turns"][2]["text"].count("again at 7") == 1
 
 
-def test_say_replaces_the_last_user_message_before_the_turn(plain_run: Path, address: str, tmp_path: Path) -> None:
+def test_say_replaces_the_last_user_message_before_the_turn(plain_run: Path, tiny_server: str, tmp_path: Path) -> None:
     name = task(plain_run, forks=False)
     options = Options(
-        path=plain_run, task=name, turn=3, say="what else?", address=address, overrides=[f"fileroot={tmp_path}"]
+        path=plain_run, task=name, turn=3, say="what else?", address=tiny_server, overrides=[f"fileroot={tmp_path}"]
     )
     (branch,) = lines(continue_episode(options), 0)
     original = lines(plain_run, name)[0]
@@ -88,13 +88,15 @@ def test_say_replaces_the_last_user_message_before_the_turn(plain_run: Path, add
     assert [turn["text"].count("what else?") for turn in first["turns"]] == [1, 0, 0, 0]
 
 
-def test_calls_of_other_conversations_before_the_turn_are_kept(plain_run: Path, address: str, tmp_path: Path) -> None:
+def test_calls_of_other_conversations_before_the_turn_are_kept(
+    plain_run: Path, tiny_server: str, tmp_path: Path
+) -> None:
     name = task(plain_run, forks=True)
     before = [line for line in lines(plain_run, name) if line["member_idx"] == 0]
     assert len(before) == 2  # the episode forked
     last = max((turn for line in before for turn in line["turns"]), key=lambda turn: turn.get("started") or 0.0)
     overrides = [f"fileroot={tmp_path}", "rollout.gconfig.max_new_tokens=9"]
-    options = Options(path=plain_run, task=name, turn=last["turn_idx"], address=address, overrides=overrides)
+    options = Options(path=plain_run, task=name, turn=last["turn_idx"], address=tiny_server, overrides=overrides)
     after = lines(continue_episode(options), 0)
     assert ids(after[0]["turns"]) == ids(before[0]["turns"])
     assert ids(after[1]["turns"][:-1]) == ids(before[1]["turns"][:-1])

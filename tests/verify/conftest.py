@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +11,11 @@ import torch
 import yaml
 
 from areal_lite.api.config_loader import load_config
-from areal_lite.embedded import EmbeddedServer
 from areal_lite.launch.run import run_training
-from tests.fixtures.tiny_model import build_tiny_model
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="session")
-def server(tiny_model: Path) -> Iterator[EmbeddedServer]:
-    """A server that all runs share: starting one takes longer than training."""
-    with EmbeddedServer(model_path=str(tiny_model), dtype="float32", num_threads=1, device="cpu") as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def run_yaml(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, server: EmbeddedServer) -> Path:
+def run_yaml(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_server: str) -> Path:
     folder = tmp_path_factory.mktemp("sound")
     config: dict[str, Any] = {
         "experiment_name": "sound",
@@ -41,7 +26,7 @@ def run_yaml(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, server:
         "train_dataset": {"path": "tests.e2e.agents.rows"},
         "eval_dataset": {"path": "tests.e2e.agents.rows", "kwargs": {"size": 4}},
         "rollout": {
-            "addresses": [server.address],
+            "addresses": [tiny_server],
             "group_size": 4,
             "consumer_batch_size": 4,
             "dump_to_file": True,
