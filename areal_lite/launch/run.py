@@ -32,6 +32,7 @@ def run_training(config: RunConfig, *, on_step: OnStep | None = None) -> Summary
         ConfigError: Before anything expensive starts, for anything in the config that cannot work.
         Stopped: On SIGINT or SIGTERM, with a checkpoint of the last whole step if the run makes any.
     """
+    logger.info("loading torch and transformers")
     check_trainable(config)
     from areal_lite.launch.rl import run_rl
     from areal_lite.trainer.policy_model import resolve_device
@@ -58,6 +59,7 @@ def run_rollout(config: RunConfig, *, on_step: OnStep | None = None) -> list[Gro
         generating_engine(config, run_dir) as engine,
         recorded(engine, run_dir, "rollout", on_step) as metrics,
     ):
+        logger.info("running %d rows x %d episodes", len(rows), config.rollout.group_size)
         groups = engine.rollout_batch(rows, config.workflow, kwargs, config.should_accept_fn)
         if rewards := [reward for group in groups for reward in group.rewards]:
             metrics["rollout/reward"] = sum(rewards) / len(rewards)
