@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = _COMMANDS[options.command](options) or 0
         else:
             if options.command != "config":
-                logger.info("reading %s", options.config)
+                logger.info("%s %s: loading torch and transformers", options.command, options.config)
             from areal_lite.api.config_loader import load_config
 
             config = load_config(options.config, options.overrides, root=_root(options.root))
@@ -329,7 +329,6 @@ def _eval(config: RunConfig) -> None:
 
 
 def _supervised(config: SFTConfig | DPOConfig | RewardModelConfig) -> None:
-    logger.info("loading torch and transformers")
     from areal_lite.launch.progress import progress_line
     from areal_lite.launch.supervised import run_supervised
 

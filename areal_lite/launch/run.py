@@ -32,7 +32,6 @@ def run_training(config: RunConfig, *, on_step: OnStep | None = None) -> Summary
         ConfigError: Before anything expensive starts, for anything in the config that cannot work.
         Stopped: On SIGINT or SIGTERM, with a checkpoint of the last whole step if the run makes any.
     """
-    logger.info("loading torch and transformers")
     check_trainable(config)
     from areal_lite.launch.rl import run_rl
     from areal_lite.trainer.policy_model import resolve_device

@@ -113,13 +113,13 @@ def run_training_that(body, **settings):
 
 def errors_of(done):
     """Return stderr after the first line of a run."""
-    return re.sub(r"\A\d\d:\d\d:\d\d reading run.ya?ml\n", "", done.stderr)
+    return re.sub(r"\A\d\d:\d\d:\d\d train run.ya?ml: loading torch and transformers\n", "", done.stderr)
 
 
-def test_a_run_first_says_what_it_reads():
+def test_a_run_says_what_it_does_before_it_loads_anything():
     started = time.monotonic()
     with subprocess.Popen([sys.executable, "-m", "areal_lite", "train", "run.yaml"], stderr=subprocess.PIPE) as run:
-        assert run.stderr.readline().endswith(b" reading run.yaml\n")
+        assert run.stderr.readline().endswith(b" train run.yaml: loading torch and transformers\n")
         assert time.monotonic() - started < 5  # on a busy machine; 0.2 s on an idle one
         run.kill()
 
@@ -345,7 +345,10 @@ def signalled(body, *numbers):
 def test_a_first_signal_cleans_up_and_exits_with_its_code(number, code):
     *ended, error = signalled(WAITS, number)
     assert ended == [code, "cleaned up\n"]
-    assert error.partition(" reading run.yaml\n")[2] in ("stopping; signal again to stop at once\n", "")  # it may end before it can say so
+    assert error.partition(" loading torch and transformers\n")[2] in (
+        "stopping; signal again to stop at once\n",
+        "",
+    )  # it may end before it can say so
 
 
 def test_a_second_signal_exits_at_once():
