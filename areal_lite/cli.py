@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from areal_lite.inspect.export import Form
     from areal_lite.launch.run_metrics import OnStep
 
+logger = logging.getLogger(__name__)
+
 # Threads that busy-wait take CPU time from the other processes on the machine.
 _THREAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}
 
@@ -50,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command in _COMMANDS:
             code = _COMMANDS[options.command](options) or 0
         else:
+            if options.command != "config":
+                logger.info("%s %s: loading torch and transformers", options.command, options.config)
             from areal_lite.api.config_loader import load_config
 
             config = load_config(options.config, options.overrides, root=_root(options.root))
@@ -75,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _start_logging() -> None:
-    """Show what areal_lite logs on stderr, with the time, unless handlers are configured."""
-    logging.getLogger("areal_lite").setLevel(logging.INFO)
+    """Show what areal_lite logs on stderr, with the time, unless handlers are configured; INFO of the first rank."""
+    logging.getLogger("areal_lite").setLevel(logging.INFO if _is_first_rank() else logging.WARNING)
     if logging.lastResort is not None:
         logging.lastResort.setLevel(logging.INFO)
         logging.lastResort.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))

@@ -1,6 +1,6 @@
 """Read trajectory dumps, which are JSON lines, with only the standard library.
 
-    python examples/05_read_the_dump.py [FOLDER]        # default: runs/demo, what `make demo` wrote
+    python examples/05_read_the_dump.py [FOLDER]     # of a run, its dumps, or runs; default: runs/demo of `make demo`
 
 docs/trajectories.md describes every field; schemas 1 and 2 read alike.
 """
@@ -14,7 +14,8 @@ from pathlib import Path
 
 
 def main(folder: str = "runs/demo") -> None:
-    paths = sorted(Path(folder).rglob("*rollout/*/*.jsonl"), key=lambda path: path.stat().st_mtime)
+    dumps = (path for path in Path(folder).resolve().rglob("*.jsonl") if path.match("*rollout/*/*.jsonl"))
+    paths = sorted(dumps, key=lambda path: path.stat().st_mtime)
     if not paths:
         raise SystemExit(f"no dumps below {folder}: run `make demo`, or set rollout.dump_to_file: true")
     lines = [json.loads(line) for path in paths for line in path.read_bytes().splitlines()]

@@ -24,6 +24,7 @@ from areal_lite.launch.run import run_training
 
 def main() -> None:
     """Train, then print the accuracy before and after, the plot, the dump and the next command."""
+    print("starting ...", flush=True)
     smollm2()
     trial = time.strftime("%Y%m%d-%H%M%S")
     config = load_config("configs/demo.yaml", [f"trial_name={trial}", *sys.argv[1:]])

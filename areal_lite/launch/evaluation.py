@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from areal_lite.infra.failure_tally import PASSING
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.launch.run_data import workflow_kwargs
 from areal_lite.trainer.validation_metrics import validation_metrics
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,7 @@ class Evaluation:
 
 def evaluate(engine: RemoteInfEngine, config: RunConfig, rows: Sequence[Row]) -> Evaluation:
     """Run the workflow on each of the rows, ``evaluation.group_size`` times."""
+    logger.info("evaluating %d held-out rows", len(rows))
     clock = time.monotonic()
     groups = engine.rollout_batch(
         rows,

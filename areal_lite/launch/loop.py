@@ -143,6 +143,7 @@ class TrainingRun(ABC, Generic[E]):
             try:
                 if self.start.evaluates:
                     self.evaluate_if_due()
+                logger.info("training step %d of %d", self.step + 1, self.total_steps)
                 self.fit()
                 self.warn_of_skipped_updates()
                 model_dir = self.save_model() if self.config.save_model else None
@@ -252,6 +253,7 @@ class TrainingRun(ABC, Generic[E]):
 
     def save_model(self) -> Path:
         """Write the trained model with its tokenizer and return its folder."""
+        logger.info("saving the model")
         tokenizer = load_tokenizer(self.tokenizer_path)
         return save_model(self.trainer.model, tokenizer, self.files.run_dir / "model", dtype=self.dtype)
 

@@ -54,7 +54,6 @@ class TrainingProgress:
         )
 
     def __enter__(self) -> Self:
-        self.console.print("starting ...")
         self._bar.start()
         return self
 

@@ -6,6 +6,7 @@ broadcasts.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -44,6 +45,8 @@ from areal_lite.trainer.policy_trainer import OnFacts, OnSkip, PolicyTrainer
 from areal_lite.trainer.ranks import Ranks, broadcast_batch, broadcast_json
 from areal_lite.trainer.token_facts import FactsWriter
 from areal_lite.trainer.truncation import Truncation
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -224,6 +227,7 @@ def served_dtype(config: RunConfig) -> torch.dtype:
 
 def open_trainer(config: RunConfig, files: RunFiles, stack: ExitStack) -> PolicyTrainer:
     """Return the policy trainer of a run; with ``dump_training`` it writes training facts until ``stack`` closes."""
+    logger.info("loading %s into the trainer", config.model_path)
     folder = files.run_dir / "training" if Ranks.current().rank == 0 else None
     on_facts = stack.enter_context(FactsWriter(folder)) if config.dump_training else None
     return make_trainer(config, files.record_skipped_update, on_facts)

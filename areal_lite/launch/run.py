@@ -58,6 +58,7 @@ def run_rollout(config: RunConfig, *, on_step: OnStep | None = None) -> list[Gro
         generating_engine(config, run_dir) as engine,
         recorded(engine, run_dir, "rollout", on_step) as metrics,
     ):
+        logger.info("running %d rows x %d episodes", len(rows), config.rollout.group_size)
         groups = engine.rollout_batch(rows, config.workflow, kwargs, config.should_accept_fn)
         if rewards := [reward for group in groups for reward in group.rewards]:
             metrics["rollout/reward"] = sum(rewards) / len(rewards)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from areal_lite.data.packer.data_packer import DataPacker, make_data_packer, rol
 from areal_lite.data.rows.samplers import AbstractSampler, create_rl_sampler
 from areal_lite.data.source.buffered_data_source import CurriculumDataSource, RolloutDataSourceWithBuffer
 from areal_lite.infra.workflow_resolution import check_workflow
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,7 @@ class TrainingData:
 def training_data(config: RunConfig) -> TrainingData:
     """Return the training rows behind a new data source."""
     rows = config.train_dataset
+    logger.info("loading the rows of %s", rows.path)
     packer, dataset = _packer(config, rows), _dataset(config, rows, is_train=True)
     settings: dict[str, Any] = {
         "buffer_filter": config.buffer_filter,
@@ -47,6 +51,7 @@ def training_data(config: RunConfig) -> TrainingData:
 
 def workflow_rows(config: RunConfig, rows: DatasetConfig, *, is_train: bool) -> list[Row]:
     """Return the workflow input for each of the rows, in order."""
+    logger.info("loading the rows of %s", rows.path)
     dataset = _dataset(config, rows, is_train=is_train)
     raw = getattr(dataset, "rows", dataset)
     every = [raw[place] for place in range(len(raw))]

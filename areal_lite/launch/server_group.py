@@ -120,6 +120,8 @@ class ServerGroup:
 
     def __enter__(self) -> Self:
         """Start all servers, and return once each answers requests."""
+        if self._servers:
+            logger.info("starting %s", ", ".join(server.name for server in self._servers))
         try:
             for server in self._servers:
                 server.launch()

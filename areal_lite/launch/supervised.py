@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -32,6 +33,8 @@ from areal_lite.trainer.policy_model import resolve_device
 from areal_lite.trainer.preference_trainer import DPOTrainer, RewardModelTrainer
 from areal_lite.trainer.ranks import join_ranks
 from areal_lite.trainer.supervised_trainer import SFTTrainer, SupervisedTrainer
+
+logger = logging.getLogger(__name__)
 
 _LOADER_FILE = "loader.json"
 
@@ -66,6 +69,7 @@ class SupervisedRun(TrainingRun[dict[str, float]]):
     def evaluate(self) -> None:
         """Record the loss on the held-out rows, if there are any."""
         if self.held_out:
+            logger.info("evaluating %d held-out rows", len(self.held_out))
             alone = self.trainer.learner.ranks.size == 1
             with interruptible() if alone else nullcontext():
                 metrics = self.trainer.evaluate(self.held_out)
@@ -93,6 +97,7 @@ def run_supervised(
     """
     started = time.monotonic()
     check_model_path(config.model_path)
+    logger.info("tokenizing the rows")
     _, make_trainer = _CLASSES[type(config)]
     train, held_out = datasets(config)
     loader = ResumableLoader(
@@ -107,6 +112,7 @@ def run_supervised(
     if start.checkpoint is not None:
         loader.load_state_dict(json.loads((start.checkpoint / _LOADER_FILE).read_bytes()))
     with join_ranks(resolve_device(config.trainer.device)), open_run_files(config, start, on_step) as files:
+        logger.info("loading %s", config.model_path)
         trainer = make_trainer(
             config.trainer,
             model_path=config.model_path,

@@ -1,10 +1,12 @@
 """Output and exit code of each command; a stand-in does the work."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -109,10 +111,24 @@ def run_training_that(body, **settings):
     return subprocess.run(stand_in(body), capture_output=True, text=True, timeout=60, **settings)
 
 
+def errors_of(done):
+    """Return stderr after the first line of a run."""
+    return re.sub(r"\A\d\d:\d\d:\d\d train run.ya?ml: loading torch and transformers\n", "", done.stderr)
+
+
+def test_a_run_says_what_it_does_before_it_loads_anything():
+    started = time.monotonic()
+    with subprocess.Popen([sys.executable, "-m", "areal_lite", "train", "run.yaml"], stderr=subprocess.PIPE) as run:
+        assert run.stderr.readline().endswith(b" train run.yaml: loading torch and transformers\n")
+        assert time.monotonic() - started < 5  # on a busy machine; 0.2 s on an idle one
+        run.kill()
+
+
 def test_only_the_first_rank_prints_the_run_directory():
     for rank, said in [("0", SHOWN), ("1", "")]:
         done = run_training_that("pass", env={**os.environ, "RANK": rank})
-        assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+        assert (done.returncode, done.stdout, errors_of(done)) == (0, said, "")
+        assert bool(done.stderr) == (rank == "0")
 
 
 def test_config_prints_the_resolved_config():
@@ -139,7 +155,7 @@ def test_config_prints_every_kind_of_config_file():
 def test_a_bad_config_ends_with_64_and_one_line_per_error():
     done = areal_lite("train", "run.yaml", "rollout.group_size=0")
     assert done.returncode == 64
-    assert done.stderr == (
+    assert errors_of(done) == (
         "error: run.yaml, override 'rollout.group_size=0': rollout.group_size: 0: it must be greater than or equal "
         "to 1. Episodes per dataset row. Group-based advantages compare their rewards.\n"
     )
@@ -162,8 +178,8 @@ def test_wrong_arguments_end_with_64_and_one_line(arguments, message):
     done = areal_lite(*arguments)
     assert done.returncode == 64
     assert message in done.stderr
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
+    assert errors_of(done).startswith("error: ")
+    assert errors_of(done).count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -257,7 +273,7 @@ def test_light_commands_load_no_torch():
 
 def test_success_exits_with_0():
     done = run_training_that("pass")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, errors_of(done)) == (0, "")
     assert "written to runs/exp/trial" in done.stdout
 
 
@@ -277,7 +293,7 @@ def test_success_exits_with_0():
 )
 def test_known_errors_end_with_their_code_and_one_line(error, code):
     done = run_training_that(f"raise errors.{error}('value, rule and fix')")
-    assert (done.returncode, done.stderr) == (code, "error: value, rule and fix\n")
+    assert (done.returncode, errors_of(done)) == (code, "error: value, rule and fix\n")
 
 
 def test_notes_of_an_error_are_printed_below_it():
@@ -288,7 +304,7 @@ def test_notes_of_an_error_are_printed_below_it():
         raise error
         """
     )
-    assert done.stderr == "error: value, rule and fix\nerror: the last good checkpoint is x\n"
+    assert errors_of(done) == "error: value, rule and fix\nerror: the last good checkpoint is x\n"
 
 
 def test_debug_shows_the_traceback_of_known_errors():
@@ -329,7 +345,10 @@ def signalled(body, *numbers):
 def test_a_first_signal_cleans_up_and_exits_with_its_code(number, code):
     *ended, error = signalled(WAITS, number)
     assert ended == [code, "cleaned up\n"]
-    assert error in ("stopping; signal again to stop at once\n", "")  # it may end before it can say so
+    assert error.partition(" loading torch and transformers\n")[2] in (
+        "stopping; signal again to stop at once\n",
+        "",
+    )  # it may end before it can say so
 
 
 def test_a_second_signal_exits_at_once():

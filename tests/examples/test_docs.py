@@ -49,7 +49,8 @@ def test_the_agent_and_the_yaml_of_the_readme_train(tiny_model, tmp_path):
     assert done.returncode == 0, done.stderr
 
     run_dir = tmp_path / "runs/my_agent/trial"
-    (record,) = map(json.loads, (run_dir / "metrics.jsonl").read_bytes().splitlines())
+    before, record, after = map(json.loads, (run_dir / "metrics.jsonl").read_bytes().splitlines())
+    assert (before["eval/episodes"], after["eval/episodes"]) == (64, 64)
     documented = set(re.findall(r"`([\w/]+)`", (REPOSITORY / "docs/metrics.md").read_text()))
     documented |= {name.replace("/seconds_", "/ms_per_token_") for name in documented}
     documented |= {f"train/{of}/{name}" for of in ("engine_mismatch", "staleness_drift") for name in documented}

@@ -105,7 +105,9 @@ def test_05_shows_dumped_episodes(tmp_path):
         )
         with RemoteInfEngine(config) as engine:
             engine.rollout_batch([{"ids": [5, 6, 7]}] * 3, OneAnswer(), group_size=2)
+    (dumps,) = (tmp_path / "runs").rglob("rollout")
     printed = run_example("05_read_the_dump.py", tmp_path / "runs", cwd=tmp_path)
+    assert run_example("05_read_the_dump.py", dumps, cwd=tmp_path) == printed
     assert "3 groups, 6 lines: {'accepted': 6}" in printed
     assert "version 0: mean reward 1.000 over 6" in printed
     assert "prompt: 3 tokens, 0 trained" in printed

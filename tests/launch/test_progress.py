@@ -13,7 +13,7 @@ from areal_lite.launch.loop import StepMetrics, Summary
 from areal_lite.launch.progress import TrainingProgress, server_table, summary_table
 
 
-@pytest.mark.parametrize(("rank", "lines"), [(None, 2), ("0", 2), ("1", 0)])
+@pytest.mark.parametrize(("rank", "lines"), [(None, 1), ("0", 1), ("1", 0)])
 def test_only_the_first_rank_prints(
     rank: str | None, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

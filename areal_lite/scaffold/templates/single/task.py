@@ -8,13 +8,7 @@ def rows(size, seed):
     """Return the dataset rows; an episode gets one as ``data``."""
     draws = random.Random(seed)
     numbers = [draws.sample(range(1, 100), 4) for _ in range(size)]
-    return [
-        {
-            "question": f"Which is the largest number: {', '.join(map(str, n))}? Reply with a number only.",
-            "answer": str(max(n)),
-        }
-        for n in numbers
-    ]
+    return [{"question": f"Which is the largest number: {n}?", "answer": str(max(n))} for n in numbers]
 
 
 def reward(text, answer):

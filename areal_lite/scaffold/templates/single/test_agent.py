@@ -37,4 +37,4 @@ class AgentTest(IsolatedAsyncioTestCase):
         for answer, expected in [(row["answer"], 1.0), ("0", 0.0), ("no idea", 0.0)]:
             reward, prompts = await play(row, answer)
             self.assertEqual(reward, expected)
-            self.assertIn(row["question"], prompts[0][0]["content"])
+            self.assertIn(row["question"], prompts[0][-1]["content"])
