@@ -99,6 +99,7 @@ def test_documented_metrics_are_exactly_those_that_runs_write(served_yaml: Path)
         "rollout.probe_every_steps": "2",
         "rollout.consumer_batch_size": "2",
         "save_model": "false",
+        "dump_training": "true",
     }
     choosing = {"trainer.loss": "clip_cov", "trainer.minibatches_per_step": "2", "trainer.total_steps": "1"}
     choosing["rollout.gconfig"] = "{max_new_tokens: 8, top_p: 0.9}"

@@ -26,7 +26,7 @@ FAKES = Path(__file__).parents[1] / "launch" / "fake_packages"
 def test_a_run_goes_on_when_its_server_is_killed(run_yaml: Path, tmp_path: Path) -> None:
     process = start(run_yaml, "trainer.total_steps=5", "eval_dataset=null", "rollout.request_retries=3")
     until_step(process, 2)
-    (server,) = psutil.Process(process.pid).children()
+    (server,) = [one for one in psutil.Process(process.pid).children() if "areal_lite.embedded" in one.cmdline()]
     server.kill()
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors

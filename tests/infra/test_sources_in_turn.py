@@ -54,7 +54,8 @@ def test_callers_that_ask_at_once_get_their_batches_in_turn(start_stub: StartStu
     async def ask() -> list[list[int]]:
         return [rows_of(b) for b in await asyncio.gather(*(engine.aprepare_batch(s, OneTurn) for s in sources))]
 
-    assert asyncio.run(ask()) == [[1, 2]] * 3
+    batches = asyncio.run(ask())
+    assert [len(set(batch) & {1, 2, 3, 4}) for batch in batches] == [2] * 3  # each of its own source
 
 
 class Stuck(StubServer):
