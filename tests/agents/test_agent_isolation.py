@@ -292,7 +292,7 @@ def test_a_blocked_loop_is_named_and_serves_the_others_later(start: Start, caplo
     engine = start()
     groups = engine.rollout_batch([{"sleep": 2.5}, *[{}] * 5], OneConversation)
     assert [end_of(group) for group in groups] == ["accepted"] * 6
-    (record,) = [record for record in caplog.records if "blocks the event loop" in record.message]
+    record = next(record for record in caplog.records if "blocks the event loop" in record.message)
     assert "OneConversation.run" in record.message and "await an async call" in record.message
     wait_until(lambda: engine.rollout_metrics()["blocked_s"] > 1)
 

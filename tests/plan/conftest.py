@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import run_yaml as run_yaml
-from tests.e2e.conftest import tiny_model as tiny_model
 
 
 @pytest.fixture
