@@ -52,11 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command in _COMMANDS:
             code = _COMMANDS[options.command](options) or 0
         else:
-            if options.command != "config":
-                logger.info("%s %s: loading torch and transformers", options.command, options.config)
             from areal_lite.api.config_loader import load_config
 
             config = load_config(options.config, options.overrides, root=_root(options.root))
+            if options.command != "config":
+                logger.info("%s %s: loading torch and transformers", options.command, options.config)
             if getattr(options, "dry_run", False):
                 _dry_run(config)
             else:
