@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM
 
 from areal_lite.embedded.adapter import Adapter
+from areal_lite.embedded.lean_decoder import FAMILIES, LeanDecoder
 from areal_lite.embedded.slot_cache import SlotCache
 from areal_lite.errors import ConfigError
 from areal_lite.exact_attention import MIN_ROWS, read_exactly
@@ -38,6 +39,7 @@ class ModelRunner:
         self._min_width = MIN_ROWS if exact and read_exactly(model) else 0
         capacity = context_length + self._min_width  # padding must not overwrite the last token
         self.cache = SlotCache(num_layers=layers, slots=slots, capacity=capacity, device=self.device)
+        self._lean = LeanDecoder(model, self.cache) if type(model).__name__ in FAMILIES else None
         self._last: Tensor | None = None
         self._adapted: list[RemovableHandle] = []
         head: nn.Module = model.get_output_embeddings()
@@ -78,10 +80,13 @@ class ModelRunner:
             visible = columns[None, None] <= plan.columns[:, :, None]  # [n, q, kv]
             mask = torch.zeros(visible.shape, dtype=self.model.dtype, device=self.device)
             mask = mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)[:, None]
+        positions = plan.columns.clamp(max=self.context_length - 1)
+        if width == 1 and mask is not None and self._lean is not None and not self._adapted:
+            return self._lean.forward(input_ids, positions, mask)
         output = self.model(
             input_ids=input_ids,
             attention_mask=mask,
-            position_ids=plan.columns.clamp(max=self.context_length - 1),
+            position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
         )
