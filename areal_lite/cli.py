@@ -167,7 +167,7 @@ def _replay(options: argparse.Namespace) -> None:
     if not _is_first_rank():
         return
     progress.console.print(summary_table(summary))
-    recorded, wanted = len(replay.batches), replay.config.trainer.total_steps
+    recorded, wanted = len(replay.batches), replay.config.trainer.steps
     if recorded < wanted:
         print(f"{options.path} has the batches of {recorded} steps, and trainer.total_steps is {wanted}")
     if replay.is_same and (same := same_weights(options.path, summary.run_dir)) is not None:

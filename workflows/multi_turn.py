@@ -15,15 +15,21 @@ from areal_lite.api import (
 )
 from areal_lite.data import load_tokenizer
 
+NOT_PASSED = ("prompt", "completion", "prompt_ids", "completion_ids", "raw_prompt_ids")
+"""Keys of the row that a reward function does not get by name."""
 FEEDBACK = "Your answer is either wrong or not in the form asked for. Please try to answer it again."
 
 
 class MultiTurnWorkflow(RolloutWorkflow):
     """Ask until the reward is above 0, at most ``max_turns`` times; all answers are trained.
 
+    A run prepares the prompt in the column ``prompt_key`` as the dataset section says. Otherwise a row has
+    ``messages``, or a text in ``prompt`` or ``question``.
+
     Args:
-        reward_fn: ``reward_fn(prompt, completion, prompt_ids, completion_ids, **row) -> float``, or its dotted
-            path; ``row`` is the dataset row without these four names.
+        reward_fn: ``reward_fn(prompt, completion, prompt_ids, completion_ids, **row)``, or its dotted path; ``row``
+            is the dataset row without these four names. Returns a number, or a dict with it as ``score`` and with
+            other facts to record.
         gconfig: Sampling parameters.
         tokenizer: A Hugging Face tokenizer, or its path.
         max_turns: Maximum number of answers.
@@ -31,6 +37,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
         system_prompt: System message before a row's text.
         feedback: User message after a wrong answer.
     """
+
+    takes_prompt_ids = True
 
     def __init__(
         self,
@@ -55,9 +63,14 @@ class MultiTurnWorkflow(RolloutWorkflow):
     async def arun_episode(
         self, engine: InferenceEngine, data: dict[str, Any]
     ) -> dict[str, InteractionWithTokenLogpReward]:
-        client = ArealOpenAI(engine, self.tokenizer, self.gconfig)
-        messages = self._first_messages(data)
-        row = {k: v for k, v in data.items() if k not in ("prompt", "completion", "prompt_ids", "completion_ids")}
+        prompt_ids = data.get("raw_prompt_ids")
+        client = ArealOpenAI(engine, self.tokenizer, self.gconfig, prompt_ids=prompt_ids)
+        messages: list[Any] = (
+            [{"role": "user", "content": self.tokenizer.decode(prompt_ids)}]
+            if prompt_ids
+            else self._first_messages(data)
+        )
+        row = {key: value for key, value in data.items() if key not in NOT_PASSED}
         discount, reward = 1.0, 0.0
         for turn in range(self.max_turns):
             if turn:
@@ -71,6 +84,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
             reward = await self.reward(
                 prompt, answer.content or "", response.input_tokens, response.output_tokens, **row
             )
+            if isinstance(reward, list):
+                raise ValueError("the reward function rewards tokens one by one, and this workflow whole episodes")
             if reward > 0:
                 break
         client.set_last_reward(reward * discount)

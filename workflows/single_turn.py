@@ -16,18 +16,27 @@ from areal_lite.api import (
 )
 from areal_lite.data import load_tokenizer
 
+NOT_PASSED = ("prompt", "completion", "prompt_ids", "completion_ids", "raw_prompt_ids")
+"""Keys of the row that a reward function does not get by name."""
+
 
 class SingleTurnWorkflow(RolloutWorkflow):
-    """Ask one question per row; a row has ``messages``, or a text in ``prompt`` or ``question``.
+    """Ask one question per row.
+
+    A run prepares the prompt in the column ``prompt_key`` as the dataset section says. Otherwise a row has
+    ``messages``, or a text in ``prompt`` or ``question``.
 
     Args:
-        reward_fn: ``reward_fn(prompt, completion, prompt_ids, completion_ids, **row) -> float``, or its dotted
-            path; ``row`` is the dataset row without these four names.
+        reward_fn: ``reward_fn(prompt, completion, prompt_ids, completion_ids, **row)``, or its dotted path; ``row``
+            is the dataset row without these four names. Returns a number, a number for each token of
+            ``completion_ids``, or a dict with either as ``score`` and with other facts to record.
         gconfig: Sampling parameters.
         tokenizer: A Hugging Face tokenizer, or its path.
         system_prompt: System message before a row's text.
         enable_thinking: Passed to the chat template.
     """
+
+    takes_prompt_ids = True
 
     def __init__(
         self,
@@ -45,29 +54,36 @@ class SingleTurnWorkflow(RolloutWorkflow):
         self.enable_thinking = enable_thinking
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, torch.Tensor]:
-        prompt = self.tokenizer.apply_chat_template(
-            messages_of(data, self.system_prompt),
-            add_generation_prompt=True,
-            tokenize=False,
-            enable_thinking=self.enable_thinking,
-        )
-        prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
+        prompt_ids = data.get("raw_prompt_ids") or self._prompt_ids(data)
         response = await engine.agenerate(
             ModelRequest(input_ids=prompt_ids, gconfig=self.gconfig, tokenizer=self.tokenizer)
         )
         completion = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
-        row = {k: v for k, v in data.items() if k not in ("prompt", "completion", "prompt_ids", "completion_ids")}
+        prompt = self.tokenizer.decode(prompt_ids)
+        row = {key: value for key, value in data.items() if key not in NOT_PASSED}
         reward = await self.reward(prompt, completion, prompt_ids, response.output_tokens, **row)
 
         prompt_len, answer_len = response.input_len, response.output_len
-        return {
+        if isinstance(reward, list):  # one for each token of the answer
+            rewards = {"token_rewards": torch.tensor([[0.0] * prompt_len + reward], dtype=torch.float32)}
+        else:
+            rewards = {"rewards": torch.tensor([reward], dtype=torch.float32)}
+        return rewards | {
             "input_ids": torch.tensor([response.input_tokens + response.output_tokens], dtype=torch.int32),
             "attention_mask": torch.ones(1, prompt_len + answer_len, dtype=torch.bool),
             "loss_mask": torch.tensor([[0] * prompt_len + [1] * answer_len], dtype=torch.int32),
             "logprobs": torch.tensor([[0.0] * prompt_len + response.output_logprobs], dtype=torch.float32),
             "versions": torch.tensor([[-1] * prompt_len + response.output_versions], dtype=torch.int32),
-            "rewards": torch.tensor([reward], dtype=torch.float32),
         }
+
+    def _prompt_ids(self, data: dict[str, Any]) -> list[int]:
+        text = self.tokenizer.apply_chat_template(
+            messages_of(data, self.system_prompt),
+            add_generation_prompt=True,
+            tokenize=False,
+            enable_thinking=self.enable_thinking,
+        )
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
 def messages_of(row: dict[str, Any], system_prompt: str | None) -> list[dict[str, Any]]:

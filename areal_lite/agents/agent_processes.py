@@ -105,6 +105,7 @@ class AgentProcesses:
             self._idle.append(process)
         if context.episode is not None:
             context.episode.processes += [ProcessRecord(**record) for record in reply["processes"]]
+            context.episode.reward_extra |= reply["facts"]
         if "error" in reply:
             raise _rebuilt(*reply["error"])
         return reply["reward"]

@@ -30,21 +30,22 @@ def main() -> None:
     while header := requests.read(LENGTH.size):
         message = requests.read(LENGTH.unpack(header)[0])
         processes: list[Any] = []
+        facts: dict[str, Any] = {}
         key, preparation, agent, job = pickle.loads(message)
         try:
             if agent is not None:
                 spawn.prepare(preparation)
                 agents[key] = pickle.loads(agent)
-            reply = {"reward": run_job(agents[key], pickle.loads(job), processes)}
+            reply = {"reward": run_job(agents[key], pickle.loads(job), processes, facts)}
         except BaseException as error:  # SystemExit too: the exception is the answer
             reply = {"error": _describe(error)}
-        reply |= {"processes": processes, "loaded": key in agents}
+        reply |= {"processes": processes, "facts": facts, "loaded": key in agents}
         body = json.dumps(reply, default=_plain).encode()
         connection.sendall(LENGTH.pack(len(body)) + body)
 
 
-def run_job(agent: Any, job: dict[str, Any], processes: list[Any]) -> Any:
-    """Run one episode and return its reward; the programs it ran are added to ``processes``."""
+def run_job(agent: Any, job: dict[str, Any], processes: list[Any], facts: dict[str, Any]) -> Any:
+    """Run one episode and return its reward; add the programs it ran, and the facts beside its rewards."""
     import asyncio
     from dataclasses import asdict
 
@@ -78,6 +79,7 @@ def run_job(agent: Any, job: dict[str, Any], processes: list[Any]) -> Any:
         raise
     finally:
         processes.extend(asdict(record) for record in episode.processes)
+        facts |= episode.reward_extra
 
 
 def _plain(value: Any) -> Any:

@@ -43,6 +43,7 @@ class ArealOpenAI(AsyncOpenAI):
             content, as in AReaL.
         chat_template_type: Ignored: a continued conversation is always one sequence.
         tools_in_system_prompt: For chat templates that do not render tools; None is the run's.
+        prompt_ids: Tokens of the first request, in place of its rendered messages: ``raw_prompt_ids`` of the row.
         **client_options: Other options of AsyncOpenAI.
     """
 
@@ -57,6 +58,7 @@ class ArealOpenAI(AsyncOpenAI):
         reasoning_parser: str | None = None,
         chat_template_type: str | None = None,
         tools_in_system_prompt: bool | None = None,
+        prompt_ids: list[int] | None = None,
         **client_options: Any,
     ) -> None:
         gconfig = gconfig or GenerationHyperparameters()
@@ -71,7 +73,7 @@ class ArealOpenAI(AsyncOpenAI):
             reasoning_parser="think" if reasoning_parser == "think" else "none",
             tools_in_system_prompt=tools_in_system_prompt,
         )
-        self.session = ChatSession(engine, renderer, gconfig, agent_samples=True)
+        self.session = ChatSession(engine, renderer, gconfig, agent_samples=True, prompt_ids=prompt_ids)
         self._discounted = self._exported = False
         service = AgentService()
         options = {

@@ -93,6 +93,7 @@ class ChatSession:
         renderer: The tokenizer with its chat template.
         gconfig: The run's sampling parameters.
         agent_samples: Whether the agent's temperature, top_p and the like apply; not while training.
+        prompt_ids: Tokens of the first request, in place of its rendered messages.
 
     Attributes:
         interactions: Every answer by completion id, in the order they came.
@@ -110,8 +111,10 @@ class ChatSession:
         gconfig: GenerationHyperparameters,
         *,
         agent_samples: bool = False,
+        prompt_ids: list[int] | None = None,
     ) -> None:
         self._engine = engine
+        self._prompt_ids = prompt_ids
         self._renderer = renderer
         self._agent_samples = agent_samples
         stop_ids = dict.fromkeys([*(gconfig.stop_token_ids or []), *renderer.stop_ids])
@@ -433,7 +436,10 @@ class ChatSession:
                 return recorded.prompt.extended(recorded.output_tokens + added), parent
             except RequestError:
                 logger.debug("the new messages cannot be rendered alone", exc_info=True)
-        ids = await self._renderer.prompt(request.messages, request.tools, request.template_kwargs)
+        if self._prompt_ids is not None and not self.interactions:
+            ids = list(self._prompt_ids)  # it grows with the conversation
+        else:
+            ids = await self._renderer.prompt(request.messages, request.tools, request.template_kwargs)
         return TokenPrefix(ids, len(ids)), None
 
     def _read(

@@ -116,6 +116,9 @@ class InferenceEngineConfig(RunIdentity):
     when the batch is full and run first for the next; mask_offpolicy_in_partial_rollout resumes them from their
     tokens."""
 
+    gen_batch_size: Positive | None = None
+    """Groups to generate at once for a batch; sets over_sampling_groups to what exceeds consumer_batch_size."""
+
     mask_offpolicy_in_partial_rollout: bool = False
     """Mask tokens beyond the staleness bound and train on the rest."""
 
@@ -186,6 +189,24 @@ class InferenceEngineConfig(RunIdentity):
 
     agent_processes: Positive | None = None
     """Maximum number of processes with agent_isolation: process; further episodes wait. Null: two per core."""
+
+    def __post_init__(self) -> None:
+        if self.gen_batch_size is not None and self.over_sampling_groups:
+            raise ValueError(
+                f"gen_batch_size is {self.gen_batch_size} and over_sampling_groups {self.over_sampling_groups}: both "
+                "set the same thing, so remove one"
+            )
+        if self.extra_groups < 0:
+            raise ValueError(
+                f"gen_batch_size is {self.gen_batch_size}, below consumer_batch_size {self.consumer_batch_size}: a "
+                f"batch would not fill. To run fewer groups at once, set max_concurrent_rollouts: {self.gen_batch_size}"
+            )
+
+    @property
+    def extra_groups(self) -> int:
+        """Groups that start beyond a batch."""
+        size = self.gen_batch_size
+        return self.over_sampling_groups if size is None else size - self.consumer_batch_size
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -286,7 +307,7 @@ class RowsConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DatasetConfig(RowsConfig):
-    """Dataset rows, and how the data pipeline tokenizes their prompts if it does."""
+    """Dataset rows, and how their prompts are tokenized for a workflow that takes them, and for their length."""
 
     prompt_key: str = "prompt"
     """Column of the prompt: text, or a list of messages."""
@@ -308,7 +329,7 @@ class DatasetConfig(RowsConfig):
     render tools."""
 
     max_prompt_length: Positive | None = None
-    """Pad and limit prompts that the data pipeline tokenizes to this many tokens. Null: no padding, no limit."""
+    """Maximum tokens of a prompt. Null: no limit."""
 
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """For prompts above max_prompt_length: raise an error, or the part to cut."""
@@ -323,10 +344,10 @@ class DatasetConfig(RowsConfig):
     """Extra chat template variables, or chat_template to replace the template."""
 
     return_raw_chat: bool = False
-    """Add raw_prompt, the messages, to each item."""
+    """Add raw_prompt, the messages, to each row."""
 
     return_full_prompt: bool = False
-    """Add full_prompts, the rendered text, to each item."""
+    """Add full_prompts, the rendered text, to each row."""
 
     custom_cls: ClassConfig | None = None
     """Custom torch Dataset class, constructed with data_files, tokenizer, processor and config."""
@@ -453,6 +474,9 @@ class RunConfig(ExperimentConfig):
 
     profile_steps: list[Positive] = field(default_factory=list)
     """Steps to profile with torch; traces go to profile/."""
+
+    memory_snapshot_steps: list[Positive] = field(default_factory=list)
+    """Steps after which to write what holds memory to memory/, on a GPU with all allocations of the step."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -274,7 +274,17 @@ def _is_mapping(annotation: Any) -> bool:
     return any(typing.get_origin(kind) is dict for kind in (annotation, *typing.get_args(annotation)))
 
 
+_ELSEWHERE = {
+    "dataloader_num_workers": "rows are read and prepared while others generate, without loader workers: remove it",
+    "train_batch_size": "the rows of a training batch are rollout.consumer_batch_size",
+    "total_training_steps": "write trainer.total_steps",
+}
+"""What to write in place of keys of verl."""
+
+
 def _unknown(owner: type[Any], name: str, root: type[Any]) -> str:
+    if name in _ELSEWHERE:
+        return f"unknown key {name!r}: {_ELSEWHERE[name]}"
     known = list(owner.__pydantic_fields__)
     elsewhere = [key for key in _all_keys(root) if key.rpartition(".")[2] == name]
     if close := elsewhere or difflib.get_close_matches(name, known, 1):

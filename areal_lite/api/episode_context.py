@@ -25,6 +25,8 @@ class Episode:
     """Answers in the order they came."""
     counts: dict[str, float] = field(default_factory=dict)
     """What its agent counted and its reward's parts; goes to ``Trajectory.counts``."""
+    reward_extra: dict[str, float | str | None] = field(default_factory=dict)
+    """What its reward function returned beside the last reward; goes to ``Trajectory.reward_extra``."""
     processes: list[ProcessRecord] = field(default_factory=list)
     """Programs that its agent ran, in the order they ended."""
     trajectory: Trajectory | None = None
@@ -49,6 +51,7 @@ class Episode:
             self.trajectory = unfinished_trajectory(calls, member_idx=self.member_idx, status=status)
             self.trajectory.failure = failure
         self.trajectory.counts = self.counts
+        self.trajectory.reward_extra = self.reward_extra
         self.trajectory.processes = self.processes
         return self.trajectory
 

@@ -1,7 +1,8 @@
 """Reward functions run off the event loop, in worker processes that can be killed.
 
 A missing reward is a failure with its reason, never a 0: timeouts, dead workers, exceptions
-and values that are not finite numbers all raise. This guards against accidents (endless loops, memory,
+and values that are not finite numbers all raise. What a function returns beside its reward goes into the episode's
+record. This guards against accidents (endless loops, memory,
 ``os._exit``); it is not a sandbox against an attacker.
 """
 
@@ -12,6 +13,7 @@ import asyncio
 import atexit
 import inspect
 import itertools
+import json
 import os
 import pickle
 import signal
@@ -29,11 +31,12 @@ from areal_lite.api import reward_worker as wire
 from areal_lite.api.child_process import start_tied
 from areal_lite.api.dotted_path import load_object
 from areal_lite.api.failure import FailureKind, attributed_to
+from areal_lite.api.scalars import record_reward_facts
 from areal_lite.errors import ConfigError
 
 START_SECONDS = 120.0
 """Limit on starting a worker and importing the reward function's module."""
-_MAX_REPLY_BYTES = 16 * wire.MAX_TEXT
+_MAX_REPLY_BYTES = 2**24
 
 
 class AsyncRewardWrapper:
@@ -41,6 +44,10 @@ class AsyncRewardWrapper:
 
     A plain function runs in one of ``max_workers`` processes that all wrappers with that number share;
     an ``async def`` function (a judge behind HTTP, say) is awaited on the caller's loop, under the same limit.
+
+    A function returns a number, a list or array with one for each token of the answer, or a dict with either as
+    ``score`` (or ``reward``). Numbers and texts beside it in the dict go into the dump of the running episode, and the
+    means of the numbers into the run's metrics as ``rollout/reward_extra/NAME``.
 
     Args:
         reward_fn: A function at module level, a picklable callable, or a dotted path to one.
@@ -82,34 +89,47 @@ class AsyncRewardWrapper:
         self._in_process = in_process
         self._sendable = None if self._is_async or in_process else _Sendable(function, self._name)
 
-    async def __call__(self, *args: Any, **kwargs: Any) -> float:
-        """Return the reward.
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the reward: a float, or a list of floats if there is one for each token.
 
         Raises:
             TimeoutError: After ``timeout_seconds``; the worker is killed.
-            ValueError: If the function returned anything but a finite real number.
+            ValueError: If the function returned anything else, a number that is not finite, or another number of
+                rewards than ``completion_ids``, the fourth argument, has tokens.
             RuntimeError: If the worker died.
             Exception: What the function raised, with its text and the worker's traceback as a note.
         """
         for _ in range(self._max_retries):
             try:
-                return await self._call(args, kwargs)
+                return await self._checked(args, kwargs)
             except Exception:
                 continue  # the last try's error is the one that counts
         with attributed_to(FailureKind.REWARD):
-            return await self._call(args, kwargs)
+            return await self._checked(args, kwargs)
 
-    async def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    async def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | list[float]:
+        value, facts = await self._call(args, kwargs)
+        tokens = args[3] if len(args) > 3 else kwargs.get("completion_ids", ())
+        if isinstance(value, list) and len(value) != len(tokens):
+            raise ValueError(
+                f"reward {self._name} is a list of {len(value)} for {len(tokens)} completion_ids: it must be a finite "
+                "number, or one for each of them"
+            )
+        if facts:
+            record_reward_facts(facts)
+        return value
+
+    async def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> wire.Reward:
         if self._is_async:
             try:
                 async with asyncio.timeout(self._timeout_s) as limit:
-                    return wire.as_reward(await self._function(*args, **kwargs))
+                    return wire.read_reward(await self._function(*args, **kwargs))
             except TimeoutError:
                 if not limit.expired():
                     raise
                 raise TimeoutError(f"reward {self._name} gave no answer in {self._timeout_s:g} s") from None
         if self._sendable is None:
-            return wire.as_reward(self._function(*args, **kwargs))
+            return wire.read_reward(self._function(*args, **kwargs))
         message = pickle.dumps((self._sendable.key, args, kwargs), pickle.HIGHEST_PROTOCOL)
         pool = _pool(self._max_workers)
         worker = await pool.acquire()
@@ -171,17 +191,17 @@ class _Worker:
         self._socket: socket.socket | None = None
         self._loaded: set[int] = set()
 
-    async def call(self, function: _Sendable, message: bytes, timeout_s: float) -> float:
+    async def call(self, function: _Sendable, message: bytes, timeout_s: float) -> wire.Reward:
         if self.process is None:
             self._start()
         if function.key not in self._loaded:
             await self._exchange(function.load_message, function, START_SECONDS)
             self._loaded.add(function.key)
-        reply = await self._exchange(message, function, timeout_s)
-        return wire.as_reward(wire.NUMBER.unpack(reply)[0])
+        kind, body = await self._exchange(message, function, timeout_s)
+        return wire.read_reward(json.loads(body) if kind == wire.DETAILS else wire.NUMBER.unpack(body)[0])
 
-    async def _exchange(self, message: bytes, function: _Sendable, timeout_s: float) -> bytes:
-        """Send one message and return the body of its answer; any error kills the process."""
+    async def _exchange(self, message: bytes, function: _Sendable, timeout_s: float) -> tuple[bytes, bytes]:
+        """Send one message and return kind and body of its answer; any error kills the process."""
         assert self._socket is not None
         loop = asyncio.get_running_loop()
         try:
@@ -208,7 +228,7 @@ class _Worker:
         kind, body = reply[:1], reply[wire.REPLY.size :]
         if kind == wire.RAISED:
             raise wire.rebuild(body)
-        return body
+        return kind, body
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()

@@ -17,15 +17,15 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import spawn
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 LENGTH = struct.Struct("!I")
 REPLY = struct.Struct("!cI")
 NUMBER = struct.Struct("!d")
-LOADED, REWARD, RAISED = b"l", b"r", b"e"
+LOADED, REWARD, DETAILS, RAISED = b"l", b"r", b"d", b"e"
 MAX_TEXT = 8192
 
 
@@ -51,6 +51,45 @@ def as_reward(value: Any) -> float:
     raise ValueError(f"the reward is {repr(value)[:200]}: it must be a finite number; raise an error instead")
 
 
+class Reward(NamedTuple):
+    """What a reward function returned."""
+
+    value: float | list[float]
+    """One number, or one for each token of the answer."""
+    facts: dict[str, float | str | None]
+    """What it returned beside the reward, by name."""
+
+
+def read_reward(returned: Any) -> Reward:
+    """Return the reward, and the facts beside it if ``returned`` is a dict with ``score`` or ``reward``.
+
+    Raises:
+        ValueError: If there is no reward, a number is not finite, or a fact is neither a number nor text.
+    """
+    facts: dict[str, float | str | None] = {}
+    if isinstance(returned, Mapping):
+        if (name := next((name for name in ("score", "reward") if name in returned), None)) is None:
+            raise ValueError(f"the reward is a dict of {[*returned][:8]}: give the number as 'score'")
+        facts = {str(key): _fact(str(key), value) for key, value in returned.items() if key != name}
+        returned = returned[name]
+    if getattr(returned, "ndim", None) == 1 and len(returned) > 1:  # of numpy or torch
+        returned = returned.tolist()
+    if isinstance(returned, list | tuple):
+        return Reward([as_reward(number) for number in returned], facts)
+    return Reward(as_reward(returned), facts)
+
+
+def _fact(name: str, value: Any) -> float | str | None:
+    if value is None or isinstance(value, str):
+        return value and value.encode(errors="replace").decode()  # without lone surrogates, which no JSON has
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(
+            f"the reward's {name!r} is {repr(value)[:200]}: beside the score, give numbers and texts"
+        ) from None
+
+
 def main() -> None:
     """Serve the socket whose number is the first argument until the other side closes it."""
     connection = socket.socket(fileno=int(sys.argv[1]))
@@ -67,7 +106,11 @@ def main() -> None:
                 functions[key] = pickle.loads(function)
                 kind, body = LOADED, b""
             else:
-                kind, body = REWARD, NUMBER.pack(as_reward(functions[key](*arguments, **keywords)))
+                value, facts = read_reward(functions[key](*arguments, **keywords))
+                if isinstance(value, float) and not facts:
+                    kind, body = REWARD, NUMBER.pack(value)
+                else:
+                    kind, body = DETAILS, json.dumps({"score": value, **facts}).encode()
         except BaseException as error:  # SystemExit too: the exception is the answer
             kind, body = RAISED, _describe(error)
         connection.sendall(REPLY.pack(kind, len(body)) + body)

@@ -44,6 +44,12 @@ def record_counts(counts: Mapping[str, float]) -> None:
         context.scalars.add({f"{scope}/{name}": value for name, value in counts.items()}, is_eval=context.is_eval)
 
 
+def record_reward_facts(facts: Mapping[str, float | str | None]) -> None:
+    """Keep what a reward function said beside its reward in the running episode's record, if there is one."""
+    if (episode := episode_context.current().episode) is not None:
+        episode.reward_extra |= facts
+
+
 def record_scalars(values: Mapping[str, float]) -> None:
     """Record numbers of the running episode, by metric name.
 

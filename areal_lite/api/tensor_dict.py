@@ -8,6 +8,7 @@
 | logprobs | [B, T] | float | no | behaviour log-probs (nats), 0 where not sampled |
 | versions | [B, T] | integer | no | policy version of each sampled token, -1 elsewhere |
 | rewards | [B] | float | no | reward of each sequence |
+| token_rewards | [B, T] | float | no | in place of rewards: a number for each token, whose sum is the reward |
 
 Other keys pass through: tensors and lists with B entries are merged, anything else is taken from the
 first. torch is loaded only when a dict is made or merged.
@@ -31,6 +32,7 @@ TOKEN_KEYS = {
     "loss_mask": "biu",
     "logprobs": "f",
     "versions": "i",
+    "token_rewards": "f",
 }
 """Per-token keys and the numpy kinds they may have."""
 _KIND_WORDS = {
@@ -43,7 +45,13 @@ SEQUENCE_KEYS = {*TOKEN_KEYS, "rewards"}
 """All keys of the table; others pass through."""
 PADDING = {"versions": -1}
 """Right-padding value per key; 0 where not named."""
-_VIEW = {"input_ids": np.int32, "loss_mask": np.int32, "logprobs": np.float32, "versions": np.int32}
+_VIEW = {
+    "input_ids": np.int32,
+    "loss_mask": np.int32,
+    "logprobs": np.float32,
+    "versions": np.int32,
+    "token_rewards": np.float32,
+}
 """Dtypes of the view, which are AReaL's."""
 
 
@@ -216,6 +224,8 @@ def check_tensor_dict(tensors: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
 
 
 def _check_values(arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+    if not np.isfinite(arrays.get("token_rewards", 0.0)).all():
+        raise ValueError("token_rewards holds nan or inf: every reward must be finite; raise instead of nan")
     attention = arrays["attention_mask"]
     padded = np.count_nonzero(attention) < attention.size
     if not padded:

@@ -203,8 +203,11 @@ class CriticConfig(OptimizerConfig):
 class TrainerConfig(LearnerConfig):
     """Reinforcement learning from batches of groups."""
 
-    total_steps: Positive
-    """Training steps, which is also the length of the learning-rate schedule."""
+    total_steps: Positive | None = None
+    """Training steps, which is also the length of the learning-rate schedule. Null: those of total_epochs."""
+
+    total_epochs: Positive | None = None
+    """Passes over the training rows, without an incomplete last batch. With total_steps, whichever ends first."""
 
     minibatches_per_step: Positive = 1
     """Optimizer updates per batch; each uses an equal share of the batch's groups."""
@@ -265,6 +268,9 @@ class TrainerConfig(LearnerConfig):
         critic_only = 0 if self.critic is None else self.critic.updates_before_policy
         _refuse(
             {
+                "total_steps and total_epochs are null: give one of them": self.total_steps
+                is self.total_epochs
+                is None,
                 f"correction sets {', '.join(unused)}, but with proximal: behaviour the ratio is always 1: remove "
                 "one": self.proximal == "behaviour" and bool(unused),
                 f"loss_aggregation {self.loss_aggregation} divides by loss_scale: set it, in tokens": (
@@ -273,6 +279,17 @@ class TrainerConfig(LearnerConfig):
                 f"loss_scale is {self.loss_scale}, but only loss_aggregation: seq-mean-token-sum-norm divides by it: "
                 "set that, or remove loss_scale": self.loss_scale is not None and not scaled,
                 f"critic.updates_before_policy is {critic_only} and total_steps {self.total_steps}: the policy would "
-                "never be trained; set fewer": critic_only >= self.total_steps,
+                "never be trained; set fewer": self.total_steps is not None and critic_only >= self.total_steps,
             }
         )
+
+    @property
+    def steps(self) -> int:
+        """``total_steps``; a run has counted those of ``total_epochs`` before it asks.
+
+        Raises:
+            ValueError: If it is null.
+        """
+        if self.total_steps is None:
+            raise ValueError("trainer.total_steps is null: give it, because only a run counts the steps of its epochs")
+        return self.total_steps

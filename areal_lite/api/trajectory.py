@@ -100,6 +100,8 @@ class TokenSequence:
     versions: NDArray[Any] | None = None
     """``[T]`` integer, policy version of each sampled token, -1 elsewhere; None if unknown."""
     reward: float | None = None
+    token_rewards: NDArray[Any] | None = None
+    """``[T]`` float, whose sum is ``reward``, if tokens are rewarded one by one; then its episode has no other."""
     place: tuple[tuple[int, ...], int] | None = None
     """``path`` and ``turn_idx``, if known."""
     owner: weakref.ref[Trajectory] | None = None
@@ -114,8 +116,8 @@ class TokenSequence:
 
     def __post_init__(self) -> None:
         length = len(self.input_ids)
-        columns = (self.loss_mask, self.logprobs, self.versions)
-        for name, column in zip(("loss_mask", "logprobs", "versions"), columns, strict=True):
+        for name in ("loss_mask", "logprobs", "versions", "token_rewards"):
+            column = getattr(self, name)
             if column is not None and len(column) != length:
                 raise ValueError(
                     f"{self._where}{name} has {len(column)} entries but input_ids has {length}: give one per token"
@@ -212,6 +214,8 @@ class Trajectory:
     """Other keys of a workflow's tensor dict, beside tokens and rewards, per sequence."""
     counts: dict[str, float] = field(default_factory=dict)
     """Numbers of an agent's episode: answers, forks, ..., and the parts of its reward as ``reward/NAME``."""
+    reward_extra: dict[str, float | str | None] = field(default_factory=dict)
+    """What the reward function returned beside the reward, by name."""
     processes: list[ProcessRecord] = field(default_factory=list)
     """Programs that the agent ran, in the order they ended."""
     turns: list[Turn] = _LATER

@@ -5,6 +5,7 @@ Sequences are made when the episode ends; turns, which show how they came about,
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
@@ -20,7 +21,7 @@ from areal_lite.api.tensor_dict import SEQUENCE_KEYS, check_returned, check_tens
 from areal_lite.api.trajectory import EpisodeStatus, TokenSequence, Trajectory, Turn, TurnRole
 
 Arrays = Mapping[str, NDArray[Any]]
-_COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions")
+_COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
 Span = tuple[int, int, ModelResponse | None, bool]
 """Start and end of a turn in its sequence, its call if known, and whether the model sampled it."""
 
@@ -53,6 +54,11 @@ def trajectory_of(
             else:
                 arrays = check_tensor_dict(returned)
                 sequences.extend(_row_sequences(arrays))
+                if "token_rewards" in arrays and len(sequences) > 1:
+                    raise ValueError(
+                        f"the episode has token_rewards and {len(sequences)} sequences: return its turns as one "
+                        "sequence, or rewards in place of token_rewards"
+                    )
                 trajectory.has_loss_mask = "loss_mask" in arrays
                 trajectory.extras = {key: value for key, value in returned.items() if key not in SEQUENCE_KEYS}
         trajectory.average_rewards()
@@ -243,7 +249,13 @@ def _row_sequences(arrays: Arrays) -> Iterator[TokenSequence]:
     attention = arrays.get("attention_mask")
     for row, reward in enumerate(rewards):
         place = row if attention is None else (row, attention[row] != 0)
-        yield TokenSequence(reward=reward, **{key: column[place] for key, column in columns.items()})
+        sequence = TokenSequence(reward=reward, **{key: column[place] for key, column in columns.items()})
+        if sequence.token_rewards is not None:
+            total = float(sequence.token_rewards.sum(dtype=np.float64))
+            if reward is not None and not math.isclose(reward, total, rel_tol=1e-4, abs_tol=1e-6):
+                raise ValueError(f"rewards is {reward} and token_rewards sum to {total}: leave rewards out")
+            sequence.reward = total
+        yield sequence
 
 
 def _chain_spans(interaction: InteractionWithTokenLogpReward) -> Iterator[Span]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from areal_lite.api.engine_api import Agent as Agent
 from areal_lite.api.engine_api import InferenceEngine
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 class RolloutWorkflow(ABC):
     """Turns one dataset row into a trajectory."""
+
+    takes_prompt_ids: ClassVar[bool] = False
+    """Whether it generates from ``raw_prompt_ids`` of its row: the prompt's tokens as the dataset section asks for
+    them. Rows of other workflows have none, and a setting that only acts there is an error."""
 
     @abstractmethod
     async def arun_episode(

@@ -92,6 +92,7 @@ def _sequence(record: dict[str, Any]) -> TokenSequence:
         loss_mask=column("loss_mask", 0, np.bool_),
         logprobs=column("logprobs", 0.0, np.float32),
         versions=column("versions", -1, np.int32),
+        token_rewards=column("rewards", 0.0, np.float32) if any("rewards" in turn for turn in turns) else None,
         reward=record["reward"],
         place=(tuple(path), max(0, calls - 1)),
     )

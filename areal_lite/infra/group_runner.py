@@ -19,7 +19,7 @@ from areal_lite.api import episode_context
 from areal_lite.api.engine_api import FilterDecision, InferenceEngine, Row
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.failure import Failure, FailureKind, attributed_to
-from areal_lite.api.scalars import Scalars
+from areal_lite.api.scalars import Scalars, scope_name
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.tensor_dict import tensor_dict_of
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId, Trajectory
@@ -190,6 +190,11 @@ class GroupRunner:
     def _judge(self, submission: Submission) -> Group:
         """Return the finished group: accepted, rejected by workflow or filter, or failed with its episodes."""
         trajectories = [episode.end(EpisodeStatus.REJECTED) for episode in submission.episodes]
+        scope = scope_name(submission.recipe.is_eval)
+        for trajectory in trajectories:
+            numbers = {name: value for name, value in trajectory.reward_extra.items() if isinstance(value, float)}
+            named = {f"{scope}/reward_extra/{name}": value for name, value in numbers.items()}
+            self.scalars.add(named, is_eval=submission.recipe.is_eval)
         if not any(trajectory.sequences for trajectory in trajectories):
             failed = (t.failure for t in trajectories if t.status is EpisodeStatus.FAILED)
             if (failure := next(failed, None)) is not None:

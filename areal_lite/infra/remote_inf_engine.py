@@ -100,7 +100,7 @@ class RemoteInfEngine(InferenceEngine):
                 max_concurrent=config.max_concurrent_rollouts,
                 max_staleness=config.max_head_offpolicyness,
                 batch_size=config.consumer_batch_size,
-                extra=config.over_sampling_groups,
+                extra=config.extra_groups,
             ),
             on_end=self._on_end,
             interrupt=self._client.interrupt,

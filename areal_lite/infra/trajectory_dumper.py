@@ -276,6 +276,7 @@ def dump_lines(group: Group, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
             "completion": _decode(tokenizer, ids[prompt_len:]),
             "turns": [_turn(turn, place, sequence, tokenizer) for turn, place in zip(turns, path, strict=True)],
             "counts": trajectory.counts,
+            "reward_extra": trajectory.reward_extra,
             "processes": [asdict(each) for each in trajectory.processes] if is_first else [],
             "timings": timings,
         }
@@ -317,6 +318,8 @@ def _turn(turn: Turn, place: int, sequence: TokenSequence | None, tokenizer: Any
         line["versions"] = [-1] * count if versions is None else np.ascontiguousarray(versions)
         line["stop_reason"], line["started"], line["latency_s"] = turn.stop_reason, turn.started, turn.latency_s
         line["agent"], line["server"] = turn.agent, turn.server
+    if sequence is not None and sequence.token_rewards is not None:
+        line["rewards"] = sequence.token_rewards[turn.start : turn.end].astype(np.float64)
     return line
 
 

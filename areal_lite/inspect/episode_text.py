@@ -73,6 +73,8 @@ def episode_text(record: Mapping[str, Any]) -> Iterator[Text]:
         yield Text(printable(f"{record['error_kind']}: {record.get('error_type') or 'stopped'}"), "red")
     if record.get("error"):
         yield Text(printable(str(record["error"])), "red")
+    if facts := record.get("reward_extra"):
+        yield Text(printable(", ".join(f"{name} {value}" for name, value in facts.items())), "dim")
     for turn in record["turns"]:
         role = str(turn.get("role"))
         mask = turn.get("loss_mask") or []

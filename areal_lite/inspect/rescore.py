@@ -101,7 +101,8 @@ async def _all(score: AsyncRewardWrapper, calls: Iterable[tuple[tuple[Any, ...],
 
     async def one(arguments: tuple[Any, ...], row: dict[str, Any]) -> float | Exception:
         try:
-            return await score(*arguments, **row)
+            reward = await score(*arguments, **row)
+            return math.fsum(reward) if isinstance(reward, list) else reward
         except Exception as error:  # of the user's function
             return error
 

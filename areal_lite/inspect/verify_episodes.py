@@ -18,7 +18,7 @@ def columns_fit(record: Record) -> Iterator[str]:
     for place, turn in enumerate(record["turns"]):
         length = len(turn["ids"])
         names = ("loss_mask", "logprobs", "versions") if turn["role"] == "assistant" else ("loss_mask",)
-        for name in names:
+        for name in (*names, *(["rewards"] if "rewards" in turn else [])):
             if len(turn.get(name) or ()) != length:
                 yield f"turn {place} has {length} ids and {len(turn.get(name) or ())} {name}"
         if turn["start"] != at:
@@ -28,6 +28,9 @@ def columns_fit(record: Record) -> Iterator[str]:
         at += length
     if record["seqlen"] != at:
         yield f"seqlen is {record['seqlen']}, but its turns have {at} tokens"
+    by_token = [number for turn in record["turns"] for number in turn.get("rewards") or ()]
+    if by_token and not math.isclose(math.fsum(by_token), record["reward"], rel_tol=1e-6, abs_tol=1e-6):
+        yield f"the reward is {record['reward']}, and its tokens' rewards sum to {math.fsum(by_token)}"
     if record["schema"] > 1 and record["prompt_len"] != (at if first_answer is None else first_answer):
         yield f"prompt_len is {record['prompt_len']}, but the first answer begins at {first_answer}"
 

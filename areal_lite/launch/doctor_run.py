@@ -19,7 +19,7 @@ from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.embedded.settings import check_model_path
 from areal_lite.errors import EpisodeError, RunDirBusyError, StarvationError, TrainingError
 from areal_lite.launch.doctor_machine import Findings, ok, warning
-from areal_lite.launch.run_data import tokenizer_path
+from areal_lite.launch.run_data import tokenizer_path, training_data, with_steps
 
 _GROUP = 2
 _NEW_TOKENS = 64
@@ -65,8 +65,10 @@ def settings(config: RunConfig | SupervisedConfig) -> Findings:
     from areal_lite.launch.run import check_trainable
 
     check_trainable(config)
-    inputs = rollout_inputs(config, Start(evaluates=False))
-    rows = f"{len(inputs.data.dataset):,} training rows, {len(inputs.held_out):,} held out"
+    data = training_data(config)
+    steps = with_steps(config, len(data.dataset)).trainer.steps
+    inputs = rollout_inputs(config, Start(evaluates=False), data)
+    rows = f"{len(data.dataset):,} training rows, {len(inputs.held_out):,} held out, {steps:,} steps"
     yield ok(f"workflow {config.workflow}, {rows}")
 
 
@@ -95,7 +97,7 @@ def rollouts(config: RunConfig) -> Findings:
 
     with TemporaryDirectory(prefix="areal-lite-doctor-") as folder:
         small = _small_rollouts(config, folder)
-        inputs = rollout_inputs(small, Start(evaluates=False))
+        inputs = rollout_inputs(small, Start(evaluates=False), training_data(small))
         began = time.monotonic()
         with generating_engine(small, Path(folder)) as engine:
             yield from _servers(config, engine, began)
@@ -150,6 +152,7 @@ def _small_rollouts(config: RunConfig, folder: str) -> RunConfig:
         group_size=min(config.rollout.group_size, _GROUP),
         consumer_batch_size=1,
         over_sampling_groups=0,
+        gen_batch_size=None,
         dump_to_file=False,
         failed_group_retries=0,
         max_empty_batches=1,
@@ -161,13 +164,14 @@ def _small_rollouts(config: RunConfig, folder: str) -> RunConfig:
         config,
         **_without_files(folder),
         rollout=rollout,
-        trainer=replace(config.trainer, total_steps=1, minibatches_per_step=1),
+        trainer=replace(config.trainer, total_steps=1, total_epochs=None, minibatches_per_step=1),
         eval_dataset=None,
         should_accept_fn=None,  # it may reject the only group
         rollout_cache=None,
         dump_scores=False,
         dump_training=False,
         profile_steps=[],
+        memory_snapshot_steps=[],
     )
 
 

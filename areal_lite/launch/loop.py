@@ -39,9 +39,12 @@ logger = logging.getLogger(__name__)
 
 
 class StepMetrics(dict[str, float]):
-    """Metrics of one step, with the top cause of failed episodes so far as text for the console."""
+    """Metrics of one step, and what the console shows beside them."""
 
     top_cause: str = ""
+    """Top cause of failed episodes so far."""
+    total_steps: int | None = None
+    """Steps of the run; None if unknown."""
 
 
 E = TypeVar("E")

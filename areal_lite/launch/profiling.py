@@ -1,8 +1,10 @@
-"""Profiles of chosen steps; consecutive steps share one trace."""
+"""Profiles and memory snapshots of chosen steps; consecutive steps share one trace."""
 
 from __future__ import annotations
 
+import gc
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,7 +54,71 @@ class StepProfiler:
             return
         profile, self._profile = self._profile, None
         profile.stop()
-        rank = os.environ.get("RANK", "0")
-        name = f"steps_{self._first}-{self._last}{f'.rank{rank}' if rank != '0' else ''}.json"
         self._folder.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(self._folder / name))
+        profile.export_chrome_trace(str(self._folder / f"steps_{self._first}-{self._last}{_of_rank()}.json"))
+
+
+class MemorySnapshots:
+    """Writes what holds memory at the end of a step; later ranks add their number to the names.
+
+    ``step_N.json`` has the bytes of the process and of its tensors by device, dtype and shape. On a GPU,
+    ``step_N.pickle`` has all allocations of the step for https://pytorch.org/memory_viz.
+    """
+
+    def __init__(self, steps: Sequence[int], folder: Path) -> None:
+        self._steps = set(steps)
+        self._folder = folder
+
+    @contextmanager
+    def __call__(self, step: int) -> Iterator[None]:
+        """Take a snapshot at the end of the block if ``step`` is one of the chosen steps."""
+        if step not in self._steps:
+            yield
+            return
+        import orjson
+        import torch
+
+        path = self._folder / f"step_{step}{_of_rank()}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not torch.cuda.is_available():
+            yield
+        else:
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
+            try:
+                yield
+                torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))  # type: ignore[no-untyped-call]
+            finally:
+                torch.cuda.memory._record_memory_history(enabled=None)
+        path.write_bytes(orjson.dumps(_memory(), option=orjson.OPT_INDENT_2))
+
+
+def _memory() -> dict[str, Any]:
+    """Return bytes of this process, and of its tensors by device, dtype and shape, largest first."""
+    import torch
+
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    sizes, counts = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
+    storages = set()
+    for tensor in gc.get_objects():
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+            continue
+        storage = tensor.untyped_storage()
+        if (place := (tensor.device, storage.data_ptr())) not in storages:  # views share their storage
+            storages.add(place)
+            kind = (str(tensor.device), str(tensor.dtype).removeprefix("torch."), str(list(tensor.shape)))
+            sizes[kind] += storage.nbytes()
+            counts[kind] += 1
+    return {
+        "resident_bytes": 1024 * int(status["VmRSS"].split()[0]),
+        "peak_resident_bytes": 1024 * int(status["VmHWM"].split()[0]),
+        "tensor_bytes": sizes.total(),
+        "tensors": [
+            {**dict(zip(("device", "dtype", "shape"), kind, strict=True)), "count": counts[kind], "bytes": size}
+            for kind, size in sizes.most_common()
+        ],
+    }
+
+
+def _of_rank() -> str:
+    rank = os.environ.get("RANK", "0")
+    return f".rank{rank}" if rank != "0" else ""

@@ -31,7 +31,7 @@ _ROWS = ("held-out reward", "held-out episodes", "of them failed")
 class TrainingProgress:
     """A context manager whose :meth:`on_step` is the callback of ``run_training``."""
 
-    def __init__(self, total_steps: int, *, console: Console | None = None) -> None:
+    def __init__(self, total_steps: int | None, *, console: Console | None = None) -> None:
         self.console = console or Console(quiet=os.environ.get("RANK", "0") != "0")
         self.last: dict[str, float] = {}
         """The newest value of each metric."""
@@ -77,6 +77,8 @@ class TrainingProgress:
                 f"weights {metrics['timing/weight_update_s']:.1f}){_failures(metrics)}"
             )
             shown = {"reward": f"{metrics['train/reward_mean']:.3f}"}
+        if total := getattr(metrics, "total_steps", None):
+            self._bar.update(self._task, total=total)
         self._bar.update(self._task, completed=step, visible=True, **shown)
 
 

@@ -83,7 +83,7 @@ def plan_replay(run: Path, overrides: Sequence[str] = ()) -> Replay:
             f"trainer.advantage={config.trainer.advantage} needs the reward of a greedy answer per row, which {run} "
             "did not generate: choose another estimator, or train a run with this one"
         )
-    total_steps = min(config.trainer.total_steps, len(batches))
+    total_steps = min(config.trainer.steps, len(batches))
     for step in range(1, total_steps + 1):
         batches.groups(step)
     return Replay(

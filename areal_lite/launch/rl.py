@@ -31,13 +31,14 @@ from areal_lite.launch.loop import (
     open_run_files,
     with_prefix,
 )
-from areal_lite.launch.profiling import StepProfiler
+from areal_lite.launch.profiling import MemorySnapshots, StepProfiler
 from areal_lite.launch.publishing import Publish, weight_publisher
 from areal_lite.launch.resuming import Start, find_start
 from areal_lite.launch.rollout_driver import RolloutDriver, RolloutInputs, load_rollout_inputs
-from areal_lite.launch.run_data import tokenizer_path
+from areal_lite.launch.run_data import TrainingData, tokenizer_path, training_data, with_steps
 from areal_lite.launch.run_metrics import OnStep, with_scalars
 from areal_lite.launch.server_probe import NUM_TOKENS, Answer, compare_logprobs, probe_prompt, usual_difference
+from areal_lite.launch.server_program import gpu_groups
 from areal_lite.launch.stopping import Stopped, interruptible, stop_together
 from areal_lite.trainer.algorithm import Algorithm
 from areal_lite.trainer.policy_step import Batch
@@ -60,6 +61,7 @@ class RLRun(TrainingRun[Evaluation]):
     driver: RolloutDriver | None
     """None on ranks other than the first."""
     profiler: StepProfiler
+    snapshots: MemorySnapshots
     publish_version: Publish
 
     def run(self) -> Summary[Evaluation]:
@@ -80,7 +82,7 @@ class RLRun(TrainingRun[Evaluation]):
         :meth:`PolicyTrainer.train_step` lists the stages of training: log-probs, values, advantages, updates.
         """
         while self.step < self.total_steps:
-            with self.profiler(self.step + 1):
+            with self.profiler(self.step + 1), self.snapshots(self.step + 1):
                 began = time.monotonic()
                 probed = self.probe_if_due()
                 batch = self.generate()
@@ -140,14 +142,17 @@ class RLRun(TrainingRun[Evaluation]):
         """Record the metrics of the step; the moments are of the monotonic clock."""
         if self.driver is not None:
             now = time.monotonic()
+            num_tokens = metrics["tokens_per_second"] * metrics["seconds_step"]
             metrics = {
                 **with_prefix("train", metrics),
                 "timing/rollout_wait_s": generated - began,
                 "timing/weight_update_s": now - trained,
                 "timing/step_s": now - began,
+                "perf/throughput": num_tokens / (now - began) / num_devices(self.config),
                 **self.driver.metrics(),
             }
             record = StepMetrics(with_scalars(metrics, self.driver.scalars()))
+            record.total_steps = self.total_steps
             record.top_cause = self.driver.engine.failures.top_cause()
             self.record_step(record, began=began)
 
@@ -184,8 +189,11 @@ class RLRun(TrainingRun[Evaluation]):
 
 def run_rl(config: RunConfig, on_step: OnStep | None, *, make_run: Callable[..., RLRun] = RLRun) -> Summary[Evaluation]:
     """Train a policy; call it on every rank, after the ranks have joined. ``make_run`` may return a subclass."""
-    start = find_start(config, config.trainer.total_steps)
-    inputs = rollout_inputs(config, start) if Ranks.current().rank == 0 else None
+    data = training_data(config) if Ranks.current().rank == 0 else None
+    if config.trainer.total_epochs is not None:
+        config = with_steps(config, broadcast_json(data and len(data.dataset)))
+    start = find_start(config, config.trainer.steps)
+    inputs = rollout_inputs(config, start, data) if data is not None else None
     with ExitStack() as stack:
         files = stack.enter_context(open_run_files(config, start, on_step))
         driver = None
@@ -201,7 +209,7 @@ def run_rl(config: RunConfig, on_step: OnStep | None, *, make_run: Callable[...,
             files=files,
             start=start,
             trainer=trainer,
-            total_steps=config.trainer.total_steps,
+            total_steps=config.trainer.steps,
             tokenizer_path=tokenizer_path(config),
             dtype=dtype,
             started=started,
@@ -210,13 +218,20 @@ def run_rl(config: RunConfig, on_step: OnStep | None, *, make_run: Callable[...,
                 weight_publisher(config.rollout, trainer.model, files.run_dir / "weights", dtype)
             ),
             profiler=stack.enter_context(StepProfiler(config.profile_steps, files.run_dir / "profile")),
+            snapshots=MemorySnapshots(config.memory_snapshot_steps, files.run_dir / "memory"),
         ).run()
 
 
-def rollout_inputs(config: RunConfig, start: Start) -> RolloutInputs:
+def rollout_inputs(config: RunConfig, start: Start, data: TrainingData) -> RolloutInputs:
     """Return the inputs of a run's rollouts; a ConfigError says what in algorithm, workflow or rows cannot work."""
     algorithm = Algorithm(config.trainer, max_new_tokens=config.rollout.gconfig.max_new_tokens)
-    return load_rollout_inputs(config, start, baselines="baselines" in algorithm.needs)
+    return load_rollout_inputs(config, start, data, baselines="baselines" in algorithm.needs)
+
+
+def num_devices(config: RunConfig) -> int:
+    """Return the devices of a run: one for each rank of the trainer, and the GPUs of servers that it starts."""
+    started = [] if config.rollout.addresses else gpu_groups(config.server)
+    return Ranks.current().size + sum(len(gpus.split(",")) for gpus in started if gpus)
 
 
 def served_dtype(config: RunConfig) -> torch.dtype:

@@ -28,7 +28,6 @@ from areal_lite.launch.resuming import Start
 from areal_lite.launch.run_data import (
     TrainingData,
     tokenizer_path,
-    training_data,
     workflow_kwargs,
     workflow_rows,
 )
@@ -57,9 +56,8 @@ class RolloutInputs:
     """Where batches are kept."""
 
 
-def load_rollout_inputs(config: RunConfig, start: Start, *, baselines: bool) -> RolloutInputs:
+def load_rollout_inputs(config: RunConfig, start: Start, data: TrainingData, *, baselines: bool) -> RolloutInputs:
     """Return the run's inputs, with the data source at the position of ``start``."""
-    data = training_data(config)
     if start.checkpoint is not None:
         data.source.load(start.step, start.checkpoint)
     return RolloutInputs(
@@ -110,7 +108,7 @@ class RolloutDriver:
         if self._config.dump_scores and self._groups:
             self._dump(step)
         curriculum = self.data.source if isinstance(self.data.source, CurriculumDataSource) else None
-        grows = step < self._config.trainer.total_steps and hasattr(self.data.dataset, "on_batch_end")
+        grows = step < self._config.trainer.steps and hasattr(self.data.dataset, "on_batch_end")
         if curriculum is None and not grows:
             return
         proto = batch if isinstance(batch, DataProto) else data_proto_of(batch)
@@ -146,7 +144,7 @@ class RolloutDriver:
         config = self._config
         kwargs = workflow_kwargs(config, is_eval=False)
         groups = self.engine.prepare_batch(self.data.source, config.workflow, kwargs, config.should_accept_fn)
-        if step == config.trainer.total_steps:
+        if step == config.trainer.steps:
             self.engine.close_source(self.data.source)
         self._groups = groups
         apply_reward_model(self._inputs.reward_model, groups, self._config)
@@ -185,6 +183,8 @@ class RolloutDriver:
     def _dump(self, step: int) -> None:
         tokenizer = load_tokenizer(tokenizer_path(self._config))
         lines = [(g, s, t.prompt_len(s.path)) for g in self._groups for t in g.trajectories for s in t.sequences]
+        facts = [t.reward_extra for g in self._groups for t in g.trajectories for _ in t.sequences]
+        names = dict.fromkeys(name for each in facts for name in each)
         dump_rollouts(
             self._run_dir / "scores",
             step,
@@ -192,7 +192,8 @@ class RolloutDriver:
             outputs=[tokenizer.decode(sequence.input_ids[start:]) for _, sequence, start in lines],
             gts=[group.samples[0].label for group, _, _ in lines],
             scores=[sequence.reward or 0.0 for _, sequence, _ in lines],
-            extra={"task_id": [str(group.task_id) for group, _, _ in lines]},
+            extra={name: [each.get(name) for each in facts] for name in names}
+            | {"task_id": [str(group.task_id) for group, _, _ in lines]},
         )
 
 
@@ -211,7 +212,7 @@ def apply_reward_model(model: RewardModel | None, groups: Sequence[Group], confi
     sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
     rewards = model.score(sequences, max_tokens=config.trainer.max_tokens_per_microbatch).tolist()
     for sequence, reward in zip(sequences, rewards, strict=True):
-        sequence.reward = reward
+        sequence.reward, sequence.token_rewards = reward, None
     for trajectory in trajectories:
         trajectory.average_rewards()
 

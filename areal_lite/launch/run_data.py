@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from areal_lite.api.config import DatasetConfig, RunConfig
@@ -14,7 +14,9 @@ from areal_lite.data.chat.tokenizer import load_processor, load_tokenizer, model
 from areal_lite.data.packer.data_packer import DataPacker, make_data_packer, rollout_inputs
 from areal_lite.data.rows.samplers import AbstractSampler, create_rl_sampler
 from areal_lite.data.source.buffered_data_source import CurriculumDataSource, RolloutDataSourceWithBuffer
+from areal_lite.errors import ConfigError
 from areal_lite.infra.workflow_resolution import check_workflow
+from areal_lite.launch.prompt_settings import prompt_preparer
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,9 @@ def training_data(config: RunConfig) -> TrainingData:
     """Return the training rows behind a new data source."""
     rows = config.train_dataset
     logger.info("loading the rows of %s", rows.path)
-    packer, dataset = _packer(config, rows), _dataset(config, rows, is_train=True)
+    dataset = _dataset(config, rows, is_train=True)
+    raw = getattr(dataset, "rows", dataset)
+    packer = _packer(config, rows, raw)
     settings: dict[str, Any] = {
         "buffer_filter": config.buffer_filter,
         "n_samples_per_prompt": config.rollout.group_size,
@@ -43,10 +47,32 @@ def training_data(config: RunConfig) -> TrainingData:
         "packer": packer,
         "name": str(rows.path),
     }
-    sampler = create_rl_sampler(rows, getattr(dataset, "rows", dataset), seed=config.seed)
+    sampler = create_rl_sampler(rows, raw, seed=config.seed)
     if isinstance(sampler, AbstractSampler):
         return TrainingData(dataset, packer, CurriculumDataSource(dataset, sampler=sampler, **settings))
     return TrainingData(dataset, packer, RolloutDataSourceWithBuffer(dataset, **settings))
+
+
+def with_steps(config: RunConfig, num_rows: int) -> RunConfig:
+    """Return the config with the steps of ``trainer.total_epochs`` over ``num_rows`` rows as ``total_steps``.
+
+    Raises:
+        ConfigError: If they fill no batch, or are too few for the rest of the config.
+    """
+    trainer, size = config.trainer, config.rollout.consumer_batch_size
+    if trainer.total_epochs is None:
+        return config
+    steps = trainer.total_epochs * num_rows // size
+    if not steps:
+        raise ConfigError(
+            f"trainer.total_epochs is {trainer.total_epochs}, and {num_rows} training rows are fewer than a batch: "
+            f"lower rollout.consumer_batch_size from {size}, or add rows"
+        )
+    try:
+        trainer = replace(trainer, total_steps=min(steps, trainer.total_steps or steps))
+    except ValueError as error:
+        raise ConfigError(f"trainer.total_epochs gives {steps} steps: {error}") from None
+    return replace(config, trainer=trainer)
 
 
 def workflow_rows(config: RunConfig, rows: DatasetConfig, *, is_train: bool) -> list[Row]:
@@ -55,7 +81,7 @@ def workflow_rows(config: RunConfig, rows: DatasetConfig, *, is_train: bool) -> 
     dataset = _dataset(config, rows, is_train=is_train)
     raw = getattr(dataset, "rows", dataset)
     every = [raw[place] for place in range(len(raw))]
-    return list(rollout_inputs(_packer(config, rows), every, prompt_key=rows.prompt_key))
+    return rollout_inputs(_packer(config, rows, raw), every, prompt_key=rows.prompt_key)
 
 
 def tokenizer_path(config: RunConfig) -> str:
@@ -90,13 +116,11 @@ def workflow_kwargs(config: RunConfig, *, is_eval: bool) -> dict[str, Any]:
     return kwargs
 
 
-def _packer(config: RunConfig, rows: DatasetConfig) -> DataPacker:
+def _packer(config: RunConfig, rows: DatasetConfig, raw: Any) -> DataPacker:
     packer = make_data_packer(model_type(config.model_path), config.data_packer)
-    packer.setup(
-        tokenizer=load_tokenizer(tokenizer_path(config)),
-        processor=load_processor(config.model_path),
-        config=rows,
-    )
+    tokenizer = load_tokenizer(tokenizer_path(config))
+    packer.setup(tokenizer=tokenizer, processor=load_processor(config.model_path), config=rows)
+    packer.prepare_prompt = prompt_preparer(config, rows, tokenizer=tokenizer, first_row=raw[0])
     return packer
 
 

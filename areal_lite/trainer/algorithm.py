@@ -93,13 +93,14 @@ class Algorithm:
         return by_episode or correction.max_episode_kl is not None or config.loss not in ONE_TOKEN_AT_A_TIME
 
     def shape_rewards(self, scores: Tensor, tokens: StepTokens) -> None:
-        """Subtract the penalty on overlong answers from ``scores [E]``, and reward each episode's last token."""
+        """Subtract the penalty on overlong answers from ``scores [E]`` and from the reward of their last tokens."""
         if self.config.overlong_buffer:
             lengths = torch.bincount(tokens.episodes, minlength=len(scores))
-            scores += overlong_penalty(
+            penalty = overlong_penalty(
                 lengths, max_length=self._max_new_tokens or 0, buffer=self.config.overlong_buffer
             )
-        tokens.rewards[tokens.ends] = scores[tokens.episodes[tokens.ends]]
+            scores += penalty
+            tokens.rewards[tokens.ends] += penalty[tokens.episodes[tokens.ends]]
 
     def penalize(self, tokens: StepTokens, num_episodes: int) -> dict[str, float]:
         """Subtract the KL penalty from the rewards, adapt its coefficient for the next step, and return metrics."""
@@ -217,6 +218,7 @@ class Algorithm:
         tokens.sum_squared_probs.fill_(0.5)
         tokens.correction.fill_(1.0)
         tokens.returns.fill_(torch.nan)
+        tokens.rewards[tokens.ends] = scores
         if config.overlong_buffer and self._max_new_tokens is None:
             raise ConfigError("trainer.overlong_buffer needs the length limit: give the trainer a max_new_tokens")
         self.shape_rewards(scores, tokens)

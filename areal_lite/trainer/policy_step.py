@@ -79,6 +79,10 @@ class Step:
             scores=scores.to(device),
             clock=clock,
         )
+        as_a_whole = torch.ones_like(step.scores, dtype=torch.bool)
+        as_a_whole[[e for e, s in zip(episodes, sequences, strict=True) if s.token_rewards is not None]] = False
+        ends = step.tokens.ends & as_a_whole[step.tokens.episodes]
+        step.tokens.rewards[ends] = step.scores[step.tokens.episodes[ends]]
         infinite = step.tokens.behaviour.isinf()
         _refuse("logprobs", step.tokens.sequences[infinite], _task_ids(sequences), version, _FIX_EPISODES)
         if (baselines := _baselines(batch)) is not None:

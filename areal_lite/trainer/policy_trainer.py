@@ -95,12 +95,12 @@ class PolicyTrainer:
         if config.kl is not None:
             # Under adapters the reference is the model without them.
             self._reference = self._policy if config.lora else shard(copy.deepcopy(self._policy).requires_grad_(False))
-        self.learner = Learner(self._policy, config, config, total_steps=config.total_steps)
+        self.learner = Learner(self._policy, config, config, total_steps=config.steps)
         self.critic: Learner | None = None
         if config.critic is not None:
             path = config.critic.model_path or model_path
             critic = ValueScorer(load_critic(path, device=self.device, gradient_checkpointing=recompute))
-            self.critic = Learner(critic, config, config.critic, total_steps=config.total_steps)
+            self.critic = Learner(critic, config, config.critic, total_steps=config.steps)
         self._on_skip = on_skip
         self._on_facts = on_facts
         self._warned = False

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_lite.api.trajectory import TokenSequence
@@ -47,7 +48,7 @@ class StepTokens:
     correction: Tensor
     """Factor of the token's loss that corrects for off-policy sampling."""
     rewards: Tensor
-    """The episode's reward at its last trained token, 0 elsewhere, minus any KL penalty."""
+    """The token's own reward, or the episode's at its last trained token and 0 elsewhere; minus any KL penalty."""
     advantages: Tensor
     returns: Tensor
     known: Tensor
@@ -66,6 +67,8 @@ class StepTokens:
         )
         tokens.versions = _trained(sequences, "versions", -1, np.int64).to(device)
         tokens.behaviour = _trained(sequences, "logprobs", np.nan, np.float32).to(device)
+        if any(sequence.token_rewards is not None for sequence in sequences):
+            tokens.rewards = torch.from_numpy(np.concatenate([*map(_own_rewards, sequences)])).to(device)
         return tokens
 
     @classmethod
@@ -128,6 +131,18 @@ def _trained(sequences: Sequence[TokenSequence], name: str, missing: float, dtyp
         for sequence in sequences
     ]
     return torch.from_numpy(np.concatenate(columns))
+
+
+def _own_rewards(sequence: TokenSequence) -> NDArray[np.float32]:
+    """Return the rewards of a sequence's trained tokens; 0 if it is rewarded as a whole.
+
+    A reward at a token that does not train goes to the next one that does, or to the last: nothing is lost.
+    """
+    trained = np.flatnonzero(sequence.loss_mask)
+    if sequence.token_rewards is None or not len(trained):
+        return np.zeros(len(trained), np.float32)
+    receiver = np.searchsorted(trained, np.arange(len(sequence))).clip(max=len(trained) - 1)
+    return np.bincount(receiver, sequence.token_rewards).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,10 @@ def evaluate(text):
     return eval(text, {"inf": float("inf"), "nan": float("nan")})
 
 
+def evaluates_answer(prompt, completion, prompt_ids, completion_ids):
+    return evaluate(completion)
+
+
 def endless():
     while True:
         pass

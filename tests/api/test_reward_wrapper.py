@@ -12,11 +12,13 @@ from fractions import Fraction
 import numpy as np
 import psutil
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.api import AsyncRewardWrapper
-from areal_lite.api.reward_worker import as_reward
+from areal_lite.api import AsyncRewardWrapper, episode_context
+from areal_lite.api.episode_context import Episode, EpisodeContext
+from areal_lite.api.reward_worker import as_reward, read_reward
 from areal_lite.errors import ConfigError
 from tests.api import reward_samples as samples
 
@@ -65,6 +67,55 @@ def test_a_value_that_is_not_a_number_raises_and_the_worker_survives(text):
     with pytest.raises(ValueError, match="must be a finite number"):
         score(samples.evaluate, text, max_workers=1)
     assert score(samples.process_id, max_workers=1) == before
+
+
+@pytest.mark.parametrize("answer", ["[0.5, 1, 0]", "(0.5, 1, 0)", "{'score': [0.5, 1, 0], 'acc': 1}"])
+def test_a_number_for_each_completion_token_is_a_reward(answer):
+    assert score(samples.evaluates_answer, "", answer, [], [7, 8, 9]) == [0.5, 1.0, 0.0]
+    with pytest.raises(ValueError, match="is a list of 3 for 2 completion_ids: it must be a finite number, or one"):
+        score(samples.evaluates_answer, "", answer, [], [7, 8])
+
+
+def test_arrays_of_numpy_and_torch_are_lists_of_rewards():
+    for array in (np.array([1.0, 2.0]), torch.tensor([1.0, 2.0])):
+        assert read_reward(array) == ([1.0, 2.0], {})
+
+
+async def judged(prompt, completion, prompt_ids, completion_ids, **row):
+    return {"reward": 0.5, "judge": "fair"}
+
+
+def tells(value):
+    return {"score": 1, "acc": True, "pred": "x\ud800", "note": None, "half": np.float32(0.5)}
+
+
+@pytest.mark.parametrize(("function", "in_process"), [(samples.evaluate, False), (tells, True), (judged, False)])
+def test_facts_beside_the_score_go_into_the_episodes_record(function, in_process):
+    wrapper = AsyncRewardWrapper(function, in_process=in_process)
+    told = "{'score': 1, 'acc': True, 'pred': 'x?', 'note': None, 'half': 0.5}"
+
+    async def call():
+        episode = Episode()
+        episode_context.enter(EpisodeContext(episode=episode))
+        return await wrapper(*(("", "", [], []) if function is judged else (told,))), episode.reward_extra
+
+    facts = {"acc": 1.0, "pred": "x?", "note": None, "half": 0.5}
+    assert asyncio.run(call()) == ((0.5, {"judge": "fair"}) if function is judged else (1.0, facts))
+    assert score(samples.evaluate, told) == 1.0  # outside an episode they are not kept
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{'acc': 1}", "the reward is a dict of .'acc'.: give the number as 'score'"),
+        ("{'score': 1, 'parts': [1]}", "the reward's 'parts' is .1.: beside the score, give numbers and texts"),
+        ("{'score': nan}", "must be a finite number"),
+        ("[1, inf]", "the reward is inf: it must be a finite number"),
+    ],
+)
+def test_a_dict_or_list_without_a_reward_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        score(samples.evaluate, text)
 
 
 @pytest.mark.parametrize("function", [samples.endless, samples.endless_in_c])

@@ -57,7 +57,7 @@ def test_a_prompt_gets_the_given_length_and_keeps_the_tokens_that_fit(length, ma
 
 def test_error_truncation_names_both_lengths():
     # V14
-    with pytest.raises(ValueError, match="7 tokens, but max_length is 5: raise it"):
+    with pytest.raises(ValueError, match="7 tokens, and the maximum is 5: raise max_prompt_length"):
         processed(7, 5)
 
 

@@ -141,7 +141,7 @@ def test_a_long_prompt_is_an_error_with_its_row_by_default(write, config, tokeni
     # V9
     dataset = RLHFDataset(write(*prompts("a", "x" * 99)), tokenizer, config(max_prompt_length=50))
     assert len(dataset[0]["input_ids"]) == 50
-    with pytest.raises(ConfigError, match=r"row 1: the prompt has \d+ tokens, but max_length is 50"):
+    with pytest.raises(ConfigError, match=r"row 1: the prompt has \d+ tokens, and the maximum is 50"):
         dataset[1]
 
 

@@ -79,7 +79,7 @@ def test_documented_metrics_are_exactly_those_that_runs_write(served_yaml: Path)
     assert of_supervised is not None
     document = document.replace(of_supervised[0], "")
     documented = set(
-        re.findall(r"`((?:train|eval|timing|data|episodes|rollout|eval-rollout|servers/N)/\w+)`", document)
+        re.findall(r"`((?:train|eval|timing|perf|data|episodes|rollout|eval-rollout|servers/N)/\w+)`", document)
     )
     documented |= {name.replace("/seconds_", "/ms_per_token_") for name in documented}
     documented -= {"train/ms_per_token_PHASE", "train/ms_per_token_step", "rollout/NAME", "eval-rollout/NAME"}

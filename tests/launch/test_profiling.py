@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.launch.profiling import StepProfiler
+from areal_lite.launch.profiling import MemorySnapshots, StepProfiler
 
 
 def names(folder: Path) -> list[str]:
@@ -52,3 +52,22 @@ def test_each_rank_writes_its_own_traces(tmp_path: Path, monkeypatch: pytest.Mon
         with StepProfiler([1], tmp_path)(1):
             pass
     assert names(tmp_path) == ["steps_1-1.json", "steps_1-1.rank1.json"]
+
+
+def test_a_memory_snapshot_has_each_tensor_once_by_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    snapshots = MemorySnapshots([2], tmp_path / "memory")
+    for step in (1, 2, 3):
+        with snapshots(step):
+            held = [torch.zeros(3, 1000 + step) for _ in range(2)]
+            views = [held[0].view(-1), held[0][1:]]
+    monkeypatch.setenv("RANK", "1")
+    with snapshots(2):
+        del held, views
+    assert names(tmp_path / "memory") == ["step_2.json", "step_2.rank1.json"]
+    first, second = (json.loads(path.read_bytes()) for path in sorted((tmp_path / "memory").iterdir()))
+    kind = {"device": "cpu", "dtype": "float32", "shape": "[3, 1002]"}
+    assert {**kind, "count": 2, "bytes": 2 * 4 * 3 * 1002} in first["tensors"]
+    assert not any(each["shape"] in ("[3, 1002]", "[3, 1003]", "[2, 1003]") for each in second["tensors"])
+    assert first["tensor_bytes"] == sum(each["bytes"] for each in first["tensors"])

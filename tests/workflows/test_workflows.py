@@ -81,6 +81,33 @@ def test_multi_turn_is_one_sequence_with_a_discounted_reward(answers: list[str],
     assert trained == "".join(f"{answer}<|im_end|>" for answer in answers)
 
 
+@pytest.mark.parametrize("make", [SingleTurnWorkflow, MultiTurnWorkflow])
+def test_a_prepared_prompt_is_asked_as_it_is(make: Any) -> None:
+    ids = tokenizer().encode("cut in the mid", add_special_tokens=False)
+    row = {"question": "not asked", "answer": "4", "raw_prompt_ids": ids}
+    answers = ["4"] if make is SingleTurnWorkflow else ["5", "4"]
+    tensors, engine = run(make(is_four, GenerationHyperparameters(max_new_tokens=8), tokenizer()), row, answers)
+    assert engine.responses[0].input_tokens == ids
+    for before, response in zip(engine.responses, engine.responses[1:], strict=False):
+        asked = response.input_tokens[before.input_len + before.output_len :]
+        assert response.input_tokens[: -len(asked)] == before.input_tokens + before.output_tokens
+        assert tokenizer().decode(asked).endswith("Please try to answer it again.<|im_end|>\n<|im_start|>assistant\n")
+    assert tensors["rewards"].tolist() == [1.0 if make is SingleTurnWorkflow else 0.9]
+
+
+async def by_token(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **row: Any) -> Any:
+    return {"score": [float(id) for id in completion_ids], "length": len(completion_ids)}
+
+
+def test_single_turn_rewards_tokens_and_multi_turn_says_that_it_does_not(tokenizer_path: Path) -> None:
+    tensors, engine = run(SingleTurnWorkflow(by_token, {}, str(tokenizer_path)), {"prompt": "2 + 2?"}, ["4"])
+    sampled = engine.responses[0]
+    assert tensors["token_rewards"].tolist() == [[0.0] * sampled.input_len + sampled.output_tokens]
+    assert tensors["rewards"].tolist() == [sum(sampled.output_tokens)]
+    with pytest.raises(ValueError, match="rewards tokens one by one, and this workflow whole episodes"):
+        run(MultiTurnWorkflow(by_token, {}, tokenizer()), {"prompt": "2 + 2?"}, ["4"])
+
+
 @pytest.mark.parametrize(
     ("answer", "reward"), [("89", 1.0), ("It is 89.", 1.0), ("12", 0.0), ("89 or 7", 0.0), ("none", 0.0)]
 )

@@ -11,6 +11,7 @@ The per-token keys, all aligned to the token itself, and ``rewards`` are those o
 | turn_paths | [B] | list of int | no | its turns, as indices into the episode's |
 | turn_idx | [B] | int | no | model calls on its path before the last one |
 | baselines | [B] | float | no | reward of a greedy episode on the same row |
+| token_rewards | [B, T] | float | no | rewards of tokens; NaN in sequences that are rewarded as a whole |
 | multi_modal_inputs | [B] | dict or None | no | inputs of the model besides tokens |
 
 A sequence's tokens are contiguous, with padding on either end. ``logprobs`` is NaN where not recorded.
@@ -41,9 +42,10 @@ _DTYPES = {
     "logprobs": torch.float32,
     "versions": torch.int64,
     "rewards": torch.float32,
+    "token_rewards": torch.float32,
 }
 """Dtypes of :func:`collate_sequences`; others of the same kind are converted when sequences are read."""
-_COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions")
+_COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
 _REQUIRED = {"loss_mask": "which tokens the policy sampled", "rewards": "how good each sequence is"}
 
 
@@ -90,6 +92,8 @@ def collate_sequences(sequences: Sequence[TokenSequence], length: int, *, pad_to
     }
     if any(s.logprobs is not None for s in sequences):
         columns["logprobs"] = padded("logprobs", map(_logprobs, sequences), 0)
+    if any(s.token_rewards is not None for s in sequences):
+        columns["token_rewards"] = padded("token_rewards", map(_token_rewards, sequences), 0)
     if any(s.multi_modal_inputs is not None for s in sequences):
         columns["multi_modal_inputs"] = object_array(s.multi_modal_inputs for s in sequences)
     if any(s.member_idx is not None for s in sequences):
@@ -109,6 +113,11 @@ def _logprobs(sequence: TokenSequence) -> NDArray[Any]:
     return sequence.logprobs
 
 
+def _token_rewards(sequence: TokenSequence) -> NDArray[Any]:
+    rewards = sequence.token_rewards
+    return np.full(len(sequence), np.nan, np.float32) if rewards is None else rewards
+
+
 def check_training_batch(batch: DataProto) -> None:
     """Check every rule of a training batch."""
     batch.check_consistency()
@@ -121,8 +130,8 @@ def check_training_batch(batch: DataProto) -> None:
                 "give it in the workflow or in the data packer"
             )
     tensors = dict(batch.batch)
-    if "logprobs" in tensors:  # NaN is allowed here, infinity is not
-        tensors["logprobs"] = tensors["logprobs"].nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
+    for key in {"logprobs", "token_rewards"} & tensors.keys():  # NaN is allowed here, infinity is not
+        tensors[key] = tensors[key].nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
     check_tensor_dict(tensors)
     present = _array(batch, "attention_mask")
     begins = present.copy()
@@ -216,9 +225,11 @@ def _unpadded(batch: DataProto) -> list[TokenSequence]:
     nothing = object_array([None] * len(batch))
     members, inputs = (objects.get(key, nothing) for key in ("member_idx", "multi_modal_inputs"))
     paths, turns = (objects.get(key, nothing) for key in ("turn_paths", "turn_idx"))
+    by_token = tokens.pop("token_rewards", None)
     return [
         TokenSequence(
             **{key: column[number, start:end] for key, column in tokens.items()},
+            token_rewards=None if by_token is None or np.isnan(by_token[number]).any() else by_token[number, start:end],
             reward=float(columns["rewards"][number]),
             group_id=objects["group_ids"][number],
             task_id=objects["task_ids"][number],

@@ -1,7 +1,8 @@
 """A row's prompt as messages, as text rendered by the chat template, and as tokens.
 
 The only place where the data path calls a chat template. Guarantees the same tokens for measuring a prompt and for
-using it. Knows nothing of padding. Encoders are copied to worker processes, so they hold only their arguments.
+using it, in a dataset's items and in the rows of a run. Knows nothing of padding. Encoders are copied to worker
+processes, so they hold only their arguments.
 """
 
 from __future__ import annotations
@@ -127,6 +128,8 @@ class PromptEncoder:
     config: DatasetConfig
     tokenizer: Any
     processor: Any = None
+    system_prompt: str | None = None
+    """System message before a prompt that is text."""
 
     def __post_init__(self) -> None:
         check_template(self._renderer, self.config)
@@ -140,6 +143,8 @@ class PromptEncoder:
         """Return the prompt's messages; text becomes one user message."""
         keys = self.config
         messages = build_messages(row, keys)
+        if self.system_prompt and isinstance(row[keys.prompt_key], str):
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
         if not messages or not all(isinstance(message.get("role"), str) for message in messages):
             raise ConfigError(
                 f"the prompt in {keys.prompt_key!r} is {str(row[keys.prompt_key])[:80]!r}: it must be text or a "
@@ -175,3 +180,43 @@ class PromptEncoder:
         return EncodedPrompt(
             messages=messages, text=text, input_ids=ids, multi_modal_data=data, multi_modal_inputs=inputs
         )
+
+    def forms(self, prompt: EncodedPrompt) -> dict[str, Any]:
+        """Return the forms of a prompt that do not depend on padding, by the names that a row has them under.
+
+        ``raw_prompt_ids`` are its ids, at most max_prompt_length of them; ``raw_prompt`` are its messages, with
+        return_raw_chat; ``full_prompts`` is its text, with return_full_prompt.
+
+        Raises:
+            ValueError: If it is too long and ``truncation`` is error, or it has images, which cannot be truncated.
+        """
+        config, ids = self.config, prompt.input_ids
+        if (limit := config.max_prompt_length) is not None and len(ids) > limit:
+            if prompt.multi_modal_data:
+                raise ValueError(
+                    f"the prompt has {len(ids)} tokens, but max_prompt_length is {limit}, and images cannot be "
+                    "truncated: raise it, or set filter_overlong_prompts"
+                )
+            head, tail = kept_ends(len(ids), limit, config.truncation)
+            ids = ids[:head] + ids[len(ids) - tail :]
+        forms: dict[str, Any] = {"raw_prompt_ids": ids}
+        if config.return_raw_chat:
+            forms["raw_prompt"] = prompt.messages
+        if config.return_full_prompt:
+            forms["full_prompts"] = prompt.text
+        return forms
+
+
+def kept_ends(length: int, limit: int, truncation: str) -> tuple[int, int]:
+    """Return how many tokens a prompt of ``length`` above ``limit`` keeps at its beginning and at its end.
+
+    Raises:
+        ValueError: If ``truncation`` is error.
+    """
+    if truncation == "error":
+        raise ValueError(
+            f"the prompt has {length} tokens, and the maximum is {limit}: raise max_prompt_length, set "
+            "filter_overlong_prompts, or set truncation to left, right or middle"
+        )
+    head = {"left": 0, "right": limit, "middle": limit // 2}[truncation]
+    return head, limit - head

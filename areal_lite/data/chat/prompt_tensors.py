@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from areal_lite.data.chat.prompt_encoder import kept_ends
+
 Truncation = Literal["error", "left", "right", "middle"]
 
 
@@ -54,16 +56,10 @@ def postprocess_data(
             pad_sequence_to_length(input_ids, max_length, pad_token_id, left_pad),
             pad_sequence_to_length(attention_mask, max_length, 0, left_pad),
         )
-    if truncation == "error":
-        raise ValueError(
-            f"the prompt has {length} tokens, but max_length is {max_length}: raise it, filter overlong prompts, or "
-            "set truncation to left, right or middle"
-        )
-    head = {"left": 0, "right": max_length, "middle": max_length // 2}[truncation]
-    tail = length - (max_length - head)
+    head, tail = kept_ends(length, max_length, truncation)
     return (
-        torch.cat([input_ids[:, :head], input_ids[:, tail:]], dim=1),
-        torch.cat([attention_mask[:, :head], attention_mask[:, tail:]], dim=1),
+        torch.cat([input_ids[:, :head], input_ids[:, length - tail :]], dim=1),
+        torch.cat([attention_mask[:, :head], attention_mask[:, length - tail :]], dim=1),
     )
 
 

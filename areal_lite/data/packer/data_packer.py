@@ -7,11 +7,14 @@ It makes a workflow's input (``get_rollout_input``), makes a training sequence o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_lite.api.config import DatasetConfig
 from areal_lite.api.dotted_path import load_object
+from areal_lite.api.engine_api import Row
+from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.api.trajectory import Group, TokenSequence
 from areal_lite.data.source.sample import Sample
 from areal_lite.errors import ConfigError, TrainingError
@@ -31,6 +34,8 @@ class DataPacker(ABC):
     processor: Any = None
     config: DatasetConfig = DatasetConfig(path="")
     """The dataset section of the config; its defaults if rows come from no file."""
+    prepare_prompt: Callable[[Row], Row] | None = None
+    """Returns the forms of a row's prompt that the run adds to the workflow's input; None adds nothing."""
 
     def setup(self, *, tokenizer: Any, processor: Any = None, config: DatasetConfig | None = None) -> None:
         """Take what the run has loaded.
@@ -125,20 +130,48 @@ def make_data_packer(model_type: str, path: str | None = None) -> DataPacker:
     return packer()
 
 
-def rollout_inputs(packer: DataPacker, rows: Sequence[Any], *, prompt_key: str = "prompt") -> list[dict[str, Any]]:
-    """Return what workflows get for ``rows``, one dict each, in order.
+def rollout_inputs(packer: DataPacker, rows: Sequence[Any], *, prompt_key: str = "prompt") -> list[Row]:
+    """Return what workflows get for ``rows``, one mapping each, in order.
 
-    If the packer turns a row into text or messages, they become the dict's ``prompt_key``.
+    If the packer turns a row into text or messages, they become the mapping's ``prompt_key``. Prompts are prepared
+    when a mapping is first read, which is when its group starts.
     """
     inputs = packer.rollout_collate_fn([packer.get_rollout_input(row) for row in rows])
     if len(inputs) != len(rows):
         raise ConfigError(
             f"{type(packer).__name__}.rollout_collate_fn made {len(inputs)} inputs of {len(rows)}: return one for each"
         )
-    return [
+    plain: list[Row] = [
         dict(item) if isinstance(item, Mapping) else {**(row if isinstance(row, Mapping) else {}), prompt_key: item}
         for row, item in zip(rows, inputs, strict=True)
     ]
+    if (prepare := packer.prepare_prompt) is None:
+        return plain
+    # The packer's text of a conversation is rendered already.
+    rendered = [isinstance(row, list) and isinstance(item, str) for row, item in zip(rows, inputs, strict=True)]
+    sources = [{prompt_key: row} if done else item for row, item, done in zip(rows, plain, rendered, strict=True)]
+    return [_WithPrompt(item, source, prepare) for item, source in zip(plain, sources, strict=True)]
+
+
+class _WithPrompt(Mapping[str, Any]):
+    """A workflow's input with the forms of its prompt, made from ``source``."""
+
+    def __init__(self, item: Row, source: Row, prepare: Callable[[Row], Row]) -> None:
+        self._item, self._source, self._prepare = item, source, prepare
+
+    @cached_property
+    def _whole(self) -> Row:
+        with attributed_to(FailureKind.DATA):
+            return {**self._prepare(self._source), **self._item}
+
+    def __getitem__(self, key: str) -> Any:
+        return self._whole[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole)
+
+    def __len__(self) -> int:
+        return len(self._whole)
 
 
 def training_batch(packer: DataPacker, groups: Iterable[Group]) -> DataProto:

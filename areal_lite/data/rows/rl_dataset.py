@@ -36,7 +36,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
     ``rows`` holds the rows as they were read, without the dropped ones. ``dropped`` counts those by reason,
     :data:`TOO_LONG` or :data:`TEMPLATE_FAILED`; ``first_failure`` is the first message of the chat template. A run
-    reads only ``rows``; the tensors are for training loops of your own.
+    reads ``rows`` and adds ``raw_prompt_ids`` and the like itself; the tensors are for training loops of your own.
 
     Args:
         data_files: Paths, as :func:`areal_lite.data.rows.load_rows.load_rows` takes them.
@@ -110,18 +110,15 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             if not isinstance(extra, Mapping):
                 raise ConfigError(f"extra_info is {extra!r}: it must be a dict")
             prompt = encoder.encode(row)
-            tensors = self._tensors(prompt)
+            forms = encoder.forms(prompt)
+            tensors = self._tensors(prompt, forms["raw_prompt_ids"])
         except ValueError as error:
             raise ConfigError(f"dataset {self.config.path}, row {index}: {error}") from error
         replaced = (self.config.prompt_key, self.config.image_key, self.config.video_key)
-        item = {key: value for key, value in row.items() if key not in replaced} | tensors
+        item = {key: value for key, value in row.items() if key not in replaced} | tensors | forms
         item["index"] = extra.get("index") or 0
         item["tools_kwargs"] = extra.get("tools_kwargs") or {}
         item["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
-        if self.config.return_raw_chat:
-            item["raw_prompt"] = prompt.messages
-        if self.config.return_full_prompt:
-            item["full_prompts"] = prompt.text
         if prompt.multi_modal_data:
             item["multi_modal_data"] = prompt.multi_modal_data
             item["multi_modal_inputs"] = prompt.multi_modal_inputs
@@ -179,17 +176,11 @@ class RLHFDataset(Dataset[dict[str, Any]]):
                 f"dataset {self.config.path}: no column {key!r} ({setting}); the columns are {sorted(row)}{hint}"
             )
 
-    def _tensors(self, prompt: EncodedPrompt) -> dict[str, Any]:
-        limit = self.config.max_prompt_length
-        ids = torch.tensor([prompt.input_ids], dtype=torch.int64)
+    def _tensors(self, prompt: EncodedPrompt, prompt_ids: list[int]) -> dict[str, Any]:
+        ids = torch.tensor([prompt_ids], dtype=torch.int64)
         mask = torch.ones_like(ids)
-        if limit is not None:
-            if prompt.multi_modal_data and ids.shape[1] > limit:
-                raise ValueError(
-                    f"the prompt has {ids.shape[1]} tokens, but max_prompt_length is {limit}, and images cannot be "
-                    "truncated: raise it, or set filter_overlong_prompts"
-                )
-            ids, mask = postprocess_data(ids, mask, limit, self._pad_token_id, truncation=self.config.truncation)
+        if (limit := self.config.max_prompt_length) is not None:
+            ids, mask = postprocess_data(ids, mask, limit, self._pad_token_id)
         positions = None
         if self.processor is not None:
             positions = multimodal_position_ids(self.processor, ids[0], mask[0], prompt.multi_modal_inputs)
@@ -197,7 +188,6 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             "input_ids": ids[0],
             "attention_mask": mask[0],
             "position_ids": compute_position_id_with_mask(mask)[0] if positions is None else positions,
-            "raw_prompt_ids": ids[0][mask[0].bool()].tolist(),
         }
 
     @property

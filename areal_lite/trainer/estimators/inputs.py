@@ -97,7 +97,7 @@ class EstimatorInputs:
     episodes: Tensor
     """``[T]`` int64, episode of each token; non-decreasing."""
     token_rewards: Tensor
-    """``[T]`` float, reward of each token: the score on its episode's last token, minus any KL penalty.
+    """``[T]`` float, reward of each token: its own, or the score on its episode's last token; minus any KL penalty.
     Advantages have its dtype."""
 
     # The rest is None unless the estimator requests it with needed().

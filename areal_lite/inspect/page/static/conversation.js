@@ -167,8 +167,9 @@ function programs(processes) {
 }
 
 export function rewardParts(facts) {
-  const parts = Object.entries(facts.counts ?? {});
+  const parts = [...Object.entries(facts.counts ?? {}), ...Object.entries(facts.reward_extra ?? {})];
   if (!parts.length) return null;
+  const shown = (name, value) => typeof value !== "number" ? visible(String(value)) : name.startsWith("reward/") ? reward(value) : number(value);
   return el("span", { class: "parts" }, parts.map(([name, value]) =>
-    el("span", {}, `${visible(name.replace(/^reward\//, ""))} `, el("b", {}, name.startsWith("reward/") ? reward(value) : number(value)))));
+    el("span", {}, `${visible(name.replace(/^reward\//, ""))} `, el("b", {}, shown(name, value)))));
 }
