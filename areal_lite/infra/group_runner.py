@@ -23,6 +23,7 @@ from areal_lite.api.scalars import Scalars, scope_name
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.tensor_dict import tensor_dict_of
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId, Trajectory
+from areal_lite.data.packer.data_packer import UnpreparedRow
 from areal_lite.data.source.sample import with_own_containers
 from areal_lite.errors import ConfigError
 from areal_lite.infra.deadlines import Deadlines
@@ -173,9 +174,11 @@ class GroupRunner:
             )
         )
         try:
-            if submission.feed is not None:  # a packer is user code, so it runs here
-                with attributed_to(FailureKind.DATA):
+            with attributed_to(FailureKind.DATA):  # a packer is user code, so it runs here
+                if submission.feed is not None:
                     submission.data = submission.feed.source.rollout_input(submission.samples)
+                if isinstance(submission.data, UnpreparedRow):
+                    submission.data = submission.data.prepared()
             data = with_own_containers(dict(submission.data))
             await run_group(recipe.workflow, self._engine, data, episodes)
             return self._judge(submission)

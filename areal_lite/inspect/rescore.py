@@ -14,6 +14,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from areal_lite.api.config import DatasetConfig, RunConfig
 from areal_lite.api.config_loader import load_config
 from areal_lite.api.dotted_path import load_object
 from areal_lite.api.reward_api import AsyncRewardWrapper
+from areal_lite.data.packer.data_packer import UnpreparedRow
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.inspect.answers import CONFIG, Answer, last_answer, run_config, run_tokenizer
 from areal_lite.inspect.dumps import Dumps
@@ -189,11 +191,22 @@ def _rows_by_prompt(config: RunConfig, rows: DatasetConfig | None, tokenizer: An
 
     found: dict[tuple[int, ...], list[Any]] = {}
     for row in [] if rows is None else workflow_rows(config, rows, is_train=False):
-        for prompt in {tuple(ids) for ids in _prompts(row, config, tokenizer)}:
+        row = _prepared(row)
+        prepared = row.pop("raw_prompt_ids", None)  # a reward function does not get it
+        of_row = _prompts(row, config, tokenizer) if prepared is None else [prepared]
+        for prompt in {tuple(ids) for ids in of_row}:
             same = found.setdefault(prompt, [])
             if row not in same:
                 same.append(row)
     return found
+
+
+def _prepared(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row as workflows get it; without the forms of its prompt if these cannot be made."""
+    if isinstance(row, UnpreparedRow):
+        with suppress(ValueError):
+            return row.prepared()
+    return dict(row)
 
 
 def _prompts(row: Mapping[str, Any], config: RunConfig, tokenizer: Any) -> Iterator[list[int]]:

@@ -48,11 +48,11 @@ def test_a_reward_counts_at_its_token_or_at_the_next_that_trains(as_proto: bool)
 
 
 def test_a_reward_after_the_last_trained_token_counts_there() -> None:
-    by_token = group(tensors(**BY_TOKEN))
-    by_token.sequences[0].loss_mask[4] = False  # too old
-    assert step_of([by_token]).tokens.rewards.tolist() == [0.75, 7.0]
-    by_token.sequences[0].loss_mask[1:] = False
-    step = step_of([by_token, group(tensors(rewards=[3.0]))])
+    both = group(tensors(**BY_TOKEN), tensors(rewards=[3.0]))
+    both.sequences[0].loss_mask[4] = False  # too old
+    assert step_of([both]).tokens.rewards.tolist() == [0.75, 7.0, 0.0, 0.0, 3.0]
+    both.sequences[0].loss_mask[1:] = False
+    step = step_of([both])
     assert step.tokens.rewards.tolist() == [0.0, 0.0, 3.0]
     assert step.scores.tolist() == [7.75, 3.0]
 

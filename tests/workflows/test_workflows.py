@@ -92,7 +92,7 @@ def test_a_prepared_prompt_is_asked_as_it_is(make: Any) -> None:
         asked = response.input_tokens[before.input_len + before.output_len :]
         assert response.input_tokens[: -len(asked)] == before.input_tokens + before.output_tokens
         assert tokenizer().decode(asked).endswith("Please try to answer it again.<|im_end|>\n<|im_start|>assistant\n")
-    assert tensors["rewards"].tolist() == [1.0 if make is SingleTurnWorkflow else 0.9]
+    assert tensors["rewards"].tolist() == pytest.approx([1.0 if make is SingleTurnWorkflow else 0.9])
 
 
 async def by_token(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **row: Any) -> Any:

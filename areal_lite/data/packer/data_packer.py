@@ -7,14 +7,12 @@ It makes a workflow's input (``get_rollout_input``), makes a training sequence o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_lite.api.config import DatasetConfig
 from areal_lite.api.dotted_path import load_object
 from areal_lite.api.engine_api import Row
-from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.api.trajectory import Group, TokenSequence
 from areal_lite.data.source.sample import Sample
 from areal_lite.errors import ConfigError, TrainingError
@@ -130,48 +128,42 @@ def make_data_packer(model_type: str, path: str | None = None) -> DataPacker:
     return packer()
 
 
-def rollout_inputs(packer: DataPacker, rows: Sequence[Any], *, prompt_key: str = "prompt") -> list[Row]:
-    """Return what workflows get for ``rows``, one mapping each, in order.
+class UnpreparedRow(dict[str, Any]):
+    """A workflow's input without the forms of its prompt, which are made when its group starts."""
 
-    If the packer turns a row into text or messages, they become the mapping's ``prompt_key``. Prompts are prepared
-    when a mapping is first read, which is when its group starts.
+    def __init__(self, item: Row, source: Row, prepare: Callable[[Row], Row]) -> None:
+        super().__init__(item)
+        self._source, self._prepare = source, prepare
+
+    def prepared(self) -> dict[str, Any]:
+        """Return the input with the forms of its prompt; those that it has already stay.
+
+        Raises:
+            ValueError: If the prompt is invalid or too long.
+        """
+        return {**self._prepare(self._source), **self}
+
+
+def rollout_inputs(packer: DataPacker, rows: Sequence[Any], *, prompt_key: str = "prompt") -> list[dict[str, Any]]:
+    """Return what workflows get for ``rows``, one dict each, in order; with ``prepare_prompt`` :class:`UnpreparedRow`.
+
+    If the packer turns a row into text or messages, they become the dict's ``prompt_key``.
     """
     inputs = packer.rollout_collate_fn([packer.get_rollout_input(row) for row in rows])
     if len(inputs) != len(rows):
         raise ConfigError(
             f"{type(packer).__name__}.rollout_collate_fn made {len(inputs)} inputs of {len(rows)}: return one for each"
         )
-    plain: list[Row] = [
+    plain = [
         dict(item) if isinstance(item, Mapping) else {**(row if isinstance(row, Mapping) else {}), prompt_key: item}
         for row, item in zip(rows, inputs, strict=True)
     ]
     if (prepare := packer.prepare_prompt) is None:
         return plain
-    # The packer's text of a conversation is rendered already.
+    # The packer's text of a conversation is rendered already, so the prompt is made of the conversation.
     rendered = [isinstance(row, list) and isinstance(item, str) for row, item in zip(rows, inputs, strict=True)]
     sources = [{prompt_key: row} if done else item for row, item, done in zip(rows, plain, rendered, strict=True)]
-    return [_WithPrompt(item, source, prepare) for item, source in zip(plain, sources, strict=True)]
-
-
-class _WithPrompt(Mapping[str, Any]):
-    """A workflow's input with the forms of its prompt, made from ``source``."""
-
-    def __init__(self, item: Row, source: Row, prepare: Callable[[Row], Row]) -> None:
-        self._item, self._source, self._prepare = item, source, prepare
-
-    @cached_property
-    def _whole(self) -> Row:
-        with attributed_to(FailureKind.DATA):
-            return {**self._prepare(self._source), **self._item}
-
-    def __getitem__(self, key: str) -> Any:
-        return self._whole[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._whole)
-
-    def __len__(self) -> int:
-        return len(self._whole)
+    return [UnpreparedRow(item, source, prepare) for item, source in zip(plain, sources, strict=True)]
 
 
 def training_batch(packer: DataPacker, groups: Iterable[Group]) -> DataProto:

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_lite.api.engine_api import Row
 from areal_lite.data.packer.data_packer import DataPacker, rollout_inputs
 from areal_lite.data.rows.fingerprint import FINGERPRINT_ROWS, content_hash, spread_positions
 from areal_lite.data.source.data_source_state import (
@@ -139,7 +138,7 @@ class RolloutDataSource:
                 self._owed[group_index_of(group)] = group
             return groups
 
-    def rollout_input(self, group: SampleGroup) -> Row:
+    def rollout_input(self, group: SampleGroup) -> dict[str, Any]:
         """Return the workflow's input for a group."""
         row = group[0].row
         if self._packer is None:
