@@ -31,7 +31,6 @@ from areal_lite.api import reward_worker as wire
 from areal_lite.api.child_process import start_tied
 from areal_lite.api.dotted_path import load_object
 from areal_lite.api.failure import FailureKind, attributed_to
-from areal_lite.api.scalars import record_reward_facts
 from areal_lite.errors import ConfigError
 
 START_SECONDS = 120.0
@@ -116,6 +115,8 @@ class AsyncRewardWrapper:
                 "number, or one for each of them"
             )
         if facts:
+            from areal_lite.api.scalars import record_reward_facts  # which loads numpy
+
             record_reward_facts(facts)
         return value
 

@@ -208,7 +208,7 @@ def test_help_of_all_shows_every_config_key_within_eighty_columns(command, key):
 def test_help_lists_the_sections_and_shows_the_keys_of_one():
     done = areal_lite("train", "--help", env={**os.environ, "COLUMNS": "80"})
     assert (done.returncode, done.stderr) == (0, "")
-    assert "\ntrainer        Optimizer, algorithm and losses. 53 keys.\n" in done.stdout
+    assert "\ntrainer        Optimizer, algorithm and losses. 54 keys.\n" in done.stdout
     assert "learning_rate" not in done.stdout
     assert len(done.stdout.splitlines()) < 30
     section = areal_lite("train", "-h", "trainer").stdout
