@@ -81,7 +81,7 @@ def workflow_rows(config: RunConfig, rows: DatasetConfig, *, is_train: bool) -> 
     dataset = _dataset(config, rows, is_train=is_train)
     raw = getattr(dataset, "rows", dataset)
     every = [raw[place] for place in range(len(raw))]
-    return rollout_inputs(_packer(config, rows, raw), every, prompt_key=rows.prompt_key)
+    return [*rollout_inputs(_packer(config, rows, raw), every, prompt_key=rows.prompt_key)]
 
 
 def tokenizer_path(config: RunConfig) -> str:

@@ -27,6 +27,7 @@ from areal_lite.agents.agent_processes import AgentProcesses, pickled_agent
 from areal_lite.agents.agent_program import ProcessLimits
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.api.episode_context import EpisodeContext
+from areal_lite.api.scalars import record_reward_facts
 from areal_lite.api.trajectory import Group
 from areal_lite.errors import ConfigError
 from areal_lite.infra import workflow_context
@@ -124,6 +125,7 @@ class PlainAgent:
             os._exit(3)
         if data.get("do") == "hang":
             time.sleep(60)
+        record_reward_facts({"acc": 1.0, "pred": "yes"})
         return {completion.id: 0.5}
 
 
@@ -185,6 +187,8 @@ def test_agents_work_in_threads_and_processes(
     reward = 0.5 if agent is PlainAgent else 1.0
     assert [t.reward for group in groups for t in group.trajectories] == [reward] * 3
     assert all(group.trajectories[0].sequences for group in groups)
+    facts = {"acc": 1.0, "pred": "yes"} if agent is PlainAgent else {}
+    assert [group.trajectories[0].reward_extra for group in groups] == [facts] * 3
     assert not [record for record in caplog.records if "blocks the event loop" in record.message]
 
 

@@ -59,6 +59,11 @@ def write(path, *lines, tail=""):
     return path
 
 
+def test_facts_beside_the_reward_are_shown(tmp_path):
+    told = LINE | {"reward_extra": {"acc": 1.0, "pred": "4\x1b[2J"}}
+    assert "\nacc 1.0, pred 4\\x1b[2J\nprompt (2 tokens" in shown(write(tmp_path / "7.jsonl", told))[1]
+
+
 def test_an_episode_is_shown_turn_by_turn(tmp_path):
     assert shown(write(tmp_path / "7.jsonl", LINE)) == (
         1,

@@ -417,6 +417,9 @@ def test_a_dry_run_checks_what_a_run_checks_and_starts_nothing(
     out = capsys.readouterr().out
     assert "runs/checked/other: a new run" in out
     assert "workflow tests.e2e.agents.LetterAgent, 16 training rows, 0 held out" in out
+    epochs = ["trainer.total_steps=null", "trainer.total_epochs=3", "rollout.consumer_batch_size=5"]
+    assert main(["train", "--dry-run", str(config), "trial_name=other", *epochs]) == 0
+    assert "0 held out, 9 steps" in capsys.readouterr().out
     assert main(["train", "--dry-run", str(config), "rollout.group_size=1"]) == 64
     assert "a group of one has no baseline" in capsys.readouterr().err
     assert main(["train", str(config), "workflow=tests.e2e.agents.Nobody", "--dry-run"]) == 64

@@ -160,7 +160,8 @@ def group_of(*episodes: dict[str, Any], task_id: int = 0) -> Group:
 def columns(sequence: TokenSequence) -> list[Any]:
     """Return what the trainer reads of a sequence."""
     mask = sequence.loss_mask
-    values = [None if v is None else v[mask].tolist() for v in (sequence.logprobs, sequence.versions)]
+    recorded = (sequence.logprobs, sequence.versions, sequence.token_rewards)
+    values = [None if v is None else v[mask].tolist() for v in recorded]
     return [sequence.input_ids.tolist(), mask.tolist(), values, sequence.reward, sequence.path, sequence.turn_idx]
 
 
@@ -170,12 +171,13 @@ def test_a_dump_read_back_has_every_number_of_the_trainer(tmp_path: Path) -> Non
     logprobs = -rng.random((2, 6)).astype(np.float32)
     recorded = {"logprobs": logprobs, "versions": [[-1, -1, 3, 4, -1, 4]] * 2}
     given = {"input_ids": ids, "loss_mask": mask, "rewards": [0.1, 1 / 3]}
-    group = group_of(given | recorded, given)
+    by_token = {"input_ids": ids[:1], "loss_mask": mask[:1], "token_rewards": rng.random((1, 6)).astype(np.float32)}
+    group = group_of(given | recorded, given, by_token)
     assert group.sequences[1].logprobs is not None
     group.sequences[1].logprobs[3] = np.nan
     read = read_group(dump(group, tmp_path))
     assert read.data == {"a": 1}
-    assert [s.member_idx for s in read.sequences] == [0, 0, 1, 1]
+    assert [s.member_idx for s in read.sequences] == [0, 0, 1, 1, 2]
     for now, then in zip(read.sequences, group.sequences, strict=True):
         np.testing.assert_equal(columns(now), columns(then))
     group.data = {"image": object()}
