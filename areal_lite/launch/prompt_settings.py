@@ -35,7 +35,7 @@ def prompt_preparer(
     Raises:
         ConfigError: If a setting cannot act, with all of these, or the first row has no valid prompt.
     """
-    target = load_object(config.workflow, where="workflow") if isinstance(config.workflow, str) else config.workflow
+    target = _workflow(config)
     key, section = rows.prompt_key, "eval_dataset" if rows is config.eval_dataset else "train_dataset"
     has_prompt = key in first_row if isinstance(first_row, Mapping) else True
     takes_ids = bool(getattr(target, "takes_prompt_ids", False)) and has_prompt
@@ -46,19 +46,15 @@ def prompt_preparer(
         why = f"{name} writes its own prompts: remove it, or use a workflow with takes_prompt_ids, such as single_turn"
     else:
         why = f"the rows have no column {key!r}, only {', '.join(first_row)}: set {section}.prompt_key"
-    _check(config, rows, section, why=why, has_prompt=has_prompt)
+    _check(config, rows, section, why=why, has_prompt=has_prompt, first_row=first_row)
     added = [name for name, wanted in _forms(rows, takes_ids=takes_ids).items() if wanted]
     if not added:
         return None
     system_prompt = None
-    if not takes_ids:
-        rows = replace(rows, max_prompt_length=None)
+    if takes_ids:
+        rows, system_prompt = with_arguments(config, rows)
     else:
-        system_prompt, thinking = (
-            _argument(target, config.workflow_kwargs, name) for name in ("system_prompt", "enable_thinking")
-        )
-        variables = {} if thinking is None else {"enable_thinking": thinking}
-        rows = replace(rows, apply_chat_template_kwargs=variables | rows.apply_chat_template_kwargs)
+        rows = replace(rows, max_prompt_length=None)
     encoder = PromptEncoder(rows, tokenizer, system_prompt=system_prompt)
 
     def prepare(row: Row) -> Row:
@@ -75,11 +71,26 @@ def prompt_preparer(
     return prepare
 
 
+def with_arguments(config: RunConfig, rows: DatasetConfig) -> tuple[DatasetConfig, str | None]:
+    """Return the section with ``enable_thinking`` of a workflow that takes the prompt's ids, and its system prompt."""
+    target = _workflow(config)
+    if not getattr(target, "takes_prompt_ids", False):
+        return rows, None
+    thinking = _argument(target, config.workflow_kwargs, "enable_thinking")
+    variables = {} if thinking is None else {"enable_thinking": thinking}
+    rows = replace(rows, apply_chat_template_kwargs=variables | rows.apply_chat_template_kwargs)
+    return rows, _argument(target, config.workflow_kwargs, "system_prompt")
+
+
+def _workflow(config: RunConfig) -> Any:
+    return load_object(config.workflow, where="workflow") if isinstance(config.workflow, str) else config.workflow
+
+
 def _forms(rows: DatasetConfig, *, takes_ids: bool) -> dict[str, bool]:
     return {"raw_prompt_ids": takes_ids, "raw_prompt": rows.return_raw_chat, "full_prompts": rows.return_full_prompt}
 
 
-def _check(config: RunConfig, rows: DatasetConfig, section: str, *, why: str, has_prompt: bool) -> None:
+def _check(config: RunConfig, rows: DatasetConfig, section: str, *, why: str, has_prompt: bool, first_row: Any) -> None:
     """Refuse settings that nothing reads; ``why`` the workflow does not take the prompt's ids, "" if it does."""
     filters = rows.filter_overlong_prompts
     faults = {} if filters else {"filter_overlong_prompts_workers": "filter_overlong_prompts is false: set it"}
@@ -88,7 +99,8 @@ def _check(config: RunConfig, rows: DatasetConfig, section: str, *, why: str, ha
     if config.data_packer is None and rows.custom_cls is None:
         if why and not filters:
             faults |= {"max_prompt_length": f"{why}, or set filter_overlong_prompts"}
-        if why and not (filters or (has_prompt and rows.return_full_prompt)):
+        renders = filters or isinstance(first_row, list) or (has_prompt and rows.return_full_prompt)
+        if why and not renders:
             faults |= dict.fromkeys(_RENDERING, why)
         if why or filters or rows.max_prompt_length is None:
             faults["truncation"] = why or (

@@ -16,7 +16,7 @@ from areal_lite.data.rows.samplers import AbstractSampler, create_rl_sampler
 from areal_lite.data.source.buffered_data_source import CurriculumDataSource, RolloutDataSourceWithBuffer
 from areal_lite.errors import ConfigError
 from areal_lite.infra.workflow_resolution import check_workflow
-from areal_lite.launch.prompt_settings import prompt_preparer
+from areal_lite.launch.prompt_settings import prompt_preparer, with_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +129,7 @@ def _dataset(config: RunConfig, rows: DatasetConfig, *, is_train: bool) -> Any:
 
     # Only prompt lengths, and classes of the user's that may read tokens, need a tokenizer here.
     tokenizes = rows.filter_overlong_prompts or rows.custom_cls or (is_train and rows.datagen)
+    rows, system_prompt = with_arguments(config, rows)
     return create_rl_dataset(
         rows.path,
         rows,
@@ -136,4 +137,5 @@ def _dataset(config: RunConfig, rows: DatasetConfig, *, is_train: bool) -> Any:
         load_processor(config.model_path) if tokenizes else None,
         is_train=is_train,
         seed=config.seed,
+        system_prompt=system_prompt,
     )

@@ -125,6 +125,7 @@ def test_overlong_rows_are_filtered_and_epochs_count_the_others(verl_yaml: Path)
     summary = run_training(load_config(verl_yaml, given))
     assert summary.steps == 3 * 6 // 2  # 2 of 8 rows are too long
     assert records(summary.run_dir)[-1]["data/epoch"] == 2
+    assert yaml.safe_load((summary.run_dir / "config.yaml").read_text())["trainer"]["total_steps"] == 9
     assert all(len(line["turns"][0]["ids"]) <= 45 for line in dumped(summary.run_dir))
     with pytest.raises(ConfigError, match="has trained 9 steps"):
         run_training(load_config(verl_yaml, given))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 
 from areal_lite.api.config import DatasetConfig, RunConfig, TrainerConfig
 from areal_lite.data import load_tokenizer
+from areal_lite.data.packer.data_packer import UnpreparedRow
 from areal_lite.errors import ConfigError
 from areal_lite.launch.prompt_settings import prompt_preparer
+from areal_lite.launch.run_data import training_data
 
 SINGLE, AGENT = "workflows.single_turn.SingleTurnWorkflow", "tests.e2e.agents.LetterAgent"
 ROW = {"prompt": "Hi", "answer": 1}
@@ -119,3 +122,25 @@ def test_rows_without_the_column_are_left_to_the_workflow(tiny_model: Path) -> N
 def test_what_a_users_dataset_prepared_is_kept(tiny_model: Path) -> None:
     row = {**ROW, "raw_prompt_ids": [5]}
     assert prepared(tiny_model, {}, row=row, workflow=SINGLE) == {"raw_prompt_ids": ""}
+
+
+def test_conversations_as_rows_are_rendered_for_agents(tiny_model: Path) -> None:
+    rows = {"apply_chat_template_kwargs": {"mood": 1}}
+    assert prepared(tiny_model, rows, row=[{"role": "user", "content": "Hi"}], workflow=AGENT) is None
+
+
+def test_a_prompt_is_filtered_by_the_length_that_the_workflow_asks_with(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "Hi"}\n{"prompt": "Hi there"}\n')
+    rows = DatasetConfig(path=str(path), max_prompt_length=39, filter_overlong_prompts=True, shuffle=False)
+    trainer = TrainerConfig(total_steps=1, learning_rate=1.0)
+    names: dict[str, Any] = {"experiment_name": "e", "model_path": str(tiny_model), "workflow": SINGLE}
+    config = RunConfig(**names, trainer=trainer, train_dataset=rows, workflow_kwargs={"reward_fn": "len"})
+    assert len(training_data(config).dataset) == 2
+    config = replace(config, workflow_kwargs={"reward_fn": "len", "system_prompt": "Be."})
+    data = training_data(config)
+    assert [row["prompt"] for row in data.dataset.rows] == ["Hi"]
+    (group,) = data.source.get_samples(1)
+    asked = data.source.rollout_input(group)
+    assert isinstance(asked, UnpreparedRow)
+    assert len(asked.prepared()["raw_prompt_ids"]) <= 39

@@ -48,10 +48,11 @@ class DynamicGenDataset(RLHFDataset):
         processor: Any = None,
         max_samples: int = -1,
         seed: int = 1,
+        system_prompt: str | None = None,
     ) -> None:
         if config.datagen is None:
             raise ConfigError("datagen is null: set the path and name of a data generator class")
-        super().__init__(data_files, tokenizer, config, processor, max_samples, seed)
+        super().__init__(data_files, tokenizer, config, processor, max_samples, seed, system_prompt)
         cls = load_class(config.datagen, AbstractDataGenerator, where="datagen")
         self.data_generator: AbstractDataGenerator = cls(self.config)
         self.rows: _GrowingRows = _GrowingRows(self.rows)
@@ -120,17 +121,19 @@ def create_rl_dataset(
     is_train: bool = True,
     max_samples: int = -1,
     seed: int = 1,
+    system_prompt: str | None = None,
 ) -> Dataset[Any]:
     """Return the dataset that ``data_config`` names.
 
     ``custom_cls`` takes precedence, for training and held-out rows. ``datagen`` applies to training rows only. The
     default is :class:`RLHFDataset`. A user's class is called with data_files, tokenizer, processor and config, and
-    with max_samples and seed if it accepts them.
+    with max_samples, seed and system_prompt if it accepts them.
 
     Args:
         tokenizer: Hugging Face tokenizer; None if only raw rows are needed.
         max_samples: Rows to use; -1 uses ``data_config.max_samples``.
         seed: Chooses the rows if ``data_config.shuffle`` is set.
+        system_prompt: System message before a prompt that is text.
 
     Raises:
         ConfigError: If the class cannot be loaded, is not a torch dataset, or does not accept a max_samples that
@@ -141,7 +144,7 @@ def create_rl_dataset(
         cls = load_class(data_config.custom_cls, Dataset, where="custom_cls")
     elif data_config.datagen is not None and is_train:
         cls = DynamicGenDataset
-    optional = {"max_samples": max_samples, "seed": seed}
+    optional: dict[str, Any] = {"max_samples": max_samples, "seed": seed, "system_prompt": system_prompt}
     parameters = inspect.signature(cls).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         optional = {name: value for name, value in optional.items() if name in parameters}

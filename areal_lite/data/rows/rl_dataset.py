@@ -44,6 +44,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         config: Column names and settings; ``data_files`` replaces its path.
         processor: Hugging Face processor of a model that reads images or videos.
         max_samples: Rows before filtering; -1 uses ``config.max_samples``.
+        system_prompt: System message before a prompt that is text.
 
     Raises:
         ConfigError: If the rows cannot be loaded, all are dropped, or, with a tokenizer, the prompt column is missing.
@@ -58,6 +59,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         processor: Any = None,
         max_samples: int = -1,
         seed: int = 1,
+        system_prompt: str | None = None,
     ) -> None:
         if max_samples != -1 and max_samples < 1:
             raise ValueError(f"max_samples is {max_samples}: it must be 1 or more, or -1 for all")
@@ -66,7 +68,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         self.config = replace(config, path=path, max_samples=most)
         self.processor = processor
         self.tokenizer = tokenizer
-        self.encoder = None if tokenizer is None else PromptEncoder(self.config, tokenizer, processor)
+        self.encoder = None if tokenizer is None else PromptEncoder(self.config, tokenizer, processor, system_prompt)
         self.dropped: Counter[str] = Counter()
         self.first_failure: str | None = None
         self.rows: Sequence[Row] = load_rows(self.config, seed=seed)
