@@ -247,8 +247,8 @@ class _Worker:
         """Kill the process and return it, to be waited for."""
         process, connection = self.process, self._socket
         assert process is not None and connection is not None
-        connection.close()
         os.killpg(process.pid, signal.SIGKILL)  # its leader is not reaped yet, so the group is there
+        connection.close()  # after the kill: the worker would report a broken connection
         os.close(self._held_open)
         self.process = self._socket = None
         return process

@@ -193,11 +193,11 @@ class GroupRunner:
     def _judge(self, submission: Submission) -> Group:
         """Return the finished group: accepted, rejected by workflow or filter, or failed with its episodes."""
         trajectories = [episode.end(EpisodeStatus.REJECTED) for episode in submission.episodes]
-        scope = scope_name(submission.recipe.is_eval)
-        for trajectory in trajectories:
-            numbers = {name: value for name, value in trajectory.reward_extra.items() if isinstance(value, float)}
-            named = {f"{scope}/reward_extra/{name}": value for name, value in numbers.items()}
-            self.scalars.add(named, is_eval=submission.recipe.is_eval)
+        is_eval = submission.recipe.is_eval
+        for facts in [t.reward_extra for t in trajectories if t.reward_extra]:
+            numbers = {name: value for name, value in facts.items() if isinstance(value, float)}
+            named = {f"{scope_name(is_eval)}/reward_extra/{name}": value for name, value in numbers.items()}
+            self.scalars.add(named, is_eval=is_eval)
         if not any(trajectory.sequences for trajectory in trajectories):
             failed = (t.failure for t in trajectories if t.status is EpisodeStatus.FAILED)
             if (failure := next(failed, None)) is not None:

@@ -19,9 +19,12 @@ from areal_lite.data import DataProto, DecoderOnlyLLMDataPacker, RLHFDataset, lo
 from areal_lite.data.rows.collate import collate_fn, object_array
 from areal_lite.data.rows.dynamic_dataset import create_rl_dataset
 from areal_lite.data.rows.loader import ResumableLoader
+from areal_lite.data.rows.samplers import create_rl_sampler
 from areal_lite.errors import ConfigError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.inspect.verify import check_run
+from areal_lite.launch import server_program
+from areal_lite.launch.rl import num_devices
 from areal_lite.launch.run import run_evaluation, run_training
 from areal_lite.trainer.policy_trainer import PolicyTrainer
 from workflows.single_turn import SingleTurnWorkflow
@@ -166,6 +169,15 @@ def test_facts_beside_the_reward_are_dumped_and_measured(verl_yaml: Path, parque
     assert "eval-rollout/reward_extra/acc" in run_evaluation(load_config(verl_yaml, given)).metrics()
 
 
+def test_throughput_counts_trainers_and_the_gpus_of_servers_that_the_run_starts(
+    verl_yaml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_program, "visible_gpus", lambda: ["0", "1", "2", "3", "4"])
+    given = ["server.device=auto", "server.replicas=2", "server.args={tp: 2}", "server.backend=sglang"]
+    assert num_devices(load_config(verl_yaml, given[:1])) == 1
+    assert num_devices(load_config(verl_yaml, [*given, "rollout.addresses=[]"])) == 5
+
+
 @pytest.mark.parametrize("packer", [None, "tests.e2e.test_verl_rows.SamePacker"])
 def test_rewards_of_tokens_are_what_trains(verl_yaml: Path, packer: str | None) -> None:
     given = ["workflow_kwargs.reward_fn=verl_rewards.by_token", "trainer.advantage=reinforce", "dump_training=true"]
@@ -201,7 +213,14 @@ def test_the_documents_loop_from_files_to_an_update(tiny_model: Path, tiny_serve
     data_config = DatasetConfig(path=parquet, max_prompt_length=100)
     train_dataset = create_rl_dataset(parquet, data_config, tokenizer, None, is_train=True, max_samples=-1)
     assert isinstance(train_dataset, RLHFDataset)
-    train_dataloader = ResumableLoader(train_dataset, batch_size=4, drop_last=True, collate_fn=collate_fn)
+    train_dataloader = ResumableLoader(
+        dataset=train_dataset,
+        batch_size=4,
+        num_workers=0,
+        drop_last=True,
+        collate_fn=collate_fn,
+        sampler=create_rl_sampler(data_config, train_dataset.rows, seed=1),
+    )
     gconfig = GenerationHyperparameters(max_new_tokens=4)
     trainer = PolicyTrainer(
         TrainerConfig(total_steps=2, learning_rate=1e-3, dtype="float32", num_threads=1, device="cpu"),
