@@ -1,9 +1,8 @@
 """Reward functions run off the event loop, in worker processes that can be killed.
 
-A missing reward is a failure with its reason, never a 0: timeouts, dead workers, exceptions
-and values that are not finite numbers all raise. What a function returns beside its reward goes into the episode's
-record. This guards against accidents (endless loops, memory,
-``os._exit``); it is not a sandbox against an attacker.
+A missing reward is a failure with its reason, never a 0: timeouts, dead workers, exceptions and values that are not
+finite numbers all raise. What a function returns beside its reward goes into the episode's record. This guards against
+accidents (endless loops, memory, ``os._exit``); it is not a sandbox against an attacker.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def check_tensor_dict(tensors: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
 
 
 def _check_values(arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-    if not np.isfinite(arrays.get("token_rewards", 0.0)).all():
+    if "token_rewards" in arrays and not np.isfinite(arrays["token_rewards"]).all():
         raise ValueError("token_rewards holds nan or inf: every reward must be finite; raise instead of nan")
     attention = arrays["attention_mask"]
     padded = np.count_nonzero(attention) < attention.size

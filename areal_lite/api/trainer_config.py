@@ -268,9 +268,9 @@ class TrainerConfig(LearnerConfig):
         critic_only = 0 if self.critic is None else self.critic.updates_before_policy
         _refuse(
             {
-                "total_steps and total_epochs are null: give one of them": self.total_steps
-                is self.total_epochs
-                is None,
+                "total_steps and total_epochs are null: give one of them": (
+                    self.total_steps is None and self.total_epochs is None
+                ),
                 f"correction sets {', '.join(unused)}, but with proximal: behaviour the ratio is always 1: remove "
                 "one": self.proximal == "behaviour" and bool(unused),
                 f"loss_aggregation {self.loss_aggregation} divides by loss_scale: set it, in tokens": (

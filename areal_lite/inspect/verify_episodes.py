@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from areal_lite.inspect.verify_run import EVALUATION, TRAINING, DumpedGroup, Record, Run, some
+from areal_lite.inspect.verify_run import EVALUATION, TRAINING, DumpedGroup, Record, Run, differs, some
 
 LineCheck = Callable[[Record], Iterator[str]]
 GroupCheck = Callable[[DumpedGroup, Run], Iterator[str]]
@@ -29,7 +29,7 @@ def columns_fit(record: Record) -> Iterator[str]:
     if record["seqlen"] != at:
         yield f"seqlen is {record['seqlen']}, but its turns have {at} tokens"
     by_token = [number for turn in record["turns"] for number in turn.get("rewards") or ()]
-    if by_token and not math.isclose(math.fsum(by_token), record["reward"], rel_tol=1e-6, abs_tol=1e-6):
+    if by_token and differs(record.get("reward"), math.fsum(by_token)):
         yield f"the reward is {record['reward']}, and its tokens' rewards sum to {math.fsum(by_token)}"
     if record["schema"] > 1 and record["prompt_len"] != (at if first_answer is None else first_answer):
         yield f"prompt_len is {record['prompt_len']}, but the first answer begins at {first_answer}"
