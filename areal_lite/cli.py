@@ -408,13 +408,17 @@ def _page(text: str) -> None:
 
 
 class _Explain(argparse.Action):
-    """Prints what a config key means."""
+    """Prints what a config key means and, after the name of a config, its value there and where that comes from."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: Any, *_: object) -> NoReturn:
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, *_: object) -> NoReturn:
         from areal_lite.api.config_help import explain
+        from areal_lite.api.config_loader import describe_value
         from areal_lite.api.supervised_config import KINDS
 
         print(explain(values, [_root("RunConfig"), *KINDS.values()]), flush=True)
+        if namespace.config is not None:
+            given = namespace.overrides or []
+            print(describe_value(namespace.config, given, values, root=_root("ExperimentConfig")), flush=True)
         parser.exit()
 
 

@@ -35,7 +35,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal_lite.api.trajectory import TokenSequence
-from areal_lite.data.batch.packing_plan import plan_packing
 from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.microbatches import Block, num_inputs, plan_microbatches
 from areal_lite.trainer.packed_model import pack
@@ -93,16 +92,19 @@ def bucketed(lengths: list[int]) -> Plan:
     return [[alone(i, lengths) for i in batch] for batch in plan_microbatches(lengths, max_tokens=MAX_TOKENS)]
 
 
+def filled(lengths: list[int]) -> list[list[int]]:
+    return plan_microbatches([1] * len(lengths), max_tokens=MAX_TOKENS, num_blocks=lengths)
+
+
 def masked(lengths: list[int]) -> Plan:
-    (batches,) = plan_packing(lengths, max_tokens=MAX_TOKENS).ranks
+    batches = filled(lengths)
     return [
         [Block(tuple(batch), (0,) * len(batch), sum(lengths[i] for i in batch), is_chain=False)] for batch in batches
     ]
 
 
 def side_by_side(lengths: list[int]) -> Plan:
-    (batches,) = plan_packing(lengths, max_tokens=MAX_TOKENS).ranks
-    return [[alone(i, lengths) for i in batch] for batch in batches]
+    return [[alone(i, lengths) for i in batch] for batch in filled(lengths)]
 
 
 WAYS: dict[str, Callable[[list[int]], Plan]] = {

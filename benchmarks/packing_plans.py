@@ -1,11 +1,11 @@
-"""Balance and time of the two ways to divide sequences into parts, and time of a whole packing plan.
+"""Balance and time of the two ways to divide sequences into parts.
 
     python benchmarks/packing_plans.py [--repeats 7]
 
 `LPT` is longest-processing-time, `KK` Karmarkar-Karp, `equal` the same with equally many items per part.
 Lengths are log-normal (median 665 tokens, sigma 0.8), drawn anew for each repeat from a fixed seed; every
 figure is the median over repeats. `max/mean` is the heaviest part over the mean: 1 is perfect, and a single
-long item can make that impossible. A plan packs the same lengths under 16,384 tokens on 8 ranks.
+long item can make that impossible.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
-from areal_lite.data.batch.packing_plan import plan_packing
 from areal_lite.data.batch.partition import karmarkar_karp, longest_processing_time, totals
 
 SIZES = [(64, 4), (256, 8), (1024, 8), (4096, 64), (4096, 256)]
 METHODS = {"LPT": longest_processing_time, "KK": karmarkar_karp}
-MAX_TOKENS = 16_384
+LONGEST = 16_384
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def draw_lengths(items: int, repeats: int) -> list[list[int]]:
     return [
-        np.clip(np.random.default_rng(seed).lognormal(6.5, 0.8, items), 1, MAX_TOKENS).astype(int).tolist()
+        np.clip(np.random.default_rng(seed).lognormal(6.5, 0.8, items), 1, LONGEST).astype(int).tolist()
         for seed in range(repeats)
     ]
 
@@ -57,25 +56,12 @@ def compare_methods(repeats: int) -> None:
                 print(f"{items:>6}{k:>7}  {label:<10}{median(balances):>10.5f}{median(times):>9.2f}")
 
 
-def time_plans(repeats: int) -> None:
-    print(f"\n{'items':>6}{'mini-batches':>14}{'full':>7}{'ms':>9}")
-    for items in (256, 1024, 4096):
-        counts, shares, times = [], [], []
-        for lengths in draw_lengths(items, repeats):
-            plan, ms = timed(plan_packing, lengths, max_tokens=MAX_TOKENS, num_ranks=8)
-            counts.append(sum(len(rank) for rank in plan.ranks))
-            shares.append(sum(lengths) / (counts[-1] * MAX_TOKENS))
-            times.append(ms)
-        print(f"{items:>6}{median(counts):>14.0f}{median(shares):>7.0%}{median(times):>9.2f}")
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
     compare_methods(args.repeats)
-    time_plans(args.repeats)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Load a YAML file and ``key=value`` overrides into a validated config, and dump it back.
 
-All errors are reported at once, one per line with file, key, value, rule and fix. A config names code by
+``interpolation`` replaces ``${...}`` before validation. All errors are reported at once, one per line with file, key, value, rule and fix. A config names code by
 dotted path, so it must be trusted; it is still parsed as plain data (``SafeLoader``).
 """
 
@@ -9,17 +9,19 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import os
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from areal_lite.api.config import ExperimentConfig, RunConfig, RunIdentity
 from areal_lite.api.config_help import meaning_of
+from areal_lite.api.interpolation import Interpolation, Key
 from areal_lite.api.supervised_config import KINDS, SupervisedConfig
 from areal_lite.errors import ConfigError
 
@@ -78,7 +80,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, root: type[A
     model's tokenizer unless it names another.
 
     Args:
-        path: A YAML file of at most 1 MiB.
+        path: A YAML file of at most 1 MiB. Its texts may refer to environment variables (``${oc.env:NAME,default}``)
+            and to other values (``${section.key}``).
         overrides: ``section.key=value`` each; the value is YAML (``null``, ``[a, b]``, ``0.5``). The
             last override of a key wins.
         root: Expected config class. ExperimentConfig accepts any file: its ``kind`` selects the class, and a file
@@ -87,6 +90,38 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, root: type[A
     Raises:
         ConfigError: With every error found, one per line.
     """
+    return _load(path, overrides, root).config
+
+
+def describe_value(path: str | Path, overrides: Sequence[str], key: str, *, root: type[Any]) -> str:
+    """Return the value of a dotted key after loading, and where it comes from, as one line; empty if it has no value.
+
+    Raises:
+        ConfigError: As :func:`load_config`.
+    """
+    loaded = _load(path, overrides, root)
+    value: Any = dataclasses.asdict(loaded.config)
+    written: Any = loaded.values
+    for name in key.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return ""
+        value = value[name]
+        written = written.get(name) if isinstance(written, dict) else None
+    if isinstance(value, dict):
+        return ""
+    source = loaded.sources.get(key) or ("default" if written is None and value is not None else str(path))
+    return f"value {yaml.dump(_masked(value, key), Dumper=_Dumper, default_flow_style=True).removesuffix('...\n').strip()}  ({source})"
+
+
+class _Loaded(NamedTuple):
+    config: ExperimentConfig
+    values: dict[Any, Any]
+    """As in the file, with overrides and references applied."""
+    sources: dict[str, str]
+    """Where a value comes from, by dotted key, if not simply from the file."""
+
+
+def _load(path: str | Path, overrides: Sequence[str], root: type[Any]) -> _Loaded:
     values = _parse(_read(Path(path)), where=str(path))
     if values is None:
         raise ConfigError(f"{path}: the file is empty: write a mapping with at least {_required(root)}")
@@ -96,13 +131,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, root: type[A
     sources: dict[str, str] = {}
     for override in overrides:
         sources[_apply_override(values, override, root, where=str(path))] = f"{path}, override {override!r}"
+    references = Interpolation(
+        values,
+        where=str(path),
+        environ=os.environ,
+        default_of=lambda key: _default_of(root, key),
+        read_variable=lambda key, text: text if _takes_text(root, key) else _parse(text, where=f"{path}: {key}"),
+    )
+    references.resolve()
+    for key, written in references.sources.items():
+        sources[key] = f"{sources.get(key, path)}, from {written!r}"
     try:
         config: ExperimentConfig = TypeAdapter(root).validate_python(values)
     except ValidationError as error:
         raise ConfigError("\n".join(_messages(error, root, str(path), sources))) from None
     if isinstance(config, RunConfig):
         config = _with_run_identity(config, values.get("rollout") or {}, str(path))
-    return config
+    return _Loaded(config, values, sources)
 
 
 def dump_config(config: ExperimentConfig) -> str:
@@ -260,6 +305,42 @@ def _locate(root: type[Any], keys: Sequence[str]) -> tuple[type[Any] | None, str
 def _field_type(owner: type[Any], name: str) -> Any:
     """Return the annotation of a field, or None if there is no such field."""
     return typing.get_type_hints(owner).get(name) if name in owner.__pydantic_fields__ else None
+
+
+def _default_of(root: type[Any], key: Key) -> Any:
+    """Return the default of a dotted key.
+
+    Raises:
+        ConfigError: If there is no such key, or it has no default.
+    """
+    owner: type[Any] | None = root
+    for depth, name in enumerate(key):
+        if owner is None or name not in owner.__pydantic_fields__:
+            known = owner or root
+            raise ConfigError(_unknown(known, name, root) if owner else f"there is no key {'.'.join(key[: depth + 1])!r}")
+        field = owner.__pydantic_fields__[name]
+        owner = _section(_field_type(owner, name))
+    if field.is_required() or owner is not None:
+        raise ConfigError(f"{'.'.join(key)!r} has no value: set it")
+    return field.get_default(call_default_factory=True)
+
+
+def _takes_text(root: type[Any], key: Key) -> bool:
+    """Return whether the value at a dotted key may be text; below a free-form mapping it may."""
+    owner: type[Any] | None = root
+    for name in key:
+        annotation = _field_type(owner, name) if owner else None
+        owner = _section(annotation)
+        if owner is None:
+            return annotation is None or bool({str, Any, Literal} & _kinds(annotation))
+    return False
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """Return the types that an annotation names, at any depth."""
+    inner = typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    return {origin} if origin is Literal else {annotation, *(kind for one in inner for kind in _kinds(one))}
 
 
 def _section(annotation: Any) -> type[Any] | None:

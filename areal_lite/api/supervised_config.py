@@ -37,7 +37,7 @@ class ConversationsConfig(RowsConfig):
     """Extra chat template variables, or chat_template to replace the template."""
 
     num_workers: Count = 0
-    """Tokenization processes; 0 tokenizes in the main process."""
+    """Processes that check the rows at the start and tokenize them ahead of training; 0 uses a thread."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -77,6 +77,10 @@ class SupervisedTrainerConfig(LearnerConfig):
 
     total_steps: Positive | None = None
     """Number of updates. Null trains for all epochs."""
+
+    max_inference_length_per_device: Positive | None = None
+    """Maximum tokens, padding included, per forward pass and rank in evaluation, which needs less memory than training.
+    Null uses max_tokens_per_microbatch."""
 
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Schedule after warm-up; linear and cosine decay to 0 at the last step."""

@@ -52,7 +52,7 @@ class SupervisedRun(TrainingRun[dict[str, float]]):
 
     trainer: SupervisedTrainer[Any]
     loader: ResumableLoader
-    held_out: list[Item]
+    held_out: BaseDataset[Any] | None
 
     def fit(self) -> None:
         """Train up to ``total_steps``; evaluate and save when due."""
@@ -68,11 +68,11 @@ class SupervisedRun(TrainingRun[dict[str, float]]):
 
     def evaluate(self) -> None:
         """Record the loss on the held-out rows, if there are any."""
-        if self.held_out:
+        if self.held_out is not None:
             logger.info("evaluating %d held-out rows", len(self.held_out))
             alone = self.trainer.learner.ranks.size == 1
             with interruptible() if alone else nullcontext():
-                metrics = self.trainer.evaluate(self.held_out)
+                metrics = self.trainer.evaluate(_all_of(self.held_out))
             stop_together()
             self.record_evaluation(metrics, with_prefix("eval", metrics))
 
@@ -97,7 +97,7 @@ def run_supervised(
     """
     started = time.monotonic()
     check_model_path(config.model_path)
-    logger.info("tokenizing the rows")
+    logger.info("checking the rows")
     _, make_trainer = _CLASSES[type(config)]
     train, held_out = datasets(config)
     loader = ResumableLoader(
@@ -105,6 +105,8 @@ def run_supervised(
         batch_size=config.trainer.batch_size,
         shuffle=config.train_dataset.shuffle,
         seed=config.seed,
+        num_workers=config.train_dataset.num_workers,
+        read_ahead=True,
         collate_fn=train.collate_fn,
     )
     total_steps = loader.total_training_steps(config.trainer.epochs, override=config.trainer.total_steps)
@@ -130,12 +132,12 @@ def run_supervised(
             dtype=getattr(torch, config.trainer.dtype),
             started=started,
             loader=loader,
-            held_out=[held_out[number] for number in range(len(held_out))] if held_out else [],
+            held_out=held_out,
         ).run()
 
 
 def datasets(config: SupervisedConfig) -> tuple[BaseDataset[Any], BaseDataset[Any] | None]:
-    """Return the training and the held-out items, all tokenized."""
+    """Return the training and the held-out items; every row has been checked."""
     make, _ = _CLASSES[type(config)]
     train = _dataset(make, config, config.train_dataset)
     return train, _dataset(make, config, config.eval_dataset) if config.eval_dataset else None
@@ -145,6 +147,10 @@ def _dataset(
     make: Callable[..., BaseDataset[Any]], config: SupervisedConfig, rows: ConversationsConfig
 ) -> BaseDataset[Any]:
     return make(rows.path, load_tokenizer(config.model_path), config=rows, seed=config.seed)
+
+
+def _all_of(dataset: BaseDataset[Any]) -> Iterator[Item]:
+    return (dataset[number] for number in range(len(dataset)))
 
 
 def _endless(loader: ResumableLoader) -> Iterator[list[Item]]:

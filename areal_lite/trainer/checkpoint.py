@@ -29,8 +29,8 @@ CONFIG_FILE = "config.yaml"
 
 _FOLDER = re.compile(r"step_(\d{8,})")
 _MAY_CHANGE = {
-    "total_steps", "total_epochs", "epochs", "max_tokens_per_microbatch", "device", "num_threads",
-    "gradient_checkpointing", "deterministic",
+    "total_steps", "total_epochs", "epochs", "max_tokens_per_microbatch", "max_inference_length_per_device", "device",
+    "num_threads", "gradient_checkpointing", "deterministic",
 }  # fmt: skip
 """Keys of the trainer section that may change on resume."""
 _DATASET_MAY_CHANGE = {"path", "cache_dir", "num_workers", "filter_overlong_prompts_workers"}

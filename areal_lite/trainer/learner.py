@@ -79,14 +79,22 @@ class Learner:
     """
 
     def __init__(
-        self, module: nn.Module, config: LearnerConfig, optimizer: OptimizerConfig, *, total_steps: int
+        self,
+        module: nn.Module,
+        config: LearnerConfig,
+        optimizer: OptimizerConfig,
+        *,
+        total_steps: int,
+        max_inference_tokens: int | None = None,
     ) -> None:
         self.module = shard(module)
         self.optimizer = make_optimizer(self.module, optimizer)
         self.steps_done = 0
         self.skipped_in_a_row = 0
         self.max_tokens = config.max_tokens_per_microbatch
-        """Most tokens of one forward pass."""
+        """Most tokens of one forward pass with its backward pass."""
+        self.max_inference_tokens = max_inference_tokens or self.max_tokens
+        """Most tokens of one forward pass alone."""
         self.ranks = Ranks.current()
         self._config = config
         self._rates = optimizer
@@ -102,29 +110,35 @@ class Learner:
         """Return the autocast context of forward passes."""
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.dtype == "bfloat16")
 
-    def within_memory(self, compute: Callable[[int], T]) -> T:
+    def within_memory(self, compute: Callable[[int], T], *, inference: bool = False) -> T:
         """Return ``compute(max_tokens)``; retry with half the tokens, once per run, if memory runs out.
+
+        Args:
+            inference: Whether it makes only forward passes, which have a cap of their own.
 
         Raises:
             TrainingError: If memory runs out again, or with several ranks, which would wait for each other.
         """
         while True:
+            tokens = self.max_inference_tokens if inference else self.max_tokens
             try:
-                return compute(self.max_tokens)
+                return compute(tokens)
             except (MemoryError, RuntimeError) as error:
                 if not _out_of_memory(error):
                     raise
-                tokens = self.max_tokens
-                if tokens < self._config.max_tokens_per_microbatch or tokens == 1 or self.ranks.size > 1:
+                halved = self.max_tokens < self._config.max_tokens_per_microbatch
+                if halved or tokens == 1 or self.ranks.size > 1:
                     raise TrainingError(
                         f"step {self.steps_done}: out of memory with micro-batches of {tokens} tokens: lower "
-                        "trainer.max_tokens_per_microbatch, or set trainer.gradient_checkpointing: true"
+                        f"trainer.{'max_inference_length_per_device' if inference else 'max_tokens_per_microbatch'}, "
+                        "or set trainer.gradient_checkpointing: true"
                     ) from error
-            self.max_tokens //= 2
+            self.max_tokens = max(1, self.max_tokens // 2)
+            self.max_inference_tokens = max(1, self.max_inference_tokens // 2)
             logger.warning(
                 "step %d: out of memory; micro-batches have %d tokens from here on",
                 self.steps_done,
-                self.max_tokens,
+                tokens // 2,
             )
             gc.collect()
             if self._device.type == "cuda":

@@ -11,9 +11,11 @@ get blocks of their own, because a mask costs more than padding: ``benchmarks/pa
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -33,6 +35,8 @@ from areal_lite.trainer.step_tokens import Microbatch, StepCut
 
 Item = dict[str, Tensor]
 C = TypeVar("C", bound=SupervisedTrainerConfig)
+EVALUATED_AT_ONCE = 512
+"""Items that an evaluation holds in memory."""
 WORTH_SHARING = 0.25
 """Compute a batch's common prefix (such as a system prompt) once if it has at least this share of the mean length;
 for a shorter one the mask costs more than it saves."""
@@ -82,7 +86,13 @@ class SupervisedTrainer(ABC, Generic[C]):
         self.scorer = self._load(model_path)
         self.model: Any = self.scorer.model
         self.device: torch.device = self.model.device
-        self.learner = Learner(self.scorer, config, with_warmup(config, total_steps), total_steps=total_steps)
+        self.learner = Learner(
+            self.scorer,
+            config,
+            with_warmup(config, total_steps),
+            total_steps=total_steps,
+            max_inference_tokens=config.max_inference_length_per_device,
+        )
 
     @property
     def learners(self) -> dict[str, Learner]:
@@ -125,16 +135,32 @@ class SupervisedTrainer(ABC, Generic[C]):
         }
 
     @torch.no_grad()
-    def evaluate(self, items: Sequence[Item]) -> dict[str, float]:
-        """Return loss and statistics over all of ``items``, as if they were one update, without training."""
-        step = self._lay_out(items)
+    def evaluate(self, items: Iterable[Item]) -> dict[str, float]:
+        """Return loss and statistics over all of ``items``, as if they were one update, without training.
 
-        def total_loss(most: int) -> Tensor:
+        Reads :data:`EVALUATED_AT_ONCE` items at a time, so memory does not grow with their number.
+        """
+        sums: Counter[str] = Counter()
+        whole = 0
+        remaining = iter(items)
+        while chunk := list(itertools.islice(remaining, EVALUATED_AT_ONCE)):
+            step = self._lay_out(chunk)
+            averages = {"loss": self._total_loss(step), **self._averages(step)}
+            counted = self._num_averaged(step)
+            sums.update({name: counted * average for name, average in averages.items()})
+            whole += counted
+        return {name: total / whole for name, total in sums.items()}
+
+    def _total_loss(self, step: SupervisedStep) -> float:
+        def on_this_rank(most: int) -> Tensor:
             parts = [self._loss(step, microbatch) for microbatch in self._cut(step, most)]
             return torch.stack(parts).sum()
 
-        loss = self.learner.ranks.sum_(self.learner.within_memory(total_loss)).item()
-        return {"loss": loss, **self._averages(step)}
+        return self.learner.ranks.sum_(self.learner.within_memory(on_this_rank, inference=True)).item()
+
+    def _num_averaged(self, step: SupervisedStep) -> int:
+        """Return over how many losses a step's loss is the mean."""
+        return len(step.weights)
 
     def _load(self, model_path: str) -> PackedModel:
         """Return the model to train: by default a language model that returns log-probs."""
@@ -223,6 +249,9 @@ class SFTTrainer(SupervisedTrainer[SFTTrainerConfig]):
         by_token = self.config.averaging == "token"
         mode = AggregationMode.TOKEN_MEAN if by_token else AggregationMode.SEQ_MEAN_TOKEN_MEAN
         return token_weights(mode, of_token)
+
+    def _num_averaged(self, step: SupervisedStep) -> int:
+        return len(step.weights if self.config.averaging == "token" else step.sequences)
 
     def _scores(self, packed: PackedSequences) -> Tensor:
         logprobs: Tensor = self.scorer(packed).logprobs

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from areal_lite.data.chat.chat_tokens import conversation_sequences, tokenize_messages
+from areal_lite.data.chat.chat_text import Shortfall, render_conversation
+from areal_lite.data.chat.chat_tokens import tokenize_messages
 from areal_lite.errors import ConfigError
 from tests.fixtures.chat_templates import CHATML, FAMILIES, family_tokenizer, train_tokenizer
 
@@ -44,7 +45,7 @@ def trained_texts(tokenizer, sequence):
 
 def trained(tokenizer, messages, tools=None):
     """Return the trained text of each sequence."""
-    sequences = conversation_sequences(tokenizer, messages, tools)
+    sequences = tokenize_messages(tokenizer, messages, tools)
     return ["".join(trained_texts(tokenizer, sequence)) for sequence in sequences]
 
 
@@ -85,7 +86,7 @@ def test_any_conversation_has_the_templates_tokens_and_each_answer_is_trained_on
     if question is not None:
         messages = [*messages, user(question)]
 
-    sequences = conversation_sequences(tokenizer, messages, tools)
+    sequences = tokenize_messages(tokenizer, messages, tools)
 
     expected = [answer(message) for message in messages if message["role"] == "assistant"]
     prefixes = {tuple(template_ids(tokenizer, messages[:n], tools)): n for n in range(1, len(messages) + 1)}
@@ -123,31 +124,22 @@ SEED_EXAMPLE = [
 ]
 
 
-def test_the_four_tensors_are_the_templates_tokens_shifted_by_one():
-    # R1, R4, R5, R6
+def test_the_tokens_are_the_templates_and_the_mask_is_at_the_answers():
+    # R1, R5, R6
     tokenizer = family_tokenizer("chatml")
-    ids = template_ids(tokenizer, SEED_EXAMPLE)
-
-    tensors = tokenize_messages(tokenizer, SEED_EXAMPLE)
-
-    assert list(tensors) == ["states", "actions", "action_mask", "position_ids"]
-    assert all(tensor.dtype is torch.int64 and len(tensor) == len(ids) - 1 for tensor in tensors.values())
-    assert tensors["states"].tolist() == ids[:-1]
-    assert tensors["position_ids"].tolist() == list(range(len(ids) - 1))
-    mask = tensors["action_mask"].bool()
-    assert tensors["actions"][mask].tolist() == torch.tensor(ids[1:])[mask].tolist()
-    assert not tensors["actions"][~mask].any()
+    [(ids, mask)] = tokenize_messages(tokenizer=tokenizer, messages=SEED_EXAMPLE)
+    assert ids == template_ids(tokenizer, SEED_EXAMPLE)
     end = "<|im_end|>"
-    assert tokenizer.decode(tensors["actions"][mask]) == f"1+1=2{end}{SEED_EXAMPLE[4]['content']}{end}"
-    before_answer = mask.nonzero()[0].item()
-    assert tokenizer.decode(ids[: before_answer + 1]).endswith("1+1=<|im_end|>\n<|im_start|>assistant\n")
+    trained = [token for token, trains in zip(ids, mask, strict=True) if trains]
+    assert tokenizer.decode(trained) == f"1+1=2{end}{SEED_EXAMPLE[4]['content']}{end}"
+    assert tokenizer.decode(ids[: mask.index(True)]).endswith("1+1=<|im_end|>\n<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_end_of_turn_is_trained_and_later_text_is_not(name):
     # R-B1
     tokenizer, family = family_tokenizer(name), FAMILIES[name]
-    for sequence in conversation_sequences(tokenizer, SEED_EXAMPLE):
+    for sequence in tokenize_messages(tokenizer, SEED_EXAMPLE):
         for text in trained_texts(tokenizer, sequence):
             assert text.endswith(family.eos)
             assert text.count(family.eos) == 1
@@ -158,13 +150,13 @@ def test_tools_are_rendered_and_a_tool_call_without_content_is_trained(name):
     # R-B2, R-B6
     tokenizer = family_tokenizer(name)
     messages = [user("hello"), assistant(None, tool_calls=[CALL]), {"role": "tool", "content": "3"}]
-    [sequence] = conversation_sequences(tokenizer, messages, TOOLS)
+    [sequence] = tokenize_messages(tokenizer, messages, TOOLS)
     assert sequence.input_ids == template_ids(tokenizer, messages, TOOLS)
     assert '"description": "adds"' in tokenizer.decode(sequence.input_ids)
     [text] = trained_texts(tokenizer, sequence)
     assert text.strip() == FAMILIES[name].answer(messages[1]).strip()
     assert json.dumps(CALL["function"], ensure_ascii=False) in text
-    assert conversation_sequences(tokenizer, messages, []) == conversation_sequences(tokenizer, messages)
+    assert tokenize_messages(tokenizer, messages, []) == tokenize_messages(tokenizer, messages)
 
 
 def test_a_call_that_the_template_does_not_render_is_an_error():
@@ -173,7 +165,7 @@ def test_a_call_that_the_template_does_not_render_is_an_error():
         CHATML.replace("message.tool_calls or []", "[]"), special=("<|im_end|>",), eos="<|im_end|>"
     )
     with pytest.raises(ConfigError, match=r"messages\[1\] calls the tool 'add', but the chat template does not"):
-        conversation_sequences(tokenizer, [user("hello"), assistant("so", tool_calls=[CALL])])
+        tokenize_messages(tokenizer, [user("hello"), assistant("so", tool_calls=[CALL])])
 
 
 @pytest.mark.parametrize("content", [" hello", "\n\nhello", "hello \n", "  ", "", "\n", "é日🙂", "hello<|im_end|>"])
@@ -182,7 +174,7 @@ def test_blanks_around_an_answer_are_accepted(name, content):
     # R-B4
     tokenizer = family_tokenizer(name)
     messages = [user("hello"), assistant(content)]
-    [sequence] = conversation_sequences(tokenizer, messages)
+    [sequence] = tokenize_messages(tokenizer, messages)
     assert sequence.input_ids == template_ids(tokenizer, messages)
     expected = FAMILIES[name].answer(messages[1])
     assert "".join(trained_texts(tokenizer, sequence)).lstrip() == expected.lstrip()
@@ -193,7 +185,7 @@ def test_a_token_that_crosses_the_start_of_an_answer_is_not_trained():
     tokenizer = train_tokenizer(CHATML, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>", use_regex=False)
     for content, crossing, rest in (("the answer", "t\nthe answ", "er"), ("\nso be it", "\n\nso be", " it")):
         messages = [user("so"), assistant(content)]
-        [sequence] = conversation_sequences(tokenizer, messages)
+        [sequence] = tokenize_messages(tokenizer, messages)
         assert sequence.input_ids == template_ids(tokenizer, messages)
         assert crossing in [tokenizer.decode(token) for token in sequence.input_ids]
         assert trained_texts(tokenizer, sequence) == [f"{rest}<|im_end|>"]
@@ -203,7 +195,7 @@ def test_a_token_that_crosses_the_start_of_an_answer_is_not_trained():
         "{{ '<answer>' if add_generation_prompt }}"
     )
     tokenizer = train_tokenizer(unmarked, special=("<answer>", "<eos>"), eos="<eos>", use_regex=False)
-    [sequence] = conversation_sequences(tokenizer, [user("so"), assistant("why not"), user("</think>")])
+    [sequence] = tokenize_messages(tokenizer, [user("so"), assistant("why not"), user("</think>")])
     assert tokenizer.decode(sequence.input_ids[-1]) == " not\n</think>"
     assert trained_texts(tokenizer, sequence) == ["why"]
 
@@ -216,7 +208,7 @@ def test_an_answer_that_starts_inside_a_token_with_a_leading_space_is_detected()
     )
     for trim in (False, True):
         tokenizer = train_tokenizer(template, special=("<end>",), eos="<end>", trim_offsets=trim)
-        [sequence] = conversation_sequences(tokenizer, [user("so"), assistant("hello world")])
+        [sequence] = tokenize_messages(tokenizer, [user("so"), assistant("hello world")])
         assert trained_texts(tokenizer, sequence) == [" world<end>"]
 
 
@@ -232,7 +224,7 @@ def test_special_tokens_with_trailing_blanks_and_a_second_end_mark_are_handled()
         tokenizer = train_tokenizer(
             template, special=special, eos="<|end_of_document|>", rstrip=True, trim_offsets=trim
         )
-        [sequence] = conversation_sequences(tokenizer, messages)
+        [sequence] = tokenize_messages(tokenizer, messages)
         assert sequence.input_ids == template_ids(tokenizer, messages)
         assert trained_texts(tokenizer, sequence) == ["hello<|end|>", "world<|end|>"]
 
@@ -243,7 +235,7 @@ def test_without_an_end_mark_the_whole_rendered_answer_is_trained():
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     tokenizer = train_tokenizer(template, special=("<user>", "<assistant>", "<eos>"), eos="<eos>")
-    [sequence] = conversation_sequences(tokenizer, [user("so"), assistant("hello"), user("so"), assistant("<eos>")])
+    [sequence] = tokenize_messages(tokenizer, [user("so"), assistant("hello"), user("so"), assistant("<eos>")])
     assert trained_texts(tokenizer, sequence) == ["hello\n\n", "<eos>\n\n"]
 
 
@@ -258,7 +250,7 @@ def test_an_unknown_token_is_not_an_end_mark():
         chat_template="{% for m in messages %}{{ ' ' + m.content + ('' if m.tool_calls else ' <eos>') }}{% endfor %}",
     )
     messages = [user("so"), assistant("add what"), assistant("add what", tool_calls=[CALL])]
-    [sequence] = conversation_sequences(tokenizer, messages)
+    [sequence] = tokenize_messages(tokenizer, messages)
     assert tokenizer.decode(sequence.input_ids).split() == ["so", "<eos>", *["add", "<unk>", "<eos>"] * 2][:-1]
     assert sequence.loss_mask == [False] * 2 + [True] * 5
 
@@ -267,10 +259,10 @@ def test_a_sequence_has_one_bos_and_never_trains_its_first_token():
     for name in ("llama", "mistral"):
         tokenizer = family_tokenizer(name)
         assert tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
-        [sequence] = conversation_sequences(tokenizer, SEED_EXAMPLE)
+        [sequence] = tokenize_messages(tokenizer, SEED_EXAMPLE)
         assert sequence.input_ids.count(tokenizer.bos_token_id) == 1
     bare = train_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}", special=("<eos>",), eos="<eos>")
-    [sequence] = conversation_sequences(bare, [assistant("hello world")])
+    [sequence] = tokenize_messages(bare, [assistant("hello world")])
     assert sequence.loss_mask == [False] + [True] * (len(sequence.input_ids) - 1)
     assert len(sequence.input_ids) > 1
 
@@ -288,7 +280,7 @@ def test_a_sequence_has_one_bos_and_never_trains_its_first_token():
 def test_an_answer_may_come_first_or_follow_another(name, messages):
     # R-B5
     tokenizer = family_tokenizer(name)
-    sequences = conversation_sequences(tokenizer, messages)
+    sequences = tokenize_messages(tokenizer, messages)
     assert len(sequences) == 1 or FAMILIES[name].rewrites
     texts = [text for sequence in sequences for text in trained_texts(tokenizer, sequence)]
     assert texts == [FAMILIES[name].answer(m) for m in messages if m["role"] == "assistant"]
@@ -308,7 +300,7 @@ def test_a_template_that_strips_thoughts_gives_one_sequence_per_answer():
     thought = {"reasoning_content": "why"}
     messages = [user("so"), assistant("hello", **thought), user("so"), assistant("world", **thought)]
 
-    sequences = conversation_sequences(tokenizer, messages)
+    sequences = tokenize_messages(tokenizer, messages)
 
     assert [s.input_ids for s in sequences] == [template_ids(tokenizer, messages[:n]) for n in (2, 4)]
     block = "<think>\nwhy\n</think>\n\n"
@@ -316,8 +308,6 @@ def test_a_template_that_strips_thoughts_gives_one_sequence_per_answer():
         [f"{block}hello<|im_end|>"],
         [f"{block}world<|im_end|>"],
     ]
-    with pytest.raises(ConfigError, match="has 2 sequences, not one: call conversation_sequences"):
-        tokenize_messages(tokenizer, messages)
 
 
 def test_answers_between_tool_calls_share_a_sequence_though_thoughts_are_stripped():
@@ -328,25 +318,94 @@ def test_answers_between_tool_calls_share_a_sequence_though_thoughts_are_strippe
         {"role": "tool", "content": "3"},
         assistant("hello"),
     ]
-    [sequence] = conversation_sequences(tokenizer, messages)
+    [sequence] = tokenize_messages(tokenizer, messages)
     assert len(trained_texts(tokenizer, sequence)) == 2
 
 
 def test_an_answer_rendered_differently_from_its_prompt_is_an_error():
-    # As with templates that open a thought and strip it from every answer.
-    template = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+    template = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\nhello\n{% endif %}")
     tokenizer = train_tokenizer(template, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
-    for messages, i in (([user("so"), assistant("hello")], 1), ([assistant("hello")], 0)):
+    for messages, i in (([user("so"), assistant("why")], 1), ([assistant("why")], 0)):
         with pytest.raises(ConfigError, match=rf"messages\[{i}\]: the chat template prompts for this answer with"):
-            conversation_sequences(tokenizer, messages)
-    kept = [user("so"), assistant("<think>\nwhy")]
-    assert trained(tokenizer, kept)[0].endswith("hy<|im_end|>")
+            tokenize_messages(tokenizer, messages)
+    assert trained(tokenizer, [user("so"), assistant("hello\nwhy")])[0].endswith("hy<|im_end|>")
+
+
+OPENS = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("message.content.split('</think>')[-1]", "hello<|im_end|>"),  # as DeepSeek R1
+        ("'<think></think>' + message.content", "</think>hello<|im_end|>"),  # as Nemotron 3
+        ("'<b>' + message.content", "<b>hello<|im_end|>"),
+    ],
+)
+def test_a_thought_that_only_the_prompt_opens_is_no_part_of_the_answer(written, expected):
+    template = OPENS.replace("{{ message.content }}", f"{{{{ {written} if message.role != 'user' else 'so' }}}}")
+    tokenizer = train_tokenizer(template, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
+    for messages in ([user("so"), assistant("hello")], [assistant("hello")]):
+        [rendered] = render_conversation(tokenizer, messages)
+        assert rendered.shortfalls == ({Shortfall.OPENED_THOUGHT} if len(messages) == 2 else set())
+        assert trained(tokenizer, messages) == [expected]
+    [rendered] = render_conversation(tokenizer, [user("so"), assistant("<think>\nwhy</think>hello")])
+    assert (Shortfall.NO_THOUGHT in rendered.shortfalls) == ("split" in written)
+
+
+def test_an_eos_directly_after_the_end_mark_is_trained_if_it_stays_there():
+    # As Command R7B; Phi 4 writes its EOS only at the end of the conversation.
+    for eos, text in (("<eos>", "hello<end><eos>"), ("{{ '<eos>' if loop.last }}", "hello<end>")):
+        template = f"{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ m.content }}}}<end>{eos}{{% endfor %}}"
+        template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+        tokenizer = train_tokenizer(template, special=("<user>", "<assistant>", "<end>", "<eos>"), eos="<eos>")
+        assert trained(tokenizer, [user("so"), assistant("hello"), user("so"), assistant("hello")]) == [text * 2]
+
+
+PARTS = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% for part in m.content %}
+{%- if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def test_a_template_that_writes_only_parts_or_only_texts_gets_them():
+    # As Idefics 3, which writes nothing for text.
+    parts = [{"type": "text", "text": "hello"}]
+    for template in (PARTS, CHATML):
+        tokenizer = train_tokenizer(template, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
+        for content in ("hello", parts):
+            messages = [user("so"), assistant(content)]
+            [sequence] = tokenize_messages(tokenizer, messages)
+            assert tokenizer.decode(sequence.input_ids).startswith("<|im_start|>user\nso<|im_end|>")
+            assert trained(tokenizer, messages) == ["hello<|im_end|>"]
+
+
+def test_an_answer_that_the_template_leaves_out_is_an_error():
+    template = CHATML.replace("{{ message.content }}", "{{ message.content if message.role == 'user' }}")
+    tokenizer = train_tokenizer(template, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
+    with pytest.raises(ConfigError, match="an answer: the chat template does not write its text.*chat_template"):
+        tokenize_messages(tokenizer, [user("so"), assistant("hello")])
+    sometimes = CHATML.replace("{{ message.content }}", "{{ message.content if message.content != 'hello' }}")
+    tokenizer = train_tokenizer(sometimes, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
+    with pytest.raises(ConfigError, match=r"messages\[1\]: the chat template does not write its text 'hello'"):
+        tokenize_messages(tokenizer, [user("so"), assistant("hello")])
+
+
+def test_what_a_template_leaves_out_beside_a_written_answer_is_noted():
+    tokenizer = family_tokenizer("llama")
+    [plain] = render_conversation(tokenizer, [user("so"), assistant("hello")])
+    assert plain.shortfalls == frozenset()
+    [thought] = render_conversation(tokenizer, [user("so"), assistant("hello", reasoning_content="why")])
+    assert thought.shortfalls == {Shortfall.NO_THOUGHT}
+    [text] = render_conversation(tokenizer, [user("so"), assistant("hello", tool_calls=[CALL])])
+    assert text.shortfalls == {Shortfall.NO_TEXT_WITH_CALLS}
+    [blank] = render_conversation(tokenizer, [user("so"), assistant(" ", tool_calls=[CALL])])
+    assert blank.shortfalls == frozenset()
 
 
 def test_variables_and_another_template_reach_the_template():
     tokenizer = family_tokenizer("chatml")
     template = "{% for m in messages %}{{ word + m.content + '<|im_end|>' }}{% endfor %}"
-    [sequence] = conversation_sequences(
+    [sequence] = tokenize_messages(
         tokenizer,
         [user("so"), assistant("it")],
         template_kwargs={"chat_template": template, "word": "hello "},
@@ -356,7 +415,7 @@ def test_variables_and_another_template_reach_the_template():
 
 def test_a_conversation_without_an_answer_is_one_sequence_that_trains_nothing():
     # R-B7
-    [sequence] = conversation_sequences(family_tokenizer("qwen_thinking"), [user("so"), user("hello")])
+    [sequence] = tokenize_messages(family_tokenizer("qwen_thinking"), [user("so"), user("hello")])
     assert not any(sequence.loss_mask)
     assert len(sequence.input_ids) > 2
 
@@ -364,10 +423,11 @@ def test_a_conversation_without_an_answer_is_one_sequence_that_trains_nothing():
 def test_without_the_template_contents_are_joined_unchanged():
     # R2, R3
     tokenizer = family_tokenizer("llama")
-    tensors = tokenize_messages(tokenizer, [user(" so\n"), assistant("\nhello"), user("x")], None, False)
+    messages = [user(" so\n"), assistant(""), assistant("\nhello"), assistant(""), user("x")]
+    [(ids, mask)] = tokenize_messages(tokenizer, messages, None, False)
     pieces = [tokenizer.encode(text, add_special_tokens=False) for text in (" so\n", "\nhello", "x")]
-    assert tensors["states"].tolist() == sum(pieces, [])[:-1]
-    assert tensors["action_mask"].tolist() == ([0] * len(pieces[0]) + [1] * len(pieces[1]) + [0] * len(pieces[2]))[1:]
+    assert ids == sum(pieces, [])
+    assert mask == [False] * len(pieces[0]) + [True] * len(pieces[1]) + [False] * len(pieces[2])
     with pytest.raises(ConfigError, match=r"messages\[0\] has content that is not text"):
         tokenize_messages(tokenizer, [assistant(None, tool_calls=[CALL])], None, False)
 
@@ -392,7 +452,7 @@ def test_without_the_template_contents_are_joined_unchanged():
 )
 def test_a_malformed_conversation_is_refused_with_its_message(messages, message):
     with pytest.raises(ConfigError, match=message):
-        conversation_sequences(family_tokenizer("mistral"), messages)
+        tokenize_messages(family_tokenizer("mistral"), messages)
 
 
 def test_a_tokenizer_without_template_or_offsets_is_refused():
@@ -401,7 +461,7 @@ def test_a_tokenizer_without_template_or_offsets_is_refused():
         is_fast = False
 
     with pytest.raises(ConfigError, match="SlowTokenizer is a slow tokenizer"):
-        conversation_sequences(SlowTokenizer(), SEED_EXAMPLE)
+        tokenize_messages(SlowTokenizer(), SEED_EXAMPLE)
     bare = train_tokenizer(None, special=("<eos>",), eos="<eos>")
     with pytest.raises(ConfigError, match="cannot write messages.*chat_template is not set"):
-        conversation_sequences(bare, SEED_EXAMPLE)
+        tokenize_messages(bare, SEED_EXAMPLE)

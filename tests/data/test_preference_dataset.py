@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from areal_lite.api.supervised_config import PreferenceDatasetConfig
-from areal_lite.data.chat.chat_tokens import conversation_sequences
+from areal_lite.data.chat.chat_tokens import tokenize_messages
 from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.errors import ConfigError
 from tests.fixtures.chat_templates import family_tokenizer
@@ -49,7 +49,7 @@ def test_only_the_last_answer_and_its_end_are_trained_in_every_row_format(chatml
     dataset = PreferenceDataset([row], chatml, 1000)
     [item] = [dataset[0]]
     for name, answer in (("chosen", GOOD), ("rejected", BAD)):
-        [sequence] = conversation_sequences(chatml, [*QUESTION, answer])
+        [sequence] = tokenize_messages(chatml, [*QUESTION, answer])
         assert item[f"{name}_ids"].tolist() == sequence.input_ids
         assert item[f"{name}_mask"].dtype == item[f"{name}_ids"].dtype == torch.int64
     assert trained(dataset, "chosen") == ["world<|im_end|>"]
@@ -62,7 +62,7 @@ def test_a_text_prompt_is_the_users_question_and_columns_may_have_other_names(ch
         path="", max_length=1000, prompt_key="q", chosen_key="better", rejected_key="worse"
     )
     dataset = PreferenceDataset([row], chatml, config=config)
-    [sequence] = conversation_sequences(
+    [sequence] = tokenize_messages(
         chatml, [{"role": "user", "content": "so"}, {"role": "assistant", "content": "hello"}]
     )
     assert dataset[0]["chosen_ids"].tolist() == sequence.input_ids

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from areal_lite.api.supervised_config import PreferenceDatasetConfig, SFTDatasetConfig
-from areal_lite.data.chat.chat_tokens import conversation_sequences
+from areal_lite.data.chat.chat_tokens import tokenize_messages
 from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset
@@ -41,7 +41,7 @@ def test_an_item_is_the_conversations_tokens_with_an_aligned_mask(chatml):
     # R8
     messages = conversation("so", "hello", "so", "world")
     dataset = SFTDataset([{"messages": messages, "tools": TOOLS}], chatml, 1000)
-    [sequence] = conversation_sequences(chatml, messages, TOOLS)
+    [sequence] = tokenize_messages(chatml, messages, TOOLS)
     [item] = dataset
     assert isinstance(dataset, BaseDataset)
     assert len(dataset) == 1

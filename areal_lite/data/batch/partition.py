@@ -1,7 +1,7 @@
 """Partition items into k parts of nearly equal weight, with two heuristics behind one function.
 
 Guarantees that every item is in exactly one part, that no part is empty, and that the heaviest part exceeds the mean by
-at most the longest item. Pure, without torch. Has no token cap; :mod:`areal_lite.data.batch.packing_plan` adds one.
+at most the longest item. Pure, without torch. Has no token cap; ``trainer/microbatches.py`` has one.
 """
 
 from __future__ import annotations
@@ -44,6 +44,26 @@ def get_seqlen_balanced_partitions(lengths: Sequence[int], k_partitions: int, eq
         methods.append(karmarkar_karp)
     candidates = (method(lengths, k_partitions, equal_size) for method in methods)
     return min(candidates, key=lambda parts: max(totals(lengths, parts)))
+
+
+def balance_order(lengths: Sequence[int], num_ranks: int) -> list[int]:
+    """Return an order in which ``num_ranks`` equal slices hold nearly equally many tokens.
+
+    Lengths 9, 8, 2, 1 on two ranks give ``[0, 3, 1, 2]``: 10 tokens each.
+
+    Args:
+        lengths: Tokens of each sequence, 0 or more.
+        num_ranks: Data-parallel ranks; rank r takes the r-th slice.
+
+    Raises:
+        ValueError: If the ranks do not divide the number of sequences.
+    """
+    if num_ranks < 1 or len(lengths) % num_ranks or not lengths:
+        raise ValueError(
+            f"{len(lengths)} sequences cannot be divided evenly among {num_ranks} ranks: give a multiple of the ranks"
+        )
+    parts = get_seqlen_balanced_partitions(lengths, num_ranks, equal_size=True)
+    return [index for part in parts for index in part]
 
 
 def totals(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> list[int]:

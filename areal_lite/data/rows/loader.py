@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import logging
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol, runtime_checkable
 
@@ -51,6 +52,7 @@ class ResumableLoader:
         shuffle: Draw each epoch in a new order; only without ``sampler``.
         num_workers: Processes that load rows; 0 loads them on demand in this process. Workers import the main script,
             so it needs ``if __name__ == "__main__"``.
+        read_ahead: Without workers, load the next batch in a thread while this one is used.
         drop_last: Drop an incomplete last batch of an epoch: True for training, False for validation.
         collate_fn: Turns a list of rows into a batch; None uses torch's default, which stacks.
 
@@ -68,6 +70,7 @@ class ResumableLoader:
         shuffle: bool = False,
         seed: int = 1,
         num_workers: int = 0,
+        read_ahead: bool = False,
         drop_last: bool = True,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
@@ -87,6 +90,7 @@ class ResumableLoader:
         self._sampler = EpochSampler(dataset, shuffle=shuffle, seed=seed) if sampler is None else sampler
         self._seed = seed
         self._num_workers = num_workers
+        self._read_ahead = read_ahead and not num_workers
         self._drop_last = drop_last
         self._collate_fn = collate_fn
         self._iteration: object = None
@@ -130,7 +134,7 @@ class ResumableLoader:
             num_workers=self._num_workers,
             multiprocessing_context=_worker_context() if self._num_workers else None,
         )
-        for batch in loader:
+        for batch in _one_ahead(loader) if self._read_ahead else loader:
             self._batches += 1
             yield batch
             if self._iteration is not mine:
@@ -202,6 +206,16 @@ class ResumableLoader:
         if isinstance(self._sampler, EpochSampler):
             fingerprint |= {"shuffle": self._sampler.shuffle, "seed": self._sampler.seed}
         return fingerprint
+
+
+def _one_ahead(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield ``batches``; a thread makes the next one meanwhile."""
+    made, end = iter(batches), object()
+    with ThreadPoolExecutor(1, thread_name_prefix="areal-lite-rows") as thread:
+        coming = thread.submit(next, made, end)
+        while (batch := coming.result()) is not end:
+            coming = thread.submit(next, made, end)
+            yield batch
 
 
 def _worker_context() -> BaseContext:

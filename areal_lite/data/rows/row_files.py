@@ -11,13 +11,13 @@ import difflib
 import itertools
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from areal_lite.data.files import check_cache, local_copies
-from areal_lite.data.rows.text_rows import COMPRESSIONS, different_columns, kind_of, text_table
+from areal_lite.data.rows.text_rows import COMPRESSIONS, different_columns, kind_of, located_rows, text_table
 from areal_lite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,6 +73,24 @@ def load_dataset(data_path: str | Sequence[str], *, cache_dir: str | None = None
     if not rows:
         raise ConfigError(f"dataset {data_path}: there are no rows: give at least one")
     return rows
+
+
+def place_of_row(paths: Sequence[str], row: Mapping[str, Any], *, cache_dir: str | None) -> str:
+    """Return file and line of the first row of the text files in ``paths`` that equals ``row``; empty if none does."""
+    cache = Path(cache_dir or "~/.cache/areal_lite").expanduser()
+    try:
+        names = [name for path in paths for files in _source(path, cache).files.values() for name in files]
+    except ConfigError:  # a function or a task
+        return ""
+    files = itertools.chain.from_iterable(_local(name, cache) for name in names)
+    places = (
+        where
+        for file in files
+        if _suffix(file.name) in _TEXT
+        for where, found in located_rows(file)
+        if all(found.get(key) == value for key, value in row.items())
+    )
+    return next(places, "")
 
 
 def looks_like_files(path: str) -> bool:
@@ -184,7 +202,7 @@ def _read(names: Sequence[str], cache: Path) -> list[tuple[str, datasets.Dataset
     """Return the rows of files in order; adjacent text files form one part."""
     files: list[Path] = []
     for name in names:
-        files += local_copies(name, cache) if "://" in name else [Path(name)]
+        files += _local(name, cache)
     parts = []
     for is_text, group in itertools.groupby(files, lambda file: _suffix(file.name) in _TEXT):
         adjacent = list(group)
@@ -193,6 +211,10 @@ def _read(names: Sequence[str], cache: Path) -> list[tuple[str, datasets.Dataset
         else:
             parts += [(str(file), _typed_table(file, cache)) for file in adjacent]
     return parts
+
+
+def _local(name: str, cache: Path) -> list[Path]:
+    return local_copies(name, cache) if "://" in name else [Path(name)]
 
 
 def _typed_table(file: Path, cache: Path) -> datasets.Dataset:

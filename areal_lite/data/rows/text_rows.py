@@ -101,7 +101,7 @@ def _write(path: Path, files: Sequence[Path]) -> None:
     schema = Features(
         {name: Json() if column.type == "json" else Value(column.type) for name, column in columns.items()}
     ).arrow_schema
-    rows = (row for file in files for row in _rows(file))
+    rows = (row for file in files for row in located_rows(file))
     with pa.OSFile(str(path), "wb") as out, pa.ipc.new_stream(out, schema) as writer:
         while batch := list(itertools.islice(rows, _BATCH)):
             arrays = []
@@ -128,7 +128,7 @@ def _columns(files: Sequence[Path]) -> dict[str, _Column]:
     first_file: Path | None = None
     for file in files:
         names: dict[str, None] = {}
-        for where, row in _rows(file):
+        for where, row in located_rows(file):
             names |= dict.fromkeys(row)
             for name, value in row.items():
                 _add_value(columns, name, value, where)
@@ -170,7 +170,7 @@ def _type(value: Any) -> str:
             return "json"
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Row]]:
+def located_rows(path: Path) -> Iterator[tuple[str, Row]]:
     """Yield each row with its location for error messages."""
     compression = path.suffix.lower() if path.suffix.lower() in COMPRESSIONS else ""
     is_csv = path.name.lower().removesuffix(compression).endswith(".csv")

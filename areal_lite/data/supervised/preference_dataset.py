@@ -1,8 +1,8 @@
 """Rows with a better and a worse answer as pairs of token sequences.
 
 Guarantees that both sequences of a pair are equal up to the answer, that only the answer is trained, and that both
-are at most ``max_length`` long. ``chat_tokens`` tokenizes a conversation; ``tokenized_dataset`` turns rows into
-items. Knows nothing of losses.
+are at most ``max_length`` long. ``chat_text`` and ``chat_tokens`` tokenize a conversation; ``tokenized_dataset`` turns
+rows into items. Knows nothing of losses.
 """
 
 from __future__ import annotations
@@ -14,11 +14,20 @@ from typing import Any
 import torch
 
 from areal_lite.api.supervised_config import PreferenceDatasetConfig
-from areal_lite.data.chat.chat_tokens import ChatTokens, Message, conversation_sequences
-from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item, Row, config_with_length, from_json
+from areal_lite.data.chat.chat_text import ChatText, Message, Shortfall, render_conversation
+from areal_lite.data.chat.chat_tokens import tokens_of
+from areal_lite.data.supervised.tokenized_dataset import (
+    BaseDataset,
+    Item,
+    Row,
+    RowTokenizer,
+    config_with_length,
+    from_json,
+    surely_within,
+)
 from areal_lite.errors import ConfigError
 
-Pair = tuple[ChatTokens, ChatTokens]
+Pair = tuple[ChatText, ChatText]
 """The chosen sequence, then the rejected one."""
 
 
@@ -54,28 +63,13 @@ class PreferenceDataset(BaseDataset[Pair]):
         config = config_with_length(PreferenceDatasetConfig, config, max_length)
         super().__init__(data_path, tokenizer, config, _PairOf(tokenizer, config), seed=seed)
 
-    def _item(self, sequences: Pair) -> Item | str:
-        chosen, rejected = sequences
-        if max(len(chosen.input_ids), len(rejected.input_ids)) > self.max_length:
-            return "a sequence longer than max_length"
-        if chosen.input_ids == rejected.input_ids:
-            return "equal answers"
-        if not (any(chosen.loss_mask) and any(rejected.loss_mask)):
-            return "no assistant text"
-        item: Item = {}
-        for name, (ids, mask) in (("chosen", chosen), ("rejected", rejected)):
-            item |= {f"{name}_ids": torch.tensor(ids, dtype=torch.int32), f"{name}_mask": torch.tensor(mask)}
-        return item
-
 
 @dataclass(frozen=True, slots=True)
-class _PairOf:
-    """Returns the one pair of a row."""
-
+class _PairOf(RowTokenizer[Pair]):
     tokenizer: Any
     config: PreferenceDatasetConfig
 
-    def __call__(self, row: Row) -> list[Pair]:
+    def texts(self, row: Row) -> list[Pair]:
         keys = self.config
         chosen, rejected = (self._conversation(row, key) for key in (keys.chosen_key, keys.rejected_key))
         if chosen[:-1] != rejected[:-1]:
@@ -85,6 +79,27 @@ class _PairOf:
             )
         tools = from_json(row, keys.tools_key)
         return [(self._last_answer(chosen, tools), self._last_answer(rejected, tools))]
+
+    def shortfalls(self, text: Pair) -> frozenset[Shortfall]:
+        return text[0].shortfalls | text[1].shortfalls
+
+    def skip_reason(self, text: Pair) -> str | None:
+        chosen, rejected = text
+        has_mark = Shortfall.NO_END_MARK not in self.shortfalls(text)
+        if not (has_mark and all(surely_within(one.text, self.config.max_length) for one in text)):
+            tokens = [tokens_of(self.tokenizer, one) for one in text]
+            if max(len(ids) for ids, _ in tokens) > self.config.max_length:
+                return "a sequence longer than max_length"
+            if not all(any(mask) for _, mask in tokens):
+                return "no assistant text"
+        return "equal answers" if chosen.text == rejected.text else None
+
+    def item(self, text: Pair) -> Item:
+        item: Item = {}
+        for name, one in zip(("chosen", "rejected"), text, strict=True):
+            ids, mask = tokens_of(self.tokenizer, one)
+            item |= {f"{name}_ids": torch.tensor(ids), f"{name}_mask": torch.tensor(mask).long()}
+        return item
 
     def _conversation(self, row: Row, answer_key: str) -> list[Message]:
         prompt_key = self.config.prompt_key
@@ -112,17 +127,13 @@ class _PairOf:
             )
         return [*prompt, *answer]
 
-    def _last_answer(self, messages: Sequence[Message], tools: Any) -> ChatTokens:
+    def _last_answer(self, messages: Sequence[Message], tools: Any) -> ChatText:
         """Return the sequence that ends with the last answer, with only that answer trained."""
-        ids, mask = conversation_sequences(
+        text = render_conversation(
             self.tokenizer,
             messages,
             tools,
             template_kwargs=self.config.apply_chat_template_kwargs,
             tools_in_system_prompt=self.config.tools_in_system_prompt,
         )[-1]
-        end = len(mask) - mask[::-1].index(True) if any(mask) else 0
-        start = end
-        while start and mask[start - 1]:
-            start -= 1
-        return ChatTokens(ids, [start <= index < end for index in range(len(mask))])
+        return text._replace(spans=text.spans[-1:])

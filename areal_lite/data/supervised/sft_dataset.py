@@ -1,7 +1,7 @@
 """Conversations as token sequences for supervised fine-tuning.
 
-Guarantees that every item trains at least one token and is at most ``max_length`` long. ``chat_tokens`` tokenizes a
-conversation; ``tokenized_dataset`` turns rows into items.
+Guarantees that every item trains at least one token and is at most ``max_length`` long. ``chat_text`` and
+``chat_tokens`` tokenize a conversation; ``tokenized_dataset`` turns rows into items.
 """
 
 from __future__ import annotations
@@ -13,16 +13,29 @@ from typing import Any
 import torch
 
 from areal_lite.api.supervised_config import SFTDatasetConfig
-from areal_lite.data.chat.chat_tokens import ChatTokens, Message, conversation_sequences
-from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item, Row, config_with_length, from_json
+from areal_lite.data.chat.chat_text import ChatText, Message, Shortfall, render_conversation
+from areal_lite.data.chat.chat_tokens import tokens_of
+from areal_lite.data.supervised.tokenized_dataset import (
+    BaseDataset,
+    Item,
+    Row,
+    RowTokenizer,
+    config_with_length,
+    from_json,
+    surely_within,
+)
 from areal_lite.errors import ConfigError
 
 
-class SFTDataset(BaseDataset[ChatTokens]):
+_LONGEST_TOKEN = 128
+"""Characters of the longest token of a vocabulary."""
+
+
+class SFTDataset(BaseDataset[ChatText]):
     """One item per training sequence, in the order of the rows; usually one per row.
 
     An item has ``input_ids`` and ``loss_mask``, which is 1 where the token itself is trained; the loss shifts both.
-    Sequences longer than ``max_length`` are cut at the end.
+    Sequences longer than ``max_length`` are cut at the end; ``truncated`` of an item is then 1.
 
     A row has messages, or a prompt (text or messages) and a response (text). With the chat template, a text prompt is
     the user's question. Without it, prompt and response are joined unchanged and the EOS token follows the response;
@@ -47,30 +60,17 @@ class SFTDataset(BaseDataset[ChatTokens]):
         *,
         seed: int = 1,
     ) -> None:
-        self.truncated = 0
-        """Items cut to ``max_length``."""
         config = config_with_length(SFTDatasetConfig, config, max_length)
         super().__init__(data_path, tokenizer, config, _Conversation(tokenizer, config), seed=seed)
 
-    def _item(self, sequences: ChatTokens) -> Item | str:
-        ids, mask = (values[: self.max_length] for values in sequences)
-        if not any(sequences.loss_mask):
-            return "no assistant text"
-        if not any(mask):
-            return "no trained token within max_length"
-        self.truncated += len(sequences.input_ids) > self.max_length
-        return {"input_ids": torch.tensor(ids, dtype=torch.int32), "loss_mask": torch.tensor(mask)}
-
 
 @dataclass(frozen=True, slots=True)
-class _Conversation:
-    """Returns the sequences of a row."""
-
+class _Conversation(RowTokenizer[ChatText]):
     tokenizer: Any
     config: SFTDatasetConfig
 
-    def __call__(self, row: Row) -> list[ChatTokens]:
-        return conversation_sequences(
+    def texts(self, row: Row) -> list[ChatText]:
+        return render_conversation(
             self.tokenizer,
             self._messages(row),
             from_json(row, self.config.tools_key),
@@ -78,6 +78,32 @@ class _Conversation:
             template_kwargs=self.config.apply_chat_template_kwargs,
             tools_in_system_prompt=self.config.tools_in_system_prompt,
         )
+
+    def shortfalls(self, text: ChatText) -> frozenset[Shortfall]:
+        return text.shortfalls
+
+    def skip_reason(self, text: ChatText) -> str | None:
+        max_length = self.config.max_length
+        if not text.spans:
+            return "no assistant text"
+        start, end = text.spans[0]
+        # The end mark is a token of its own; other tokens may cross the start.
+        trains = start < end and not text.joints and Shortfall.NO_END_MARK not in text.shortfalls
+        if trains and surely_within(text.text[: min(end, start + _LONGEST_TOKEN)], max_length):
+            return None
+        _, mask = tokens_of(self.tokenizer, text)
+        if not any(mask):
+            return "no assistant text"
+        return None if any(mask[:max_length]) else "no trained token within max_length"
+
+    def item(self, text: ChatText) -> Item:
+        ids, mask = tokens_of(self.tokenizer, text)
+        most = self.config.max_length
+        return {
+            "input_ids": torch.tensor(ids[:most]),
+            "loss_mask": torch.tensor(mask[:most]).long(),
+            "truncated": torch.tensor(int(len(ids) > most)),
+        }
 
     def _messages(self, row: Row) -> Sequence[Message]:
         keys = self.config

@@ -1,0 +1,379 @@
+"""Render a conversation with its chat template, and find the text that the assistant wrote.
+
+Guarantees, for any chat template: the text of a sequence is the template's own for its messages; each assistant
+message is in exactly one span, from after the generation prompt to the end of its turn; nothing else is in a span.
+What a template leaves out of an answer is an error or a :class:`Shortfall`, never silent. Knows nothing of tokens
+except which texts are special tokens.
+
+Method: the template renders the conversation, and its prefix up to each assistant message. The text that an assistant
+message adds is its span. If a template rewrites history (e.g. strips thoughts from earlier turns), answers that differ
+in the full text get their own sequences.
+"""
+
+from __future__ import annotations
+
+import functools
+import os.path
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import orjson
+
+from areal_lite.data.chat.hermes_tools import check_tools_are_rendered, in_hermes_form
+from areal_lite.errors import ConfigError
+
+Message = Mapping[str, Any]
+"""``role`` and ``content``; also ``tool_calls``, ``reasoning_content``, ... if the template supports them."""
+
+_PROBE = "probe-of-the-end-mark"
+_OTHER_TEMPLATE = "set apply_chat_template_kwargs.chat_template to a copy of the template that"
+_THOUGHT_TAG = r"[<\[◁][^<>\[\]]*think[^<>\[\]]*[>\]▷]"
+_OPENED_THOUGHT = re.compile(rf"(?:\s*{_THOUGHT_TAG})+\s*\Z", re.IGNORECASE)
+_TAG = re.compile(_THOUGHT_TAG, re.IGNORECASE)
+_THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+
+
+class Shortfall(StrEnum):
+    """Something of an answer that a chat template does not let train, with the fix."""
+
+    NO_END_MARK = (
+        "the chat template writes no end mark after an answer, so the model does not learn to stop: "
+        f"{_OTHER_TEMPLATE} writes {{{{ eos_token }}}} after each answer"
+    )
+    NO_THOUGHT = (
+        "the chat template leaves out the thoughts of answers, so they are not trained: "
+        f"{_OTHER_TEMPLATE} writes them, or remove them from the rows"
+    )
+    NO_TEXT_WITH_CALLS = (
+        "the chat template leaves out the text of answers with tool calls, so it is not trained: "
+        f"{_OTHER_TEMPLATE} writes both, or remove the text from the rows"
+    )
+    OPENED_THOUGHT = (
+        "the chat template opens a thought in its prompt, but writes answers differently, so prompts differ from "
+        "training: set a template variable such as enable_thinking: false in apply_chat_template_kwargs, or "
+        f"{_OTHER_TEMPLATE} keeps thoughts"
+    )
+
+
+class ChatText(NamedTuple):
+    """One sequence of a conversation as text."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    """First character and end of each text to train, in order."""
+    shortfalls: frozenset[Shortfall] = frozenset()
+    joints: tuple[int, ...] = ()
+    """Characters at which a new token begins in any case; only without a chat template."""
+
+
+class _Turn(NamedTuple):
+    message: int
+    start: int  # character at which the assistant's text begins
+    text: str  # the rendered conversation up to the end of the turn
+    shortfalls: frozenset[Shortfall]
+
+
+def render_conversation(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None = None,
+    *,
+    apply_chat_template: bool = True,
+    template_kwargs: Mapping[str, Any] | None = None,
+    tools_in_system_prompt: bool = False,
+) -> list[ChatText]:
+    """Return the sequences that train each assistant message of a conversation once, in order.
+
+    Arguments, sequences and errors are those of :func:`areal_lite.data.chat.chat_tokens.tokenize_messages`.
+    """
+    _check_messages(messages)
+    if not apply_chat_template:
+        return [_joined(messages)]
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"{type(tokenizer).__name__} is a slow tokenizer, which has no character offsets: use the model's fast "
+            "tokenizer (a folder with tokenizer.json), or apply_chat_template=False"
+        )
+    if tools_in_system_prompt:
+        messages, tools = in_hermes_form(messages, tools), None
+    variables = dict(template_kwargs or {})
+    check_tools_are_rendered(tokenizer, tools, variables)
+    errors = []
+    for form in _forms(messages):
+        try:
+            return _sequences(form, _Template(tokenizer, list(tools) if tools else None, variables))
+        except ConfigError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """The chat template with its variables."""
+
+    tokenizer: Any
+    tools: list[Any] | None
+    variables: dict[str, Any]
+    _written: dict[tuple[int, bool], str] = field(default_factory=dict)
+
+    def write(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+        """Return the text of ``messages``, with the prompt for an answer if ``prompt``."""
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                list(messages), tools=self.tools, tokenize=False, add_generation_prompt=prompt, **self.variables
+            )
+        except Exception as error:  # a template is a program and may raise anything
+            raise ConfigError(
+                f"the chat template cannot write messages[:{len(messages)}] ({error}): fix the conversation, or use "
+                "another template"
+            ) from error
+        return text
+
+    def write_first(self, messages: Sequence[Message], count: int, *, prompt: bool = False) -> str:
+        """Return the text of the first ``count`` of the conversation's messages; each is rendered once."""
+        key = count, prompt
+        if key not in self._written:
+            self._written[key] = self.write(messages[:count], prompt=prompt)
+        return self._written[key]
+
+    def end_mark(self, question: Sequence[Message]) -> str | None:
+        """Return the special token, or two, that end an answer to ``question``; None if there is none.
+
+        An EOS token directly after the first special token belongs to the mark if it is also there when the
+        conversation continues.
+        """
+        in_parts = any(isinstance(message.get("content"), list) for message in question)
+
+        def content(text: str) -> Any:
+            return [{"type": "text", "text": text}] if in_parts else text
+
+        def after_probe(*more: Message) -> str:
+            _, probe, end = self.write([*question, answer, *more]).rpartition(_PROBE)
+            if not probe:
+                raise _left_out("an answer", "its text")
+            return end
+
+        answer = {"role": "assistant", "content": content(_PROBE)}
+        end = after_probe()
+        mark = next(iter(_special_tokens(self.tokenizer, end)), None)
+        eos = self.tokenizer.eos_token
+        if mark is None or not eos or f"{mark}{eos}" not in end:
+            return mark
+        try:
+            continued = after_probe({"role": "user", "content": content("x")})
+        except ConfigError:
+            return mark
+        return f"{mark}{eos}" if f"{mark}{eos}" in continued else mark
+
+
+def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    """Yield the messages, then with texts as lists of parts, then with lists of text parts as texts."""
+    yield messages
+    in_parts = [
+        {**message, "content": [{"type": "text", "text": content}]}
+        if isinstance(content := message.get("content"), str)
+        else message
+        for message in messages
+    ]
+    in_texts = [
+        {**message, "content": _text(message)} if isinstance(message.get("content"), list | tuple) else message
+        for message in messages
+    ]
+    yield from (form for form in (in_parts, in_texts) if form != list(messages))
+
+
+def _sequences(messages: Sequence[Message], template: _Template) -> list[ChatText]:
+    turns = _turns(messages, template)
+    shortfalls = frozenset[Shortfall]().union(*(turn.shortfalls for turn in turns))
+    sequences = []
+    text, pending = template.write_first(messages, len(messages)), turns
+    while True:
+        trained = [turn for turn in pending if text.startswith(turn.text)]
+        if trained or not turns:
+            spans = tuple((turn.start, len(turn.text)) for turn in trained)
+            sequences.append(ChatText(text, spans, shortfalls))
+        pending = [turn for turn in pending if turn not in trained]
+        if not pending:
+            return sequences[::-1]
+        text = template.write_first(messages, pending[-1].message + 1)
+
+
+def _turns(messages: Sequence[Message], template: _Template) -> list[_Turn]:
+    """Return the span of each assistant message in the conversation rendered up to it."""
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        return []
+    mark = _end_mark(template, messages[: answers[0]])
+    turns = []
+    for i in answers:
+        text = template.write_first(messages, i + 1)
+        if i:
+            prompt = template.write_first(messages, i, prompt=True)
+        else:
+            prompt = _opening(text, template.write_first(messages, 1, prompt=True))
+        start = _common_start(text, prompt)
+        if start is None:
+            same = len(os.path.commonprefix([text, prompt]))
+            raise ConfigError(
+                f"messages[{i}]: the chat template prompts for this answer with {prompt[same:][:60]!r}, but renders "
+                f"{text[same:][:60]!r} there once the answer exists, so prompts would differ from training: set a "
+                "template variable (such as enable_thinking) or another chat_template that makes them equal"
+            )
+        written = text[start:]
+        shortfalls = _shortfalls(i, messages[i], written)
+        end = _turn_end(template.tokenizer, written, mark)
+        if end is None:
+            shortfalls.add(Shortfall.NO_END_MARK)
+        if start < len(prompt):
+            shortfalls.add(Shortfall.OPENED_THOUGHT)
+        turns.append(_Turn(i, start, text[:start] + written[:end], frozenset(shortfalls)))
+    return turns
+
+
+def _end_mark(template: _Template, question: Sequence[Message]) -> str | None:
+    """Return the end mark after an answer to a plain question or, if the template refuses that, to ``question``."""
+    in_parts = any(isinstance(message.get("content"), list) for message in question)
+    variables = orjson.dumps(template.variables, option=orjson.OPT_NON_STR_KEYS, default=str)
+    try:
+        return _plain_end_mark(template.tokenizer, repr(template.tokenizer.chat_template), variables, in_parts)
+    except ConfigError:
+        return template.end_mark(question)
+
+
+@functools.lru_cache(maxsize=64)
+def _plain_end_mark(tokenizer: Any, chat_template: str, variables: bytes, in_parts: bool) -> str | None:
+    content: Any = [{"type": "text", "text": "x"}] if in_parts else "x"
+    return _Template(tokenizer, None, orjson.loads(variables)).end_mark([{"role": "user", "content": content}])
+
+
+def _opening(text: str, prompted: str) -> str:
+    """Return the text before the answer in ``text``, a conversation that begins with the assistant.
+
+    A template cannot render a prompt without messages, so the prompt is taken from ``prompted``: the same message
+    followed by a prompt for the next.
+    """
+    prompt = prompted[len(os.path.commonprefix([text, prompted])) :]
+    for wanted in (prompt, _TAG.split(prompt)[0]):
+        if wanted and (at := text.find(wanted)) >= 0:
+            return text[: at + len(wanted)]
+    return prompt
+
+
+def _common_start(text: str, prompt: str) -> int | None:
+    """Return where the answer starts in ``text``: after ``prompt``, or in the thought that the prompt opens."""
+    if text.startswith(prompt):
+        return len(prompt)
+    same = len(os.path.commonprefix([text, prompt]))
+    opened = _OPENED_THOUGHT.search(prompt)
+    if opened is None or same < opened.start():
+        return None
+    inside = (tag.start() for tag in _TAG.finditer(prompt, opened.start()) if tag.start() < same < tag.end())
+    return next(inside, same)
+
+
+def _shortfalls(i: int, message: Message, written: str) -> set[Shortfall]:
+    """Return what the template left out of an answer.
+
+    Raises:
+        ConfigError: If that is the answer's text or a tool call.
+    """
+    calls = message.get("tool_calls") or ()
+    for call in calls:
+        name = call.get("function", call).get("name") if isinstance(call, Mapping) else call
+        if not isinstance(call, Mapping) or not isinstance(name, str) or name not in written:
+            raise ConfigError(
+                f"messages[{i}] calls the tool {name!r}, but the chat template does not render it, so the call would "
+                "not be trained: set tools_in_system_prompt to true, or use a template that supports tool_calls"
+            )
+    shortfalls = set()
+    *thoughts, answer = re.split(r"(?i)[<\[◁][^<>\[\]]*(?:/|end_)think[^<>\[\]]*[>\]▷]", _text(message))
+    thoughts += [str(message.get(key) or "") for key in _THOUGHT_KEYS]
+    if not all(_is_written(_TAG.sub("", thought), written) for thought in thoughts):
+        shortfalls.add(Shortfall.NO_THOUGHT)
+    content = message.get("content")
+    if not _is_written(answer, written) or (isinstance(content, list) and content and str(content) in written):
+        if not calls:
+            raise _left_out(f"messages[{i}]", f"its text {answer.strip()[:60]!r}")
+        shortfalls.add(Shortfall.NO_TEXT_WITH_CALLS)
+    return shortfalls
+
+
+def _left_out(whose: str, text: str) -> ConfigError:
+    return ConfigError(
+        f"{whose}: the chat template does not write {text}, so it would not be trained, neither as text nor as a list "
+        "of parts: set apply_chat_template_kwargs.chat_template to a template that writes message.content"
+    )
+
+
+def _is_written(text: str, written: str) -> bool:
+    text = text.strip()
+    return text in written or "".join(text.split()) in "".join(written.split())
+
+
+def _text(message: Message) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if isinstance(part, Mapping) and "text" in part)
+
+
+def _turn_end(tokenizer: Any, written: str, mark: str | None) -> int | None:
+    """Return the end of the turn in its rendered text; some templates end tool calls with another token."""
+    if mark is not None and mark not in written:
+        mark = next(reversed(_special_tokens(tokenizer, written)), None)
+    return None if mark is None else written.rindex(mark) + len(mark)
+
+
+def _joined(messages: Sequence[Message]) -> ChatText:
+    """Return the contents one after another, without roles and end marks."""
+    text, joints, spans = "", [], []
+    for i, message in enumerate(messages):
+        if not isinstance(content := message.get("content"), str):
+            raise ConfigError(
+                f"messages[{i}] has content that is not text: without a chat template only text is supported; set "
+                "apply_chat_template=True"
+            )
+        joints.append(len(text))
+        text += content
+        if message["role"] == "assistant":
+            spans.append((joints[-1], len(text)))
+    return ChatText(text, tuple(spans), joints=tuple(joints))
+
+
+def _check_messages(messages: Any) -> None:
+    """Raise ConfigError unless this is a non-empty list of messages."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ConfigError(
+            f"the messages are {str(messages)[:80]!r}: they must be a non-empty list of {{role, content}}"
+        )
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ConfigError(
+                f"messages[{i}] is {str(message)[:80]!r}: it must have 'role' (system, user, assistant, tool) and "
+                "'content'"
+            )
+        content = message.get("content")
+        if not isinstance(content, str | Sequence) and not (content is None and message.get("tool_calls")):
+            raise ConfigError(
+                f"messages[{i}] of role {message['role']!r} has content {content!r}: it must be text or a list of "
+                "parts; only a message with tool_calls may have none"
+            )
+
+
+def _special_tokens(tokenizer: Any, text: str) -> list[str]:
+    """Return the special tokens in ``text``, in order."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    special = special_ids(tokenizer, len(tokenizer))
+    pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+    tokens = [(tokenizer.convert_ids_to_tokens(i), start, end) for i, (start, end) in pairs if i in special]
+    return [token for token, start, end in tokens if token in text[start:end]]  # skips <unk>
+
+
+@functools.lru_cache(maxsize=8)
+def special_ids(tokenizer: Any, size: int) -> frozenset[int]:
+    """Return the ids of special tokens; ``size``, the tokenizer's length, invalidates the cache when one is added."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(tokenizer.all_special_ids) | {i for i, token in added if token.special}
