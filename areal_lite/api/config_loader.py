@@ -1,7 +1,8 @@
 """Load a YAML file and ``key=value`` overrides into a validated config, and dump it back.
 
-``interpolation`` replaces ``${...}`` before validation. All errors are reported at once, one per line with file, key, value, rule and fix. A config names code by
-dotted path, so it must be trusted; it is still parsed as plain data (``SafeLoader``).
+All errors are reported at once, one per line with file, key, value, rule and fix. A config names code by
+dotted path, so it must be trusted; it is still parsed as plain data (``SafeLoader``). ``interpolation`` replaces
+``${...}`` before validation.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def describe_value(path: str | Path, overrides: Sequence[str], key: str, *, root
     if isinstance(value, dict):
         return ""
     source = loaded.sources.get(key) or ("default" if written is None and value is not None else str(path))
-    return f"value {yaml.dump(_masked(value, key), Dumper=_Dumper, default_flow_style=True).removesuffix('...\n').strip()}  ({source})"
+    shown = yaml.dump(_masked(value, key), Dumper=_Dumper, default_flow_style=True).removesuffix("...\n").strip()
+    return f"value {shown}  ({source})"
 
 
 class _Loaded(NamedTuple):
@@ -317,7 +319,9 @@ def _default_of(root: type[Any], key: Key) -> Any:
     for depth, name in enumerate(key):
         if owner is None or name not in owner.__pydantic_fields__:
             known = owner or root
-            raise ConfigError(_unknown(known, name, root) if owner else f"there is no key {'.'.join(key[: depth + 1])!r}")
+            raise ConfigError(
+                _unknown(known, name, root) if owner else f"there is no key {'.'.join(key[: depth + 1])!r}"
+            )
         field = owner.__pydantic_fields__[name]
         owner = _section(_field_type(owner, name))
     if field.is_required() or owner is not None:

@@ -93,7 +93,7 @@ class Interpolation:
             if found.span() == (0, len(text)):
                 return value
             if isinstance(value, dict | list):
-                raise ConfigError(f"{where}: {found[0]} is a {type(value).__name__}: only a single value can be in text")
+                raise ConfigError(f"{where}: {found[0]} is a {type(value).__name__}: text can hold only single values")
             text = text[: found.start()] + str(value).replace("$", _DOLLAR) + text[found.end() :]
         if _UNFINISHED.search(text):
             raise ConfigError(f"{where}: ${{ without its }}: close it, or write \\${{ for the text itself")
@@ -104,7 +104,7 @@ class Interpolation:
         if not colon:
             return self._referenced(tuple(reference.strip().replace("[", ".").replace("]", "").split(".")), where)
         if resolver.strip() != "oc.env":
-            raise ConfigError(f"{where}: unknown resolver {resolver.strip()!r}: use ${{oc.env:NAME}} or ${{section.key}}")
+            raise ConfigError(f"{where}: no resolver {resolver.strip()!r}: use ${{oc.env:NAME}} or ${{section.key}}")
         name, comma, default = (part.strip() for part in argument.partition(","))
         if name in self._environ:
             return _Variable(self._environ[name])

@@ -131,6 +131,7 @@ class SupervisedTrainer(ABC, Generic[C]):
             "learning_rate": rate,
             "tokens": float(tokens),
             "trained_tokens": float(len(step.of_token)),
+            "truncated_sequences": float(sum(int(item.get("truncated", 0)) for item in items)),
             "tokens_per_second": tokens / (time.perf_counter() - began),
         }
 

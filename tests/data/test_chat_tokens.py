@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -322,13 +321,44 @@ def test_answers_between_tool_calls_share_a_sequence_though_thoughts_are_strippe
     assert len(trained_texts(tokenizer, sequence)) == 2
 
 
-def test_an_answer_rendered_differently_from_its_prompt_is_an_error():
+def test_a_question_that_an_answer_changes_is_an_error_or_written_as_in_the_prompt():
+    # Mistral Nemo writes the system text only before a question without an answer.
+    marked = "{{ 'the ' if message.role == 'user' and loop.last }}{{ message.content }}"
+    template = CHATML.replace("{{ message.content }}", marked)
+    tokenizer = train_tokenizer(template, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
+    messages = [user("so"), assistant("why"), user("so"), assistant("not")]
+    first, second = tokenize_messages(tokenizer, messages)
+    assert tokenizer.decode(first.input_ids).startswith(
+        "<|im_start|>user\nthe so<|im_end|>\n<|im_start|>assistant\nwhy"
+    )
+    assert "not<|im_end|>" in tokenizer.decode(second.input_ids)
+    assert trained(tokenizer, messages) == ["why<|im_end|>", "not<|im_end|>"]
+    bare = "{% for m in messages %}{{ 'the ' if loop.last and m.role == 'user' }}{{ m.content }}"
+    bare += "{{ '<end>' if m.role == 'assistant' }}{% endfor %}"
+    tokenizer = train_tokenizer(bare, special=("<end>",), eos="<end>")
+    with pytest.raises(ConfigError, match=r"messages\[1\]: the chat template prompts for this answer with 'the so"):
+        tokenize_messages(tokenizer, [user("so"), assistant("why")])
+
+
+def test_the_beginning_of_an_answer_may_be_in_its_prompt():
     template = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\nhello\n{% endif %}")
     tokenizer = train_tokenizer(template, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
-    for messages, i in (([user("so"), assistant("why")], 1), ([assistant("why")], 0)):
-        with pytest.raises(ConfigError, match=rf"messages\[{i}\]: the chat template prompts for this answer with"):
-            tokenize_messages(tokenizer, messages)
     assert trained(tokenizer, [user("so"), assistant("hello\nwhy")])[0].endswith("hy<|im_end|>")
+    [rendered] = render_conversation(tokenizer, [user("so"), assistant("he")])
+    assert [rendered.text[start:end] for start, end in rendered.spans] == ["he<|im_end|>"]
+    assert rendered.shortfalls == {Shortfall.OTHER_PROMPT}
+
+
+def test_an_end_mark_that_only_a_further_message_brings_is_trained_after_every_answer():
+    # As Apertus and Hunyuan 3.
+    template = (
+        "{% for m in messages %}{{ '<end>' if not loop.first and m.role == 'user' }}<{{ m.role }}>{{ m.content }}"
+    )
+    template += "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    tokenizer = train_tokenizer(template, special=("<user>", "<assistant>", "<end>"), eos="<end>")
+    for messages in ([user("so"), assistant("why")], [user("so"), assistant("why"), user("so"), assistant("why")]):
+        [text] = trained(tokenizer, messages)
+        assert text == "why<end>" * (len(messages) // 2)
 
 
 OPENS = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
@@ -345,10 +375,11 @@ OPENS = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assist
 def test_a_thought_that_only_the_prompt_opens_is_no_part_of_the_answer(written, expected):
     template = OPENS.replace("{{ message.content }}", f"{{{{ {written} if message.role != 'user' else 'so' }}}}")
     tokenizer = train_tokenizer(template, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
-    for messages in ([user("so"), assistant("hello")], [assistant("hello")]):
-        [rendered] = render_conversation(tokenizer, messages)
-        assert rendered.shortfalls == ({Shortfall.OPENED_THOUGHT} if len(messages) == 2 else set())
-        assert trained(tokenizer, messages) == [expected]
+    messages = [user("so"), assistant("hello")]
+    [rendered] = render_conversation(tokenizer, messages)
+    assert rendered.shortfalls == {Shortfall.OTHER_PROMPT}
+    assert trained(tokenizer, messages) == [expected]
+    assert trained(tokenizer, messages[1:])[0].endswith(expected)
     [rendered] = render_conversation(tokenizer, [user("so"), assistant("<think>\nwhy</think>hello")])
     assert (Shortfall.NO_THOUGHT in rendered.shortfalls) == ("split" in written)
 

@@ -1,6 +1,7 @@
 """Rows become items in order, within the length, each with a trained token; skipped sequences are counted."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from areal_lite.api.supervised_config import PreferenceDatasetConfig, SFTDatasetConfig
 from areal_lite.data.chat.chat_tokens import tokenize_messages
+from areal_lite.data.supervised import sft_dataset
 from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset
@@ -48,6 +50,7 @@ def test_an_item_is_the_conversations_tokens_with_an_aligned_mask(chatml):
     assert {name: (tensor.dtype, tensor.tolist()) for name, tensor in item.items()} == {
         "input_ids": (torch.int64, sequence.input_ids),
         "loss_mask": (torch.int64, [int(trained) for trained in sequence.loss_mask]),
+        "truncated": (torch.int64, 0),
         "row": (torch.int64, 0),
     }
     item["input_ids"].zero_()
@@ -72,9 +75,8 @@ def test_a_long_sequence_is_truncated_and_counted(chatml):
     [cut] = dataset
     assert cut["input_ids"].tolist() == whole["input_ids"][:20].tolist()
     assert cut["loss_mask"].tolist() == whole["loss_mask"][:20].tolist()
-    assert dataset.truncated == 1
-    full = len(whole["input_ids"])
-    assert SFTDataset([row], chatml, full).truncated == 0
+    assert [item["truncated"].item() for item in (whole, cut)] == [0, 1]
+    assert SFTDataset([row], chatml, len(whole["input_ids"]))[0]["truncated"].item() == 0
 
 
 def test_sequences_without_a_trained_token_are_skipped_and_counted_by_reason(chatml, caplog):
@@ -250,3 +252,90 @@ def test_tools_that_the_template_does_not_render_are_refused_or_written_into_the
     settings = PreferenceDatasetConfig(path="", max_length=1000, tools_in_system_prompt=True)
     [item] = PreferenceDataset([pair], smollm2, config=settings)
     assert "<tools>" in smollm2.decode(item["chosen_ids"])
+
+
+def lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def tokenized(monkeypatch):
+    """Collect the texts that are tokenized."""
+    seen, tokens_of = [], sft_dataset.tokens_of
+    monkeypatch.setattr(sft_dataset, "tokens_of", lambda t, text: (seen.append(text.text), tokens_of(t, text))[1])
+    return seen
+
+
+@pytest.fixture
+def rendered(monkeypatch):
+    """Collect the conversations that are rendered."""
+    seen, render = [], sft_dataset.render_conversation
+
+    def spy(tokenizer, messages, *args, **kwargs):
+        seen.append(messages)
+        return render(tokenizer, messages, *args, **kwargs)
+
+    monkeypatch.setattr(sft_dataset, "render_conversation", spy)
+    return seen
+
+
+def test_a_row_is_tokenized_when_it_is_read(chatml, tokenized):
+    rows = [{"messages": conversation("so", "x" * n)} for n in (1, 2, 3)]
+    dataset = SFTDataset(rows, chatml, 1000)
+    assert (len(dataset), tokenized) == (3, [])
+    assert "xx<|im_end|>" in chatml.decode(dataset[1]["input_ids"])
+    assert len(tokenized) == 1
+
+
+def test_only_a_row_whose_length_may_matter_is_tokenized_at_the_start(chatml, tokenized):
+    rows = [{"messages": conversation("so" * n, "hello")} for n in (1, 30, 2)]
+    dataset = SFTDataset(rows, chatml, 80)
+    assert (len(dataset), len(tokenized)) == (3, 1)
+    assert "soso" in tokenized[0]
+
+
+def test_rows_of_a_file_are_rendered_once_and_again_when_something_changes(chatml, tmp_path, rendered):
+    rows = [{"messages": conversation("so")}, *({"messages": conversation("so", "x" * n)} for n in (1, 2))]
+    path = lines(tmp_path / "rows.jsonl", rows)
+    here = {"cache_dir": str(tmp_path)}
+
+    def counted(**settings):
+        rendered.clear()
+        dataset = SFTDataset(path, chatml, config=config(**here, **settings))
+        return len(dataset), dict(dataset.dropped), len(rendered)
+
+    assert counted() == (2, {"no assistant text": 1}, 3)
+    assert counted() == counted(num_workers=1) == (2, {"no assistant text": 1}, 0)
+    assert counted(max_samples=2) == (1, {"no assistant text": 1}, 2)
+    assert counted(apply_chat_template_kwargs={"x": 1}) == (2, {"no assistant text": 1}, 3)
+    lines(tmp_path / "rows.jsonl", rows[1:])
+    assert counted() == (2, {}, 2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_damaged_row_of_a_file_is_refused_with_its_line(chatml, tmp_path, num_workers):
+    good, bad = {"messages": conversation("so", "a"), "n": 1.5}, {"messages": [{"role": 3}], "n": 2.5}
+    first, second = (
+        lines(tmp_path / f"{name}.jsonl", rows) for name, rows in (("a", [good, good]), ("b", [good, bad]))
+    )
+    (tmp_path / "b.jsonl").write_text("\n" + (tmp_path / "b.jsonl").read_text())
+    settings = config(cache_dir=str(tmp_path), num_workers=num_workers)
+    with pytest.raises(ConfigError, match=r"^row 3 \(\S+/b.jsonl, line 3\): messages\[0\]"):
+        SFTDataset([first, second], chatml, config=settings)
+
+
+def test_what_a_template_leaves_out_is_one_warning_with_the_fix(chatml, caplog, tmp_path):
+    kwargs = {"chat_template": "{% for m in messages %}{{ m.role + ': ' + m.content + ' ' }}{% endfor %}"}
+    rows = [{"messages": conversation("so", "hello")}] * 3
+    path = lines(tmp_path / "rows.jsonl", rows)
+    settings = config(apply_chat_template_kwargs=kwargs, cache_dir=str(tmp_path))
+    for _ in range(2):  # the second one reads the index
+        caplog.clear()
+        SFTDataset(path, chatml, config=settings)
+        assert caplog.text.count("writes no end mark after an answer, so the model does not learn to stop") == 1
+        assert "row 0, and perhaps others: " in caplog.text
+        assert "{{ eos_token }}" in caplog.text
+    caplog.clear()
+    SFTDataset(rows, chatml, 1000)
+    assert caplog.text == ""

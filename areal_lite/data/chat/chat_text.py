@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import os.path
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -30,9 +30,10 @@ Message = Mapping[str, Any]
 
 _PROBE = "probe-of-the-end-mark"
 _OTHER_TEMPLATE = "set apply_chat_template_kwargs.chat_template to a copy of the template that"
-_THOUGHT_TAG = r"[<\[◁][^<>\[\]]*think[^<>\[\]]*[>\]▷]"
-_OPENED_THOUGHT = re.compile(rf"(?:\s*{_THOUGHT_TAG})+\s*\Z", re.IGNORECASE)
-_TAG = re.compile(_THOUGHT_TAG, re.IGNORECASE)
+_THOUGHT_TAG = re.compile(r"[<\[◁][^<>\[\]]*think[^<>\[\]]*[>\]▷]", re.IGNORECASE)
+_THOUGHT_END = re.compile(r"[<\[◁][^<>\[\]]*(?:/|end_)think[^<>\[\]]*[>\]▷]", re.IGNORECASE)
+_TAG = re.compile(r"[<\[◁][^<>\[\]◁▷]*[>\]▷]")
+_OPEN_TAG = re.compile(r"[<\[◁][^<>\[\]◁▷\s]*\Z")
 _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -51,10 +52,10 @@ class Shortfall(StrEnum):
         "the chat template leaves out the text of answers with tool calls, so it is not trained: "
         f"{_OTHER_TEMPLATE} writes both, or remove the text from the rows"
     )
-    OPENED_THOUGHT = (
-        "the chat template opens a thought in its prompt, but writes answers differently, so prompts differ from "
-        "training: set a template variable such as enable_thinking: false in apply_chat_template_kwargs, or "
-        f"{_OTHER_TEMPLATE} keeps thoughts"
+    OTHER_PROMPT = (
+        "the chat template prompts for an answer with text that it does not write before answers (such as <think>), so "
+        "prompts differ from training: set a template variable such as enable_thinking: false in "
+        f"apply_chat_template_kwargs, or {_OTHER_TEMPLATE} writes it"
     )
 
 
@@ -139,57 +140,79 @@ class _Template:
             self._written[key] = self.write(messages[:count], prompt=prompt)
         return self._written[key]
 
-    def end_mark(self, question: Sequence[Message]) -> str | None:
-        """Return the special token, or two, that end an answer to ``question``; None if there is none.
+    def written(self, messages: Sequence[Message], count: int, mark: _EndMark | None) -> str:
+        """Return the text of the first ``count`` messages; an answer at the end has its end mark."""
+        if mark is None or not mark.only_continued or messages[count - 1]["role"] != "assistant":
+            return self.write_first(messages, count)
+        try:
+            text = self.write([*messages[:count], {"role": "user", "content": _content("x", messages)}])
+        except ConfigError:
+            return self.write_first(messages, count)
+        return text[: text.rindex(mark.text) + len(mark.text)] if mark.text in text else text
 
-        An EOS token directly after the first special token belongs to the mark if it is also there when the
-        conversation continues.
-        """
-        in_parts = any(isinstance(message.get("content"), list) for message in question)
-
-        def content(text: str) -> Any:
-            return [{"type": "text", "text": text}] if in_parts else text
+    def end_mark(self, question: Sequence[Message]) -> _EndMark | None:
+        """Return what ends an answer to ``question``; None if there is nothing."""
 
         def after_probe(*more: Message) -> str:
+            answer = {"role": "assistant", "content": _content(_PROBE, question)}
             _, probe, end = self.write([*question, answer, *more]).rpartition(_PROBE)
             if not probe:
                 raise _left_out("an answer", "its text")
             return end
 
-        answer = {"role": "assistant", "content": content(_PROBE)}
-        end = after_probe()
-        mark = next(iter(_special_tokens(self.tokenizer, end)), None)
-        eos = self.tokenizer.eos_token
-        if mark is None or not eos or f"{mark}{eos}" not in end:
-            return mark
+        last = after_probe()
+        user = {"role": "user", "content": _content("x", question)}
         try:
-            continued = after_probe({"role": "user", "content": content("x")})
+            continued = after_probe(user)
         except ConfigError:
-            return mark
-        return f"{mark}{eos}" if f"{mark}{eos}" in continued else mark
+            continued = last
+        same = os.path.commonprefix([last, continued])
+        mark = next(iter(_special_tokens(self.tokenizer, last)), None)
+        if mark is not None and mark not in same and mark in self.write([user], prompt=True):
+            # The header of the next message, which some templates always write.
+            return _EndMark("", last[last.find(mark) :])
+        if mark is None:
+            mark = next(iter(_special_tokens(self.tokenizer, continued)), None)
+            return None if mark is None or mark in self.write([user], prompt=True) else _EndMark(mark, "", True)
+        if (eos := self.tokenizer.eos_token) and eos in same:
+            mark = same[same.find(mark) : same.find(eos) + len(eos)] or mark
+        return _EndMark(mark, last.partition(mark)[2])
 
 
-def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """Yield the messages, then with texts as lists of parts, then with lists of text parts as texts."""
-    yield messages
-    in_parts = [
-        {**message, "content": [{"type": "text", "text": content}]}
-        if isinstance(content := message.get("content"), str)
-        else message
-        for message in messages
-    ]
-    in_texts = [
-        {**message, "content": _text(message)} if isinstance(message.get("content"), list | tuple) else message
-        for message in messages
-    ]
-    yield from (form for form in (in_parts, in_texts) if form != list(messages))
+class _EndMark(NamedTuple):
+    """What a template writes at the end of an answer."""
+
+    text: str
+    """A special token and, if the template always writes an EOS token later, all up to that; empty if there is none."""
+    rest: str
+    """What a conversation that ends with an answer has after the mark."""
+    only_continued: bool = False
+    """Whether it is written only once another message follows."""
+
+
+def _content(text: str, messages: Sequence[Message]) -> Any:
+    """Return a content in the form of those in ``messages``: text, or parts."""
+    in_parts = any(isinstance(message.get("content"), list) for message in messages)
+    return [{"type": "text", "text": text}] if in_parts else text
+
+
+def _forms(messages: Sequence[Message]) -> list[Sequence[Message]]:
+    """Return the messages with all contents as texts and as lists of parts, their own form first."""
+    texts, parts = [], []
+    for message in messages:
+        content = message.get("content")
+        is_text = isinstance(content, str)
+        texts.append({**message, "content": _text(message)} if isinstance(content, list | tuple) else message)
+        parts.append({**message, "content": [{"type": "text", "text": content}]} if is_text else message)
+    return [texts, parts] if texts == list(messages) else [parts, texts]
 
 
 def _sequences(messages: Sequence[Message], template: _Template) -> list[ChatText]:
-    turns = _turns(messages, template)
+    mark = _end_mark(template, messages)
+    turns = _turns(messages, template, mark)
     shortfalls = frozenset[Shortfall]().union(*(turn.shortfalls for turn in turns))
     sequences = []
-    text, pending = template.write_first(messages, len(messages)), turns
+    text, pending = template.written(messages, len(messages), mark), turns
     while True:
         trained = [turn for turn in pending if text.startswith(turn.text)]
         if trained or not turns:
@@ -198,80 +221,98 @@ def _sequences(messages: Sequence[Message], template: _Template) -> list[ChatTex
         pending = [turn for turn in pending if turn not in trained]
         if not pending:
             return sequences[::-1]
-        text = template.write_first(messages, pending[-1].message + 1)
+        text = template.written(messages, pending[-1].message + 1, mark)
+        if not text.startswith(pending[-1].text):
+            text = pending[-1].text
 
 
-def _turns(messages: Sequence[Message], template: _Template) -> list[_Turn]:
+def _turns(messages: Sequence[Message], template: _Template, mark: _EndMark | None) -> list[_Turn]:
     """Return the span of each assistant message in the conversation rendered up to it."""
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers:
-        return []
-    mark = _end_mark(template, messages[: answers[0]])
     turns = []
-    for i in answers:
-        text = template.write_first(messages, i + 1)
-        if i:
-            prompt = template.write_first(messages, i, prompt=True)
-        else:
-            prompt = _opening(text, template.write_first(messages, 1, prompt=True))
-        start = _common_start(text, prompt)
-        if start is None:
-            same = len(os.path.commonprefix([text, prompt]))
-            raise ConfigError(
-                f"messages[{i}]: the chat template prompts for this answer with {prompt[same:][:60]!r}, but renders "
-                f"{text[same:][:60]!r} there once the answer exists, so prompts would differ from training: set a "
-                "template variable (such as enable_thinking) or another chat_template that makes them equal"
-            )
-        written = text[start:]
-        shortfalls = _shortfalls(i, messages[i], written)
-        end = _turn_end(template.tokenizer, written, mark)
-        if end is None:
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        text, start, is_prompted = _with_start(messages, i, template, mark)
+        before = start
+        if not _is_written(_answer(message), text[start:]) and i:  # its beginning may be in the prompt
+            before = min(start, len(os.path.commonprefix([text, template.write_first(messages, i)])))
+        shortfalls = _shortfalls(i, message, text[before:])
+        end, is_marked = _turn_end(template.tokenizer, text[start:], mark)
+        if not is_marked:
             shortfalls.add(Shortfall.NO_END_MARK)
-        if start < len(prompt):
-            shortfalls.add(Shortfall.OPENED_THOUGHT)
-        turns.append(_Turn(i, start, text[:start] + written[:end], frozenset(shortfalls)))
+        if not is_prompted:
+            shortfalls.add(Shortfall.OTHER_PROMPT)
+        turns.append(_Turn(i, start, text[: start + end], frozenset(shortfalls)))
     return turns
 
 
-def _end_mark(template: _Template, question: Sequence[Message]) -> str | None:
-    """Return the end mark after an answer to a plain question or, if the template refuses that, to ``question``."""
-    in_parts = any(isinstance(message.get("content"), list) for message in question)
+def _end_mark(template: _Template, messages: Sequence[Message]) -> _EndMark | None:
+    """Return the end mark after an answer to a plain question or, if the template refuses that, to the first one."""
+    answer = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), None)
+    if answer is None:
+        return None
     variables = orjson.dumps(template.variables, option=orjson.OPT_NON_STR_KEYS, default=str)
+    in_parts = not isinstance(_content("", messages), str)
     try:
         return _plain_end_mark(template.tokenizer, repr(template.tokenizer.chat_template), variables, in_parts)
     except ConfigError:
-        return template.end_mark(question)
+        return template.end_mark(messages[:answer])
 
 
 @functools.lru_cache(maxsize=64)
-def _plain_end_mark(tokenizer: Any, chat_template: str, variables: bytes, in_parts: bool) -> str | None:
+def _plain_end_mark(tokenizer: Any, chat_template: str, variables: bytes, in_parts: bool) -> _EndMark | None:
     content: Any = [{"type": "text", "text": "x"}] if in_parts else "x"
     return _Template(tokenizer, None, orjson.loads(variables)).end_mark([{"role": "user", "content": content}])
 
 
-def _opening(text: str, prompted: str) -> str:
-    """Return the text before the answer in ``text``, a conversation that begins with the assistant.
+def _with_start(
+    messages: Sequence[Message], i: int, template: _Template, mark: _EndMark | None
+) -> tuple[str, int, bool]:
+    """Return the text up to an answer, where the answer starts in it, and whether its whole prompt is before that.
+
+    If the template writes the question differently once the answer is there, the text is that of the prompt, followed
+    by the answer.
+
+    Raises:
+        ConfigError: If the start cannot be found.
+    """
+    text = template.written(messages, i + 1, mark)
+    if i == 0:
+        return text, _start_of_first(text, template.write_first(messages, 1, prompt=True)), True
+    prompt = template.write_first(messages, i, prompt=True)
+    if text.startswith(prompt):
+        return text, len(prompt), True
+    shown = template.write([*messages[:i], {"role": "assistant", "content": _content(_PROBE, messages)}])
+    same = len(_OPEN_TAG.sub("", os.path.commonprefix([prompt, text, shown])))
+    lead = shown[same : max(same, shown.rfind(_PROBE))]
+    # The longest end of the prompt, from a tag on, that is also before the answer.
+    headers = [prompt[tag.start() :] for tag in _TAG.finditer(prompt, same)]
+    ends = (lead.find(header) + len(header) for header in headers if header in lead)
+    found = next((end for end in ends if text.startswith(lead[:end], same)), None)
+    start = same + (found or 0)
+    question = _text(messages[i - 1]).strip()
+    if not question or question not in (lead if found is None else lead[:found]):
+        return text, start, False
+    if found is not None:
+        return prompt + text[start:], len(prompt), True
+    raise ConfigError(
+        f"messages[{i}]: the chat template prompts for this answer with {prompt[same:][:60]!r}, but renders "
+        f"{text[same:][:60]!r} there once the answer exists, so prompts would differ from training: set a "
+        "template variable (such as enable_thinking) or another chat_template that makes them equal"
+    )
+
+
+def _start_of_first(text: str, prompted: str) -> int:
+    """Return where the answer starts in ``text``, a conversation that begins with the assistant.
 
     A template cannot render a prompt without messages, so the prompt is taken from ``prompted``: the same message
     followed by a prompt for the next.
     """
     prompt = prompted[len(os.path.commonprefix([text, prompted])) :]
-    for wanted in (prompt, _TAG.split(prompt)[0]):
+    for wanted in (prompt, _THOUGHT_TAG.split(prompt)[0]):
         if wanted and (at := text.find(wanted)) >= 0:
-            return text[: at + len(wanted)]
-    return prompt
-
-
-def _common_start(text: str, prompt: str) -> int | None:
-    """Return where the answer starts in ``text``: after ``prompt``, or in the thought that the prompt opens."""
-    if text.startswith(prompt):
-        return len(prompt)
-    same = len(os.path.commonprefix([text, prompt]))
-    opened = _OPENED_THOUGHT.search(prompt)
-    if opened is None or same < opened.start():
-        return None
-    inside = (tag.start() for tag in _TAG.finditer(prompt, opened.start()) if tag.start() < same < tag.end())
-    return next(inside, same)
+            return at + len(wanted)
+    return 0
 
 
 def _shortfalls(i: int, message: Message, written: str) -> set[Shortfall]:
@@ -289,9 +330,9 @@ def _shortfalls(i: int, message: Message, written: str) -> set[Shortfall]:
                 "not be trained: set tools_in_system_prompt to true, or use a template that supports tool_calls"
             )
     shortfalls = set()
-    *thoughts, answer = re.split(r"(?i)[<\[◁][^<>\[\]]*(?:/|end_)think[^<>\[\]]*[>\]▷]", _text(message))
-    thoughts += [str(message.get(key) or "") for key in _THOUGHT_KEYS]
-    if not all(_is_written(_TAG.sub("", thought), written) for thought in thoughts):
+    answer = _answer(message)
+    thoughts = [*_THOUGHT_END.split(_text(message))[:-1], *(str(message.get(key) or "") for key in _THOUGHT_KEYS)]
+    if not all(_is_written(_THOUGHT_TAG.sub("", thought), written) for thought in thoughts):
         shortfalls.add(Shortfall.NO_THOUGHT)
     content = message.get("content")
     if not _is_written(answer, written) or (isinstance(content, list) and content and str(content) in written):
@@ -313,6 +354,11 @@ def _is_written(text: str, written: str) -> bool:
     return text in written or "".join(text.split()) in "".join(written.split())
 
 
+def _answer(message: Message) -> str:
+    """Return the text of an answer without its thoughts."""
+    return _THOUGHT_END.split(_text(message))[-1]
+
+
 def _text(message: Message) -> str:
     content = message.get("content") or ""
     if isinstance(content, str):
@@ -320,11 +366,23 @@ def _text(message: Message) -> str:
     return "".join(part["text"] for part in content if isinstance(part, Mapping) and "text" in part)
 
 
-def _turn_end(tokenizer: Any, written: str, mark: str | None) -> int | None:
-    """Return the end of the turn in its rendered text; some templates end tool calls with another token."""
-    if mark is not None and mark not in written:
-        mark = next(reversed(_special_tokens(tokenizer, written)), None)
-    return None if mark is None else written.rindex(mark) + len(mark)
+def _turn_end(tokenizer: Any, written: str, mark: _EndMark | None) -> tuple[int, bool]:
+    """Return the end of the turn in its rendered text, and whether it is an end mark.
+
+    Some templates end tool calls with another token than texts.
+    """
+    if mark is None:
+        return len(written), False
+    written = written.removesuffix(mark.rest)
+    last = mark.text
+    if not last:
+        return len(written), False
+    if last not in written:
+        special = _special_tokens(tokenizer, written)
+        if not special:
+            return len(written), False
+        last = eos if (eos := tokenizer.eos_token) in special else special[-1]
+    return written.rindex(last) + len(last), True
 
 
 def _joined(messages: Sequence[Message]) -> ChatText:

@@ -26,7 +26,6 @@ from areal_lite.data.supervised.tokenized_dataset import (
 )
 from areal_lite.errors import ConfigError
 
-
 _LONGEST_TOKEN = 128
 """Characters of the longest token of a vocabulary."""
 
