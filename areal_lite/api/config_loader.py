@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from areal_lite.api.config import ExperimentConfig, RunConfig, RunIdentity
 from areal_lite.api.config_help import meaning_of
-from areal_lite.api.interpolation import Interpolation, Key
+from areal_lite.api.interpolation import Interpolation, Key, escaped
 from areal_lite.api.supervised_config import KINDS, SupervisedConfig
 from areal_lite.errors import ConfigError
 
@@ -154,7 +154,8 @@ def _load(path: str | Path, overrides: Sequence[str], root: type[Any]) -> _Loade
 
 def dump_config(config: ExperimentConfig) -> str:
     """Return ``config`` as YAML that loads back to an equal config, except that API keys and tokens are masked."""
-    return yaml.dump(_masked(dataclasses.asdict(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    values = escaped(_masked(dataclasses.asdict(config)))
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _read(path: Path) -> str:

@@ -13,10 +13,8 @@ from typing import Any
 
 from areal_lite.errors import ConfigError
 
-_REFERENCE = re.compile(r"(?<!\\)\$\{([^${}]*)\}")
-_UNFINISHED = re.compile(r"(?<!\\)\$\{")
-_DOLLAR = "\ue000"
-"""Stands for a $ of an inserted value, which is not a reference."""
+_OPENING = re.compile(r"(?<!\\)\$\{")
+_BORDER = re.compile(r"\$\{|\}")
 Key = tuple[str, ...]
 
 
@@ -88,19 +86,24 @@ class Interpolation:
         return self._known[key]
 
     def _replaced(self, text: str, where: str) -> Any:
-        while found := _REFERENCE.search(text):
-            value = self._term(found[1], where)
-            if found.span() == (0, len(text)):
+        pieces = []
+        after = 0
+        while opening := _OPENING.search(text, after):
+            end = _end(text, opening.end())
+            if end is None:
+                raise ConfigError(f"{where}: ${{ without its }}: close it, or write \\${{ for the text itself")
+            value = self._term(str(self._replaced(text[opening.end() : end - 1], where)), where)
+            if (opening.start(), end) == (0, len(text)):
                 return value
             if isinstance(value, dict | list):
-                raise ConfigError(f"{where}: {found[0]} is a {type(value).__name__}: text can hold only single values")
-            text = text[: found.start()] + str(value).replace("$", _DOLLAR) + text[found.end() :]
-        if _UNFINISHED.search(text):
-            raise ConfigError(f"{where}: ${{ without its }}: close it, or write \\${{ for the text itself")
-        return text.replace("\\${", "${").replace(_DOLLAR, "$")
+                reference, kind = text[opening.start() : end], type(value).__name__
+                raise ConfigError(f"{where}: {reference} is a {kind}: text can hold only single values")
+            pieces += [_plain(text[after : opening.start()]), str(value)]
+            after = end
+        return "".join([*pieces, _plain(text[after:])])
 
     def _term(self, reference: str, where: str) -> Any:
-        resolver, colon, argument = reference.replace(_DOLLAR, "$").partition(":")
+        resolver, colon, argument = reference.partition(":")
         if not colon:
             return self._referenced(tuple(reference.strip().replace("[", ".").replace("]", "").split(".")), where)
         if resolver.strip() != "oc.env":
@@ -132,6 +135,29 @@ class Interpolation:
             for holder, place, inner in list(_texts(value, key)):
                 holder[place] = self._value(inner, holder[place])
         return self._value(key, value) if isinstance(value, str) else value
+
+
+def _end(text: str, start: int) -> int | None:
+    """Return the end of the reference whose inside begins at ``start``; None if it has none."""
+    depth = 1
+    for border in _BORDER.finditer(text, start):
+        depth += -1 if border[0] == "}" else 1
+        if not depth:
+            return border.end()
+    return None
+
+
+def _plain(text: str) -> str:
+    return text.replace("\\${", "${")
+
+
+def escaped(value: Any) -> Any:
+    """Return nested values whose texts :class:`Interpolation` reads back unchanged."""
+    if isinstance(value, dict):
+        return {key: escaped(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [escaped(one) for one in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
 def _texts(holder: Any, key: Key) -> Any:

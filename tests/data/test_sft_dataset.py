@@ -1,7 +1,6 @@
 """Rows become items in order, within the length, each with a trained token; skipped sequences are counted."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
