@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import multiprocessing
+import threading
 
 import numpy as np
 import pytest
@@ -147,6 +148,35 @@ def test_workers_load_ahead_but_only_batches_handed_out_count():  # V20
     for num_workers in (2, 0):
         copy = resumed(state, batch_size=1, num_workers=num_workers)
         assert epochs(copy, 2) == [reference[0][3:], reference[1]]
+
+
+def test_a_thread_loads_one_batch_ahead_but_only_batches_handed_out_count():  # V20
+    drawn, third = [], threading.Event()
+
+    class Watched(list):
+        def __getitem__(self, index):
+            drawn.append(index)
+            if index == 2:
+                third.set()
+            if index == 6:
+                raise ConfigError("row 6 is damaged")
+            return super().__getitem__(index)
+
+    loader = ResumableLoader(Watched(range(8)), batch_size=2, read_ahead=True, collate_fn=list)
+    batches = iter(loader)
+    assert next(batches) == [0, 1]
+    assert third.wait(10)
+    assert loader._batches == 1
+    assert [next(batches), next(batches)] == [[2, 3], [4, 5]]
+    with pytest.raises(ConfigError, match="row 6 is damaged"):
+        next(batches)
+    assert loader._batches == 3
+    plain, ahead = (
+        ResumableLoader(list(range(9)), batch_size=2, shuffle=True, read_ahead=ahead) for ahead in (False, True)
+    )
+    for _ in range(3):
+        assert [batch.tolist() for batch in ahead] == [batch.tolist() for batch in plain]
+        assert ahead.state_dict() == plain.state_dict()
 
 
 def test_a_loader_restored_after_the_last_batch_ends_at_once():  # V20

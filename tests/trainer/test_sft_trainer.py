@@ -93,6 +93,35 @@ def test_evaluation_gives_the_loss_of_the_next_update_without_changing_weights(t
     assert trainer.evaluate(items)["loss"] < evaluated["loss"]
 
 
+@pytest.mark.parametrize("averaging", ["token", "sequence"])
+def test_an_evaluation_does_not_depend_on_how_many_items_it_reads_at_once(
+    tiny: Path, averaging: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = sequences(2, 7)
+    trainer = sft_trainer(tiny, averaging=averaging)
+    whole = trainer.evaluate(items)
+    monkeypatch.setattr("areal_lite.trainer.supervised_trainer.EVALUATED_AT_ONCE", 2)
+    assert trainer.evaluate(iter(items)) == pytest.approx(whole, rel=1e-6)
+
+
+def test_an_evaluation_has_a_token_cap_of_its_own(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = sft_trainer(tiny, max_tokens_per_microbatch=40, max_inference_length_per_device=10_000)
+    caps, cut = [], trainer._cut
+    monkeypatch.setattr(trainer, "_cut", lambda step, most: (caps.append(most), cut(step, most))[1])
+    items = sequences(2, 6)
+    loss = trainer.evaluate(items)["loss"]
+    assert trainer.train_step(items)["loss"] == pytest.approx(loss, rel=1e-5)
+    assert caps == [10_000, 40]
+    run_out_of_memory(trainer.scorer, fails(MemoryError), above=1)
+    with pytest.raises(TrainingError, match="5000 tokens: lower trainer.max_inference_length_per_device"):
+        trainer.evaluate(items)
+
+
+def test_truncated_sequences_are_counted(tiny: Path) -> None:
+    items = [item | {"truncated": torch.tensor(number % 2)} for number, item in enumerate(sequences(2, 5))]
+    assert sft_trainer(tiny).train_step(items)["truncated_sequences"] == 2
+
+
 def test_the_learning_rate_warms_up_and_then_follows_a_cosine(tiny: Path) -> None:
     # R20: int(0.25 * 9) = 2 steps of warm-up.
     trainer = sft_trainer(tiny, total_steps=9, warmup_ratio=0.25, lr_schedule="cosine", learning_rate=1.0)

@@ -52,7 +52,7 @@ class ResumableLoader:
         shuffle: Draw each epoch in a new order; only without ``sampler``.
         num_workers: Processes that load rows; 0 loads them on demand in this process. Workers import the main script,
             so it needs ``if __name__ == "__main__"``.
-        read_ahead: Without workers, load the next batch in a thread while this one is used.
+        read_ahead: Without workers and curriculum, load the next batch in a thread while this one is used.
         drop_last: Drop an incomplete last batch of an epoch: True for training, False for validation.
         collate_fn: Turns a list of rows into a batch; None uses torch's default, which stacks.
 
@@ -90,7 +90,7 @@ class ResumableLoader:
         self._sampler = EpochSampler(dataset, shuffle=shuffle, seed=seed) if sampler is None else sampler
         self._seed = seed
         self._num_workers = num_workers
-        self._read_ahead = read_ahead and not num_workers
+        self._read_ahead = read_ahead and not num_workers and not isinstance(sampler, AbstractSampler)
         self._drop_last = drop_last
         self._collate_fn = collate_fn
         self._iteration: object = None
