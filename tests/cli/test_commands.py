@@ -373,6 +373,10 @@ def test_config_explains_a_key_a_section_and_a_last_part():
     assert "rollout." not in section
     supervised = areal_lite("config", "--explain", "max_length").stdout
     assert "train_dataset.max_length  (integer >= 2; required)" in supervised
+    file = str(Path(__file__).parents[2] / "configs/sft.yaml")
+    value = areal_lite("config", file, "seed=${trainer.batch_size}", "--explain", "seed").stdout
+    assert value.startswith("seed  (integer")
+    assert f"value 8  ({file}, override 'seed=${{trainer.batch_size}}', from" in value
     unknown = areal_lite("config", "--explain", "rollout.grup_size")
     assert (unknown.returncode, unknown.stdout) == (64, "")
     assert "error: unknown key 'rollout.grup_size'; did you mean rollout.group_size" in unknown.stderr

@@ -18,10 +18,13 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from areal_lite.api.config_loader import load_config
 from areal_lite.api.supervised_config import KINDS, SFTConfig
+from areal_lite.data import SFTDataset
+from areal_lite.data.chat.chat_tokens import tokenize_messages
 from areal_lite.errors import ConfigError, TrainingError
 from areal_lite.launch.loop import Summary
 from areal_lite.launch.stopping import Stopped
@@ -425,3 +428,67 @@ def test_a_real_model_memorizes_32_answers_and_ends_them(tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stderr
     assert "32 of 32 answers memorized and ended" in done.stdout
+
+
+SEED_CONFIG = """
+kind: sft
+experiment_name: sft-${trainer.epochs}
+model_path: ${oc.env:SFT_MODEL}
+fileroot: ${oc.env:SFT_RUNS,runs}
+train_dataset:
+  path: train[:100%]@${oc.env:SFT_ROWS}/rows.jsonl
+  max_length: 512
+  shuffle: true
+eval_dataset: ${train_dataset}
+trainer:
+  batch_size: 2
+  epochs: 3
+  learning_rate: 1e-3
+  lr_schedule: cosine
+  warmup_ratio: 0.1
+  max_tokens_per_microbatch: 256
+  max_inference_length_per_device: ${train_dataset.max_length}
+  averaging: token
+  dtype: float32
+  device: cpu
+  num_threads: 1
+"""
+
+
+def test_the_seeds_example_and_config_run_as_they_stand(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # R1, R6, R8, R9, R12, R20, R21
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    messages = [
+        {"role": "user", "content": "1+1=?"},
+        {"role": "assistant", "content": "1+1=2"},
+        {"role": "user", "content": "explain why"},
+        {"role": "assistant", "content": 'The equation "1 + 1 = 2" is a fundamental principle in basic arithmetic.'},
+    ]
+    [(ids, mask)] = tokenize_messages(tokenizer=tokenizer, messages=messages)
+    assert ids == tokenizer.apply_chat_template(messages, return_dict=False)
+    trained = tokenizer.decode([token for token, trains in zip(ids, mask, strict=True) if trains])
+    assert trained == f"1+1=2<|im_end|>{messages[3]['content']}<|im_end|>"
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"messages": messages[:2]}) + "\n")
+    dataset = SFTDataset(str(rows), tokenizer, max_length=512)
+    loader = DataLoader(dataset, batch_size=2, shuffle=True, drop_last=True, collate_fn=dataset.collate_fn)
+    [items] = loader
+    assert len(items) == 2
+
+    config = tmp_path / "sft.yaml"
+    config.write_text(SEED_CONFIG)
+    monkeypatch.setenv("SFT_MODEL", str(tiny_model))
+    monkeypatch.setenv("SFT_ROWS", str(tmp_path))
+    monkeypatch.setenv("SFT_RUNS", str(tmp_path / "runs"))
+    summary = run_supervised(load_config(config, root=SFTConfig))
+    assert summary.steps == 3
+    assert summary.run_dir == tmp_path / "runs/sft-3/trial"
+    assert summary.before is not None and summary.after is not None
+    assert summary.after["loss"] < summary.before["loss"]
+    steps = [record for record in records(summary.run_dir) if "train/loss" in record]
+    tokens = sum(int(item["loss_mask"].sum()) for item in items)
+    assert [record["train/trained_tokens"] for record in steps] == [tokens] * 3
+    assert steps[0]["train/loss"] == pytest.approx(summary.before["loss"], rel=1e-5)
