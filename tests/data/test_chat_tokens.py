@@ -410,6 +410,13 @@ def test_a_template_that_writes_only_parts_or_only_texts_gets_them():
             assert trained(tokenizer, messages) == ["hello<|im_end|>"]
 
 
+def test_an_image_is_never_dropped_for_a_template_that_writes_only_texts():
+    tokenizer = train_tokenizer(CHATML, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
+    question = user([{"type": "text", "text": "so"}, {"type": "image"}])
+    with pytest.raises(ConfigError, match=r"messages\[1\]: the chat template does not write its text 'hello'"):
+        tokenize_messages(tokenizer, [question, assistant("hello")])
+
+
 def test_an_answer_that_the_template_leaves_out_is_an_error():
     template = CHATML.replace("{{ message.content }}", "{{ message.content if message.role == 'user' }}")
     tokenizer = train_tokenizer(template, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")

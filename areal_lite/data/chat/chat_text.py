@@ -197,14 +197,20 @@ def _content(text: str, messages: Sequence[Message]) -> Any:
 
 
 def _forms(messages: Sequence[Message]) -> list[Sequence[Message]]:
-    """Return the messages with all contents as texts and as lists of parts, their own form first."""
+    """Return the messages with all contents as texts and as lists of parts, their own form first.
+
+    Messages with images or other parts that are no text keep their parts.
+    """
     texts, parts = [], []
     for message in messages:
         content = message.get("content")
         is_text = isinstance(content, str)
         texts.append({**message, "content": _text(message)} if isinstance(content, list | tuple) else message)
         parts.append({**message, "content": [{"type": "text", "text": content}]} if is_text else message)
-    return [texts, parts] if texts == list(messages) else [parts, texts]
+    if texts == list(messages):
+        return [texts, parts]
+    plain = all(_is_text(part) for message in parts for part in message.get("content") or ())
+    return [parts, texts] if plain else [parts]
 
 
 def _sequences(messages: Sequence[Message], template: _Template) -> list[ChatText]:
@@ -363,7 +369,11 @@ def _text(message: Message) -> str:
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    return "".join(part["text"] for part in content if isinstance(part, Mapping) and "text" in part)
+    return "".join(part["text"] for part in content if _is_text(part))
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("text"), str)
 
 
 def _turn_end(tokenizer: Any, written: str, mark: _EndMark | None) -> tuple[int, bool]:
