@@ -35,6 +35,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal_lite.api.trajectory import TokenSequence
+from areal_lite.data.batch.partition import get_seqlen_balanced_partitions
 from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.microbatches import Block, num_inputs, plan_microbatches
 from areal_lite.trainer.packed_model import pack
@@ -93,7 +94,7 @@ def bucketed(lengths: list[int]) -> Plan:
 
 
 def filled(lengths: list[int]) -> list[list[int]]:
-    return plan_microbatches([1] * len(lengths), max_tokens=MAX_TOKENS, num_blocks=lengths)
+    return get_seqlen_balanced_partitions(lengths, -(-sum(lengths) // MAX_TOKENS))
 
 
 def masked(lengths: list[int]) -> Plan:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import multiprocessing
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ S = TypeVar("S")
 C = TypeVar("C", bound=ConversationsConfig)
 _CHUNK = 512
 """Rows checked at once."""
+_LOG_EVERY_S = 15.0
 _INDEX_FORMAT = 1
 """Part of an index's file name; raise it when a row may give other items than before."""
 
@@ -158,7 +160,11 @@ class BaseDataset(Dataset[Item], Generic[S]):
         index = _Index.empty()
         numbers: list[NDArray[np.int64]] = []
         places: list[NDArray[np.int32]] = []
+        logged = time.monotonic()
         for first, checked in self._checked(config.num_workers):
+            if time.monotonic() - logged > _LOG_EVERY_S:
+                logged = time.monotonic()
+                logger.info("checked %d of %d rows", first, len(self.rows))
             kept: list[tuple[int, int]] = []
             for number, row in enumerate(checked, first):
                 if row.error is not None:
