@@ -101,6 +101,7 @@ class ChatSession:
         forks: Answers whose prompt renders an assistant message from text although the session has
             answers: the client's history does not exactly extend them.
         forked_tokens: Tokens of earlier conversations that forks rendered anew instead of continuing.
+        tool_calls: Tool calls in all answers.
         tool_parse_errors: Answers with a tool call whose name or arguments cannot be parsed.
     """
 
@@ -135,6 +136,7 @@ class ChatSession:
         self.clean_turns = 0
         self.forks = 0
         self.forked_tokens = 0
+        self.tool_calls = 0
         self.tool_parse_errors = 0
         self.error: Exception | None = None
         """The engine's error in the latest call; None if that succeeded."""
@@ -200,6 +202,7 @@ class ChatSession:
             "clean_turns": float(self.clean_turns),
             "forks": float(self.forks),
             "forked_tokens": float(self.forked_tokens),
+            "tool_calls": float(self.tool_calls),
             "tool_parse_errors": float(self.tool_parse_errors),
         }
 
@@ -464,6 +467,7 @@ class ChatSession:
             )
         else:
             parsed = ParsedAnswer(text)
+        self.tool_calls += len(parsed.tool_calls)
         self.tool_parse_errors += parsed.unparsable
         finish_reason: Any = "stop" if response.stop_reason in ("stop", "tool_calls") else "length"
         return Answer(

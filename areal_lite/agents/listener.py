@@ -89,7 +89,7 @@ class Listener:
             return _error_response(error, path)
         reply = await self._service.handle(request.method, request.raw_path, request.headers, body)
         if not isinstance(reply.body, bytes):
-            return await _send_stream(request, reply)
+            return await send_stream(request, reply)
         if request.keep_alive and request.version == HttpVersion11:
             return _WholeResponse(reply)
         return web.Response(status=reply.status, headers=reply.headers, body=reply.body)
@@ -214,7 +214,8 @@ class _StreamedResponse(web.StreamResponse):
     _send_headers_immediately = False  # with the first events
 
 
-async def _send_stream(request: web.BaseRequest, reply: Reply) -> web.StreamResponse:
+async def send_stream(request: web.BaseRequest, reply: Reply) -> web.StreamResponse:
+    """Send a streamed reply; a client that leaves ends the generation."""
     assert not isinstance(reply.body, bytes)
     response = _StreamedResponse(status=reply.status, headers=reply.headers)
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from areal_lite.api.config import EmbeddedServerConfig
 from areal_lite.api.config_help import describe_fields
-from areal_lite.embedded.serve import serve, write_ready_line
+from areal_lite.embedded.serve import Extend, serve, write_ready_line
 from areal_lite.embedded.settings import server_config
 from areal_lite.errors import ArealLiteError
 
@@ -57,8 +57,8 @@ def _child_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Serve; return the exit code."""
+def main(argv: Sequence[str] | None = None, *, extend: Extend | None = None) -> int:
+    """Serve, with the routes that ``extend`` adds; return the exit code."""
     arguments = vars(_child_parser().parse_args(argv))
     ready_fd = arguments.pop("ready_fd")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         config, served = split_arguments(arguments)
-        serve(config, **served, on_ready=announce)
+        serve(config, **served, on_ready=announce, extend=extend)
     except ArealLiteError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,6 +76,7 @@ class SGLangDialect:
         """Whether ``model_path`` holds the served weights."""
         self._adapter: str | None = None
         """Name of the adapter on the weights."""
+        self.context_length = limits.context_length
         self._limits = limits
         self._draw = random.Random(seed)
         self._description = description
@@ -127,24 +129,13 @@ class SGLangDialect:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await _json(request)
         try:
-            call = await self._in_tokenizer_thread(
-                lambda: parse_generate(
-                    body,
-                    encode=self._encode,
-                    grammar=self._grammars.grammar,
-                    limits=self._limits,
-                    draw=self._draw,
-                )
-            )
-            self._check_adapter(body)
-            self._register(call)
+            call = await self._accept(body)
         except BadRequest as error:
             message = error.body["error"]["message"] if isinstance(error.body.get("error"), dict) else None
             if message is not None and isinstance(body, dict) and body.get("stream") is True:
                 return await _stream_error(request, message)
             raise
-        try:
-            self._scheduler.submit(call.requests)
+        with self._running(call):
             if call.stream:
                 return await self._stream(request, call)
             replies = []
@@ -157,6 +148,41 @@ class SGLangDialect:
                 if one.finish_reason is not None and one.finish_reason.get("status_code"):
                     raise invalid_value(one.finish_reason["message"], status=one.finish_reason["status_code"])
             return _reply_json(replies if call.as_list else replies[0])
+
+    async def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the events of a streamed ``/generate`` call, for programs in this process.
+
+        Closing the iterator aborts the call.
+
+        Raises:
+            BadRequest: If the body is invalid.
+        """
+        call = await self._accept(body)
+        with self._running(call):
+            async for event in self._events(call):
+                yield event
+
+    async def _accept(self, body: Any) -> GenerateCall:
+        """Return the checked call of a body, registered to be aborted; :meth:`_running` must follow without waiting."""
+        call = await self._in_tokenizer_thread(
+            lambda: parse_generate(
+                body,
+                encode=self._encode,
+                grammar=self._grammars.grammar,
+                limits=self._limits,
+                draw=self._draw,
+            )
+        )
+        self._check_adapter(body)
+        self._register(call)
+        return call
+
+    @contextmanager
+    def _running(self, call: GenerateCall) -> Iterator[None]:
+        """Submit the requests of a call; at the end, abort those that have not ended."""
+        try:
+            self._scheduler.submit(call.requests)
+            yield
         finally:
             for owner in set(call.owners):
                 self._live.pop(owner, None)
@@ -172,16 +198,20 @@ class SGLangDialect:
 
     async def _stream(self, request: web.Request, call: GenerateCall) -> web.StreamResponse:
         response = await _open_stream(request)
+        async for event in self._events(call):
+            await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _events(self, call: GenerateCall) -> AsyncIterator[dict[str, Any]]:
         one, ended, sent = call.requests[0], False, 0
         while not ended:
             await one.changed.wait()
             one.changed.clear()
-            reply = one.new_part(sent) if call.incremental else await self._reply(one, call)
-            ended = reply["meta_info"]["finish_reason"] is not None
-            sent = reply["meta_info"]["completion_tokens"]
-            await response.write(b"data: " + orjson.dumps(reply) + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
-        return response
+            event = one.new_part(sent) if call.incremental else await self._reply(one, call)
+            ended = event["meta_info"]["finish_reason"] is not None
+            sent = event["meta_info"]["completion_tokens"]
+            yield event
 
     async def _reply(self, one: GenerationRequest, call: GenerateCall) -> dict[str, Any]:
         version, token_texts = self._scheduler.weight_version, call.return_text_in_logprobs

@@ -38,6 +38,7 @@ class EmbeddedServer(ServerProcess):
         start_timeout_s: float = 600.0,
         name: str = "the embedded server",
         variables: Mapping[str, str] | None = None,
+        program: str = "areal_lite.embedded",
         **settings: Any,
     ) -> None:
         """Check the settings; ``start`` runs the server.
@@ -53,6 +54,7 @@ class EmbeddedServer(ServerProcess):
             start_timeout_s: Seconds in which it must be ready.
             name: Its name in messages.
             variables: Environment variables of the child.
+            program: Module that the child runs; it takes the arguments of :mod:`areal_lite.embedded`.
             settings: Fields of ``EmbeddedServerConfig``.
 
         Raises:
@@ -69,6 +71,7 @@ class EmbeddedServer(ServerProcess):
         self.seed = seed
         self.deterministic = deterministic
         self._variables = dict(variables or {})
+        self._program = program
         check_model_path(model_path)
         check_port(self.config.host, self.config.port)
         self._port = self.config.port
@@ -78,7 +81,7 @@ class EmbeddedServer(ServerProcess):
         self._ready, ready_write = os.pipe()
         try:
             return ChildProcess(
-                [sys.executable, "-m", "areal_lite.embedded", *self._arguments(ready_write)],
+                [sys.executable, "-m", self._program, *self._arguments(ready_write)],
                 environment=self._environment(),
                 output=output,
                 pass_fds=(ready_write,),

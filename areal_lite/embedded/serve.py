@@ -9,8 +9,9 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiohttp import web
 
@@ -21,6 +22,11 @@ from areal_lite.errors import ConfigError
 if TYPE_CHECKING:
     from areal_lite.embedded.http_server import SGLangDialect
     from areal_lite.embedded.scheduler import Scheduler
+
+AddRoutes: TypeAlias = "Callable[[SGLangDialect, web.Application], None]"
+"""Adds routes to the server's application; they generate with the dialect's ``events``."""
+Extend: TypeAlias = "Callable[[Path, SGLangDialect, web.Application], None]"
+"""The same, given the folder of the model first."""
 
 
 def resolve_model_path(model_path: str) -> Path:
@@ -54,6 +60,7 @@ def serve(
     weight_version: str,
     deterministic: bool,
     on_ready: Callable[[str, int], None],
+    extend: Extend | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
@@ -61,6 +68,7 @@ def serve(
         deterministic: Whether to run requests one by one, so that an answer's bits do not depend on other requests. In
             float32 on a CPU they equal the trainer's.
         on_ready: Called with host and port once the server answers requests.
+        extend: Adds routes, given the folder of the model.
 
     Raises:
         ConfigError: If model, port or device cannot be used; if possible before torch is imported.
@@ -69,7 +77,8 @@ def serve(
     check_port(config.host, config.port)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     dialect, scheduler = build(config, directory, seed=seed, weight_version=weight_version, deterministic=deterministic)
-    asyncio.run(_serve_until_signal(config, dialect, scheduler, on_ready))
+    add_routes = None if extend is None else partial(extend, directory)
+    asyncio.run(_serve_until_signal(config, dialect, scheduler, on_ready, add_routes))
 
 
 def build(
@@ -159,21 +168,27 @@ async def _serve_until_signal(
     dialect: SGLangDialect,
     scheduler: Scheduler,
     on_ready: Callable[[str, int], None],
+    add_routes: AddRoutes | None,
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with listening(dialect, scheduler, host=config.host, port=config.port) as port:
+    async with listening(dialect, scheduler, host=config.host, port=config.port, add_routes=add_routes) as port:
         on_ready(config.host, port)
         await stop.wait()
 
 
 @asynccontextmanager
-async def listening(dialect: SGLangDialect, scheduler: Scheduler, *, host: str, port: int) -> AsyncIterator[int]:
+async def listening(
+    dialect: SGLangDialect, scheduler: Scheduler, *, host: str, port: int, add_routes: AddRoutes | None = None
+) -> AsyncIterator[int]:
     """Answer requests inside the ``async with``; yields the port."""
     scheduler.start(asyncio.get_running_loop())
-    runner = web.AppRunner(dialect.app(host=host), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    app = dialect.app(host=host)
+    if add_routes is not None:
+        add_routes(dialect, app)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

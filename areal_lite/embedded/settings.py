@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,11 +11,11 @@ from pydantic import ValidationError
 
 from areal_lite.api.config import EmbeddedServerConfig
 from areal_lite.api.config_help import meaning_of
+from areal_lite.data.hub_name import check_hub_name, is_hub_name
 from areal_lite.embedded.checkpoint import read_checkpoint_header
 from areal_lite.errors import ConfigError
 
 C = TypeVar("C", bound=EmbeddedServerConfig)
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def server_config(**settings: Any) -> EmbeddedServerConfig:
@@ -49,24 +48,25 @@ def cpu_threads(config: EmbeddedServerConfig) -> int:
 
 
 def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer: bool = True) -> None:
-    """Check that a model directory can be loaded; a name on the Hugging Face Hub passes unchecked.
+    """Check that a model directory can be loaded, or that the Hugging Face Hub or its cache has the name.
 
     Args:
         key: Config key the path comes from, for error texts.
         has_tokenizer: Whether the directory must hold a tokenizer, too.
 
     Raises:
-        ConfigError: If the path is neither a directory nor a Hub name, lacks config.json, tokenizer or weights, or its
-            weights are cut off.
+        ConfigError: If the path is neither a directory nor a name on the Hub, lacks config.json, tokenizer or weights,
+            or its weights are cut off.
     """
     path = Path(model_path).expanduser()
     if not path.is_dir():
-        if path.exists() or model_path.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(model_path):
+        if not is_hub_name(model_path):
             what = "is a file" if path.is_file() else "does not exist"
             raise ConfigError(
                 f"{key} {model_path!r} {what}: it must be a directory with config.json and weights, or the "
                 "name of a model on the Hugging Face Hub, such as 'HuggingFaceTB/SmolLM2-135M-Instruct'."
             )
+        check_hub_name(model_path, key=key)
         return
     if not (path / "config.json").is_file():
         raise ConfigError(f"{key} {model_path!r} has no config.json: give the directory that save_pretrained wrote.")

@@ -296,6 +296,11 @@ class EngineClient:
             figures |= {f"router/{name}": value for name, value in self._targets.servers[0].metrics().items()}
         return figures
 
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens that servers answered with so far."""
+        return sum(server.tokens for server in self._targets.servers)
+
     def hold(self) -> None:
         """Send no generation until :meth:`release`; holds nest."""
         self._holds += 1

@@ -403,6 +403,7 @@ class RemoteInfEngine(InferenceEngine):
             **self._executor.shared.counts,
             "lead_groups": lead,
             "retried_requests": float(self._client.retried),
+            "generated_tokens": float(self._client.generated_tokens),
         }
 
     def server_metrics(self) -> dict[str, float]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
+import re
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import numpy as np
 
-from areal_lite.api.trajectory import Group
+from areal_lite.api.trajectory import EpisodeStatus, Group
 
 WINDOW = 4096
 """Number of latest groups that the shares cover."""
+MAX_REASONS = 32
+"""Distinct reasons of rejections that are counted apart."""
+MAX_REASON = 60
+"""Characters of a reason."""
 
 
 class RolloutStatistics:
@@ -23,12 +28,16 @@ class RolloutStatistics:
         """Trained tokens handed to the trainer."""
         self.waited_for_oldest_s = 0.0
         """Seconds a full batch waited for groups that the next one would have found too old."""
+        self.rejected: Counter[str] = Counter()
+        """Rejected groups by reason, in the form of a metric's name."""
         self._drawn: deque[float] = deque(maxlen=WINDOW)
         self._trained: deque[float] = deque(maxlen=WINDOW)
 
     def group_ended(self, group: Group) -> None:
         """Count a group that ran to its end, with any status."""
         self._drawn.append(group.run_s)
+        if group.status is EpisodeStatus.REJECTED:
+            self._count_rejected(group.rejection or "")
 
     def train(self, groups: Sequence[Group]) -> None:
         """Count groups handed to the trainer."""
@@ -39,6 +48,12 @@ class RolloutStatistics:
         """Count what was too old for a batch: whole groups, and tokens masked in others."""
         stale_tokens = sum(trajectory.num_sampled_tokens for g in stale for trajectory in g.trajectories)
         self.discarded_tokens += stale_tokens + masked_tokens
+        for _ in stale:
+            self._count_rejected("stale")
+
+    def _count_rejected(self, rejection: str) -> None:
+        reason = re.sub(r"[^a-z0-9]+", "_", rejection.lower())[:MAX_REASON].strip("_")
+        self.rejected[reason if reason in self.rejected or len(self.rejected) < MAX_REASONS else "other"] += 1
 
     def metrics(self) -> dict[str, float]:
         """Return all metrics by name; the shares only once there are enough groups for quartiles."""
@@ -47,6 +62,7 @@ class RolloutStatistics:
             "discarded_tokens": float(self.discarded_tokens),
             "waited_for_oldest_s": self.waited_for_oldest_s,
             **{f"trained_share_q{quartile}": share for quartile, share in enumerate(shares, 1)},
+            **{f"rejected/{reason}": float(count) for reason, count in self.rejected.items()},
         }
 
 

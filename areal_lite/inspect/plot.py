@@ -42,6 +42,19 @@ PANELS = (
         {"train/kl": "from the reference", "train/approx_kl": "within the step"},
     ),
     Panel("Staleness", "policy versions", {"train/staleness_mean": "mean", "train/staleness_max": "max"}),
+    Panel("Entropy", "nats", {"train/entropy": "policy"}),
+    Panel("Gradient norm", "before clipping", {"train/grad_norm": "policy", "train/critic_grad_norm": "critic"}),
+    Panel(
+        "Clip fraction",
+        "share of tokens",
+        {"train/clip_fraction": "all", "train/clip_fraction_high": "at the upper bound"},
+    ),
+    Panel(
+        "Reward deviation",
+        "reward",
+        {"train/reward_std": "of the batch", "train/reward_group_std": "within groups"},
+    ),
+    Panel("Learning rate", "per step", {"train/learning_rate": "policy", "train/critic_learning_rate": "critic"}),
     Panel("Trainer throughput", "tokens per second", {"train/tokens_per_second": "train"}),
 )
 PHASES = ("timing/", "train/seconds_")

@@ -46,7 +46,8 @@ def run_folder(config: RunConfig | SupervisedConfig) -> Findings:
     total = config.trainer.total_steps
     start = find_start(config, sys.maxsize if total is None else total)
     if start.checkpoint is not None:
-        yield ok(f"{path}: training resumes after step {start.step}")
+        done = "nothing to do, all steps are trained" if start.is_done else f"training resumes after step {start.step}"
+        yield ok(f"{path}: {done}")
         return
     if (path / "metrics.jsonl").exists():
         check_disposable(config, path)

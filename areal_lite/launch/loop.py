@@ -30,6 +30,7 @@ from areal_lite.launch.run_directory import append_skipped_update, run_directory
 from areal_lite.launch.run_metrics import OnStep
 from areal_lite.launch.stopping import Stopped, expires_soon, finishing, stop_together
 from areal_lite.trainer.checkpoint import CONFIG_FILE, CheckpointWriter, load_checkpoint
+from areal_lite.trainer.machine_metrics import memory_metrics
 from areal_lite.trainer.metrics import MetricsWriter, start_tracking
 from areal_lite.trainer.ranks import Ranks, broadcast_json
 from areal_lite.trainer.snapshot import snapshot
@@ -65,6 +66,17 @@ class Summary(Generic[E]):
     model_dir: Path | None
 
 
+def summary_of_finished(config: RunConfig | SupervisedConfig, start: Start) -> Summary[Any]:
+    """Return the summary of a run that has nothing left to do, and say so."""
+    logger.info(
+        "nothing to do: %s has trained all %d steps; raise their number to train longer, or set another trial_name",
+        config.run_dir,
+        start.step,
+    )
+    model_dir = config.run_dir / "model" if config.save_model else None
+    return Summary(run_dir=config.run_dir, steps=0, seconds=0.0, before=None, after=None, model_dir=model_dir)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
     """Where a run writes. Ranks other than the first write nothing."""
@@ -78,6 +90,7 @@ class RunFiles:
     def record(self, step: int, metrics: dict[str, float]) -> None:
         """Append a record to metrics.jsonl and pass it to the caller of the run."""
         if self.metrics is not None:
+            metrics.update(with_prefix("checkpoint", self.checkpoints.take_metrics()))
             self.metrics.write(step, metrics)
             if self.on_step is not None:
                 self.on_step(step, metrics)
@@ -131,6 +144,8 @@ class TrainingRun(ABC, Generic[E]):
         self._saved_clock = time.monotonic()
         self._longest_step_s = 0.0
         self._skipped_updates = 0.0
+        self._save_wait_s: float | None = None
+        """Seconds that training waited for the last save; None once recorded."""
 
     def run(self) -> Summary[E]:
         """Resume, train up to ``total_steps``, and save the model.
@@ -141,6 +156,7 @@ class TrainingRun(ABC, Generic[E]):
             TrainingError: With the checkpoint to resume from in a note.
         """
         if self.start.checkpoint is not None:
+            logger.info("resuming after step %d of %d from %s", self.step, self.total_steps, self.start.checkpoint)
             self.resume_from(self.start.checkpoint)
         with finishing():
             try:
@@ -189,6 +205,9 @@ class TrainingRun(ABC, Generic[E]):
         """Record the metrics of a step that began at that moment of the monotonic clock."""
         self._longest_step_s = max(self._longest_step_s, time.monotonic() - began)
         self._skipped_updates += metrics.get("train/skipped_updates", 0.0)
+        metrics.update(with_prefix("perf", memory_metrics()))
+        if self._save_wait_s is not None:
+            metrics["checkpoint/wait_s"], self._save_wait_s = self._save_wait_s, None
         self.files.record(self.step, metrics)
 
     def warn_of_skipped_updates(self) -> None:
@@ -209,8 +228,13 @@ class TrainingRun(ABC, Generic[E]):
         self.files.record(self.step, metrics)
 
     def save_if_due(self) -> None:
-        """Save a checkpoint if this step is due for one, the last save is long ago, or the machine expires soon."""
+        """Save a checkpoint if this step is due for one, the last save is long ago, or the machine expires soon.
+
+        Raises:
+            StorageError: If the write of the last one failed.
+        """
         config = self.config.checkpoint
+        self.files.checkpoints.check()  # a failed write ends the run now, not at the next save
         if config.enabled and (self.is_due(config.every_steps or self.total_steps) or self.save_is_urgent()):
             self.save()
 
@@ -242,10 +266,12 @@ class TrainingRun(ABC, Generic[E]):
         """Start writing a checkpoint of this step, unless it has one."""
         if self._saved_step == self.step:
             return
+        began = time.monotonic()
         self.files.checkpoints.wait()  # frees the memory of the previous snapshot
         files = self._checkpoint_files() if Ranks.current().rank == 0 else {}
         self.files.checkpoints.save(self.step, snapshot(self.trainer), files)
         self._saved_step, self._saved_at, self._saved_clock = self.step, time.time(), time.monotonic()
+        self._save_wait_s = self._saved_clock - began
 
     def save_stopped(self) -> None:
         """Save the last whole step, if the run makes checkpoints, and wait until it is written."""

@@ -13,9 +13,10 @@ import torch
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.published_weights import AdapterFolder, PublishedWeights, WeightFolder
 from areal_lite.trainer.lora import adapter_shape
+from areal_lite.trainer.ranks import Ranks
 from areal_lite.trainer.shared_weights import SharedWeights, can_share
 from areal_lite.trainer.weight_broadcast import WeightBroadcaster
-from areal_lite.trainer.weights import names_differ, publish_weights
+from areal_lite.trainer.weights import keep_newest, names_differ, publish_weights
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ Publish = Callable[[int], PublishedWeights]
 def weight_publisher(
     config: InferenceEngineConfig, model: Any, weights_dir: Path, dtype: torch.dtype
 ) -> Iterator[Publish]:
-    """Yield the function that publishes the weights of ``model`` in ``dtype``."""
+    """Yield the function that publishes the weights of ``model`` in ``dtype``; of files the last version stays."""
 
     def folder(path: Path, version: int) -> WeightFolder:
         return WeightFolder(str(path.resolve()), version)
@@ -45,13 +46,15 @@ def weight_publisher(
     elif way == "memory":
         with closing(SharedWeights(weights_dir, dtype=dtype)) as shared:
             yield lambda version: folder(shared.publish(model, version), version)
-    elif way == "adapter":
-        shape = adapter_shape(model)
+    else:
+        shape = adapter_shape(model) if way == "adapter" else None
+        published: list[int] = []
 
-        def publish(version: int) -> AdapterFolder:
-            path = publish_weights(model, weights_dir, version, adapters_only=True)
-            return AdapterFolder(str(path.resolve()), version, shape)
+        def publish(version: int) -> PublishedWeights:
+            published.append(version)
+            path = publish_weights(model, weights_dir, version, dtype=dtype, adapters_only=shape is not None)
+            return folder(path, version) if shape is None else AdapterFolder(str(path.resolve()), version, shape)
 
         yield publish
-    else:
-        yield lambda version: folder(publish_weights(model, weights_dir, version, dtype=dtype), version)
+        if published and Ranks.current().rank == 0:
+            keep_newest(weights_dir, 1, last=published[-1])

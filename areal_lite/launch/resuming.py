@@ -28,6 +28,8 @@ class Start:
     """Steps already done."""
     evaluates: bool
     """Whether to evaluate before the first step: a resumed run only if metrics.jsonl lacks that evaluation."""
+    is_done: bool = False
+    """Whether nothing is left to train, evaluate or save."""
 
 
 def find_start(config: _Config, total_steps: int) -> Start:
@@ -35,7 +37,7 @@ def find_start(config: _Config, total_steps: int) -> Start:
 
     Raises:
         CheckpointError: If the checkpoint is missing or broken.
-        ConfigError: If it belongs to another config, or nothing is left to train, evaluate or save.
+        ConfigError: If it belongs to another config, or has more than ``total_steps``.
     """
     from areal_lite.trainer.checkpoint import check_config, checkpoint_step, find_checkpoint
 
@@ -45,12 +47,13 @@ def find_start(config: _Config, total_steps: int) -> Start:
         return Start(evaluates=isinstance(config, SupervisedConfig) or config.evaluation.at_start)
     check_config(checkpoint, dump_config(config))
     step = checkpoint_step(checkpoint)
-    if step > total_steps or (step == total_steps and _is_complete(config, run_dir, step)):
+    if step > total_steps:
         raise ConfigError(
             f"{checkpoint} has trained {step} steps and trainer.total_steps is {total_steps}: raise it to train "
             "longer, or choose another trial_name"
         )
-    return Start(checkpoint=checkpoint, step=step, evaluates=not _is_evaluated(run_dir, step))
+    is_done = step == total_steps and _is_complete(config, run_dir, step)
+    return Start(checkpoint=checkpoint, step=step, evaluates=not _is_evaluated(run_dir, step), is_done=is_done)
 
 
 def resume_hint(run_dir: Path) -> str:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,6 +29,7 @@ from areal_lite.launch.loop import (
     Summary,
     TrainingRun,
     open_run_files,
+    summary_of_finished,
     with_prefix,
 )
 from areal_lite.launch.profiling import MemorySnapshots, StepProfiler
@@ -63,6 +64,8 @@ class RLRun(TrainingRun[Evaluation]):
     profiler: StepProfiler
     snapshots: MemorySnapshots
     publish_version: Publish
+    _last_record: tuple[float, float] = field(init=False, default=(0.0, 0.0))
+    """When the last step was recorded, on the monotonic clock, and the tokens generated until then."""
 
     def run(self) -> Summary[Evaluation]:
         """Train up to ``total_steps`` and save the model; servers that were running before get the weights first.
@@ -142,14 +145,16 @@ class RLRun(TrainingRun[Evaluation]):
         """Record the metrics of the step; the moments are of the monotonic clock."""
         if self.driver is not None:
             now = time.monotonic()
-            num_tokens = metrics["tokens_per_second"] * metrics["seconds_step"]
+            engine = self.driver.metrics()
+            (since, before), self._last_record = self._last_record, (now, engine["rollout/generated_tokens"])
             metrics = {
                 **with_prefix("train", metrics),
                 "timing/rollout_wait_s": generated - began,
                 "timing/weight_update_s": now - trained,
                 "timing/step_s": now - began,
-                "perf/throughput": num_tokens / (now - began) / num_devices(self.config),
-                **self.driver.metrics(),
+                "perf/throughput": metrics["tokens"] / (now - began) / num_devices(self.config),
+                "perf/generated_tokens_per_second": (self._last_record[1] - before) / (now - (since or began)),
+                **engine,
             }
             record = StepMetrics(with_scalars(metrics, self.driver.scalars()))
             record.total_steps = self.total_steps
@@ -193,6 +198,8 @@ def run_rl(config: RunConfig, on_step: OnStep | None, *, make_run: Callable[...,
     if config.trainer.total_epochs is not None:
         config = with_steps(config, broadcast_json(data and len(data.dataset)))
     start = find_start(config, config.trainer.steps)
+    if start.is_done:
+        return summary_of_finished(config, start)
     inputs = rollout_inputs(config, start, data) if data is not None else None
     with ExitStack() as stack:
         files = stack.enter_context(open_run_files(config, start, on_step))

@@ -109,15 +109,18 @@ def check_trainable(config: RunConfig) -> None:
 def check_learnable(config: RunConfig) -> None:
     """Check what a run needs to train, without servers and rows; raises ConfigError."""
     from areal_lite.trainer.estimators import COMPARES_GROUP
-    from areal_lite.trainer.policy_model import resolve_device
+    from areal_lite.trainer.policy_model import check_scorable, resolve_device
 
-    check_model_path(config.model_path)
     resolve_device(config.trainer.device)
     critic = config.trainer.critic
-    if config.reward_model is not None:
-        check_model_path(config.reward_model, key="reward_model", has_tokenizer=False)
-    if critic is not None and critic.model_path is not None:
-        check_model_path(critic.model_path, key="trainer.critic.model_path", has_tokenizer=False)
+    for key, path in (
+        ("model_path", config.model_path),
+        ("reward_model", config.reward_model),
+        ("trainer.critic.model_path", None if critic is None else critic.model_path),
+    ):
+        if path is not None:
+            check_model_path(path, key=key, has_tokenizer=key == "model_path")
+            check_scorable(path, key=key)
     rollout = config.rollout
     if rollout.group_size < 2 and config.trainer.advantage in COMPARES_GROUP:
         raise ConfigError(
@@ -130,6 +133,16 @@ def check_learnable(config: RunConfig) -> None:
             f"trainer.minibatches_per_step is {minibatches} and rollout.consumer_batch_size "
             f"{rollout.consumer_batch_size}: a minibatch has whole groups, so some would be empty. Use fewer "
             "minibatches, or more groups"
+        )
+    if groups_left := rollout.consumer_batch_size % minibatches:
+        logger.warning(
+            "trainer.minibatches_per_step %d does not divide rollout.consumer_batch_size %d: %d minibatches have %d "
+            "groups and the others %d, all with the same learning rate",
+            minibatches,
+            rollout.consumer_batch_size,
+            groups_left,
+            rollout.consumer_batch_size // minibatches + 1,
+            rollout.consumer_batch_size // minibatches,
         )
     if rollout.gconfig.effective_temperature == 0:
         raise ConfigError(

@@ -49,6 +49,7 @@ def serve(argv: Sequence[str]) -> NoReturn:
         deterministic=arguments["deterministic"],
         weight_version=arguments["weight_version"],
         log_dir=log_dir,
+        program="areal_lite.launch.openai_server",
     )
     with ServerGroup(servers) as group, ServerGroup(make_router(config, log_dir)) as router:
         addresses = ", ".join(address.removeprefix("http://") for address in group.addresses)

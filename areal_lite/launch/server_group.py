@@ -52,10 +52,12 @@ def make_servers(
     log_dir: Path,
     weight_version: str = "0",
     adapters: AdapterShape | None = None,
+    program: str = "areal_lite.embedded",
 ) -> list[ServerProcess]:
     """Return the servers of a checked config, not yet started; their logs go to ``log_dir``.
 
-    SGLang and vLLM can load adapters only of the given shape; the embedded server loads any.
+    SGLang and vLLM can load adapters only of the given shape; the embedded server loads any. ``program`` is the module
+    that an embedded server runs.
     """
     backend: Literal["sglang", "vllm", "embedded"] = config.backend or "embedded"
     servers: list[ServerProcess] = []
@@ -88,6 +90,7 @@ def make_servers(
                 start_timeout_s=config.start_timeout_s,
                 name=name,
                 variables=variables,
+                program=program,
                 **settings | {"port": port if config.port else 0},  # it reports a free port itself
             )
         )

@@ -25,11 +25,11 @@ from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item
 from areal_lite.embedded.settings import check_model_path
-from areal_lite.launch.loop import Summary, TrainingRun, open_run_files, with_prefix
+from areal_lite.launch.loop import Summary, TrainingRun, open_run_files, summary_of_finished, with_prefix
 from areal_lite.launch.resuming import find_start
 from areal_lite.launch.run_metrics import OnStep
 from areal_lite.launch.stopping import interruptible, stop_together
-from areal_lite.trainer.policy_model import resolve_device
+from areal_lite.trainer.policy_model import check_scorable, resolve_device
 from areal_lite.trainer.preference_trainer import DPOTrainer, RewardModelTrainer
 from areal_lite.trainer.ranks import join_ranks
 from areal_lite.trainer.supervised_trainer import SFTTrainer, SupervisedTrainer
@@ -97,6 +97,7 @@ def run_supervised(
     """
     started = time.monotonic()
     check_model_path(config.model_path)
+    check_scorable(config.model_path)
     logger.info("checking the rows")
     _, make_trainer = _CLASSES[type(config)]
     train, held_out = datasets(config)
@@ -111,6 +112,8 @@ def run_supervised(
     )
     total_steps = loader.total_training_steps(config.trainer.epochs, override=config.trainer.total_steps)
     start = find_start(config, total_steps)
+    if start.is_done:
+        return summary_of_finished(config, start)
     if start.checkpoint is not None:
         loader.load_state_dict(json.loads((start.checkpoint / _LOADER_FILE).read_bytes()))
     with join_ranks(resolve_device(config.trainer.device)), open_run_files(config, start, on_step) as files:

@@ -92,8 +92,13 @@ class Algorithm:
         by_episode = correction.level == "sequence" or "seq_" in (correction.reject or "")
         return by_episode or correction.max_episode_kl is not None or config.loss not in ONE_TOKEN_AT_A_TIME
 
-    def shape_rewards(self, scores: Tensor, tokens: StepTokens) -> None:
-        """Subtract the penalty on overlong answers from ``scores [E]`` and from the reward of their last tokens."""
+    def shape_rewards(self, scores: Tensor, tokens: StepTokens) -> dict[str, float]:
+        """Subtract the penalty on overlong answers from ``scores [E]`` and from the reward of their last tokens.
+
+        Returns:
+            Metrics of the penalty, if there is one.
+        """
+        metrics = {}
         if self.config.overlong_buffer:
             lengths = torch.bincount(tokens.episodes, minlength=len(scores))
             penalty = overlong_penalty(
@@ -101,6 +106,11 @@ class Algorithm:
             )
             scores += penalty
             tokens.rewards[tokens.ends] += penalty[tokens.episodes[tokens.ends]]
+            metrics = {
+                "overlong_penalty": penalty.mean().item(),
+                "overlong_fraction": (penalty < 0).float().mean().item(),
+            }
+        return metrics
 
     def penalize(self, tokens: StepTokens, num_episodes: int) -> dict[str, float]:
         """Subtract the KL penalty from the rewards, adapt its coefficient for the next step, and return metrics."""

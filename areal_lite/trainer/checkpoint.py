@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,7 @@ class CheckpointWriter:
         self._writes = Ranks.current().rank == 0
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._metrics: dict[str, float] = {}
         if self._writes:
             sweep(self._root)
             existing = checkpoints(self._root)
@@ -233,9 +235,22 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error of a failed write; does not wait.
+
+        Raises:
+            StorageError: If the write failed.
+        """
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return seconds and size of the last finished write, once."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -261,8 +276,10 @@ class CheckpointWriter:
             )
 
     def _run(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:
+        began = time.monotonic()
         try:
             self._write(step, snapshot, files)
+            self._metrics = {"write_s": time.monotonic() - began, "gb": snapshot.num_bytes / 1e9}
         except Exception as error:  # the training thread raises it
             self._error = error
 

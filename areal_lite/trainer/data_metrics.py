@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_lite.api.trajectory import TokenSequence
-from areal_lite.trainer.objectives.aggregation import episode_mean, index_episodes
-from areal_lite.trainer.objectives.kl import kl_penalty
+from areal_lite.trainer.objectives.aggregation import episode_mean, episode_sum, index_episodes
+from areal_lite.trainer.objectives.kl import MAX_LOG_RATIO, kl_penalty
 
 Floats = NDArray[np.float32] | NDArray[np.float64]
 
@@ -37,7 +37,7 @@ def batch_metrics(
     Rewards count episodes, however many sequences these were cut into. A response begins at a sequence's first
     trained token and ends with the sequence, so tool results in between count; sequences without a
     trained token have no lengths. ``response_length_clip_ratio`` is the share of sequences in which the policy
-    wrote ``max_new_tokens`` tokens in one go.
+    wrote ``max_new_tokens`` tokens in one go; the others have ``terminated_length``. A turn is a run of trained tokens.
 
     Args:
         episodes: ``[B]`` the episode of each, numbered from 0.
@@ -57,7 +57,7 @@ def batch_metrics(
     for name, array in per_token.items():
         _check_length(f"{name}s", array, sum(counts), "one per trained token: np.repeat(by_sequence, counts)")
     numbers = np.asarray(episodes)
-    sizes = np.bincount(numbers)
+    sizes, firsts = np.bincount(numbers), np.unique(numbers, return_index=True)[1]
     _check_length("penalised_rewards", penalised_rewards, len(sizes), "one per episode")
     rewards = np.bincount(numbers, [sequence.reward or 0.0 for sequence in sequences]) / sizes
     teaching = np.unique(np.repeat(numbers, counts)[np.asarray(advantages) != 0])
@@ -67,6 +67,8 @@ def batch_metrics(
         "groups": float(len({sequence.group_id for sequence in sequences})),
         **_spread("reward", rewards),
         "reward_std": float(rewards.std()),
+        "reward_group_std": _deviation_within(rewards, [sequences[first].group_id for first in firsts]),
+        **_spread("turns", np.bincount(numbers, [len(_runs(sequence.loss_mask)) for sequence in sequences])),
         **_spread("penalised_reward", penalised_rewards),
         **{key: number for name, array in per_token.items() for key, number in _spread(name, array).items()},
         "advantage_std": float(np.std(advantages, dtype=np.float64)) if len(advantages) else 0.0,
@@ -88,14 +90,21 @@ def _ages(sequences: Sequence[TokenSequence], version: int) -> dict[str, float]:
 def _lengths(sequences: Sequence[TokenSequence], counts: Sequence[int], max_new_tokens: int | None) -> dict[str, float]:
     trained = [sequence.loss_mask for sequence, count in zip(sequences, counts, strict=True) if count]
     prompts = np.array([mask.argmax() for mask in trained])
-    lengths = {
-        **_spread("prompt_length", prompts),
-        **_spread("response_length", np.array([len(mask) for mask in trained]) - prompts),
-    }
+    responses = np.array([len(mask) for mask in trained]) - prompts
+    lengths = {**_spread("prompt_length", prompts), **_spread("response_length", responses)}
     if max_new_tokens is not None:
-        clipped = sum(_longest_run(mask) >= max_new_tokens for mask in trained)
-        lengths["response_length_clip_ratio"] = clipped / len(sequences)
+        clipped = np.array([_runs(mask).max() >= max_new_tokens for mask in trained], dtype=bool)
+        lengths["response_length_clip_ratio"] = float(clipped.sum() / len(sequences))
+        lengths |= _spread("terminated_length", responses[~clipped])
     return lengths
+
+
+def _deviation_within(rewards: Floats, group_ids: Sequence[str]) -> float:
+    """Return the mean over groups of the standard deviation of the group's rewards."""
+    groups: dict[str, list[float]] = {}
+    for reward, name in zip(rewards.tolist(), group_ids, strict=True):
+        groups.setdefault(name, []).append(reward)
+    return float(np.mean([np.std(group) for group in groups.values()]))
 
 
 def timing_metrics(phases: Mapping[str, float], total: float, *, num_tokens: int) -> dict[str, float]:
@@ -125,10 +134,10 @@ def _spread(name: str, array: Floats | NDArray[np.int64] | None) -> dict[str, fl
     }
 
 
-def _longest_run(mask: NDArray[np.bool_]) -> int:
-    """Return the length of the longest run of True."""
+def _runs(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the lengths of the runs of True."""
     borders = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False]))))
-    return int((borders[1::2] - borders[::2]).max(initial=0))
+    return borders[1::2] - borders[::2]
 
 
 def _check_length(name: str, array: Floats | None, length: int, fix: str) -> None:
@@ -169,7 +178,8 @@ def mismatch_statistics(
     difference is numerics (kernels, precision, quantised weights, truncated sampling) and should be fixed. Older
     tokens also differ because the policy has changed: that is staleness, which the corrections handle.
 
-    Each has ``kl_k1`` and ``kl_k3`` of behaviour against proximal (nats), ``log_prob_diff_mean`` and ``_max`` of
+    Each has ``kl_k1`` and ``kl_k3`` of behaviour against proximal (nats), ``chi2_token`` and ``chi2_seq``, the
+    chi-square divergence of tokens and of whole episodes as in verl, ``log_prob_diff_mean`` and ``_max`` of
     the absolute difference, ``prob_diff_mean``, ``_max`` and ``_std`` of probabilities, ``prob_pearson``,
     ``proximal_perplexity`` and ``behaviour_perplexity`` (mean over episodes) and ``perplexity_ratio``, the mean over
     episodes of the first over the second. A set without tokens is omitted, and so is the correlation of constant
@@ -193,11 +203,15 @@ def mismatch_statistics(
 
 def _disagreement(proximal: Tensor, behaviour: Tensor, episodes: Tensor) -> dict[str, Tensor]:
     difference = (proximal - behaviour).abs()
+    index, counts = index_episodes(episodes)
+    share = torch.ones_like(proximal) / counts[index] / len(counts)  # of a token in the mean over episodes
     probabilities = torch.stack((proximal.exp(), behaviour.exp()))
     apart = (probabilities[0] - probabilities[1]).abs()
     metrics = {
         "kl_k1": kl_penalty(behaviour, proximal, "k1").mean(),
         "kl_k3": kl_penalty(behaviour, proximal, "k3").mean(),
+        "chi2_token": _chi2(proximal - behaviour),
+        "chi2_seq": _chi2(episode_sum(proximal - behaviour, episodes), share),
         "log_prob_diff_mean": difference.mean(),
         "log_prob_diff_max": difference.max(),
         "prob_diff_mean": apart.mean(),
@@ -206,9 +220,13 @@ def _disagreement(proximal: Tensor, behaviour: Tensor, episodes: Tensor) -> dict
     }
     if (probabilities.std(1, correction=0) > 0).all():
         metrics["prob_pearson"] = torch.corrcoef(probabilities)[0, 1]
-    index, counts = index_episodes(episodes)
-    share = torch.ones_like(proximal) / counts[index] / len(counts)  # of a token in the mean over episodes
     metrics["proximal_perplexity"] = (episode_mean(-proximal, episodes).exp() * share).sum()
     metrics["behaviour_perplexity"] = (episode_mean(-behaviour, episodes).exp() * share).sum()
     metrics["perplexity_ratio"] = (episode_mean(behaviour - proximal, episodes).exp() * share).sum()
     return metrics
+
+
+def _chi2(log_ratios: Tensor, share: Tensor | None = None) -> Tensor:
+    """Return the mean of the squared ratio minus 1; log-ratios are clamped as in verl."""
+    squares = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).mul(2).exp()
+    return (squares.mean() if share is None else (squares * share).sum()) - 1

@@ -100,6 +100,9 @@ class Learner:
         self._rates = optimizer
         self._total_steps = total_steps
         self._device = next(module.parameters()).device
+        total, trained = (sum(p.numel() for p in ps) for ps in (module.parameters(), self._trained()))
+        self.passes = 2 + trained / total
+        """Operations of a forward and backward pass, in those of a forward pass; frozen weights get no gradient."""
 
     @property
     def learning_rate(self) -> float:
@@ -176,7 +179,7 @@ class Learner:
             return self._apply(loss)
 
     def _apply(self, loss: float) -> Update:
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        parameters = self._trained()
         for parameter in parameters:
             if parameter.grad is None:  # not part of the loss; AdamW would skip it
                 parameter.grad = torch.zeros_like(parameter)
@@ -188,6 +191,9 @@ class Learner:
             return Update(loss, grad_norm, True)
         self.skipped_in_a_row += 1
         return Update(loss, grad_norm, False)
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def check(self, update: Update) -> None:
         """Stop the run after too many consecutive non-finite updates.

@@ -47,6 +47,7 @@ class TokenScorer(PackedModel):
                 f"temperature is {temperature}: the trainer divides logits by it; sample with a temperature above 0"
             )
         super().__init__(model)
+        self.num_head_weights = model.get_input_embeddings().weight.numel()
         self.temperature = temperature
         self.truncation = truncation
         with torch.no_grad():

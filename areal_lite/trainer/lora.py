@@ -49,6 +49,9 @@ def add_adapters(model: Any, config: LoRAConfig) -> None:
         ),
         _ADAPTER,
     )
+    base = Path(model.name_or_path)
+    if base.is_dir():  # peft's files name it, and may be read from another directory
+        model.peft_config[_ADAPTER].base_model_name_or_path = str(base.resolve())
 
 
 @contextmanager

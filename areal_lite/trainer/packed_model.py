@@ -43,6 +43,10 @@ class PackedSequences:
     """``[N]`` flat position of the token before each trained one."""
     targets: Tensor
     """``[N]`` the trained tokens, bin by bin, sequence by sequence."""
+    num_tokens: int
+    """Tokens without padding; a shared prefix counts once."""
+    num_pairs: int
+    """Pairs of a token and one that it sees."""
 
 
 def pack(
@@ -97,6 +101,8 @@ def pack(
         segments=_segments(own, device) if ragged else None,
         predicted_at=torch.from_numpy(np.concatenate(predicted_at)).to(device),
         targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device),
+        num_tokens=sum(lengths),
+        num_pairs=int(positions.sum()) + sum(lengths),
     )
 
 
@@ -131,6 +137,10 @@ class PackedModel(nn.Module):
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
         self._decoder = (decoder,)  # a tuple, or the decoder would be registered twice
         self._config = model.config.get_text_config()
+        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self._num_weights = sum(p.numel() for p in decoder.parameters()) - model.get_input_embeddings().weight.numel()
+        self.num_head_weights = 0
+        """Weights that each trained token is multiplied with after the decoder."""
         self.balance_length = 6 * int(getattr(self._config, "hidden_size", 1024))
         """Bin length at which attention costs as much as the layers' matrices."""
         with torch.no_grad():
@@ -184,6 +194,16 @@ class PackedModel(nn.Module):
         """Return the decoder's states ``[N, hidden]`` before each trained token."""
         states: Tensor = self._decoder[0](**self.inputs(packed))[0]
         return states.flatten(0, 1)[packed.predicted_at]
+
+    def flops(self, packed: PackedSequences) -> float:
+        """Return the floating-point operations of a forward pass: products with weights, attention, output embedding.
+
+        Of a mixture of experts it counts all experts.
+        """
+        heads, layers = (getattr(self._config, f"num_{name}", 0) for name in ("attention_heads", "hidden_layers"))
+        width = heads * (getattr(self._config, "head_dim", None) or self._config.hidden_size // max(1, heads))
+        products = self._num_weights * packed.num_tokens + self.num_head_weights * len(packed.targets)
+        return float(2 * products + 4 * layers * width * packed.num_pairs)
 
     def _packing_is_exact(self) -> bool:
         if set(getattr(self._config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:

@@ -9,12 +9,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
 from areal_lite.api.trainer_config import LoRAConfig
+from areal_lite.data.hub_name import check_hub_name, is_hub_name
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.lora import add_adapters
+
+_NOT_SCORABLE = {
+    "falcon with alibi": "which takes no mask for several sequences",
+    "llama4": "which does not give its decoder",
+    "llama4_text": "which does not give its decoder",
+    "modernbert-decoder": "which does not give its decoder",
+}
+"""Kinds of models that cannot be trained here, with the reason."""
 
 
 def load_policy(
@@ -63,6 +72,9 @@ def load_pretrained(auto_class: Any, model_path: str, *, what: str, **options: A
             f"model_path {model_path!r} has no config.json: name the folder of a Hugging Face causal LM "
             f"(config.json, model.safetensors, tokenizer files); it holds {sorted(p.name for p in path.iterdir())[:8]}"
         )
+    if is_hub_name(model_path):
+        check_hub_name(model_path)
+    check_scorable(model_path)
     try:
         with without_progress_bars(), _without_load_report():
             model, report = auto_class.from_pretrained(
@@ -74,6 +86,25 @@ def load_pretrained(auto_class: Any, model_path: str, *, what: str, **options: A
             "give a folder with config.json and model.safetensors, or a hub name"
         ) from error
     return model, sorted(report["missing_keys"])
+
+
+def check_scorable(model_path: str, *, key: str = "model_path") -> None:
+    """Refuse a model whose log-probs the trainer cannot compute, by its config alone; ``key`` is for errors.
+
+    Raises:
+        ConfigError: If it is one of them.
+    """
+    try:
+        config, _ = PretrainedConfig.get_config_dict(model_path)
+    except (OSError, ValueError):
+        return  # loading it gives the reason
+    kind = str(config.get("model_type"))
+    name = "falcon with alibi" if kind == "falcon" and config.get("alibi") else kind
+    if name in _NOT_SCORABLE:
+        raise ConfigError(
+            f"{key} {model_path!r} is a {name} model, {_NOT_SCORABLE[name]}, so the trainer cannot compute its "
+            "log-probs: choose a model of another architecture"
+        )
 
 
 def prepare(model: Any, *, device: torch.device, gradient_checkpointing: bool) -> Any:

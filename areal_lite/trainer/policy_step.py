@@ -21,6 +21,8 @@ from areal_lite.trainer.step_tokens import StepTokens, by_episode, number_episod
 
 Batch = Sequence[Group] | DataProto
 """What a step trains on."""
+ROUNDING = 1e-3
+"""A log-prob may be above 0 by this much, because engines round."""
 
 
 @dataclass(slots=True)
@@ -43,6 +45,8 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)
     statistics: dict[str, Tensor] = field(default_factory=dict)
     """``[T]`` per-token statistics that the losses recorded, NaN where none."""
+    measured: bool = False
+    """Whether every rank has the statistics of all tokens, because nothing trained."""
     choice: Tensor | None = None
     """``[T]`` bool, tokens that the loss chose in the current minibatch, if it chooses."""
 
@@ -70,7 +74,7 @@ class Step:
         extreme = partial(torch.zeros_like(scores).scatter_reduce, 0, numbers, rewards, include_self=False)
         low, high = extreme(reduce="amin"), extreme(reduce="amax")
         scores = torch.where(low == high, low, scores)  # a mean of equal rewards may differ in the last bit
-        _refuse("rewards", (~rewards.isfinite()).nonzero()[:, 0], _task_ids(sequences), version, _FIX_EPISODES)
+        _refuse("rewards", (~rewards.isfinite()).nonzero()[:, 0], _task_ids(sequences), version, _FINITE_EPISODES)
         step = cls(
             sequences=sequences,
             episodes=episodes,
@@ -83,8 +87,7 @@ class Step:
         as_a_whole[[e for e, s in zip(episodes, sequences, strict=True) if s.token_rewards is not None]] = False
         ends = step.tokens.ends & as_a_whole[step.tokens.episodes]
         step.tokens.rewards[ends] = step.scores[step.tokens.episodes[ends]]
-        infinite = step.tokens.behaviour.isinf()
-        _refuse("logprobs", step.tokens.sequences[infinite], _task_ids(sequences), version, _FIX_EPISODES)
+        step.check_sampled()
         if (baselines := _baselines(batch)) is not None:
             step.baselines = torch.tensor([baselines[name] for name in step.group_ids], device=device)
         return step
@@ -128,16 +131,37 @@ class Step:
             for episode, sequence in zip(self.episodes, self.sequences, strict=True)
         ]
 
+    def check_sampled(self) -> None:
+        """Check the log-probs and versions that the engine recorded for the trained tokens.
+
+        Raises:
+            TrainingError: Naming the tasks with an infinite or positive log-prob, or a version that is not trained yet.
+        """
+        logprobs, versions, of_token = self.tokens.behaviour, self.tokens.versions, self.tokens.sequences
+        task_ids = _task_ids(self.sequences)
+        _refuse("logprobs", of_token[logprobs.isinf()], task_ids, self.version, _FINITE_EPISODES)
+        for name, values, highest, fix in (
+            ("logprobs", logprobs, 0, "record the natural log of each sampled token's probability"),
+            ("versions", versions, self.version, "record those that the server reported, and train with its version"),
+        ):
+            broken = values > highest + ROUNDING
+            if bool(broken.any()):
+                rule = f"must be at most {highest} and reach {values[broken].max():g}: {fix}"
+                _refuse(name, of_token[broken], task_ids, self.version, rule)
+
     def check_finite(self, *names: str) -> None:
         """Check that the per-token values of these ``names`` are finite.
 
         Raises:
             TrainingError: Naming the tasks whose numbers are not finite.
         """
-        fix = "the model has diverged on them: resume from an earlier checkpoint with a lower learning rate"
+        rule = (
+            "must be finite and are not: the model has diverged on them: resume from an earlier checkpoint with a "
+            "lower learning rate"
+        )
         for name in names:
             broken = ~getattr(self.tokens, name).isfinite()
-            _refuse(name, self.tokens.sequences[broken], _task_ids(self.sequences), self.version, fix)
+            _refuse(name, self.tokens.sequences[broken], _task_ids(self.sequences), self.version, rule)
 
     def record_statistics(self, at: Tensor, statistics: Mapping[str, Tensor]) -> None:
         """Record per-token statistics of a loss at the tokens ``at``."""
@@ -199,8 +223,11 @@ class Step:
     def _engine_metrics(self, ranks: Ranks) -> dict[str, float]:
         """Return how far engine and trainer disagree, and how far the policy has moved."""
         tokens, own = self.tokens, self.tokens.computed
-        proximal = ranks.sum_(torch.where(own, tokens.proximal + tokens.log_kept, 0.0))
-        recorded = (ranks.sum_(own.float()) > 0) & ~tokens.behaviour.isnan()
+        proximal = tokens.proximal + tokens.log_kept
+        recorded = ~tokens.behaviour.isnan()
+        if not self.measured:
+            proximal = ranks.sum_(torch.where(own, proximal, 0.0))
+            recorded &= ranks.sum_(own.float()) > 0
         return mismatch_statistics(
             proximal[recorded],
             tokens.behaviour[recorded],
@@ -221,7 +248,9 @@ def _baselines(batch: Batch) -> dict[str, float] | None:
     return dict(zip(batch.non_tensor_batch["group_ids"], batch.batch["baselines"].tolist(), strict=True))
 
 
-_FIX_EPISODES = "fail the episode if its reward or a log-prob of the engine is NaN or inf"
+_FINITE_EPISODES = (
+    "must be finite and are not: fail the episode if its reward or a log-prob of the engine is NaN or inf"
+)
 
 
 def _check_proto(batch: DataProto, version: int) -> None:
@@ -231,18 +260,16 @@ def _check_proto(batch: DataProto, version: int) -> None:
         if key in batch.batch:
             column = batch.batch[key]
             broken = column.isinf() if key == "logprobs" else ~column.isfinite()
-            _refuse(key, broken.nonzero()[:, 0], task_ids, version, _FIX_EPISODES)
+            _refuse(key, broken.nonzero()[:, 0], task_ids, version, _FINITE_EPISODES)
 
 
 def _task_ids(sequences: Sequence[TokenSequence]) -> list[str]:
     return [sequence.task_id for sequence in sequences]
 
 
-def _refuse(name: str, places: Tensor, task_ids: Sequence[object], version: int, fix: str) -> None:
-    """Raise a TrainingError naming the tasks at ``places``, where ``name`` is not finite, if there are any."""
+def _refuse(name: str, places: Tensor, task_ids: Sequence[object], version: int, rule: str) -> None:
+    """Raise a TrainingError naming the tasks at ``places``, where ``name`` breaks ``rule``, if there are any."""
     tasks = list(dict.fromkeys(str(task_ids[place]) for place in sorted(set(places.tolist()))))
     if tasks:
         more = f" and {len(tasks) - 8} more" if len(tasks) > 8 else ""
-        raise TrainingError(
-            f"step {version}: {name} of task {', '.join(tasks[:8])}{more} must be finite and are not: {fix}"
-        )
+        raise TrainingError(f"step {version}: {name} of task {', '.join(tasks[:8])}{more} {rule}")

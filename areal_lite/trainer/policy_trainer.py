@@ -25,6 +25,7 @@ from areal_lite.trainer.algorithm import Algorithm
 from areal_lite.trainer.learner import Learner, Update
 from areal_lite.trainer.logprobs import TokenScorer, TokenScores
 from areal_lite.trainer.lora import adapters_off
+from areal_lite.trainer.machine_metrics import FlopsMeter
 from areal_lite.trainer.objectives.aggregation import AggregationMode, aggregate, token_weights
 from areal_lite.trainer.objectives.kl import kl_penalty
 from areal_lite.trainer.objectives.policy_loss import PolicyInputs, value_loss
@@ -101,6 +102,9 @@ class PolicyTrainer:
             path = config.critic.model_path or model_path
             critic = ValueScorer(load_critic(path, device=self.device, gradient_checkpointing=recompute))
             self.critic = Learner(critic, config, config.critic, total_steps=config.steps)
+        self.total_tokens = 0
+        """Tokens of all batches so far, prompts included."""
+        self._meter = FlopsMeter(self.device, config.dtype)
         self._on_skip = on_skip
         self._on_facts = on_facts
         self._warned = False
@@ -159,7 +163,7 @@ class PolicyTrainer:
                 f"step {self.steps_done}: none of the {len(step.sequences)} sequences has a trained token: "
                 "loss_mask must be True where the policy sampled"
             )
-        self.algorithm.shape_rewards(step.scores, step.tokens)
+        step.metrics |= self.algorithm.shape_rewards(step.scores, step.tokens)
         return step
 
     def score_proximal(self, step: Step) -> None:
@@ -249,11 +253,13 @@ class PolicyTrainer:
         critic, config, tokens = self.critic, self.config.critic, step.tokens
         if critic is None or config is None:
             return
+        scorer: Any = critic.module
 
         def loss(microbatch: Microbatch, weights: Tensor) -> Tensor:
             at = microbatch.tokens
+            self._meter.count(critic.passes * scorer.flops(microbatch.packed))
             with step.clock("forward"), critic.autocast():
-                values = critic.module(microbatch.packed)
+                values = scorer(microbatch.packed)
             if not microbatch.counts:
                 return zero_loss(values)
             terms = value_loss(values, tokens.values[at], tokens.returns[at], clip=config.clip_eps)
@@ -282,6 +288,8 @@ class PolicyTrainer:
             if config.proximal == "trainer":
                 # The first minibatch is scored by the same weights in its own pass: its ratio is exactly 1.
                 tokens.known[tokens.chosen(step.minibatches[0])] = False
+            if not any(computed):
+                self._measure(step)
             loss = partial(self._policy_update_loss, step)
             for chosen, computing in zip(step.minibatches, computed, strict=True):
                 if self.algorithm.chooses:
@@ -296,13 +304,17 @@ class PolicyTrainer:
         if self._on_facts is not None:
             with step.clock("facts"):
                 self._on_facts(token_facts(step, self.algorithm, self.learner.ranks))
-        return step.all_metrics(
+        num_tokens = sum(map(len, step.sequences))
+        self.total_tokens += num_tokens
+        metrics = step.all_metrics(
             ranks=self.learner.ranks,
             has_critic=self.critic is not None,
             penalized=self.algorithm.penalizes_reward,
             compares_engine=self.config.proximal == "trainer",
             max_new_tokens=self._max_new_tokens,
         )
+        mfu = self._meter.take_mfu(metrics["seconds_step"])
+        return metrics | {"tokens": float(num_tokens), "total_tokens": float(self.total_tokens), "mfu": mfu}
 
     @torch.no_grad()
     def logprobs_of(self, sequences: Sequence[TokenSequence]) -> Tensor:
@@ -330,11 +342,12 @@ class PolicyTrainer:
 
     def counters(self) -> dict[str, Any]:
         """Return the other state that a resumed run needs, as JSON values."""
-        return {"kl_controller": self.algorithm.kl_controller.state()}
+        return {"kl_controller": self.algorithm.kl_controller.state(), "total_tokens": self.total_tokens}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Restore :meth:`counters`."""
         self.algorithm.kl_controller.load_state(counters["kl_controller"])
+        self.total_tokens = counters.get("total_tokens", 0)
 
     # -- forward passes and losses -----------------------------------------------------------------
 
@@ -353,6 +366,33 @@ class PolicyTrainer:
         columns = {"proximal": scores.logprobs.detach()}
         truncation = self._policy.truncation
         return columns if truncation is None or truncation.reported else columns | {"log_kept": scores.log_kept}
+
+    @torch.no_grad()
+    def _measure(self, step: Step) -> None:
+        """Record the statistics of the policy in a step that trains nothing, because no episode has a gradient."""
+
+        def score(packed: PackedSequences) -> dict[str, Tensor]:
+            scores = self._policy(packed)
+            own = {"policy": scores.logprobs, "entropy": scores.entropy, "kept_mass": scores.log_kept.exp()}
+            return own | self._at_start(scores)
+
+        with step.clock("proximal"):
+            scored = self._scored(step, step.all_indices, self.learner, self._policy, score)
+        tokens, everywhere = step.tokens, torch.ones_like(step.tokens.known)
+        policy, entropy, kept_mass = (scored.pop(name) for name in ("policy", "entropy", "kept_mass"))
+        if not bool(tokens.known.all()):
+            tokens.fill(step.all_indices, scored)
+        if not self.algorithm.needs_proximal_early:
+            tokens.correction = self.algorithm.correction(
+                tokens.proximal, tokens.behaviour_or_proximal(), tokens.episodes
+            )
+        own = {"entropy": entropy, "correction_weight": tokens.correction}
+        if self._policy.truncation is not None:
+            own["kept_mass"] = kept_mass
+        step.record_statistics(
+            everywhere, self.algorithm.policy_loss(self._inputs(step, policy, everywhere)).statistics | own
+        )
+        step.measured = True
 
     @torch.no_grad()
     def _choose(self, step: Step, chosen: Sequence[int], *, first: bool) -> None:
@@ -397,6 +437,7 @@ class PolicyTrainer:
         def run(max_tokens: int) -> dict[str, Tensor]:
             scored: dict[str, Tensor] = {}
             for microbatch in self._cut(step, model, chosen)(max_tokens):
+                self._meter.count(model.flops(microbatch.packed))
                 with learner.autocast():
                     scores = score(microbatch.packed)
                 for name, values in scores.items():
@@ -447,6 +488,7 @@ class PolicyTrainer:
 
     def _policy_update_loss(self, step: Step, microbatch: Microbatch, weights: Tensor) -> Tensor:
         tokens, config, at = step.tokens, self.config, microbatch.tokens
+        self._meter.count(self.learner.passes * self._policy.flops(microbatch.packed))
         with step.clock("forward"), self.learner.autocast():
             scores = self._policy(microbatch.packed, entropy_grad=config.entropy_coef != 0)
         if not microbatch.counts:

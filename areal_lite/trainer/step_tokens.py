@@ -17,6 +17,7 @@ from torch import Tensor
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.batch.partition import get_seqlen_balanced_partitions
+from areal_lite.errors import TrainingError
 from areal_lite.trainer.microbatches import Block, num_inputs, plan_blocks, plan_microbatches, tree_length
 from areal_lite.trainer.packed_model import PackedModel, PackedSequences, pack
 from areal_lite.trainer.ranks import Ranks
@@ -185,6 +186,9 @@ class StepCut:
         ranks: Episodes are divided among them, with nearly equal numbers of tokens.
         together: The unit of each sequence. A unit stays on one rank and in one micro-batch,
             which losses over pairs or whole episodes need. None: micro-batches may divide an episode.
+
+    Raises:
+        TrainingError: If the model has no embedding of a token.
     """
 
     def __init__(
@@ -196,6 +200,7 @@ class StepCut:
         device: torch.device,
         together: Sequence[Hashable] | None = None,
     ) -> None:
+        _check_ids(sequences, model)
         self._sequences = sequences
         self._model = model
         self._ranks = ranks
@@ -254,3 +259,16 @@ class StepCut:
         model = self._model
         packed = pack(self._sequences, [block], device=self._device, ragged=model.ragged, min_width=model.min_width)
         return Microbatch(packed, place, counts=False)
+
+
+def _check_ids(sequences: Sequence[TokenSequence], model: PackedModel) -> None:
+    """Check that every token is in the vocabulary; on a GPU another id would end the process."""
+    for place, sequence in enumerate(sequences):
+        if not len(sequence):
+            continue
+        low, high = int(sequence.input_ids.min()), int(sequence.input_ids.max())
+        if low < 0 or high >= model.vocab_size:
+            raise TrainingError(
+                f"task {sequence.task_id or place}: token id {low if low < 0 else high} is not in the vocabulary "
+                f"[0, {model.vocab_size}) of the {type(model.model).__name__}: use the tokenizer of this model"
+            )

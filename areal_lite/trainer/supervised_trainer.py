@@ -26,6 +26,7 @@ from areal_lite.api.supervised_config import SFTTrainerConfig, SupervisedTrainer
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
+from areal_lite.trainer.machine_metrics import FlopsMeter
 from areal_lite.trainer.microbatches import num_inputs, shared_prefix
 from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms, aggregate, token_weights
 from areal_lite.trainer.packed_model import PackedModel, PackedSequences
@@ -86,6 +87,9 @@ class SupervisedTrainer(ABC, Generic[C]):
         self.scorer = self._load(model_path)
         self.model: Any = self.scorer.model
         self.device: torch.device = self.model.device
+        self.total_tokens = 0
+        """Tokens of all updates so far, prompts included."""
+        self._meter = FlopsMeter(self.device, config.dtype)
         self.learner = Learner(
             self.scorer,
             config,
@@ -100,12 +104,12 @@ class SupervisedTrainer(ABC, Generic[C]):
         return {"policy": self.learner}
 
     def counters(self) -> dict[str, Any]:
-        """Return the other state of a checkpoint: none."""
-        return {}
+        """Return the other state of a checkpoint."""
+        return {"total_tokens": self.total_tokens}
 
     def load_counters(self, counters: dict[str, Any]) -> None:
         """Restore :meth:`counters`."""
-        assert not counters, counters
+        self.total_tokens = counters.get("total_tokens", 0)
 
     def train_step(self, items: Sequence[Item]) -> dict[str, float]:
         """Apply one update over ``items`` and return its metrics.
@@ -123,6 +127,8 @@ class SupervisedTrainer(ABC, Generic[C]):
         self.learner.check(update)
         self.learner.steps_done += 1
         tokens = sum(map(len, step.sequences))
+        self.total_tokens += tokens
+        seconds = time.perf_counter() - began
         return {
             "loss": update.loss,
             **self._averages(step),
@@ -130,9 +136,11 @@ class SupervisedTrainer(ABC, Generic[C]):
             "skipped_updates": float(not update.applied),
             "learning_rate": rate,
             "tokens": float(tokens),
+            "total_tokens": float(self.total_tokens),
             "trained_tokens": float(len(step.of_token)),
             "truncated_sequences": float(sum(int(item.get("truncated", 0)) for item in items)),
-            "tokens_per_second": tokens / (time.perf_counter() - began),
+            "tokens_per_second": tokens / seconds,
+            "mfu": self._meter.take_mfu(seconds),
         }
 
     @torch.no_grad()
@@ -208,6 +216,8 @@ class SupervisedTrainer(ABC, Generic[C]):
         yield from cut(range(len(step.sequences)), max_tokens)
 
     def _loss(self, step: SupervisedStep, microbatch: Microbatch) -> Tensor:
+        if torch.is_grad_enabled():  # not an evaluation
+            self._meter.count(self.learner.passes * self.scorer.flops(microbatch.packed))
         with self.learner.autocast():
             scores = self._scores(microbatch.packed)
         if not microbatch.counts:

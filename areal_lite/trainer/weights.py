@@ -62,28 +62,33 @@ def publish_weights(
         write(folder)
         return folder
     write_folder(folder, write, kind="weights", version=version)
-    older = [
-        path for path in root.iterdir() if (match := _VERSION_FOLDER.fullmatch(path.name)) and int(match[1]) < version
-    ]
-    for path in sorted(older)[: -(_KEPT - 1)]:
-        remove_folder(path, kind="weights")
+    keep_newest(root, _KEPT, last=version)
     crash_point("weights:after_delete")
     return folder
+
+
+def keep_newest(root: Path, count: int, *, last: int) -> None:
+    """Delete the published versions up to ``last`` but the newest ``count``; call it on rank 0."""
+    found = [(int(match[1]), path) for path in root.iterdir() if (match := _VERSION_FOLDER.fullmatch(path.name))]
+    for _, path in sorted(one for one in found if one[0] <= last)[:-count]:
+        remove_folder(path, kind="weights")
 
 
 def save_model(model: Any, tokenizer: Any, directory: Path | str, *, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write model and tokenizer atomically to ``directory``, replacing weights saved there before.
 
-    Adapters are merged, and also written to ``directory/adapters`` in peft's format. Every rank must call this; the
-    folder exists when rank 0 returns.
+    Adapters are merged, in float32 because a coarser ``dtype`` rounds much of them away, and also written to
+    ``directory/adapters`` in peft's format. Every rank must call this; the folder exists when rank 0 returns.
 
     Raises:
         StorageError: If the disk is full or not writable, or ``directory`` holds other files.
     """
 
+    adapted = has_adapters(model)
+
     def write(temporary: Path) -> None:
-        write_model(model, temporary, dtype)
-        if has_adapters(model):
+        write_model(model, temporary, torch.float32 if adapted else dtype)
+        if adapted:
             write_adapters(model, temporary / "adapters")
 
     def write_all(temporary: Path) -> None:

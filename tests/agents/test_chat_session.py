@@ -245,6 +245,7 @@ def test_bare_json_that_names_a_declared_tool_is_a_call(text: str, calls: int) -
     session, _ = make_session([text])
     message = answer_of(asyncio.run(create(session, {"messages": [user("?")], "tools": [TOOL]})))
     assert len(message.get("tool_calls", [])) == calls
+    assert session.counts()["tool_calls"] == calls
     assert session.tool_parse_errors == 0
     if "123456" in text:
         assert "123456789012345678901234567890" in message["tool_calls"][0]["function"]["arguments"]

@@ -89,6 +89,7 @@ def test_forked_tokens_are_those_that_are_not_continued() -> None:
             "clean_turns": 1,
             "forks": 0,
             "forked_tokens": 0,
+            "tool_calls": 0,
             "tool_parse_errors": 0,
         }
         edited = {"role": "assistant", "content": "two"}

@@ -14,6 +14,13 @@ from areal_lite.trainer.metrics import MetricsWriter
 RL_STEP = {
     "train/reward_mean": 0.25,
     "train/loss": 0.01,
+    "train/reward_std": 0.5,
+    "train/reward_group_std": 0.25,
+    "train/entropy": 2.0,
+    "train/grad_norm": 1.5,
+    "train/clip_fraction": 0.1,
+    "train/clip_fraction_high": 0.02,
+    "train/learning_rate": 1e-5,
     "train/response_length_mean": 12.0,
     "train/response_length_max": 16.0,
     "train/approx_kl": 0.001,
@@ -61,10 +68,19 @@ def test_each_kind_of_metric_gets_a_panel_with_its_unit(tmp_path):
         "Response length": "tokens",
         "KL divergence": "nats per token",
         "Staleness": "policy versions",
+        "Entropy": "nats",
+        "Gradient norm": "before clipping",
+        "Clip fraction": "share of tokens",
+        "Reward deviation": "reward",
+        "Learning rate": "per step",
         "Step time": "seconds",
     }
     assert all(axes.get_xlabel() == "training step" for axes in found.values())
     assert curves(found["Reward"]) == {"train": [(1, 0.25)], "eval": [(0, 0.1), (2, 0.9)]}
+    assert curves(found["Clip fraction"]) == {
+        "all": [(1, 0.1), (2, 0.1)],
+        "at the upper bound": [(1, 0.02), (2, 0.02)],
+    }
     assert curves(found["Response length"]) == {"mean": [(1, 12), (2, 12)], "max": [(1, 16), (2, 16)]}
 
 
@@ -111,7 +127,7 @@ def test_the_command_writes_a_png_of_two_columns(tmp_path):
     assert (done.stdout, done.stderr, done.returncode) == ("curves.png\n", "", 0)
     content = (tmp_path / "curves.png").read_bytes()
     assert content.startswith(b"\x89PNG")
-    assert struct.unpack(">II", content[16:24]) == (2 * 6 * 150, 3 * 3.2 * 150 // 1)  # six panels
+    assert struct.unpack(">II", content[16:24]) == (2 * 6 * 150, 6 * 3.2 * 150 // 1)  # eleven panels
 
 
 def test_one_run_is_plotted_into_its_folder_and_several_need_an_output_path(tmp_path):

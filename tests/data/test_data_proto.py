@@ -343,6 +343,10 @@ def test_metrics_are_collected_and_other_metadata_must_agree() -> None:
     assert both.meta_info == {"step": 1, "late": True, "metrics": {"loss": [0.5, 0.25], "kl": [2.0]}}
     more = DataProto.concat([both, numbered(1, step=1, metrics={"loss": 1.0})])
     assert more.meta_info["metrics"] == {"loss": [0.5, 0.25, 1.0], "kl": [2.0]}
+    steps = [numbered(1, step=1, metrics=[{"loss": 1.0}, {"loss": 2.0, "kl": 3.0}]), numbered(1, step=1)]
+    assert DataProto.concat(steps).meta_info["metrics"] == {"loss": [1.0, 2.0], "kl": [3.0]}
+    with pytest.raises(ValueError, match=r"meta_info\['metrics'\] of part 1 has .*: give a dict of numbers by name"):
+        DataProto.concat([numbered(1, step=1), numbered(1, step=1, metrics=[0.5])])
     with pytest.raises(ValueError, match=r"both batches have meta_info\['step'\]"):
         DataProto.concat([numbered(1, step=1), numbered(1, step=2)])
 

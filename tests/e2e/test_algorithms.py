@@ -78,9 +78,8 @@ def test_documented_metrics_are_exactly_those_that_runs_write(served_yaml: Path)
     of_supervised = re.search(r"^## Conversations.*?(?=^## )", document, re.MULTILINE | re.DOTALL)
     assert of_supervised is not None
     document = document.replace(of_supervised[0], "")
-    documented = set(
-        re.findall(r"`((?:train|eval|timing|perf|data|episodes|rollout|eval-rollout|servers/N)/\w+)`", document)
-    )
+    scopes = "train|eval|timing|data|episodes|rollout|eval-rollout|servers/N|perf|checkpoint"
+    documented = set(re.findall(rf"`((?:{scopes})/\w+)`", document))
     documented |= {name.replace("/seconds_", "/ms_per_token_") for name in documented}
     documented -= {"train/ms_per_token_PHASE", "train/ms_per_token_step", "rollout/NAME", "eval-rollout/NAME"}
     table = re.search(r"^\| suffix.*?(?=^$)", document, re.MULTILINE | re.DOTALL)
@@ -116,7 +115,7 @@ def test_documented_metrics_are_exactly_those_that_runs_write(served_yaml: Path)
     written |= {name.replace("servers/0/", "servers/N/") for name in alone_writes[0]}
     written -= {"step", "time"}
     if_any = {"episodes/rejected", "episodes/failed", "episodes/cancelled"}
-    if_any |= {"rollout/blocked_s", "rollout/abandoned_threads"}
+    if_any |= {"rollout/blocked_s", "rollout/abandoned_threads", "perf/device_gb", "perf/device_peak_gb"}
     assert documented - if_any == written - if_any
 
 
@@ -130,7 +129,7 @@ def test_curriculum_and_growing_dataset_get_each_trained_batch(
         f"train_dataset.{key}={{path: tests.e2e.agents, name: {name}}}"
         for key, name in (("sampler", "InOrder"), ("datagen", "CountsItsCalls"))
     ]
-    given += ["train_dataset.prompt_key=question", "trainer.total_steps=2", "eval_dataset=null"]
+    given += ["trainer.total_steps=2", "eval_dataset=null"]
     run_dir = run_training(load_config(served_yaml, [*given, "save_model=false"])).run_dir
     rewards = [float(batch.batch["rewards"].mean()) for batch in InOrder.batches]
     assert rewards == pytest.approx([line["train/reward_mean"] for line in records(run_dir)])

@@ -27,8 +27,10 @@ DETERMINISTIC = [
     "evaluation.at_start=false",
 ]
 
-OF_THE_PROCESS = re.compile(r"time|timing/|seconds|ms_per_token|tokens_per_second|episodes/|servers/")
-"""Metrics of time, and of episodes and servers since the process started."""
+OF_THE_PROCESS = re.compile(
+    r"time|timing/|seconds|ms_per_token|tokens_per_second|mfu|perf/|checkpoint/|generated_tokens|episodes/|servers/"
+)
+"""Metrics of time and memory, and of episodes and servers since the process started."""
 
 
 def start(run_yaml: Path, trial: str, **environment: str) -> subprocess.Popen[str]:

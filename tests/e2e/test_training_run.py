@@ -23,7 +23,7 @@ from areal_lite.launch.loop import Summary
 from areal_lite.launch.run import check_trainable, run_evaluation, run_rollout, run_training
 from areal_lite.launch.run_directory import run_directory
 
-TIMES = re.compile("train/(seconds_|ms_per_token_|tokens_per_second)")
+TIMES = re.compile("train/(seconds_|ms_per_token_|tokens_per_second|mfu)")
 
 
 def train(path: Path, *overrides: str) -> Summary[Evaluation]:
@@ -154,12 +154,13 @@ def test_the_agent_learns(served_yaml: Path) -> None:
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
 
 
-def test_a_run_folder_belongs_to_one_run_and_one_process(served_yaml: Path) -> None:
+def test_a_run_folder_belongs_to_one_run_and_one_process(served_yaml: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="areal_lite")
     some = ["trainer.total_steps=1", "eval_dataset=null", "save_model=false"]
     config = load_config(served_yaml, some)
     run_training(config)
-    with pytest.raises(ConfigError, match="has trained 1 steps and trainer.total_steps is 1"):
-        run_training(config)
+    assert run_training(config).steps == 0
+    assert f"nothing to do: {config.run_dir} has trained all 1 steps" in caplog.text
     without = [*some, "checkpoint.every_minutes=null", "trial_name=without"]
     for says in ("", "already holds a training run"):
         with pytest.raises(ConfigError, match=says) if says else nullcontext():

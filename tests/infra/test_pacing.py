@@ -390,6 +390,24 @@ def test_statistics_count_trained_and_discarded_tokens() -> None:
     assert [statistics.metrics()[f"trained_share_q{n}"] for n in (1, 2, 3, 4)] == [1.0, 0.0, 0.0, 0.0]
 
 
+def test_rejected_groups_are_counted_by_reason() -> None:
+    statistics = RolloutStatistics()
+    for n in range(40):
+        group = group_of(n, [0])
+        group.end_as(EpisodeStatus.REJECTED, rejection=f"should_accept_fn said no: Reward {n % 2} of all!")
+        statistics.group_ended(group)
+    statistics.group_ended(group_of(40, [0]))
+    statistics.discard([group_of(41, [0])], masked_tokens=0)
+    reasons = {name: value for name, value in statistics.metrics().items() if name.startswith("rejected/")}
+    said = "rejected/should_accept_fn_said_no_reward"
+    assert reasons == {f"{said}_0_of_all": 20.0, f"{said}_1_of_all": 20.0, "rejected/stale": 1.0}
+    for n in range(100):
+        group = group_of(n, [0])
+        group.end_as(EpisodeStatus.REJECTED, rejection=f"reason {n}")
+        statistics.group_ended(group)
+    assert statistics.metrics()["rejected/other"] == 100 - (32 - 3)
+
+
 @pytest.mark.parametrize("bound", [1, 2, 4])
 def test_slow_rows_train_as_often_as_they_are_drawn_and_nothing_is_discarded(
     start_stub: StartStub, start_engine: StartEngine, bound: int

@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,6 +96,37 @@ def test_a_failure_in_the_thread_is_raised_by_the_next_call_and_only_once(
     writer.wait()
     assert names(tmp_path) == ["step_00000004"]
     assert list(tmp_path.glob(".areal-lite-tmp-*")) == []
+
+
+def test_a_failure_is_raised_by_a_check_without_another_save(
+    taken: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = threading.Event()
+
+    def broken(*args: Any) -> None:
+        failed.set()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_snapshot", broken)
+    writer = CheckpointWriter(tmp_path, keep=1)
+    writer.check()
+    writer.save(1, taken, {})
+    with pytest.raises(StorageError, match="No space left on device"):
+        while True:  # as after each training step
+            failed.wait(30)
+            writer.check()
+            time.sleep(0.01)
+    assert writer.take_metrics() == {}
+
+
+def test_seconds_and_size_of_a_write_are_metrics_once(taken: Snapshot, tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, keep=1)
+    writer.save(1, taken, {})
+    writer.wait()
+    metrics = writer.take_metrics()
+    assert metrics["write_s"] > 0
+    assert metrics["gb"] == taken.num_bytes / 1e9
+    assert writer.take_metrics() == {}
 
 
 def test_a_failed_write_does_not_hide_the_error_that_ended_the_run(

@@ -27,6 +27,10 @@ def test_v60_rewards_advantages_and_lengths() -> None:
             "reward_max": 1,
             "reward_min": 0,
             "reward_std": (1 / 6) ** 0.5,
+            "reward_group_std": 0.25,  # of 1 and 0, and of 0.5 alone
+            "turns_mean": 1,
+            "turns_max": 2,
+            "turns_min": 0,
             "advantage_mean": 1,
             "advantage_max": 4,
             "advantage_min": 0,
@@ -77,6 +81,10 @@ def test_v60_penalised_rewards_returns_and_values_if_present() -> None:
 def test_v60_a_sequence_is_clipped_if_an_answer_reaches_the_length_limit(max_new_tokens: int, ratio: float) -> None:
     metrics = batch_metrics(SAMPLES, EPISODES, ADVANTAGES, version=5, max_new_tokens=max_new_tokens)
     assert metrics["response_length_clip_ratio"] == pytest.approx(ratio)
+    whole = {2: [], 3: [5], 4: [3, 5]}[max_new_tokens]  # responses without a cut answer
+    figures = {name: metrics.get(f"terminated_length_{name}") for name in ("mean", "max", "min")}
+    assert figures == ({"mean": sum(whole) / len(whole), "max": max(whole), "min": min(whole)} if whole else figures)
+    assert (figures["mean"] is None) == (not whole)
 
 
 def test_a_batch_without_trained_tokens_has_no_lengths_or_advantages() -> None:

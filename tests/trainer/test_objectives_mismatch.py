@@ -21,6 +21,7 @@ def test_metrics_equal_verls() -> None:
     names = {
         "kl_k1": "kl", "kl_k3": "k3_kl", "proximal_perplexity": "training_ppl",
         "behaviour_perplexity": "rollout_ppl", "perplexity_ratio": "ppl_ratio",
+        "chi2_token": "chi2_token", "chi2_seq": "chi2_seq",
     }  # fmt: skip
     for name, their_name in names.items():
         assert ours[f"engine_mismatch/{name}"] == pytest.approx(theirs[f"rollout_corr/{their_name}"], rel=1e-7)
@@ -32,6 +33,7 @@ def test_metrics_by_hand() -> None:
     proximal, behaviour = torch.tensor([0.5, 0.2]).log(), torch.tensor([0.4, 0.2]).log()
     figures = mismatch_statistics(proximal, behaviour, torch.tensor([1, 1]), torch.tensor([0, 0]), 1)
     expected = {
+        "chi2_token": (1.25**2 + 1) / 2 - 1, "chi2_seq": 1.25**2 - 1,
         "kl_k1": -0.1115718, "kl_k3": 0.0134282, "log_prob_diff_mean": 0.1115718, "log_prob_diff_max": 0.2231436,
         "prob_diff_mean": 0.05, "prob_diff_max": 0.1, "prob_diff_std": 0.05, "prob_pearson": 1.0,
         "proximal_perplexity": 10**0.5, "behaviour_perplexity": 12.5**0.5, "perplexity_ratio": 0.8**0.5,

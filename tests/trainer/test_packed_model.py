@@ -17,7 +17,7 @@ from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.microbatches import num_inputs, plan_blocks
 from areal_lite.trainer.packed_model import PackedModel, PackedSequences
-from areal_lite.trainer.policy_model import load_policy
+from areal_lite.trainer.policy_model import check_scorable, load_policy
 from areal_lite.trainer.ragged_attention import Segments, _by_kernel, _one_by_one
 from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sequence
 
@@ -227,3 +227,22 @@ def test_an_update_smaller_than_the_resolution_of_bfloat16_is_kept(tiny: Path) -
     assert weight.dtype == torch.float32
     assert (after != before)[before.abs() < 0.5].float().mean() > 0.9
     assert (after.bfloat16() == before.bfloat16())[large].float().mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (transformers.FalconConfig(alibi=True), "falcon with alibi"),
+        (transformers.Llama4TextConfig(), "llama4_text"),
+        (transformers.ModernBertDecoderConfig(), "modernbert-decoder"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_models_that_cannot_be_scored_are_refused_before_weights_load(
+    config: transformers.PretrainedConfig, name: str, tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"is a {name} model, which .*: choose a model of another architecture"):
+        load_policy(str(tmp_path), device=CPU)  # there are no weights
+    transformers.FalconConfig(alibi=False).save_pretrained(tmp_path)
+    check_scorable(str(tmp_path))

@@ -17,7 +17,7 @@ from areal_lite.trainer.estimators import Estimate, EstimatorInputs
 from areal_lite.trainer.objectives.aggregation import AggregationMode
 from areal_lite.trainer.objectives.policy_loss import POLICY_LOSSES
 from areal_lite.trainer.policy_trainer import PolicyTrainer
-from tests.trainer.training_data import drawn_batch, sequence, training_batch
+from tests.trainer.training_data import drawn_batch, packed_together, sequence, training_batch
 
 
 def make_trainer(model_path: Path, *, seed: int = 1, temperature: float = 1.0, **changes: Any) -> PolicyTrainer:
@@ -341,7 +341,7 @@ def test_f68_running_out_of_memory_once_halves_the_micro_batch(tiny: Path, role:
     assert pressed.learners[role].max_tokens == 64
     assert len([size for size in passes if size > 64]) == 1  # the one that failed
     for name, value in metrics[0].items():
-        if not name.startswith(("seconds", "ms_per", "tokens_per")):
+        if not name.startswith(("seconds", "ms_per", "tokens_per", "mfu")):
             assert metrics[1][name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
     torch.testing.assert_close(weights(pressed), weights(calm), atol=1e-4, rtol=1e-3)
 
@@ -452,3 +452,84 @@ def test_metrics_are_flat_floats(tiny: Path) -> None:
     assert all(isinstance(value, float) and math.isfinite(value) for value in metrics.values())
     assert metrics["trained_tokens"] == sum(one.num_trained_tokens for one in batch)
     assert metrics["staleness_max"] == max(one.staleness(7) or 0 for one in batch)
+
+
+@pytest.mark.parametrize(
+    ("ids", "behaviour", "versions", "message"),
+    [
+        ([3, 4, 259], [0.0, -1.0, -1.0], [0, 0, 0], r"token id 259 is not in the vocabulary \[0, 259\).*this model"),
+        ([3, -1, 5], [0.0, -1.0, -1.0], [0, 0, 0], "token id -1 is not in the vocabulary"),
+        ([3, 4, 5], [0.0, -1.0, 0.7], [0, 0, 0], "step 2: logprobs of task 7 must be at most 0 and reach 0.7: record"),
+        ([3, 4, 5], [0.0, -1.0, -1.0], [0, 2, 3], "step 2: versions of task 7 must be at most 2 and reach 3: record"),
+    ],
+)
+def test_tokens_that_nothing_can_have_sampled_are_refused(
+    tiny: Path, ids: list[int], behaviour: list[float], versions: list[int], message: str
+) -> None:
+    trainer = make_trainer(tiny)
+    before = weights(trainer)
+    good = sequence([3, 4, 5], [1, 2], reward=0.0, behaviour=[0.0, 1e-6, -1.0], versions=[0, 2, 2])
+    bad = dataclasses.replace(sequence(ids, [1, 2], behaviour=behaviour, versions=versions), task_id="7")
+    with pytest.raises(TrainingError, match=message):
+        trainer.train_step(training_batch([good, bad]), version=2)
+    torch.testing.assert_close(weights(trainer), before, atol=0, rtol=0)
+    trainer.train_step(training_batch([good, dataclasses.replace(good, reward=1.0)]), version=2)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"proximal": "behaviour"}, {"loss": "m2po"}, {"minibatches_per_step": 2}], ids=str
+)
+def test_entropy_and_ratios_are_measured_where_all_groups_are_equal(tiny: Path, changes: dict[str, Any]) -> None:
+    """They are those of a step that trains on the same tokens."""
+    batch = drawn_batch(3, version=3)
+    equal = [dataclasses.replace(one, reward=0.5) for one in batch]
+    measured, computed = (
+        make_trainer(tiny, learning_rate=1e-9, **changes).train_step(training_batch(one), version=3)
+        for one in (equal, batch)
+    )
+    assert (measured["computed_tokens"], measured["grad_norm"]) == (0, 0)
+    names = {"entropy", "ratio", "approx_kl", "correction_weight", "clip_fraction"}
+    names |= {name for name in computed if name.startswith(("engine_mismatch/", "staleness_drift/"))}
+    names -= {"clip_fraction"} if "proximal" in changes else set()  # whose side depends on the advantage
+    assert {name: measured[name] for name in names} == pytest.approx(
+        {name: computed[name] for name in names}, rel=1e-4, abs=1e-6
+    )
+
+
+def test_tokens_are_counted_over_a_resume_and_operations_per_second_measured(tiny: Path) -> None:
+    batch = training_batch(drawn_batch(0))
+    trainer = make_trainer(tiny)
+    first, second = (trainer.train_step(batch, version=5) for _ in range(2))
+    assert (first["total_tokens"], second["total_tokens"]) == (first["tokens"], 2 * first["tokens"])
+    assert 0 < second["mfu"] < 1.5
+    resumed = make_trainer(tiny)
+    resumed.load_counters(trainer.counters())
+    assert resumed.train_step(batch, version=5)["total_tokens"] == 3 * first["tokens"]
+    resumed.load_counters({"kl_controller": {}})  # of a checkpoint that does not have them
+    assert resumed.total_tokens == 0
+
+
+def test_operations_of_a_pass_are_those_of_its_products(tiny: Path) -> None:
+    """Two layers of hidden size 32; the tree of two sequences computes their common prefix once."""
+    model = make_trainer(tiny)._policy
+    packed, _ = packed_together([sequence([5, 6, 7, 8], [2, 3]), sequence([5, 6, 9], [2])])
+    weights = sum(p.numel() for name, p in model.model.named_parameters() if "embed" not in name)
+    assert (packed.num_tokens, packed.num_pairs) == (3 + 0, 1 + 2 + 3)
+    head = model.model.get_input_embeddings().weight.numel()
+    config = model.model.config
+    attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * 6
+    assert model.flops(packed) == 2 * (weights * 3 + head * 3) + attention
+
+
+def test_the_sides_of_clipped_tokens_and_the_overlong_penalty_are_metrics(tiny: Path) -> None:
+    trainer = make_trainer(tiny, proximal="behaviour", loss_kwargs={"clip_eps": 0.2})
+    metrics = trainer.train_step(training_batch(drawn_batch(1)), version=5)
+    sides = metrics["clip_fraction_low"], metrics["clip_fraction_high"]
+    assert min(sides) > 0
+    assert sum(sides) == pytest.approx(metrics["clip_fraction"])
+    config = TrainerConfig(total_steps=1, learning_rate=1e-3, dtype="float32", device="cpu", overlong_buffer=4)
+    trainer = PolicyTrainer(config, model_path=str(tiny), seed=1, max_new_tokens=6)
+    # 4 of 6 tokens are free, of 4 that count down: 5 trained tokens lose 3/4.
+    answers = [sequence(range(3, 3 + length), range(1, length), reward=length / 9) for length in (3, 6)]
+    metrics = trainer.train_step(training_batch(answers), version=0)
+    assert (metrics["overlong_penalty"], metrics["overlong_fraction"]) == (-0.375, 0.5)

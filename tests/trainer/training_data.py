@@ -56,8 +56,11 @@ def packed_together(
     return pack(batch, blocks, device=torch.device("cpu"), ragged=ragged, min_width=min_width), order
 
 
-def drawn_batch(seed: int, *, groups: int = 3, group_size: int = 4) -> list[TokenSequence]:
-    """Return multi-turn groups: a shared prompt, then answers with untrained tool tokens between."""
+def drawn_batch(seed: int, *, groups: int = 3, group_size: int = 4, version: int = 0) -> list[TokenSequence]:
+    """Return multi-turn groups: a shared prompt, then answers with untrained tool tokens between.
+
+    Tokens were sampled under the policy versions up to ``version``, 3 at most.
+    """
     rng = np.random.default_rng(seed)
     batch = []
     for group in range(groups):
@@ -76,7 +79,7 @@ def drawn_batch(seed: int, *, groups: int = 3, group_size: int = 4) -> list[Toke
                     reward=float(rng.normal()),
                     group=f"group-{group}",
                     behaviour=(-rng.exponential(5.0, len(ids))).tolist(),
-                    versions=rng.integers(0, 4, len(ids)).tolist(),
+                    versions=rng.integers(0, 4, len(ids)).clip(max=version).tolist(),
                 )
             )
     return batch

@@ -265,7 +265,8 @@ def test_a_workflow_with_areals_client(
     reward_fn = importlib.import_module("rewards").count_tokens
     group = run(engine, f"{module}.Client", 0, reward_fn=reward_fn, **kwargs)
     assert [len(t.sequences) for t in group.trajectories] == [sequences] * 2
-    counts = {"answers": 2.0, "clean_turns": 2.0, "forks": 0.0, "forked_tokens": 0.0, "tool_parse_errors": 0.0}
+    counts = {"answers": 2.0, "clean_turns": 2.0, "forks": 0.0, "forked_tokens": 0.0}
+    counts |= {"tool_calls": 0.0, "tool_parse_errors": 0.0}
     assert [t.counts for t in group.trajectories] == [counts] * 2
     recorded = {"reward": 0.0, "num_turns": 2.0, **counts}
     assert engine.take_scalars() == {f"rollout/{name}": value for name, value in recorded.items()}

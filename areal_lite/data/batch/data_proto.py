@@ -235,8 +235,8 @@ class DataProto:
     def concat(parts: Sequence[DataProto]) -> DataProto:
         """Return the items of all parts, in order.
 
-        Numbers in ``meta_info["metrics"]`` become lists with one entry per part (lists are extended). Other metadata
-        is taken from the parts that have it.
+        Numbers in ``meta_info["metrics"]``, a dict or a list of dicts, become lists with one entry per dict (lists are
+        extended). Other metadata is taken from the parts that have it.
 
         Raises:
             ValueError: If there are no parts, or their columns, shapes or metadata differ.
@@ -249,8 +249,15 @@ class DataProto:
         for number, part in enumerate(parts):
             _check_same_columns(first, part, number)
             metadata = dict(part.meta_info)
-            for name, value in metadata.pop("metrics", {}).items():
-                metrics.setdefault(name, []).extend(value if isinstance(value, list) else [value])
+            given = metadata.pop("metrics", {})
+            for entry in given if isinstance(given, list) else [given]:
+                if not isinstance(entry, Mapping):
+                    raise ValueError(
+                        f"meta_info['metrics'] of part {number} has {form_of(entry)}: give a dict of numbers by name, "
+                        "or a list of such dicts"
+                    )
+                for name, value in entry.items():
+                    metrics.setdefault(name, []).extend(value if isinstance(value, list) else [value])
             meta_info = _merged(meta_info, metadata, "meta_info")
         if metrics:
             meta_info["metrics"] = metrics

@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from areal_lite.data.hub_name import check_hub_name, is_hub_name
 from areal_lite.errors import ConfigError
 
 # Importing transformers from two threads at once breaks its circular imports.
@@ -22,6 +23,8 @@ def load_tokenizer(path: str) -> Any:
 
 @functools.cache
 def _load(path: str) -> Any:
+    if is_hub_name(path):
+        check_hub_name(path, key="tokenizer")
     from transformers import AutoTokenizer
 
     try:

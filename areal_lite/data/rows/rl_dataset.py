@@ -72,8 +72,9 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         self.dropped: Counter[str] = Counter()
         self.first_failure: str | None = None
         self.rows: Sequence[Row] = load_rows(self.config, seed=seed)
-        # Without a tokenizer rows need no prompt, unless the config names its column.
-        if tokenizer is not None or config.prompt_key != DatasetConfig.prompt_key:
+        # Rows need no prompt, unless they are tokenized or the config names the column; a generator may not tokenize.
+        reads = tokenizer is not None and (config.datagen is None or config.filter_overlong_prompts)
+        if reads or config.prompt_key != DatasetConfig.prompt_key:
             self._check_column(self.rows[0], "prompt_key")
         if config.label_key is not None:
             self._check_column(self.rows[0], "label_key")

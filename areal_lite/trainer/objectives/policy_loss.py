@@ -94,12 +94,13 @@ def ppo(
         raise ConfigError(f"dual_clip is {dual_clip}: it caps ratios above 1 and must exceed 1; 3 is usual")
     advantages, log_ratio = inputs.advantages, clamped_log_ratio(inputs.policy, inputs.proximal)
     losses, clipped = _clipped_losses(log_ratio.exp(), advantages, clip_eps, clip_eps_high)
+    shares = _sides(clipped, above=advantages > 0)
     capped = torch.zeros_like(clipped)
     if dual_clip is not None:
         cap = -advantages * dual_clip
         capped = (advantages < 0) & (losses > cap)
         losses = torch.where(capped, cap, losses)
-    return LossTerms(losses, _statistics(log_ratio, clip_fraction=clipped, clip_fraction_lower=capped))
+    return LossTerms(losses, _statistics(log_ratio, **shares, clip_fraction_lower=capped))
 
 
 @POLICY_LOSSES.register("gspo")
@@ -117,7 +118,7 @@ def gspo(inputs: PolicyInputs, *, clip_eps: float = 3e-4, clip_eps_high: float |
     log_mean = episode_mean(log_ratio.detach(), inputs.episodes) + (inputs.policy - inputs.policy.detach())
     ratio = log_mean.clamp(max=10.0).exp()
     losses, clipped = _clipped_losses(ratio, inputs.advantages, clip_eps, clip_eps_high)
-    return LossTerms(losses, _statistics(log_ratio, clip_fraction=clipped))
+    return LossTerms(losses, _statistics(log_ratio, **_sides(clipped, above=inputs.advantages > 0)))
 
 
 @POLICY_LOSSES.register("gmpo")
@@ -139,7 +140,8 @@ def gmpo(inputs: PolicyInputs, *, clip_eps: float = 0.4, clip_eps_high: float | 
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * bounded)
     advantages = episode_mean(inputs.advantages, inputs.episodes)
     losses = -advantages * episode_mean(pessimistic, inputs.episodes).exp()
-    return LossTerms(losses, _statistics(log_ratio, clip_fraction=sign * log_ratio > sign * bounded))
+    clipped = sign * log_ratio > sign * bounded
+    return LossTerms(losses, _statistics(log_ratio, **_sides(clipped, above=sign > 0)))
 
 
 @POLICY_LOSSES.register("cispo")
@@ -155,7 +157,7 @@ def cispo(inputs: PolicyInputs, *, clip_eps: float = 1.0, clip_eps_high: float |
     ratio = log_ratio.detach().exp()
     clipped = _clip(ratio, clip_eps, clip_eps_high)
     losses = -clipped * inputs.advantages * inputs.policy
-    return LossTerms(losses, _statistics(log_ratio, clip_fraction=clipped != ratio))
+    return LossTerms(losses, _statistics(log_ratio, **_sides(clipped != ratio, above=ratio > 1)))
 
 
 @POLICY_LOSSES.register("sapo")
@@ -293,6 +295,11 @@ def _draw(inputs: PolicyInputs) -> Tensor:
     for _ in range(2):
         mixed = (mixed ^ (mixed >> 32)) * 0x2545F4914F6CDD1D
     return mixed ^ (mixed >> 32)
+
+
+def _sides(clipped: Tensor, *, above: Tensor) -> dict[str, Tensor]:
+    """Return the clipped tokens, and those of them at the lower and at the upper bound."""
+    return {"clip_fraction": clipped, "clip_fraction_low": clipped & ~above, "clip_fraction_high": clipped & above}
 
 
 @torch.no_grad()

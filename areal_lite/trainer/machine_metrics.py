@@ -1,0 +1,75 @@
+"""How training uses the machine: memory of process and device, and operations against the measured peak."""
+
+from __future__ import annotations
+
+import resource
+import time
+from pathlib import Path
+
+import torch
+
+_STATM = Path("/proc/self/statm")
+
+
+def memory_metrics() -> dict[str, float]:
+    """Return ``rss_gb`` of this process; on a GPU also ``device_gb``, and its peak since the last call.
+
+    On systems without /proc, ``rss_gb`` is the peak.
+    """
+    if _STATM.exists():
+        resident = int(_STATM.read_text().split()[1]) * resource.getpagesize()
+    else:
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    metrics = {"rss_gb": resident / 1e9}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        metrics |= {
+            "device_gb": torch.cuda.memory_allocated() / 1e9,
+            "device_peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+        }
+        torch.cuda.reset_peak_memory_stats()
+    return metrics
+
+
+class FlopsMeter:
+    """Counts floating-point operations, and compares them with what the device can do.
+
+    The peak is measured once: the best of several large matrix products in the dtype of the forward passes.
+    """
+
+    def __init__(self, device: torch.device, dtype: str) -> None:
+        self._device = device
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._counted = 0.0
+        self._peak: float | None = None
+
+    def count(self, flops: float) -> None:
+        """Add operations of this process."""
+        self._counted += flops
+
+    def take_mfu(self, seconds: float) -> float:
+        """Return the share of the peak that the operations since the last call reached in ``seconds``."""
+        if self._peak is None:
+            self._peak = peak_flops(self._device, self._dtype)
+        counted, self._counted = self._counted, 0.0
+        return counted / seconds / self._peak
+
+
+@torch.no_grad()
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the floating-point operations per second of the best of several matrix products in ``dtype``."""
+    size, repeats = (8192, 10) if device.type == "cuda" else (768, 3)
+    left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(3):
+        _synchronize(device)
+        began = time.perf_counter()
+        for _ in range(repeats):
+            left @ right
+        _synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 * repeats / best
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
