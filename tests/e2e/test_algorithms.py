@@ -93,7 +93,9 @@ def test_documented_metrics_are_exactly_those_that_runs_write(served_yaml: Path)
         "trainer.loss_kwargs": "{dual_clip: 3.0}",
         "trainer.correction": "{max_episode_kl: 100.0}",
         "trainer.minibatches_per_step": "2",
+        "trainer.overlong_buffer": "4",
         "trainer.total_steps": "6",
+        "checkpoint.every_steps": "2",
         "rollout.max_head_offpolicyness": "2",
         "rollout.probe_every_steps": "2",
         "rollout.consumer_batch_size": "2",
@@ -116,6 +118,7 @@ def test_documented_metrics_are_exactly_those_that_runs_write(served_yaml: Path)
     written -= {"step", "time"}
     if_any = {"episodes/rejected", "episodes/failed", "episodes/cancelled"}
     if_any |= {"rollout/blocked_s", "rollout/abandoned_threads", "perf/device_gb", "perf/device_peak_gb"}
+    if_any |= {f"train/terminated_length_{figure}" for figure in ("mean", "max", "min")}
     assert documented - if_any == written - if_any
 
 

@@ -21,9 +21,12 @@ from areal_lite.embedded.serve import build, listening
 from areal_lite.embedded.settings import server_config
 from areal_lite.launch.openai_server import add_routes
 from tests.embedded.serving import Client, load, logprobs_of, worst
+from tests.fixtures.tiny_model import build_tiny_model
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-ADD: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+ADD: list[Any] = [
+    {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "additionalProperties": False}}}
+]
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -97,18 +100,20 @@ async def test_completions_take_text_or_ids_and_stop_at_a_text(tiny_model: Path)
 
 
 @in_loop
-async def test_a_forced_tool_call_is_one_and_a_template_without_tools_gets_them_in_the_system_prompt(
-    tiny_model: Path,
+async def test_tools_are_seen_also_with_a_template_that_leaves_them_out_and_a_forced_call_is_one(
+    tmp_path: Path,
 ) -> None:
-    async with served(tiny_model) as (client, _):
-        answer = await client.chat.completions.create(
-            model="any", messages=HELLO, tools=ADD, tool_choice="required", max_tokens=60, temperature=0
-        )
-        with pytest.raises(openai.BadRequestError, match="which leaves no room for an answer"):
-            await client.chat.completions.create(model="any", messages=HELLO, tools=ADD * 9, max_tokens=9)
+    model = build_tiny_model(tmp_path / "long", context=2048)
+    async with served(model) as (client, _):
+        ask = partial(client.chat.completions.create, model="any", messages=HELLO, temperature=0, seed=1)
+        answer = await ask(tools=ADD, tool_choice="required", max_tokens=400)
+        without = await ask(max_tokens=1)
+    assert answer.usage is not None and without.usage is not None
+    assert answer.usage.prompt_tokens > without.usage.prompt_tokens + 100
     (choice,) = answer.choices
-    assert choice.finish_reason in ("tool_calls", "length")
-    assert answer.usage is not None and answer.usage.prompt_tokens > 100
+    assert choice.finish_reason == "tool_calls", choice
+    assert choice.message.tool_calls is not None
+    assert [call.function.name for call in choice.message.tool_calls if call.type == "function"] == ["add"]
 
 
 @pytest.mark.parametrize(
