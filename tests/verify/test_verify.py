@@ -319,9 +319,10 @@ def a_server_has_other_weights(run: Path) -> None:
 
 
 def an_update_is_skipped(run: Path) -> None:
-    """Publish the weights before the update again, under the new version."""
-    shutil.copy(run / "weights/v00000002/model.safetensors", run / "weights/v00000003/model.safetensors")
-    sealed(run / "weights/v00000003")
+    """Save the weights before the update again, as those of the new step."""
+    for file in ("policy/model/model.safetensors", "policy/optimizer.safetensors"):
+        shutil.copy(run / "checkpoints/step_00000002" / file, run / "checkpoints/step_00000003" / file)
+    sealed(run / "checkpoints/step_00000003")
 
 
 def an_update_never_reached_the_optimizer(run: Path) -> None:
@@ -344,7 +345,7 @@ def a_checkpoint_is_of_another_step(run: Path) -> None:
 
 
 def published_weights_have_another_label(run: Path) -> None:
-    sealed(run / "weights/v00000002", version=1)
+    sealed(run / "weights/v00000003", version=1)
 
 
 def published_weights_are_not_the_trained_ones(run: Path) -> None:
@@ -356,7 +357,7 @@ def published_weights_are_not_the_trained_ones(run: Path) -> None:
 
 
 def the_saved_model_is_of_an_earlier_step(run: Path) -> None:
-    shutil.copy(run / "weights/v00000002/model.safetensors", run / "model/model.safetensors")
+    shutil.copy(run / "checkpoints/step_00000002/policy/model/model.safetensors", run / "model/model.safetensors")
     sealed(run / "model")
 
 
