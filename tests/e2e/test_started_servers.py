@@ -79,6 +79,11 @@ def test_serve_starts_servers_without_a_run(tiny_model: Path, tmp_path: Path, ba
     addresses = yaml.safe_load(settings["rollout.addresses"])
     for address in addresses:
         assert urllib.request.urlopen(f"http://{address}/server_info").status == 200
+        if backend == "embedded":
+            body = json.dumps({"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}).encode()
+            headers = {"Content-Type": "application/json"}
+            request = urllib.request.Request(f"http://{address}/v1/chat/completions", body, headers)
+            assert json.load(urllib.request.urlopen(request))["usage"]["completion_tokens"] <= 4
     assert len(addresses) == (2 if options else 1)
     assert bool(options) == ("rollout.router" in settings)
     if options:
