@@ -1,6 +1,6 @@
 """Names of models on the Hugging Face Hub: one that cannot be had is an error within two seconds.
 
-huggingface_hub asks once, and then for 23 s again and again if a file is not in its cache. Here it asks once.
+huggingface_hub retries for 23 s to get a file that its cache lacks. This asks once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 from areal_lite.errors import ConfigError
 
 TIMEOUT_S = 1.5
+_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
+"""Files one of which a cached model or tokenizer has."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -23,21 +25,23 @@ def is_hub_name(path: str) -> bool:
 
 @functools.cache
 def check_hub_name(name: str, *, key: str = "model_path") -> None:
-    """Check that the hub's cache has a model, or that the hub answers for it; ``key`` is the config key, for errors.
+    """Check that the hub or its cache has a model; ``key`` is the config key, for errors.
 
     Raises:
-        ConfigError: If neither is so.
+        ConfigError: If neither has it, or the hub cannot be reached.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+    if any(isinstance(try_to_load_from_cache(name, file), str) for file in _FILES):
         return
     answers: list[Exception | None] = []
 
     def ask() -> None:
         try:
             get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=TIMEOUT_S)
+            answers.append(None)
+        except EntryNotFoundError:  # the model is there; loading it says what it lacks
             answers.append(None)
         except Exception as error:  # judged below
             answers.append(error)

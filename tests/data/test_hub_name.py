@@ -35,6 +35,15 @@ def check(home: Path, endpoint: str, **variables: str) -> tuple[float, str]:
     return seconds, message
 
 
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
+def test_a_cached_model_needs_no_hub(file: str, tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--areal-lite--a-model"
+    for path, content in (("refs/main", "c0ffee"), (f"snapshots/c0ffee/{file}", "{}")):
+        (repository / path).parent.mkdir(parents=True)
+        (repository / path).write_text(content)
+    assert check(tmp_path, "http://127.0.0.1:9")[1] == ""
+
+
 @pytest.mark.parametrize("answers", ["nobody", "silence", "offline"])
 def test_a_hub_that_cannot_be_reached_is_an_error_within_two_seconds(answers: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -47,11 +56,3 @@ def test_a_hub_that_cannot_be_reached_is_an_error_within_two_seconds(answers: st
     )
     assert f"and {endpoint} does not give it (" in message
     assert "check the name and the network" in message
-
-
-def test_a_cached_model_needs_no_hub(tmp_path: Path) -> None:
-    repository = tmp_path / "hub" / "models--areal-lite--a-model"
-    for path, content in (("refs/main", "c0ffee"), ("snapshots/c0ffee/config.json", "{}")):
-        (repository / path).parent.mkdir(parents=True)
-        (repository / path).write_text(content)
-    assert check(tmp_path, "http://127.0.0.1:9")[1] == ""

@@ -20,7 +20,7 @@ from areal_lite.embedded import EmbeddedServer
 from areal_lite.errors import ConfigError, RunDirBusyError, StarvationError
 from areal_lite.launch.evaluation import Evaluation
 from areal_lite.launch.loop import Summary
-from areal_lite.launch.run import check_trainable, run_evaluation, run_rollout, run_training
+from areal_lite.launch.run import check_learnable, check_trainable, run_evaluation, run_rollout, run_training
 from areal_lite.launch.run_directory import run_directory
 
 TIMES = re.compile("train/(seconds_|ms_per_token_|tokens_per_second|mfu)")
@@ -69,6 +69,13 @@ def test_a_deterministic_run_has_no_mismatch_in_50_steps(run_yaml: Path) -> None
     changes += ["trainer.entropy_coef=0.01", "rollout.gconfig.temperature=0.8", "eval_dataset=null", "save_model=false"]
     run = train(run_yaml, "trainer.deterministic=true", *changes)
     assert [r["train/engine_mismatch/log_prob_diff_max"] for r in records(run.run_dir)] == [0.0] * 50
+
+
+def test_minibatches_of_unequal_size_are_said(run_yaml: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check_learnable(load_config(run_yaml, ["trainer.minibatches_per_step=2"]))
+    assert "minibatches" not in caplog.text
+    check_learnable(load_config(run_yaml, ["trainer.minibatches_per_step=3"]))
+    assert "does not divide rollout.consumer_batch_size 4: 1 minibatches have 2 groups and the others 1" in caplog.text
 
 
 def test_every_way_to_publish_weights_gives_the_same_run(run_yaml: Path) -> None:
