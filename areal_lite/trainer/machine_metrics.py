@@ -41,7 +41,6 @@ class FlopsMeter:
         self._device = device
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._counted = 0.0
-        self._peak: float | None = None
 
     def count(self, flops: float) -> None:
         """Add operations of this process."""
@@ -49,10 +48,8 @@ class FlopsMeter:
 
     def take_mfu(self, seconds: float) -> float:
         """Return the share of the peak that the operations since the last call reached in ``seconds``."""
-        if self._peak is None:
-            self._peak = peak_flops(self._device, self._dtype)
         counted, self._counted = self._counted, 0.0
-        return counted / seconds / self._peak
+        return counted / seconds / peak_flops(self._device, self._dtype)
 
 
 @functools.cache

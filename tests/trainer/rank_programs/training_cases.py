@@ -109,7 +109,7 @@ def run_case(name: str, model_path: Path) -> tuple[PolicyTrainer | SupervisedTra
             metrics, scored = policy_step(trainer, batch)
     found = scored | weights(trainer)
     for key, value in metrics.items():
-        if not any(word in key for word in ("second", "ms_per_token")):
+        if not any(word in key for word in ("second", "ms_per_token", "mfu")):
             found[f"metric/{key}"] = torch.tensor(value)
     for role, learner in trainer.learners.items():
         for key, parameter in learner.module.named_parameters():
