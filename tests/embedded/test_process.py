@@ -164,6 +164,6 @@ def test_an_unreachable_hub_name_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(
         ConfigError,
-        match="'areal-lite/no-such-model' is not a directory, and its download .* failed",
+        match="'areal-lite/no-such-model' is neither a directory nor in the cache of .* does not give it",
     ):
         EmbeddedServer(model_path="areal-lite/no-such-model", **FAST).start()
