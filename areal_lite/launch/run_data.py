@@ -198,6 +198,11 @@ def _check_keys(config: RunConfig, workflow: Any) -> None:
         )
     if not config.rollout_global_dataset:
         generator_of(config.train_dataset)
+        if config.trainer.total_epochs is not None:
+            raise ConfigError(
+                f"trainer.total_epochs is {config.trainer.total_epochs}, and rollout_global_dataset is false: the rows "
+                "of a generator have no known number, so set trainer.total_steps instead"
+            )
     held_out = config.eval_dataset.metadata_key if config.eval_dataset else None
     for name, column, read in (
         ("train_dataset", config.train_dataset.metadata_key, config.buffer_filter is not None),

@@ -366,6 +366,13 @@ def test_rows_of_a_generator_train_and_the_buffers_metadata_survive_a_restart(co
         run_rollout(load_config(cosmos_yaml, given))
 
 
+def test_epochs_of_a_generator_are_refused(cosmos_yaml: Path) -> None:
+    rows = f"train_dataset={{path: {__name__}.endless, shuffle: false}}"
+    config = load_config(cosmos_yaml, ["rollout_global_dataset=false", rows, "trainer.total_epochs=1"])
+    with pytest.raises(ConfigError, match="total_epochs is 1, and rollout_global_dataset is false"):
+        run_training(config)
+
+
 def facts() -> list[dict[str, Any]]:
     """Return rows with a column of metadata."""
     return [{"prompt": "p", "facts": {}}]
