@@ -16,6 +16,7 @@ _LAZY = {
     "workflow_context": "areal_lite.infra.workflow_context",
     "api": "areal_lite.api",
     "train": "areal_lite.notebook",
+    "Trainer": "areal_lite.notebook",
 }
 
 
@@ -36,7 +37,7 @@ sys.meta_path.append(_ArealModules)
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         module = importlib.import_module(_LAZY[name])
-        return module.train if name == "train" else module
+        return getattr(module, name) if module.__name__ == "areal_lite.notebook" else module
     from areal_lite.areal_names import missing_name
 
     raise missing_name(__name__, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_TRAIN = "`areal-lite train run.yaml` trains; from Python, see examples/03_train_from_yaml.py"
+_TRAIN = "`areal-lite train run.yaml` trains; from Python, areal_lite.Trainer(config).train(workflow=...)"
 _YAML = "write these settings in the run's YAML; `areal-lite train --help all` lists every key"
 _SERVERS = "set server.backend, server.replicas and server.args, or name running servers in rollout.addresses"
 _ENGINE = "use areal_lite.infra.remote_inf_engine.RemoteInfEngine"

@@ -1,8 +1,10 @@
-"""``await areal_lite.train(...)``: a run inside a running event loop, as in a notebook.
+"""Runs from Python: ``Trainer(...).train(...)`` blocks, ``await areal_lite.train(...)`` leaves an event loop free.
 
-The run works in a thread, so the loop stays free. In a notebook IPython shows progress and curves; elsewhere progress
-is printed. Cancelling the await, which interrupting a kernel does, stops the run after its current step, with a
-checkpoint if it makes any.
+Both take a workflow as a class or an instance, and make the run that ``areal-lite train`` makes.
+
+An awaited run works in a thread. In a notebook IPython shows progress and curves; elsewhere progress is printed.
+Cancelling the await, which interrupting a kernel does, stops the run after its current step, with a checkpoint if it
+makes any.
 """
 
 from __future__ import annotations
@@ -11,23 +13,28 @@ import asyncio
 import html
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from areal_lite.api.config import ExperimentConfig, RunConfig
 from areal_lite.api.config_loader import load_config
+from areal_lite.api.engine_api import WorkflowLike
 from areal_lite.errors import ConfigError
 from areal_lite.inspect.plot import metrics_figure
 from areal_lite.launch.loop import Summary
 from areal_lite.launch.progress import TrainingProgress, progress_line
 from areal_lite.launch.run import run_training
+from areal_lite.launch.run_data import WorkflowChoice
 from areal_lite.launch.run_metrics import OnStep
 from areal_lite.launch.stopping import Stopped, ask_to_stop
 from areal_lite.launch.supervised import run_supervised
+
+if TYPE_CHECKING:
+    from areal_lite.launch.evaluation import Evaluation
 
 _LINES = 8
 """Latest lines that a notebook shows."""
@@ -36,25 +43,69 @@ _CURVES_SHARE = 20
 """Curves are drawn every 5 seconds, and at most a 20th of the time."""
 
 
-async def train(config: str | Path | ExperimentConfig, *overrides: str) -> Summary[Any]:
-    """Make a run of any kind and return its result.
+class Trainer:
+    """A reinforcement learning run whose workflow comes from Python::
+
+        Trainer("run.yaml").train(workflow=MyWorkflow, workflow_kwargs={"max_turns": 4})
 
     Args:
         config: A YAML file, or a loaded config.
         overrides: ``key=value`` each; for a file only.
 
     Raises:
-        ArealLiteError: As the run itself.
+        ConfigError: If the file cannot be loaded.
         ValueError: If a loaded config comes with overrides.
     """
-    if isinstance(config, ExperimentConfig):
-        if overrides:
-            raise ValueError(f"overrides {overrides} come with a loaded config: use dataclasses.replace on the config")
-        loaded = config
-    else:
-        loaded = load_config(config, overrides, root=ExperimentConfig)
+
+    def __init__(self, config: str | Path | RunConfig, *overrides: str) -> None:
+        self.config: RunConfig = _loaded(config, overrides, RunConfig)
+
+    def train(
+        self,
+        workflow: WorkflowLike | None = None,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        *,
+        on_step: OnStep | None = None,
+    ) -> Summary[Evaluation]:
+        """Make the run and return its result.
+
+        Args:
+            workflow: A ``RolloutWorkflow`` or agent (any class with ``async def run()``): class, instance or dotted
+                path. None takes the one that the config names.
+            workflow_kwargs: Constructor arguments of a class. None takes those of the config.
+            on_step: Gets each record of metrics.jsonl; None prints progress.
+
+        Raises:
+            ArealLiteError: As the run itself.
+        """
+        choice = WorkflowChoice.passed(self.config, workflow, workflow_kwargs)
+        show = _Lines(self.config, Console()).on_step
+        return run_training(self.config, on_step=on_step or show, workflow=choice)
+
+
+async def train(
+    config: str | Path | ExperimentConfig,
+    *overrides: str,
+    workflow: WorkflowLike | None = None,
+    workflow_kwargs: Mapping[str, Any] | None = None,
+) -> Summary[Any]:
+    """Make a run of any kind and return its result.
+
+    Args:
+        config: A YAML file, or a loaded config.
+        overrides: ``key=value`` each; for a file only.
+        workflow: As in :meth:`Trainer.train`; for reinforcement learning only, like ``workflow_kwargs``.
+        workflow_kwargs: As there.
+
+    Raises:
+        ArealLiteError: As the run itself.
+        ValueError: If a loaded config comes with overrides, or supervised training with a workflow.
+    """
+    passes = workflow is not None or workflow_kwargs is not None
+    loaded = _loaded(config, overrides, RunConfig if passes else ExperimentConfig)
+    choice = WorkflowChoice.passed(loaded, workflow, workflow_kwargs) if passes else None
     show = _Notebook(loaded) if _in_notebook() else _Lines(loaded, Console())
-    run = asyncio.ensure_future(asyncio.to_thread(_run, loaded, show.on_step))
+    run = asyncio.ensure_future(asyncio.to_thread(_run, loaded, show.on_step, choice))
     try:
         await asyncio.shield(run)
     except asyncio.CancelledError:
@@ -70,11 +121,25 @@ async def train(config: str | Path | ExperimentConfig, *overrides: str) -> Summa
     return summary
 
 
-def _run(config: Any, on_step: OnStep) -> Summary[Any] | None:
+def _loaded(config: Any, overrides: Sequence[str], root: type[Any]) -> Any:
+    """Return a config of the class ``root``, loaded from a file if it is a path."""
+    if not isinstance(config, ExperimentConfig):
+        return load_config(config, overrides, root=root)
+    if overrides:
+        raise ValueError(f"overrides {overrides} come with a loaded config: use dataclasses.replace on the config")
+    if not isinstance(config, root):
+        raise ValueError(
+            f"the config is {type(config).__name__}, which has no workflow: for supervised training call "
+            "`await areal_lite.train(config)` without one, or run areal-lite sft, dpo or reward-model"
+        )
+    return config
+
+
+def _run(config: Any, on_step: OnStep, workflow: WorkflowChoice | None) -> Summary[Any] | None:
     """Make the run; None if it was asked to stop, because asyncio cannot pass a KeyboardInterrupt on."""
     try:
         if isinstance(config, RunConfig):
-            return run_training(config, on_step=on_step)
+            return run_training(config, on_step=on_step, workflow=workflow)
         return run_supervised(config, on_step=on_step)
     except Stopped:
         return None

@@ -78,7 +78,7 @@ class AgentProcesses:
         self._idle: list[_Process] = []
 
     async def run(self, agent: PickledAgent, data: dict[str, Any], access: AgentAccess, context: EpisodeContext) -> Any:
-        """Return the reward of one episode; what its agent ran is added to the context's episode.
+        """Return the reward of one episode; what its agent ran and recorded is added to the context's episode.
 
         Raises:
             Exception: What ``run()`` raised: the builtin class, or one of the same name; its cause has the traceback.
@@ -106,6 +106,7 @@ class AgentProcesses:
         if context.episode is not None:
             context.episode.processes += [ProcessRecord(**record) for record in reply["processes"]]
             context.episode.reward_extra |= reply["facts"]
+            context.episode.scalars += [(name, value) for name, value in reply["scalars"]]
         if "error" in reply:
             raise _rebuilt(*reply["error"])
         return reply["reward"]

@@ -29,23 +29,22 @@ def main() -> None:
     agents: dict[bytes, Any] = {}
     while header := requests.read(LENGTH.size):
         message = requests.read(LENGTH.unpack(header)[0])
-        processes: list[Any] = []
-        facts: dict[str, Any] = {}
+        recorded: dict[str, Any] = {"processes": [], "scalars": [], "facts": {}}
         key, preparation, agent, job = pickle.loads(message)
         try:
             if agent is not None:
                 spawn.prepare(preparation)
                 agents[key] = pickle.loads(agent)
-            reply = {"reward": run_job(agents[key], pickle.loads(job), processes, facts)}
+            reply = {"reward": run_job(agents[key], pickle.loads(job), recorded)}
         except BaseException as error:  # SystemExit too: the exception is the answer
             reply = {"error": _describe(error)}
-        reply |= {"processes": processes, "facts": facts, "loaded": key in agents}
+        reply |= {**recorded, "loaded": key in agents}
         body = json.dumps(reply, default=_plain).encode()
         connection.sendall(LENGTH.pack(len(body)) + body)
 
 
-def run_job(agent: Any, job: dict[str, Any], processes: list[Any], facts: dict[str, Any]) -> Any:
-    """Run one episode and return its reward; add the programs it ran, and the facts beside its rewards."""
+def run_job(agent: Any, job: dict[str, Any], recorded: dict[str, Any]) -> Any:
+    """Run one episode and return its reward; add the programs it ran, numbers it recorded and facts beside rewards."""
     import asyncio
     from dataclasses import asdict
 
@@ -78,8 +77,9 @@ def run_job(agent: Any, job: dict[str, Any], processes: list[Any], facts: dict[s
         explain_strayed_call(error, access.base_url)
         raise
     finally:
-        processes.extend(asdict(record) for record in episode.processes)
-        facts |= episode.reward_extra
+        recorded["processes"] += [asdict(record) for record in episode.processes]
+        recorded["scalars"] += episode.scalars
+        recorded["facts"] |= episode.reward_extra
 
 
 def _plain(value: Any) -> Any:

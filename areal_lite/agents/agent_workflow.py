@@ -111,7 +111,7 @@ class AgentWorkflow(RolloutWorkflow):
                 f"and http_client that run() is given, or return None to reject the episode{cause}"
             )
         with attributed_to(FailureKind.REWARD):
-            sequences, parts = rewarded(session, reward, self._config.reward_weights)
+            sequences, parts = rewarded(session, reward, self._config.reward_weights, self._config.reward_key)
         record_counts({f"reward/{name}": value for name, value in parts.items()})
         return sequences
 

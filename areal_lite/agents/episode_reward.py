@@ -11,7 +11,7 @@ from areal_lite.api.reward_worker import as_reward
 
 
 def rewarded(
-    session: ChatSession, reward: Any, weights: Mapping[str, float] | None = None
+    session: ChatSession, reward: Any, weights: Mapping[str, float] | None = None, key: str | None = None
 ) -> tuple[Interactions, dict[str, float]]:
     """Return the sequences of an ended session with their rewards, and the parts of the reward by name.
 
@@ -21,6 +21,7 @@ def rewarded(
     | a dict by completion id | these answers, each a sequence of its own; others are not trained |
     | a list with a number or None per answer, in order | the same by place |
     | a dict by name of ``rollout.reward_weights`` | the episode with the weighted sum |
+    | a dict with ``rollout.reward_key`` | the episode with that part; other parts may also be text |
 
     Raises:
         ValueError: If it is none of these.
@@ -28,6 +29,10 @@ def rewarded(
     if isinstance(reward, Mapping):
         if not reward:
             raise ValueError("run() returned an empty dict: return None to reject the episode")
+        if key is not None and key in reward:
+            total = as_reward(reward[key])
+            numbers = {str(name): value for name, value in reward.items() if not isinstance(value, str | None)}
+            return _of_episode(session, total), {name: as_reward(value) for name, value in numbers.items()}
         if weights and reward.keys() <= weights.keys():
             parts = {str(name): as_reward(value) for name, value in reward.items()}
             total = sum(weights[name] * value for name, value in parts.items())

@@ -43,8 +43,8 @@ Sampling = Annotated[GenerationHyperparameters, AfterValidator(_one_answer)]
 class RunIdentity:
     """Where a run writes, and its seed.
 
-    A YAML sets these at the top and its ``rollout`` inherits them. An engine without a run has defaults; with the seed
-    None, the server samples unseeded.
+    A YAML sets these at the top, or in ``rollout`` alone, and both have them. An engine without a run has defaults;
+    with the seed None, the server samples unseeded.
     """
 
     experiment_name: FolderName = "experiment"
@@ -73,7 +73,8 @@ class InferenceEngineConfig(RunIdentity):
     """Protocol of the servers in addresses."""
 
     addresses: list[str] = field(default_factory=list)
-    """host:port of each running server. Empty: the run starts its own, see server.backend."""
+    """host:port of each running server, or of one sglang-router, whose servers are then used as with router. Empty: the
+    run starts its own, see server.backend."""
 
     router: str | None = None
     """host:port of an sglang-router in front of the SGLang servers in addresses: generation goes through it, weights go
@@ -178,6 +179,10 @@ class InferenceEngineConfig(RunIdentity):
     reward_weights: dict[str, float] | None = None
     """Weights of the named parts of a reward: an agent that returns a dict by these names is rewarded with the
     weighted sum, and each part is a metric, rollout/reward/NAME. Null: rewards have no named parts."""
+
+    reward_key: str | None = None
+    """Name of the part that is the reward, where an agent returns a dict of named parts; the other numbers in it are
+    metrics, rollout/reward/NAME."""
 
     agent_workflow: str = "areal_lite.agents.agent_workflow.AgentWorkflow"
     """Dotted path of the workflow that wraps an agent (any object with ``async run()``)."""
@@ -315,6 +320,9 @@ class DatasetConfig(RowsConfig):
     label_key: str | None = None
     """Column of the label."""
 
+    metadata_key: str | None = None
+    """Column of a dict that becomes Sample.metadata, for buffer_filter; it is saved with the position in the data."""
+
     image_key: str = "images"
     """Column of the images that replace <image> in a message."""
 
@@ -323,6 +331,9 @@ class DatasetConfig(RowsConfig):
 
     tools_key: str = "tools"
     """Column of tool schemas for the chat template."""
+
+    tool_key: str | None = None
+    """Another name of tools_key: set one of the two."""
 
     tools_in_system_prompt: bool = False
     """Write tools into the system prompt, and calls and results as text (Hermes form), for chat templates that do not
@@ -339,6 +350,9 @@ class DatasetConfig(RowsConfig):
 
     filter_overlong_prompts_workers: Positive = 1
     """Processes that measure prompts."""
+
+    apply_chat_template: bool = True
+    """Write prompts with the chat template. false: a prompt is text, and used as it is."""
 
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra chat template variables, or chat_template to replace the template."""
@@ -357,6 +371,21 @@ class DatasetConfig(RowsConfig):
 
     datagen: ClassConfig | None = None
     """Custom data generator that adds training rows after each step."""
+
+    def __post_init__(self) -> None:
+        if self.tool_key is not None:
+            if self.tools_key not in ("tools", self.tool_key):
+                raise ValueError(
+                    f"tools_key is {self.tools_key!r} and tool_key {self.tool_key!r}, two names of one key: remove one"
+                )
+            object.__setattr__(self, "tools_key", self.tool_key)
+        if not self.apply_chat_template:
+            for name in ("apply_chat_template_kwargs", "tools_in_system_prompt", "return_raw_chat"):
+                if value := getattr(self, name):
+                    raise ValueError(
+                        f"apply_chat_template is false, and {name} is {value!r}, which needs the template: remove it, "
+                        "or set apply_chat_template: true"
+                    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -424,8 +453,9 @@ class ExperimentConfig(RunIdentity):
 class RunConfig(ExperimentConfig):
     """The YAML of a reinforcement learning run."""
 
-    workflow: str
-    """Dotted path of a workflow, or of an agent class with ``async run()``."""
+    workflow: str | None = None
+    """Dotted path of a workflow, or of an agent class with ``async run()``. Null: Python code passes it to
+    areal_lite.Trainer(...).train."""
 
     workflow_kwargs: dict[str, Any] = field(default_factory=dict)
     """Constructor arguments of the workflow. gconfig and tokenizer are filled in if it takes them."""
@@ -443,6 +473,10 @@ class RunConfig(ExperimentConfig):
 
     train_dataset: DatasetConfig
     """Training rows."""
+
+    rollout_global_dataset: bool = True
+    """Whether train_dataset is a dataset, with epochs in a shuffled order. false: train_dataset.path names a generator
+    function, whose rows come in its order; a resumed run skips as many as were drawn."""
 
     eval_dataset: DatasetConfig | None = None
     """Held-out rows. Null skips evaluation."""
@@ -477,6 +511,11 @@ class RunConfig(ExperimentConfig):
 
     memory_snapshot_steps: list[Positive] = field(default_factory=list)
     """Steps after which to write what holds memory to memory/, on a GPU with all allocations of the step."""
+
+    @property
+    def gconfig(self) -> GenerationHyperparameters:
+        """Sampling parameters of training episodes: ``rollout.gconfig``."""
+        return self.rollout.gconfig
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

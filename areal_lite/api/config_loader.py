@@ -78,7 +78,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, root: type[A
     """Return the validated config of the file ``path`` with ``overrides`` applied.
 
     The ``rollout`` of a RunConfig inherits the experiment name, trial name, fileroot and seed of the run, and the
-    model's tokenizer unless it names another.
+    model's tokenizer unless it names another. The run takes from ``rollout`` what only ``rollout`` sets.
 
     Args:
         path: A YAML file of at most 1 MiB. Its texts may refer to environment variables (``${oc.env:NAME,default}``)
@@ -145,10 +145,10 @@ def _load(path: str | Path, overrides: Sequence[str], root: type[Any]) -> _Loade
         sources[key] = f"{sources.get(key, path)}, from {written!r}"
     try:
         config: ExperimentConfig = TypeAdapter(root).validate_python(values)
+        if isinstance(config, RunConfig):
+            config = _with_run_identity(config, values, str(path))
     except ValidationError as error:
         raise ConfigError("\n".join(_messages(error, root, str(path), sources))) from None
-    if isinstance(config, RunConfig):
-        config = _with_run_identity(config, values.get("rollout") or {}, str(path))
     return _Loaded(config, values, sources)
 
 
@@ -394,9 +394,13 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _with_run_identity(config: RunConfig, given: Mapping[str, Any], path: str) -> RunConfig:
-    """Copy the run's identity and tokenizer into its rollout; ``given`` is the rollout section of the file."""
-    shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunIdentity)}
+def _with_run_identity(config: RunConfig, values: Mapping[Any, Any], path: str) -> RunConfig:
+    """Give rollout the run's identity and tokenizer, and the run the identity that only ``rollout`` sets."""
+    given = values.get("rollout") or {}
+    names = [field.name for field in dataclasses.fields(RunIdentity)]
+    alone = [name for name in names if given.get(name) is not None and name not in values]
+    config = dataclasses.replace(config, **{name: getattr(config.rollout, name) for name in alone})
+    shared = {name: getattr(config, name) for name in names}
     conflicts = [
         f"{path}: rollout.{name}: {given[name]!r} contradicts {name} {value!r} at the top: remove it from rollout"
         for name, value in shared.items()

@@ -78,6 +78,7 @@ class InferenceEngine(ABC):
         """Return ``count`` groups of :meth:`submit`, whatever their status.
 
         Raises:
+            ConfigError: Without ``timeout``, if none of them runs and the staleness bound lets none start.
             TimeoutError: After ``timeout`` seconds; nothing that had finished is lost.
         """
 

@@ -27,6 +27,8 @@ class Episode:
     """What its agent counted and its reward's parts; goes to ``Trajectory.counts``."""
     reward_extra: dict[str, float | str | None] = field(default_factory=dict)
     """What its reward function returned beside the last reward; goes to ``Trajectory.reward_extra``."""
+    scalars: list[tuple[str, float]] = field(default_factory=list)
+    """Numbers that its code recorded, by metric name; goes to ``Trajectory.scalars``."""
     processes: list[ProcessRecord] = field(default_factory=list)
     """Programs that its agent ran, in the order they ended."""
     trajectory: Trajectory | None = None
@@ -52,6 +54,7 @@ class Episode:
             self.trajectory.failure = failure
         self.trajectory.counts = self.counts
         self.trajectory.reward_extra = self.reward_extra
+        self.trajectory.scalars = self.scalars
         self.trajectory.processes = self.processes
         return self.trajectory
 
@@ -76,8 +79,6 @@ class EpisodeContext(NamedTuple):
     """What all episodes of the engine share; None outside an engine."""
     agent: Any = None
     """How an agent reaches its model (:class:`areal_lite.agents.agent_access.AgentAccess`); None in a workflow."""
-    scalars: Any = None
-    """The engine's :class:`Scalars`, where the episode records its numbers."""
 
 
 _OUTSIDE = EpisodeContext()

@@ -1,4 +1,4 @@
-"""Numbers that workflows record while their episodes run; their means become metrics of the run."""
+"""Numbers that workflows record while their episodes run; the means over accepted episodes are metrics of the run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 
 from areal_lite.api import episode_context
+from areal_lite.api.trajectory import EpisodeStatus, Group
 
 
 class Scalars:
@@ -15,12 +16,18 @@ class Scalars:
         self._lock = threading.Lock()
         self._values: dict[bool, dict[str, list[float]]] = {False: {}, True: {}}
 
-    def add(self, values: Mapping[str, float], *, is_eval: bool) -> None:
-        """Record one value of each name."""
-        numbers = {name: float(value) for name, value in values.items()}
+    def add(self, group: Group) -> None:
+        """Add what the accepted episodes of a group recorded and counted, and the numbers beside their rewards."""
+        scope = scope_name(group.is_eval)
         with self._lock:
-            for name, number in numbers.items():
-                self._values[is_eval].setdefault(name, []).append(number)
+            of_scope = self._values[group.is_eval]
+            for trajectory in group.trajectories:
+                if trajectory.status is EpisodeStatus.ACCEPTED:
+                    counts = {f"{scope}/{name}": value for name, value in trajectory.counts.items()}
+                    facts = {f"{scope}/reward_extra/{name}": value for name, value in trajectory.reward_extra.items()}
+                    for name, value in (*trajectory.scalars, *counts.items(), *facts.items()):
+                        if isinstance(value, float | int):
+                            of_scope.setdefault(name, []).append(value)
 
     def take(self, *, is_eval: bool) -> dict[str, float]:
         """Return the mean of each name since the last call, and forget the values."""
@@ -36,12 +43,8 @@ def scope_name(is_eval: bool) -> str:
 
 def record_counts(counts: Mapping[str, float]) -> None:
     """Keep numbers in the running episode's record, and their means in the run's metrics."""
-    context = episode_context.current()
-    if context.episode is not None:
-        context.episode.counts |= counts
-    if context.scalars is not None:
-        scope = scope_name(context.is_eval)
-        context.scalars.add({f"{scope}/{name}": value for name, value in counts.items()}, is_eval=context.is_eval)
+    if (episode := episode_context.current().episode) is not None:
+        episode.counts |= counts
 
 
 def record_reward_facts(facts: Mapping[str, float | str | None]) -> None:
@@ -57,10 +60,10 @@ def record_scalars(values: Mapping[str, float]) -> None:
         RuntimeError: Outside an episode, for example in a reward function's worker process.
         TypeError, ValueError: If a value is not a number.
     """
-    context = episode_context.current()
-    if context.scalars is None:
+    episode = episode_context.current().episode
+    if episode is None:
         raise RuntimeError(
             f"{', '.join(values)} cannot be recorded here: metrics belong to a running episode. Record them in "
             "arun_episode() or run(), not in a reward function, which runs in another process"
         )
-    context.scalars.add(values, is_eval=context.is_eval)
+    episode.scalars += [(name, float(value)) for name, value in values.items()]

@@ -216,6 +216,8 @@ class Trajectory:
     """Numbers of an agent's episode: answers, forks, ..., and the parts of its reward as ``reward/NAME``."""
     reward_extra: dict[str, float | str | None] = field(default_factory=dict)
     """What the reward function returned beside the reward, by name."""
+    scalars: list[tuple[str, float]] = field(default_factory=list)
+    """Numbers that the episode's code recorded, by metric name."""
     processes: list[ProcessRecord] = field(default_factory=list)
     """Programs that the agent ran, in the order they ended."""
     turns: list[Turn] = _LATER

@@ -15,7 +15,7 @@ from typing import IO, Any
 import areal_lite
 from areal_lite.api.child_process import ChildProcess
 from areal_lite.api.server_process import ServerProcess
-from areal_lite.embedded.settings import check_model_path, check_port, cpu_threads, server_config
+from areal_lite.embedded.settings import check_model_path, check_port, check_text_model, cpu_threads, server_config
 from areal_lite.errors import ConfigError, ServerError
 
 
@@ -73,6 +73,7 @@ class EmbeddedServer(ServerProcess):
         self._variables = dict(variables or {})
         self._program = program
         check_model_path(model_path)
+        check_text_model(model_path)
         check_port(self.config.host, self.config.port)
         self._port = self.config.port
         self._ready = -1

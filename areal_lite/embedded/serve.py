@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from aiohttp import web
 
 from areal_lite.api.config import EmbeddedServerConfig
-from areal_lite.embedded.settings import check_model_path, check_port, cpu_threads
+from areal_lite.embedded.settings import check_model_path, check_port, check_text_model, cpu_threads
 from areal_lite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def resolve_model_path(model_path: str) -> Path:
         ConfigError: If the directory cannot be served, or the download fails.
     """
     check_model_path(model_path)
+    check_text_model(model_path)
     local = Path(model_path).expanduser()
     if local.is_dir():
         return local

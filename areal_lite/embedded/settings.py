@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from pathlib import Path
@@ -80,6 +81,23 @@ def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer:
         read_checkpoint_header(path)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
+
+
+def check_text_model(model_path: str) -> None:
+    """Check that a model directory does not hold a model that reads images; a name on the Hub passes unchecked.
+
+    Raises:
+        ConfigError: If its config.json has a vision part.
+    """
+    try:
+        config = json.loads((Path(model_path).expanduser() / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return  # not a directory, or check_model_path and the loader say more
+    if isinstance(config, dict) and config.get("vision_config"):
+        raise ConfigError(
+            f"model_path {model_path!r} is a {config.get('model_type')} model, which reads images: trainer and "
+            "embedded server take models of text only. Use the text model of the same family."
+        )
 
 
 def check_port(host: str, port: int) -> None:

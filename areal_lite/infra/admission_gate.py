@@ -90,7 +90,7 @@ class AdmissionGate:
         self.taken = max(self.taken, version * self.batch_size)
 
     def describe(self) -> str:
-        """Return the state in words, for the error of a wait that took too long."""
+        """Return the state in words, for the error of a wait that took too long or would never end."""
         if self.paused:
             return "the engine is paused: call resume()"
         if self.held:

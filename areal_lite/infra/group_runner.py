@@ -19,7 +19,6 @@ from areal_lite.api import episode_context
 from areal_lite.api.engine_api import FilterDecision, InferenceEngine, Row
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.failure import Failure, FailureKind, attributed_to
-from areal_lite.api.scalars import Scalars, scope_name
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.tensor_dict import tensor_dict_of
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId, Trajectory
@@ -61,8 +60,6 @@ class GroupRunner:
         self._on_end = on_end
         self.shared = SharedResources()
         """What all episodes share."""
-        self.scalars = Scalars()
-        """What episodes have recorded."""
         self._first_task_id = self._next_task_id = 0
         self._ids_lock = threading.Lock()
         self._start_orders = itertools.count()
@@ -170,7 +167,6 @@ class GroupRunner:
                 episodes=episodes,
                 episode=episodes[0],
                 shared=self.shared,
-                scalars=self.scalars,
             )
         )
         try:
@@ -193,11 +189,6 @@ class GroupRunner:
     def _judge(self, submission: Submission) -> Group:
         """Return the finished group: accepted, rejected by workflow or filter, or failed with its episodes."""
         trajectories = [episode.end(EpisodeStatus.REJECTED) for episode in submission.episodes]
-        is_eval = submission.recipe.is_eval
-        for facts in [t.reward_extra for t in trajectories if t.reward_extra]:
-            numbers = {name: value for name, value in facts.items() if isinstance(value, float)}
-            named = {f"{scope_name(is_eval)}/reward_extra/{name}": value for name, value in numbers.items()}
-            self.scalars.add(named, is_eval=is_eval)
         if not any(trajectory.sequences for trajectory in trajectories):
             failed = (t.failure for t in trajectories if t.status is EpisodeStatus.FAILED)
             if (failure := next(failed, None)) is not None:

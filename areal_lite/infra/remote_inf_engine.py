@@ -26,6 +26,7 @@ from areal_lite.infra.grouped_rollout import GroupedRolloutWorkflow
 from areal_lite.infra.loop_thread import LoopThread
 from areal_lite.infra.loop_watchdog import LoopWatchdog
 from areal_lite.infra.model_identity import ModelIdentity
+from areal_lite.infra.router import servers_behind
 from areal_lite.infra.server_pool import Server
 from areal_lite.infra.submission import EpisodeRecipe
 from areal_lite.infra.trajectory_dumper import TrajectoryDumper, next_task_id
@@ -85,11 +86,8 @@ class RemoteInfEngine(InferenceEngine):
     def __init__(self, config: InferenceEngineConfig, *, model_path: str | None = None) -> None:
         """Start unconnected; servers must serve the model ``model_path`` (folder or hub name), if given."""
         self.config = config
-        self._client = EngineClient(
-            config,
-            identity=None if model_path is None else ModelIdentity.of(model_path),
-            on_outage=self.fail,
-        )
+        self._identity = None if model_path is None else ModelIdentity.of(model_path)
+        self._client = EngineClient(config, identity=self._identity, on_outage=self.fail)
         self._dumper: TrajectoryDumper | None = None
         self._loop: LoopThread | None = None
         self._watchdog: LoopWatchdog | None = None
@@ -103,14 +101,14 @@ class RemoteInfEngine(InferenceEngine):
                 extra=config.extra_groups,
             ),
             on_end=self._on_end,
-            interrupt=self._client.interrupt,
+            interrupt=lambda episodes: self._client.interrupt(episodes),
         )
 
     def initialize(self) -> Self:
         """Start the event loop and reach the servers.
 
         Raises:
-            ServerError: If no server answers.
+            ServerError: If no server answers, or a router in ``addresses`` has none.
             ConfigError: If a server speaks another protocol or serves another model, or if dumps are to show text
                 and ``tokenizer_path`` holds no tokenizer.
         """
@@ -123,6 +121,10 @@ class RemoteInfEngine(InferenceEngine):
         self._watchdog = LoopWatchdog(self._loop, self._executor.shared, self._executor.deadline_of)
         collector_pace.relax()
         try:
+            config = self._loop.call(servers_behind(self.config))
+            if config is not self.config:
+                self.config = config
+                self._client = EngineClient(config, identity=self._identity, on_outage=self.fail)
             self._loop.call(self._client.open())
         except BaseException:
             self.destroy()
@@ -391,8 +393,11 @@ class RemoteInfEngine(InferenceEngine):
         return {**self._executor.counts, "abandoned": self._executor.abandoned}
 
     def take_scalars(self, *, is_eval: bool = False) -> dict[str, float]:
-        """Return the mean of each number that episodes recorded since the last call, by metric name."""
-        return self._executor.take_scalars(is_eval=is_eval)
+        """Return the mean of each number that accepted episodes recorded since the last call, by metric name.
+
+        The episodes of a data source count once :meth:`prepare_batch` returns them.
+        """
+        return self._executor.scalars.take(is_eval=is_eval)
 
     def rollout_metrics(self) -> dict[str, float]:
         """Return failures, what pacing cost so far and whether it was fair; see docs/metrics.md, ``rollout/``."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import aiohttp
 import orjson
 
 from areal_lite.api.config import InferenceEngineConfig
@@ -20,6 +23,8 @@ from areal_lite.errors import ConfigError, ServerError
 from areal_lite.infra.reconciler import START_TIMEOUT_S, Reconciler
 from areal_lite.infra.server_pool import Server, ServerPool
 from areal_lite.infra.server_requests import REQUEST_ERRORS, ServerRequests
+
+logger = logging.getLogger(__name__)
 
 AFFINITY_HEADER = "X-SMG-Routing-Key"
 """Requests with equal values go to one server, with the router's policies manual and consistent_hashing."""
@@ -56,6 +61,73 @@ def check_router(config: InferenceEngineConfig) -> None:
             "rollout.weight_update is adapter, and rollout.router is set: each server has its own names of adapters, "
             "and a request through the router cannot know its server. Use another weight_update, or no router"
         )
+
+
+async def servers_behind(config: InferenceEngineConfig) -> InferenceEngineConfig:
+    """Return the config with the servers of a router that ``addresses`` names, and the router as ``router``.
+
+    An address of the backend sglang is a router if it lists workers; other configs come back as they are.
+
+    Raises:
+        ConfigError: If the router is not the only address, or has servers that cannot be used.
+        ServerError: If it lists no server in time.
+    """
+    if config.backend != "sglang" or config.router is not None:
+        return config
+    timeout = aiohttp.ClientTimeout(total=config.connect_timeout_s)
+    async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+        urls = [server.url for server in ServerPool(config.addresses).servers]
+        listed = await asyncio.gather(*(_workers_of(session, url) for url in urls))
+        routers = [url for url, workers in zip(urls, listed, strict=True) if workers is not None]
+        if not routers:
+            return config
+        if len(urls) > 1:
+            raise ConfigError(
+                f"{routers[0]} in rollout.addresses is a router, which sends requests to servers of its own: name it "
+                "alone, or name the servers in rollout.addresses and the router in rollout.router"
+            )
+        workers, deadline = listed[0], time.monotonic() + START_TIMEOUT_S
+        while not workers:
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"the router at {routers[0]} has no servers: start it with --worker-urls, or add them with POST "
+                    "/workers"
+                )
+            await asyncio.sleep(SYNC_S)
+            workers = await _workers_of(session, routers[0])
+    addresses = sorted(_worker_url(routers[0], worker) for worker in workers)
+    logger.info("%s is a router; the servers behind it are %s", routers[0], ", ".join(addresses))
+    return replace(config, addresses=addresses, router=routers[0])
+
+
+async def _workers_of(session: aiohttp.ClientSession, url: str) -> list[dict[str, Any]] | None:
+    """Return the workers that a router lists; None if it is no router or does not answer."""
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError):
+        for path in ("/workers", "/list_workers"):
+            async with session.get(url + path, allow_redirects=False) as reply:
+                body = orjson.loads(await reply.read()) if reply.status == 200 else None
+            if not isinstance(body, dict):
+                continue
+            workers = body.get("workers")
+            if isinstance(workers, list):
+                return workers
+            if "urls" in body:
+                raise ConfigError(
+                    f"the router at {url} is older than sglang-router 0.3, which has the route /workers: update it "
+                    "(pip install -U sglang-router)"
+                )
+    return None
+
+
+def _worker_url(router: str, worker: dict[str, Any]) -> str:
+    """Return the URL of a worker that can be used alone, by HTTP."""
+    url, kind = str(worker.get("url")), worker.get("worker_type", "regular")
+    if kind != "regular" or not url.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"the router at {router} has the server {url} ({kind}): use one whose servers do both prefill and decode, "
+            "by HTTP"
+        )
+    return url.rstrip("/")
 
 
 class Router:

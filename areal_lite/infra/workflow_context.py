@@ -34,7 +34,7 @@ def stat_scope() -> str:
 
 
 def record(**values: float) -> None:
-    """Record numbers of this episode; their means are the metrics ``SCOPE/NAME`` of the step or evaluation.
+    """Record numbers of this episode; means over accepted episodes are metrics ``SCOPE/NAME`` of step or evaluation.
 
     Raises:
         RuntimeError: Outside an episode.

@@ -18,6 +18,7 @@ from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.engine_api import InferenceEngine, Row
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure
+from areal_lite.api.scalars import Scalars
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
 from areal_lite.data.source.buffered_data_source import IterableDataSource
@@ -59,6 +60,8 @@ class WorkflowExecutor:
         """Number of ended groups by status."""
         self.statistics = RolloutStatistics()
         self.failures = FailureTally()
+        self.scalars = Scalars()
+        """What the episodes of accepted groups recorded."""
         self._on_end = on_end
         self._interrupt = interrupt
         self._runner = GroupRunner(engine, timeout_s=config.episode_timeout_s, on_end=self._finish)
@@ -89,10 +92,6 @@ class WorkflowExecutor:
         """What all episodes share."""
         return self._runner.shared
 
-    def take_scalars(self, *, is_eval: bool) -> dict[str, float]:
-        """Return the means of what episodes recorded since the last call."""
-        return self._runner.scalars.take(is_eval=is_eval)
-
     def number_from(self, first: int) -> None:
         """Make ``first`` the smallest task id that is chosen from here on."""
         self._runner.number_from(first)
@@ -121,22 +120,44 @@ class WorkflowExecutor:
 
         Raises:
             ValueError: If fewer were submitted and there is no ``timeout_s``.
+            ConfigError: If there is no ``timeout_s`` and the engine can start none of those that it would wait for.
             TimeoutError: After ``timeout_s``; the finished groups stay for the next wait.
         """
+
+        def enough() -> bool:
+            return len(self._box.groups) >= count
+
+        def settled() -> bool:
+            return enough() or (timeout_s is None and self._starts_nothing)
+
         there = len(self._box.groups) + self._outstanding
         if count > there and timeout_s is None:
             raise ValueError(
                 f"wait(count={count}) but only {there} submissions are left to wait for: submit more first"
             )
+        if timeout_s is None and not enough() and not self.gate.running:
+            self._refuse_paused()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._box.until(lambda: len(self._box.groups) >= count)
+                await self._box.until(settled)
         except TimeoutError:
             raise TimeoutError(
                 f"{len(self._box.groups)} of {count} episodes ended within {timeout_s} s; {self.gate.describe()}. "
                 "Nothing is lost: wait again"
             ) from None
+        if not enough():
+            raise ConfigError(
+                f"wait(count={count}) would never return: {len(self._box.groups)} of them ended and none is running, "
+                f"because {self.gate.describe()}. If another thread does, give wait() a timeout"
+            )
         return self._box.take(count)
+
+    @property
+    def _starts_nothing(self) -> bool:
+        """Whether submissions wait, nothing runs, and the staleness bound admits none of them."""
+        gate = self.gate
+        waits = bool(self._waiting) and not self._waiting_free
+        return waits and not gate.running and not gate.paused and not gate.held and not gate.may_start_training()
 
     def wait_unclaimed(self, groups: list[Group]) -> None:
         """Put back the groups of a :meth:`wait` whose caller left before they arrived."""
@@ -364,7 +385,7 @@ class WorkflowExecutor:
                 return
             feed.running += 1
             submission = self._runner.make(
-                samples[0].row,
+                feed.source.columns_of(samples[0].row),
                 recipe,
                 partial(self._deliver_to_feed, feed),
                 training=True,
@@ -396,6 +417,8 @@ class WorkflowExecutor:
             self._close(group)
         submission.deliver(group)
         self._pump()
+        if not self.gate.running:
+            self._box.changed()  # a wait may have nothing left to wait for
 
     def _deliver_to_wait(self, group: Group) -> None:
         self._outstanding -= 1
@@ -421,4 +444,6 @@ class WorkflowExecutor:
             return
         self.counts[group.status] += 1
         self.failures.add(group)
+        if group.status is EpisodeStatus.ACCEPTED:
+            self.scalars.add(group)
         self._on_end(group)

@@ -33,7 +33,7 @@ from areal_lite.launch.engine_stack import check_startable, generating_engine
 from areal_lite.launch.evaluation import no_success
 from areal_lite.launch.replay import load_copy
 from areal_lite.launch.resuming import CHECKPOINTS
-from areal_lite.launch.run_data import tokenizer_path, workflow_kwargs
+from areal_lite.launch.run_data import WorkflowChoice, tokenizer_path
 from areal_lite.launch.run_directory import run_directory
 from areal_lite.trainer.checkpoint import checkpoints
 
@@ -148,9 +148,10 @@ def _last_model(root: Path) -> str:
 
 
 def _continuation(config: RunConfig, fork: Fork, options: Options, *, is_eval: bool) -> Continuation:
+    choice = WorkflowChoice.of(config)
     workflow = resolve_workflow(
-        config.workflow,
-        workflow_kwargs(config, is_eval=is_eval),
+        choice.workflow,
+        choice.kwargs(config, is_eval=is_eval),
         wrap_agent=partial(wrap_agent, config=config.rollout),
         allow_sync=config.rollout.agent_isolation != "inline",
     )

@@ -67,9 +67,10 @@ def settings(config: RunConfig | SupervisedConfig) -> Findings:
 
     check_trainable(config)
     data = training_data(config)
-    steps = with_steps(config, len(data.dataset)).trainer.steps
     inputs = rollout_inputs(config, Start(evaluates=False), data)
-    rows = f"{len(data.dataset):,} training rows, {len(inputs.held_out):,} held out, {steps:,} steps"
+    count = "generated" if data.dataset is None else f"{len(data.dataset):,}"
+    steps = config.trainer.total_steps if data.dataset is None else with_steps(config, len(data.dataset)).trainer.steps
+    rows = f"{count} training rows, {len(inputs.held_out):,} held out, {steps:,} steps"
     yield ok(f"workflow {config.workflow}, {rows}")
 
 

@@ -15,7 +15,7 @@ from areal_lite.embedded.settings import check_model_path
 from areal_lite.errors import ConfigError
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.infra.router import check_router
-from areal_lite.launch.run_data import check_workflow_choice
+from areal_lite.launch.run_data import WorkflowChoice
 from areal_lite.launch.server_group import ServerGroup, check_servers, make_router, make_servers
 
 logger = logging.getLogger(__name__)
@@ -43,10 +43,10 @@ def thread_budget(config: RunConfig) -> ThreadBudget:
     return ThreadBudget(server=server, trainer=trainer)
 
 
-def check_startable(config: RunConfig) -> None:
+def check_startable(config: RunConfig, workflow: WorkflowChoice | None = None) -> None:
     """Check before anything starts that the model and the workflow exist and that there are servers or can be."""
     check_model_path(config.model_path)
-    check_workflow_choice(config)
+    (workflow or WorkflowChoice.of(config)).check(config)
     protocol, program = config.rollout.backend, config.server.backend
     check_router(config.rollout)
     if config.server.router and config.rollout.weight_update == "adapter":

@@ -14,7 +14,7 @@ from areal_lite.api.trajectory import EpisodeStatus, Group
 from areal_lite.errors import EpisodeError
 from areal_lite.infra.failure_tally import PASSING
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
-from areal_lite.launch.run_data import workflow_kwargs
+from areal_lite.launch.run_data import WorkflowChoice
 from areal_lite.trainer.validation_metrics import validation_metrics
 
 logger = logging.getLogger(__name__)
@@ -47,14 +47,14 @@ class Evaluation:
         }
 
 
-def evaluate(engine: RemoteInfEngine, config: RunConfig, rows: Sequence[Row]) -> Evaluation:
+def evaluate(engine: RemoteInfEngine, config: RunConfig, rows: Sequence[Row], workflow: WorkflowChoice) -> Evaluation:
     """Run the workflow on each of the rows, ``evaluation.group_size`` times."""
     logger.info("evaluating %d held-out rows", len(rows))
     clock = time.monotonic()
     groups = engine.rollout_batch(
         rows,
-        config.workflow,
-        workflow_kwargs(config, is_eval=True),
+        workflow.workflow,
+        workflow.kwargs(config, is_eval=True),
         group_size=config.evaluation.group_size,
         is_eval=True,
     )

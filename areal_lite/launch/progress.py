@@ -94,17 +94,18 @@ def _failures(metrics: Mapping[str, float]) -> str:
 
 def server_table(metrics: Mapping[str, float], addresses: Sequence[str]) -> Table | None:
     """Return the figures of each server in the last record of a run; None without any."""
-    figures: dict[int, dict[str, float]] = {}
+    figures: dict[str, dict[str, float]] = {}
     for metric, value in metrics.items():
         if metric.startswith("servers/"):
             _, index, key = metric.split("/")
-            figures.setdefault(int(index), {})[key] = value
+            figures.setdefault(index, {})[key] = value
     if not figures:
         return None
-    columns = list(figures[0])
+    columns = list(figures["0"])
+    named = len(addresses) == len(figures) - ("router" in figures)
     table = Table("server", *(column.replace("_", " ") for column in columns), title="servers")
-    for place, server in figures.items():
-        name = addresses[place] if place < len(addresses) else "embedded"
+    for index, server in figures.items():
+        name = addresses[int(index)] if named and index != "router" else index if addresses else "embedded"
         table.add_row(name, *(f"{server[c]:.2f}" if c.endswith("_s") else f"{server[c]:.0f}" for c in columns))
     return table
 

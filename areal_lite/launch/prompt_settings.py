@@ -12,12 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 from areal_lite.api.config import DatasetConfig, RunConfig
-from areal_lite.api.dotted_path import load_object
 from areal_lite.api.engine_api import Row
 from areal_lite.data.chat.prompt_encoder import PromptEncoder
 from areal_lite.errors import ConfigError
 
-_RENDERING = ("apply_chat_template_kwargs", "tools_key", "tools_in_system_prompt", "image_key", "video_key")
+_RENDERING = (
+    *("apply_chat_template", "apply_chat_template_kwargs", "tools_key", "tools_in_system_prompt"),
+    *("image_key", "video_key"),
+)
 _TRAINING_ONLY = {
     "datagen": "it adds rows after each training step",
     "sampler": "held-out rows all run, in the order of the file",
@@ -25,17 +27,26 @@ _TRAINING_ONLY = {
 
 
 def prompt_preparer(
-    config: RunConfig, rows: DatasetConfig, *, tokenizer: Any, first_row: Any
+    config: RunConfig,
+    rows: DatasetConfig,
+    target: Any,
+    workflow_kwargs: Mapping[str, Any],
+    *,
+    tokenizer: Any,
+    first_row: Any,
 ) -> Callable[[Row], Row] | None:
     """Return what adds the prompt's forms to the rows of a dataset section; None if the workflow takes none.
 
     They are ``raw_prompt_ids`` for a workflow with ``takes_prompt_ids``, ``raw_prompt`` with return_raw_chat and
     ``full_prompts`` with return_full_prompt. A row that has one of them keeps its own.
 
+    Args:
+        target: The workflow, a class or an instance.
+        workflow_kwargs: Its constructor arguments.
+
     Raises:
         ConfigError: If a setting cannot act, with all of these, or the first row has no valid prompt.
     """
-    target = _workflow(config)
     key, section = rows.prompt_key, "eval_dataset" if rows is config.eval_dataset else "train_dataset"
     has_prompt = key in first_row if isinstance(first_row, Mapping) else True
     takes_ids = bool(getattr(target, "takes_prompt_ids", False)) and has_prompt
@@ -52,7 +63,7 @@ def prompt_preparer(
         return None
     system_prompt = None
     if takes_ids:
-        rows, system_prompt = with_arguments(config, rows)
+        rows, system_prompt = with_arguments(rows, target, workflow_kwargs)
     else:
         rows = replace(rows, max_prompt_length=None)
     encoder = PromptEncoder(rows, tokenizer, system_prompt=system_prompt)
@@ -65,25 +76,23 @@ def prompt_preparer(
 
     if config.data_packer is None:
         try:
-            prepare(first_row if isinstance(first_row, Mapping) else {key: first_row})
+            prepare(first_row)
         except ValueError as error:
             raise ConfigError(f"{section} {rows.path}, row 0: {error}") from error
     return prepare
 
 
-def with_arguments(config: RunConfig, rows: DatasetConfig) -> tuple[DatasetConfig, str | None]:
+def with_arguments(
+    rows: DatasetConfig, target: Any, workflow_kwargs: Mapping[str, Any]
+) -> tuple[DatasetConfig, str | None]:
     """Return the section with ``enable_thinking`` of a workflow that takes the prompt's ids, and its system prompt."""
-    target = _workflow(config)
     if not getattr(target, "takes_prompt_ids", False):
         return rows, None
-    thinking = _argument(target, config.workflow_kwargs, "enable_thinking")
-    variables = {} if thinking is None else {"enable_thinking": thinking}
-    rows = replace(rows, apply_chat_template_kwargs=variables | rows.apply_chat_template_kwargs)
-    return rows, _argument(target, config.workflow_kwargs, "system_prompt")
-
-
-def _workflow(config: RunConfig) -> Any:
-    return load_object(config.workflow, where="workflow") if isinstance(config.workflow, str) else config.workflow
+    thinking = _argument(target, workflow_kwargs, "enable_thinking")
+    if thinking is not None and rows.apply_chat_template:
+        variables = {"enable_thinking": thinking} | rows.apply_chat_template_kwargs
+        rows = replace(rows, apply_chat_template_kwargs=variables)
+    return rows, _argument(target, workflow_kwargs, "system_prompt")
 
 
 def _forms(rows: DatasetConfig, *, takes_ids: bool) -> dict[str, bool]:

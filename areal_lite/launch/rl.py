@@ -36,7 +36,7 @@ from areal_lite.launch.profiling import MemorySnapshots, StepProfiler
 from areal_lite.launch.publishing import Publish, weight_publisher
 from areal_lite.launch.resuming import Start, find_start
 from areal_lite.launch.rollout_driver import RolloutDriver, RolloutInputs, load_rollout_inputs
-from areal_lite.launch.run_data import TrainingData, tokenizer_path, training_data, with_steps
+from areal_lite.launch.run_data import TrainingData, WorkflowChoice, tokenizer_path, training_data, with_steps
 from areal_lite.launch.run_metrics import OnStep, with_scalars
 from areal_lite.launch.server_probe import NUM_TOKENS, Answer, compare_logprobs, probe_prompt, usual_difference
 from areal_lite.launch.server_program import gpu_groups
@@ -192,15 +192,21 @@ class RLRun(TrainingRun[Evaluation]):
         return {str(state_path("", self.step)): state_bytes(self.driver.data.source.state_dict())}
 
 
-def run_rl(config: RunConfig, on_step: OnStep | None, *, make_run: Callable[..., RLRun] = RLRun) -> Summary[Evaluation]:
+def run_rl(
+    config: RunConfig,
+    on_step: OnStep | None,
+    *,
+    workflow: WorkflowChoice | None = None,
+    make_run: Callable[..., RLRun] = RLRun,
+) -> Summary[Evaluation]:
     """Train a policy; call it on every rank, after the ranks have joined. ``make_run`` may return a subclass."""
-    data = training_data(config) if Ranks.current().rank == 0 else None
+    data = training_data(config, workflow) if Ranks.current().rank == 0 else None
     if config.trainer.total_epochs is not None:
         config = with_steps(config, broadcast_json(data and len(data.dataset)))
     start = find_start(config, config.trainer.steps)
     if start.is_done:
         return summary_of_finished(config, start)
-    inputs = rollout_inputs(config, start, data) if data is not None else None
+    inputs = rollout_inputs(config, start, data, workflow) if data is not None else None
     with ExitStack() as stack:
         files = stack.enter_context(open_run_files(config, start, on_step))
         driver = None
@@ -229,10 +235,12 @@ def run_rl(config: RunConfig, on_step: OnStep | None, *, make_run: Callable[...,
         ).run()
 
 
-def rollout_inputs(config: RunConfig, start: Start, data: TrainingData) -> RolloutInputs:
+def rollout_inputs(
+    config: RunConfig, start: Start, data: TrainingData, workflow: WorkflowChoice | None = None
+) -> RolloutInputs:
     """Return the inputs of a run's rollouts; a ConfigError says what in algorithm, workflow or rows cannot work."""
     algorithm = Algorithm(config.trainer, max_new_tokens=config.rollout.gconfig.max_new_tokens)
-    return load_rollout_inputs(config, start, data, baselines="baselines" in algorithm.needs)
+    return load_rollout_inputs(config, start, data, baselines="baselines" in algorithm.needs, workflow=workflow)
 
 
 def num_devices(config: RunConfig) -> int:

@@ -27,8 +27,8 @@ from areal_lite.launch.evaluation import Evaluation, evaluate
 from areal_lite.launch.resuming import Start
 from areal_lite.launch.run_data import (
     TrainingData,
+    WorkflowChoice,
     tokenizer_path,
-    workflow_kwargs,
     workflow_rows,
 )
 from areal_lite.launch.run_metrics import engine_metrics
@@ -46,6 +46,7 @@ class RolloutInputs:
 
     data: TrainingData
     """Training rows."""
+    workflow: WorkflowChoice
     held_out: Sequence[Row] = ()
     """Rows to evaluate on."""
     reward_model: RewardModel | None = None
@@ -56,13 +57,23 @@ class RolloutInputs:
     """Where batches are kept."""
 
 
-def load_rollout_inputs(config: RunConfig, start: Start, data: TrainingData, *, baselines: bool) -> RolloutInputs:
+def load_rollout_inputs(
+    config: RunConfig,
+    start: Start,
+    data: TrainingData,
+    *,
+    baselines: bool,
+    workflow: WorkflowChoice | None = None,
+) -> RolloutInputs:
     """Return the run's inputs, with the data source at the position of ``start``."""
     if start.checkpoint is not None:
         data.source.load(start.step, start.checkpoint)
+    workflow = workflow or WorkflowChoice.of(config)
+    held_out = config.eval_dataset
     return RolloutInputs(
         data=data,
-        held_out=workflow_rows(config, config.eval_dataset, is_train=False) if config.eval_dataset else [],
+        workflow=workflow,
+        held_out=workflow_rows(config, held_out, is_train=False, workflow=workflow) if held_out else [],
         cache=_batch_cache(config, baselines=baselines),
         reward_model=make_reward_model(config),
         baselines=baselines,
@@ -123,12 +134,14 @@ class RolloutDriver:
     def evaluate(self) -> Evaluation | None:
         """Run the held-out rows and return their rewards; None if there are none."""
         held_out = self._inputs.held_out
-        return evaluate(self.engine, self._config, held_out) if held_out else None
+        return evaluate(self.engine, self._config, held_out, self._inputs.workflow) if held_out else None
 
     def metrics(self) -> dict[str, float]:
         """Return the engine's metrics and the position in the data."""
         source = self.data.source
+        metadata = {name: value for name, value in source.get_metadata().items() if isinstance(value, int | float)}
         return {
+            **{f"data/metadata/{name}": float(value) for name, value in metadata.items()},
             "data/epoch": float(source.epoch_id),
             "data/owed_groups": float(source.num_owed),
             "data/buffered_groups": float(source.get_buffer_length()),
@@ -141,9 +154,9 @@ class RolloutDriver:
         return self.engine.take_scalars(is_eval=True) | self.engine.take_scalars()
 
     def _generate(self, step: int) -> list[Group]:
-        config = self._config
-        kwargs = workflow_kwargs(config, is_eval=False)
-        groups = self.engine.prepare_batch(self.data.source, config.workflow, kwargs, config.should_accept_fn)
+        config, workflow = self._config, self._inputs.workflow
+        kwargs = workflow.kwargs(config, is_eval=False)
+        groups = self.engine.prepare_batch(self.data.source, workflow.workflow, kwargs, config.should_accept_fn)
         if step == config.trainer.steps:
             self.engine.close_source(self.data.source)
         self._groups = groups
@@ -165,9 +178,10 @@ class RolloutDriver:
         """Give each group the reward of one greedy episode, or its own mean reward if that episode failed."""
         gconfig = self._config.rollout.gconfig.new(greedy=True)
         rollout = dataclasses.replace(self._config.rollout, gconfig=gconfig)
-        kwargs = workflow_kwargs(dataclasses.replace(self._config, rollout=rollout), is_eval=False)
+        workflow = self._inputs.workflow
+        kwargs = workflow.kwargs(dataclasses.replace(self._config, rollout=rollout), is_eval=False)
         rows = [dict(group.data) for group in groups]
-        greedy = self.engine.rollout_batch(rows, self._config.workflow, kwargs, group_size=1, is_eval=True)
+        greedy = self.engine.rollout_batch(rows, workflow.workflow, kwargs, group_size=1, is_eval=True)
         answered = [answer for answer in greedy if answer.rewards]
         apply_reward_model(self._inputs.reward_model, answered, self._config)
         for group, answer in zip(groups, greedy, strict=True):

@@ -9,11 +9,11 @@ from areal_lite.api.config import RunConfig
 from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.trajectory import EpisodeStatus, Group
 from areal_lite.data.rows.load_rows import check_held_out
-from areal_lite.embedded.settings import check_model_path
+from areal_lite.embedded.settings import check_model_path, check_text_model
 from areal_lite.errors import ConfigError
 from areal_lite.launch.engine_stack import check_startable, generating_engine, reports_truncated
 from areal_lite.launch.evaluation import Evaluation, evaluate, no_success
-from areal_lite.launch.run_data import workflow_kwargs, workflow_rows
+from areal_lite.launch.run_data import WorkflowChoice, workflow_rows
 from areal_lite.launch.run_directory import run_directory
 from areal_lite.launch.run_metrics import OnStep, recorded
 
@@ -23,22 +23,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def run_training(config: RunConfig, *, on_step: OnStep | None = None) -> Summary[Evaluation]:
+def run_training(
+    config: RunConfig, *, on_step: OnStep | None = None, workflow: WorkflowChoice | None = None
+) -> Summary[Evaluation]:
     """Train a policy by reinforcement learning; ``on_step`` sees every record of metrics.jsonl.
 
-    Under torchrun all ranks call it; the first one generates, writes and has the metrics.
+    Under torchrun all ranks call it; the first one generates, writes and has the metrics. ``workflow`` replaces that
+    of the config.
 
     Raises:
         ConfigError: Before anything expensive starts, for anything in the config that cannot work.
         Stopped: On SIGINT or SIGTERM, with a checkpoint of the last whole step if the run makes any.
     """
-    check_trainable(config)
+    check_trainable(config, workflow)
+    if workflow is not None:
+        config = workflow.recorded(config)
     from areal_lite.launch.rl import run_rl
     from areal_lite.trainer.policy_model import resolve_device
     from areal_lite.trainer.ranks import join_ranks
 
     with join_ranks(resolve_device(config.trainer.device)):
-        return run_rl(config, on_step)
+        return run_rl(config, on_step, workflow=workflow)
 
 
 def run_rollout(config: RunConfig, *, on_step: OnStep | None = None) -> list[Group]:
@@ -51,7 +56,8 @@ def run_rollout(config: RunConfig, *, on_step: OnStep | None = None) -> list[Gro
         EpisodeError: If every group failed.
     """
     check_startable(config)
-    kwargs = workflow_kwargs(config, is_eval=False)
+    choice = WorkflowChoice.of(config)
+    kwargs = choice.kwargs(config, is_eval=False)
     rows = workflow_rows(config, config.train_dataset, is_train=True)
     with (
         run_directory(config, fresh=False, trains=False) as run_dir,
@@ -59,7 +65,7 @@ def run_rollout(config: RunConfig, *, on_step: OnStep | None = None) -> list[Gro
         recorded(engine, run_dir, "rollout", on_step) as metrics,
     ):
         logger.info("running %d rows x %d episodes", len(rows), config.rollout.group_size)
-        groups = engine.rollout_batch(rows, config.workflow, kwargs, config.should_accept_fn)
+        groups = engine.rollout_batch(rows, choice.workflow, kwargs, config.should_accept_fn)
         if rewards := [reward for group in groups for reward in group.rewards]:
             metrics["rollout/reward"] = sum(rewards) / len(rewards)
     if groups and all(group.status is EpisodeStatus.FAILED for group in groups):
@@ -85,16 +91,16 @@ def run_evaluation(config: RunConfig, *, on_step: OnStep | None = None) -> Evalu
         generating_engine(config, run_dir) as engine,
         recorded(engine, run_dir, "eval", on_step) as metrics,
     ):
-        result = evaluate(engine, config, rows)
+        result = evaluate(engine, config, rows, WorkflowChoice.of(config))
         metrics |= result.metrics()
         return result
 
 
-def check_trainable(config: RunConfig) -> None:
+def check_trainable(config: RunConfig, workflow: WorkflowChoice | None = None) -> None:
     """Check a training run's options, model folders and workflow; raises ConfigError."""
     from areal_lite.trainer.policy_model import resolve_device
 
-    check_startable(config)
+    check_startable(config, workflow)
     if not config.rollout.addresses and config.server.backend in (None, "embedded"):
         resolve_device(config.server.device, key="server.device")
     if config.rollout.weight_update == "adapter" and config.trainer.lora is None:
@@ -121,6 +127,7 @@ def check_learnable(config: RunConfig) -> None:
         if path is not None:
             check_model_path(path, key=key, has_tokenizer=key == "model_path")
             check_scorable(path, key=key)
+    check_text_model(config.model_path)
     rollout = config.rollout
     if rollout.group_size < 2 and config.trainer.advantage in COMPARES_GROUP:
         raise ConfigError(

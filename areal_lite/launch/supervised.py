@@ -24,7 +24,7 @@ from areal_lite.data.rows.loader import ResumableLoader
 from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
 from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item
-from areal_lite.embedded.settings import check_model_path
+from areal_lite.embedded.settings import check_model_path, check_text_model
 from areal_lite.launch.loop import Summary, TrainingRun, open_run_files, summary_of_finished, with_prefix
 from areal_lite.launch.resuming import find_start
 from areal_lite.launch.run_metrics import OnStep
@@ -97,6 +97,7 @@ def run_supervised(
     """
     started = time.monotonic()
     check_model_path(config.model_path)
+    check_text_model(config.model_path)
     check_scorable(config.model_path)
     logger.info("checking the rows")
     _, make_trainer = _CLASSES[type(config)]

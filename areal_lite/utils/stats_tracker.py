@@ -1,4 +1,4 @@
-"""AReaL's statistics: the mean of each value over a training step is the metric ``scope/name``."""
+"""AReaL's statistics: the mean of each value over the accepted episodes of a step is the metric ``scope/name``."""
 
 from __future__ import annotations
 

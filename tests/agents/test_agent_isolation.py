@@ -129,6 +129,15 @@ class PlainAgent:
         return {completion.id: 0.5}
 
 
+class RecordingAgent(PlainAgent):
+    """Records a number."""
+
+    def run(self, data: dict[str, Any], **extra_kwargs: Any) -> dict[str, float]:
+        """Return the reward of its completion."""
+        workflow_context.record(number=data["number"])
+        return super().run(data, **extra_kwargs)
+
+
 class OwnError(Exception):
     """Known to the agent's module only."""
 
@@ -190,6 +199,13 @@ def test_agents_work_in_threads_and_processes(
     facts = {"acc": 1.0, "pred": "yes"} if agent is PlainAgent else {}
     assert [group.trajectories[0].reward_extra for group in groups] == [facts] * 3
     assert not [record for record in caplog.records if "blocks the event loop" in record.message]
+
+
+@ISOLATIONS
+def test_numbers_that_an_agent_records_are_metrics(start: Start, isolation: str) -> None:
+    engine = start(isolation)
+    engine.rollout_batch([{"number": 1}, {"number": 3}, {"number": 50, "do": "raise"}], RecordingAgent)
+    assert engine.take_scalars()["rollout/number"] == 2
 
 
 @ISOLATIONS

@@ -18,7 +18,6 @@ from areal_lite.api import episode_context
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.generation import GenerationHyperparameters
-from areal_lite.api.scalars import Scalars
 from areal_lite.api.tensor_dict import tensor_dict_of
 from areal_lite.api.trajectory import EpisodeStatus
 from areal_lite.api.turn_tree import trajectory_of
@@ -197,7 +196,7 @@ def test_the_tokenizer_is_loaded_once_and_a_bad_path_is_named(config: Any, tmp_p
             run_episode(InferenceEngineConfig(tokenizer_path=path), run, ["a", "b"])
 
 
-def test_counts_and_parts_are_in_the_record_and_in_the_metrics(config: Any) -> None:
+def test_counts_and_parts_are_in_the_record(config: Any) -> None:
     weighted = dataclasses.replace(config, reward_weights={"correct": 1.0, "short": 0.5})
 
     async def run(data: dict[str, Any], **extra_kwargs: Any) -> dict[str, float]:
@@ -205,13 +204,12 @@ def test_counts_and_parts_are_in_the_record_and_in_the_metrics(config: Any) -> N
         return {"correct": 1.0, "short": 0.5}
 
     async def play() -> None:
-        episode, scalars = Episode(), Scalars()
-        episode_context.enter(EpisodeContext(episode=episode, scalars=scalars))
+        episode = Episode()
+        episode_context.enter(EpisodeContext(episode=episode))
         workflow = AgentWorkflow(FunctionAgent(run), weighted)
         returned = await workflow.arun_episode(ScriptedEngine(["1", "2"]), {"question": "x"})  # type: ignore[arg-type]
         assert [interaction.reward for interaction in (returned or {}).values()] == [1.25]
         trajectory = episode.end(EpisodeStatus.ACCEPTED)
         assert trajectory.counts["answers"] == 2 and trajectory.counts["reward/short"] == 0.5
-        assert scalars.take(is_eval=False) == {f"rollout/{key}": v for key, v in trajectory.counts.items()}
 
     asyncio.run(play())

@@ -13,7 +13,6 @@ from areal_lite.agents import ArealOpenAI
 from areal_lite.api import episode_context
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.episode_context import Episode, EpisodeContext
-from areal_lite.api.scalars import Scalars
 from areal_lite.api.turn_tree import trajectory_of
 from tests.agents.scripted_engine import ScriptedEngine
 
@@ -108,15 +107,14 @@ def test_without_any_reward_all_answers_are_exported_and_fail_the_episode() -> N
 
 def test_what_a_client_counted_is_recorded_once() -> None:
     async def play() -> None:
-        episode, scalars = Episode(), Scalars()
-        episode_context.enter(EpisodeContext(episode=episode, scalars=scalars))
+        episode = Episode()
+        episode_context.enter(EpisodeContext(episode=episode))
         client = new_client(["a", "b"])
         await converse(client, 2)
         client.set_last_reward(1.0)
         for style in ("individual", "concat"):
             client.export_interactions(style)  # type: ignore[arg-type]
         assert (episode.counts["answers"], episode.counts["clean_turns"], episode.counts["forks"]) == (2, 2, 0)
-        assert scalars.take(is_eval=False) == {f"rollout/{name}": value for name, value in episode.counts.items()}
 
     asyncio.run(play())
 

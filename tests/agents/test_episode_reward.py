@@ -50,6 +50,17 @@ def test_forms_of_a_reward(reward: Any, expected: list[float]) -> None:
     assert rewards_of(reward, WEIGHTS) == pytest.approx(expected)
 
 
+def test_one_part_is_the_reward_and_the_other_numbers_are_kept() -> None:
+    reward = {"accuracy": 0.5, "length": np.float32(3), "answer": "42"}
+    sequences, parts = rewarded(two_answers(), reward, key="accuracy")
+    assert [sequence.reward for sequence in sequences.values()] == [0.5]
+    assert parts == {"accuracy": 0.5, "length": 3}
+    session = two_answers()
+    first, _ = session.interactions
+    by_id, parts = rewarded(session, {first: 0.75}, key="accuracy")
+    assert [sequence.reward for sequence in by_id.values()] == [0.75] and parts == {}
+
+
 def test_completions_are_rewarded_by_id_beside_named_parts() -> None:
     session = two_answers()
     first, _ = session.interactions

@@ -62,10 +62,36 @@ def test_names_and_tokenizer_are_copied_into_rollout(write):
 
 
 def test_a_rollout_value_that_contradicts_a_top_level_value_is_refused(write):
-    text = refused(write(), "rollout.trial_name=b", "rollout.fileroot=else", "rollout.seed=2")
-    assert "rollout.trial_name: 'b' contradicts trial_name 'trial' at the top: remove it from rollout" in text
+    top = ["trial_name=t", "fileroot=out", "seed=1"]
+    text = refused(write(), *top, "rollout.trial_name=b", "rollout.fileroot=else", "rollout.seed=2")
+    assert "rollout.trial_name: 'b' contradicts trial_name 't' at the top: remove it from rollout" in text
     assert "rollout.fileroot: 'else' contradicts" in text
     assert "rollout.seed: 2 contradicts seed 1 at the top" in text
+
+
+def test_a_value_that_only_the_rollout_section_sets_is_the_runs(write):
+    config = load_config(write(), ["rollout.fileroot=/logs", "rollout.seed=7"])
+    assert (config.fileroot, config.rollout.fileroot) == ("/logs", "/logs")
+    assert (config.seed, config.rollout.seed) == (7, 7)
+    assert "seed: -1: it must be greater than or equal to 0" in refused(write(), "rollout.seed=-1")
+
+
+def test_tool_key_is_another_name_of_tools_key(write):
+    config = load_config(write(), ["train_dataset.tool_key=functions"])
+    assert config.train_dataset.tools_key == "functions"
+    Path("again.yaml").write_text(dump_config(config))
+    assert load_config("again.yaml") == config
+    text = refused(write(), "train_dataset={path: x, tool_key: functions, tools_key: other}")
+    assert "train_dataset: tools_key is 'other' and tool_key 'functions', two names of one key: remove one" in text
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("apply_chat_template_kwargs", "{a: 1}"), ("tools_in_system_prompt", "true"), ("return_raw_chat", "true")],
+)
+def test_what_needs_the_chat_template_is_refused_without_it(write, key, value):
+    text = refused(write(), f"train_dataset={{path: x, apply_chat_template: false, {key}: {value}}}")
+    assert f"train_dataset: apply_chat_template is false, and {key} is " in text
 
 
 def test_all_errors_are_reported_at_once_with_file_key_value_rule_and_meaning(write):

@@ -48,7 +48,11 @@ def numbers(count, start=0):
 
 
 def words():
-    return ["a"]
+    return ["a", [{"role": "user", "content": "b"}]]
+
+
+def odd():
+    return [{"n": 1}, 3]
 
 
 def lazily():
@@ -60,6 +64,10 @@ NOT_CALLABLE = 3
 
 def test_a_function_gets_its_kwargs_and_gives_rows():
     assert load(f"{__name__}.numbers", kwargs={"count": 2, "start": 5}) == [{"n": 5}, {"n": 6}]
+
+
+def test_rows_of_a_function_may_be_text_or_conversations():
+    assert load(f"{__name__}.words") == words()
 
 
 def test_max_samples_takes_the_first_rows_or_a_seeded_choice_in_order():
@@ -77,7 +85,7 @@ def test_max_samples_takes_the_first_rows_or_a_seeded_choice_in_order():
         ("numbers", {}, "do not fit: missing a required argument: 'count'"),
         ("numbers", {"count": 1, "end": 2}, "unexpected keyword argument 'end'"),
         ("numbers", {"count": 0}, "there are no rows"),
-        ("words", {}, "row 1: a text"),
+        ("odd", {}, "row 2: a number"),
         ("lazily", {}, "it returned a generator: it must return a list"),
         ("NOT_CALLABLE", {}, "it must be a function"),
         ("nombers", {"count": 1}, "did you mean .*numbers"),

@@ -107,6 +107,28 @@ def test_a_text_prompt_is_one_user_message(write, config, tokenizer):
     assert item["full_prompts"] == rendered("hi")
 
 
+def texts():
+    return ["hi", [{"role": "user", "content": "hi"}], {"prompt": "hi"}]
+
+
+def test_d10_d11_a_row_may_be_its_prompt_alone(config, tokenizer):
+    dataset = RLHFDataset(f"{__name__}.texts", tokenizer, config(max_prompt_length=64, filter_overlong_prompts=True))
+    first, second, third = (dataset[index]["raw_prompt_ids"] for index in range(3))
+    assert first == tokenizer("hi", add_special_tokens=False)["input_ids"]
+    assert second == third == tokenizer(rendered("hi"), add_special_tokens=False)["input_ids"]
+
+
+def test_without_the_chat_template_a_prompt_is_used_as_it_is(write, config, tokenizer):
+    plain = config(
+        apply_chat_template=False, max_prompt_length=2, filter_overlong_prompts=True, return_full_prompt=True
+    )
+    dataset = RLHFDataset(write(*prompts("hi", "longer")), tokenizer, plain)
+    assert [dataset[0]["full_prompts"], len(dataset[0]["raw_prompt_ids"]), len(dataset)] == ["hi", 2, 1]
+    messages = write({"prompt": [{"role": "user", "content": "hi"}]})
+    with pytest.raises(ConfigError, match="row 0: apply_chat_template is false, and the prompt in 'prompt' is .*list"):
+        RLHFDataset(messages, tokenizer, config(apply_chat_template=False))[0]
+
+
 def test_null_keys_added_by_a_table_are_not_rendered(write, config, tokenizer):
     # V6
     message = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": None}

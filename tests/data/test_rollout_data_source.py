@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
 from areal_lite.data.source.buffered_data_source import IterableDataSource, RolloutDataSourceWithBuffer
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.data.source.sample import Sample
@@ -302,16 +303,92 @@ def test_an_error_while_drawing_loses_no_row(cls):
     assert drawn(source, 80) == list(range(120, 200))
 
 
-def test_a_row_that_is_not_a_dict_is_refused_and_loses_no_row_before_it():
-    message = "a row of the dataset is 'text': each row must be a dict"
+def test_a_row_that_is_no_row_is_refused_and_loses_no_row_before_it():
+    message = "a row of the dataset is 17: each row must be a dict of columns, text, or a list of messages"
     with pytest.raises(ConfigError, match=message):
-        RolloutDataSource(["text"])
-    source = IterableDataSource([{"n": 0}, "text"])
+        RolloutDataSource([17])
+    source = IterableDataSource([{"n": 0}, 17])
     with pytest.raises(ConfigError, match=message):
         source.get_samples(2)
     assert drawn(source, 1) == [0]
-    with pytest.raises(ConfigError, match="'text'"):
+    with pytest.raises(ConfigError, match="17"):
         source.get_samples(1)
+
+
+CONVERSATION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.mark.parametrize("row", ["What is 2+2?", CONVERSATION])
+def test_d10_d11_a_row_may_be_text_or_a_conversation(row, tmp_path):
+    source = RolloutDataSource([row, row], n_samples_per_prompt=2)
+    ((sample, _),) = groups = source.get_samples(1)
+    assert (sample.row, sample.prompt, sample.label) == (row, row, None)
+    assert source.rollout_input(groups[0]) == {"prompt": row}
+    source.save(1, tmp_path)
+    resumed = RolloutDataSource([row, row], n_samples_per_prompt=2)
+    resumed.load(1, tmp_path)
+    assert resumed.get_samples(1)[0][0].row == row
+
+
+class Collating(DecoderOnlyLLMDataPacker):
+    """Tells each row which rows were collated with it."""
+
+    def rollout_collate_fn(self, items):
+        return [{**item, "with": [other["n"] for other in items]} for item in items]
+
+
+def collating(**settings):
+    return make(10, packer=Collating(), mini_batch_size=4, shuffle=False, **settings)
+
+
+def collated(source, count):
+    return [source.rollout_input(group)["with"] for group in source.get_samples(count)]
+
+
+def test_d4_rows_become_workflow_input_in_mini_batches():
+    source = collating()
+    assert collated(source, 3) == [[0, 1, 2, 3]] * 3
+    assert collated(source, 7) == [[0, 1, 2, 3], *[[4, 5, 6, 7]] * 4, *[[8, 9]] * 2]
+    assert collated(source, 1) == [[0, 1, 2, 3]]  # of the next epoch
+    group = collating().get_samples(6)[5]
+    source.give_back([group])
+    assert collated(source, 1) == [[4, 5, 6, 7]]
+
+
+def test_mini_batches_are_the_same_after_a_restart_and_owed_rows_are_one_of_their_own():
+    source = collating()
+    source.mark_trained(source.get_samples(5))
+    resumed = collating()
+    source.get_samples(1)
+    resumed.load_state_dict(source.state_dict())
+    assert collated(resumed, 1) == [[5]]
+    assert collated(resumed, 3) == [*[[4, 5, 6, 7]] * 2, [8, 9]]
+
+
+def test_a_packer_that_collates_nothing_gets_each_row_when_it_is_needed():
+    seen = []
+
+    class Seeing(DecoderOnlyLLMDataPacker):
+        def get_rollout_input(self, item):
+            seen.append(item["n"])
+            return item
+
+    source = make(10, packer=Seeing(), mini_batch_size=4, shuffle=False)
+    source.rollout_input(source.get_samples(3)[2])
+    assert seen == [2]
+
+
+def test_metadata_come_from_their_column_and_keep_what_was_added():
+    data = [{"prompt": "p", "facts": {"level": 3}}, {"prompt": "q", "facts": None}]
+    source = RolloutDataSource(data, n_samples_per_prompt=2, metadata_key="facts")
+    (first, second), (third, _) = source.get_samples(2)
+    assert (first.metadata, second.metadata, third.metadata) == ({"level": 3}, {"level": 3}, {})
+    first.metadata["seen"] = True
+    resumed = RolloutDataSource(data, n_samples_per_prompt=2, metadata_key="facts")
+    resumed.load_state_dict(source.state_dict())
+    assert resumed.get_samples(1)[0][0].metadata == {"level": 3, "seen": True}
+    with pytest.raises(ConfigError, match=r"the column 'prompt' \(metadata_key\) of a row is 'p': it must be a dict"):
+        RolloutDataSource(data, metadata_key="prompt").get_samples(1)
 
 
 def test_metadata_are_json_values_and_copied_on_load():

@@ -28,6 +28,10 @@ class RouterStandIn:
         """Generations by worker."""
         self.frozen = False
         """Whether changes of the list are acknowledged and not made."""
+        self.of_worker: dict[str, Any] = {"is_healthy": True}
+        """What it says about each worker."""
+        self.is_old = False
+        """Whether it has the routes of sglang-router before 0.3."""
         self._adding: set[asyncio.Task[None]] = set()
 
     def app(self) -> web.Application:
@@ -35,14 +39,21 @@ class RouterStandIn:
         app = web.Application()
         app.router.add_post("/generate", self.generate)
         app.router.add_get("/workers", self.list)
+        app.router.add_get("/list_workers", self.list_urls)
         app.router.add_post("/workers", self.add)
         app.router.add_delete("/workers/{id}", self.remove)
         return app
 
     async def list(self, _: web.Request) -> web.Response:
         """List the workers."""
-        workers = [{"id": key, "url": url, "is_healthy": True} for key, url in self.workers.items()]
+        if self.is_old:
+            return web.json_response({}, status=404)
+        workers = [{"id": key, "url": url, **self.of_worker} for key, url in self.workers.items()]
         return web.json_response({"workers": workers, "total": len(workers)})
+
+    async def list_urls(self, _: web.Request) -> web.Response:
+        """List the workers as old routers do."""
+        return web.json_response({"urls": list(self.workers.values())})
 
     async def add(self, request: web.Request) -> web.Response:
         """Add a worker once it is healthy."""

@@ -217,3 +217,63 @@ def test_a_parameter_that_the_router_drops_is_an_error(routed: Routed) -> None:
 def test_impossible_settings_are_errors(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         RemoteInfEngine(InferenceEngineConfig(router="b:1", **settings))
+
+
+class Discovered(Routed):
+    """An engine whose only address is the router."""
+
+    def __init__(self, stack: ExitStack, start_stub: StartStub, **config: Any) -> None:
+        self.stubs = [start_stub() for _ in range(2)]
+        self.router = RouterStandIn()
+        self.router.workers = {str(index): f"http://{stub.address}" for index, stub in enumerate(self.stubs)}
+        self.thread = stack.enter_context(StubThread(self.router))  # type: ignore[arg-type]
+        settings = InferenceEngineConfig(backend="sglang", addresses=[self.thread.address], **config)
+        self.engine = stack.enter_context(RemoteInfEngine(settings))
+
+
+def test_an_address_of_a_router_stands_for_the_servers_behind_it(stack: ExitStack, start_stub: StartStub) -> None:
+    routed = Discovered(stack, start_stub)
+    routed.engine.update_weights_from_disk("ckpt", 1)
+    assert [stub.server.seen["update"] for stub in routed.stubs] == [1, 1]
+    assert [set(generate(routed.engine).output_versions) for _ in range(4)] == [{1}] * 4
+    assert sorted(routed.router.sent.values()) == [2, 2]
+    assert {server.url for server in routed.engine.servers} == {f"http://{stub.address}" for stub in routed.stubs}
+    routed.engine.rollout_batch([{"row": row} for row in range(6)], Conversation)
+    prompts = [{one["input_ids"][0] for one in stub.server.requests[2:]} for stub in routed.stubs]
+    assert prompts[0] | prompts[1] == set(range(6)) and not prompts[0] & prompts[1]
+    assert set(prompts[0]) and set(prompts[1])
+
+
+def test_a_server_behind_the_address_of_a_router_serves_the_newest_weights_or_nothing(
+    stack: ExitStack, start_stub: StartStub
+) -> None:
+    routed = Discovered(stack, start_stub)
+    old = routed.stubs[1].server
+    old.stays_old = True
+    routed.engine.update_weights_from_disk("ckpt", 1)
+    assert [set(generate(routed.engine).output_versions) for _ in range(4)] == [{1}] * 4
+    assert routed.behind_it == [0]
+    old.stays_old = False
+    until(lambda: routed.behind_it == [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "beside", "says"),
+    [
+        ({}, ["127.0.0.1:1"], "is a router, which sends requests to servers of its own: name it alone"),
+        ({"workers": {}}, [], "has no servers: start it with --worker-urls"),
+        ({"of_worker": {"worker_type": "prefill"}}, [], r"has the server http://10.0.0.9:30000 \(prefill\): use one"),
+        ({"workers": {"a": "grpc://10.0.0.9:30000"}}, [], "has the server grpc://10.0.0.9:30000"),
+        ({"is_old": True}, [], "is older than sglang-router 0.3"),
+    ],
+)
+def test_an_address_of_a_router_that_cannot_be_used_fails_the_start(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], beside: list[str], says: str
+) -> None:
+    monkeypatch.setattr(router, "START_TIMEOUT_S", 0.1)
+    stand_in = RouterStandIn()
+    for name, value in ({"workers": {"a": "http://10.0.0.9:30000"}} | changes).items():
+        setattr(stand_in, name, value)
+    thread = stack.enter_context(StubThread(stand_in))  # type: ignore[arg-type]
+    with pytest.raises((ConfigError, ServerError), match=says):
+        RemoteInfEngine(InferenceEngineConfig(backend="sglang", addresses=[thread.address, *beside])).initialize()

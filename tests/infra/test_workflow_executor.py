@@ -14,6 +14,7 @@ from areal_lite.api import EpisodeStatus, InferenceEngine, RolloutWorkflow
 from areal_lite.errors import ConfigError, EpisodeError, StarvationError
 from areal_lite.infra import group_runner, workflow_context
 from areal_lite.infra.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
+from areal_lite.utils import stats_tracker
 from tests.infra.scripted import OneTurn, TwoTurns
 from tests.stub_server import StubThread
 
@@ -415,3 +416,81 @@ def test_versions_are_the_servers_and_mix_inside_a_trajectory(start_stub: StartS
     engine.set_version(9)
     (result,) = engine.rollout_batch([{}], TwoTurns)
     assert (result.head_version, result.tail_version, result.start_version) == (4, 4, 9)
+
+
+# -- waits that nothing can end ------------------------------------------------------------------
+
+
+def test_a_wait_that_the_staleness_bound_makes_endless_is_an_error(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    engine = start_engine(start_stub())  # the default: on-policy, batches of one group
+    engine.submit({}, OneTurn())
+    assert len(engine.wait()) == 1
+    engine.submit({}, OneTurn())
+    with pytest.raises(ConfigError, match=r"wait\(count=1\) would never return: 0 of .* call set_version\(\)"):
+        engine.wait()
+    with pytest.raises(TimeoutError, match="call set_version"):
+        engine.wait(timeout=0.05)
+    engine.set_version(1)
+    assert len(engine.wait()) == 1  # nothing was lost
+
+
+def test_a_wait_ends_with_an_error_once_what_runs_has_ended(start_stub: StartStub, start_engine: StartEngine) -> None:
+    engine = start_engine(start_stub(), consumer_batch_size=2)
+    for _ in range(3):
+        engine.submit({}, OneTurn())
+    with pytest.raises(ConfigError, match=r"would never return: 2 of them ended and none is running"):
+        engine.wait(3)
+    assert len(engine.wait(2)) == 2
+
+
+def test_a_wait_lasts_while_a_rejected_group_may_free_a_place(start_stub: StartStub, start_engine: StartEngine) -> None:
+    engine = start_engine(start_stub())
+    for do in ("reject", "raise", "ok"):
+        engine.submit({"do": do}, OneTurn())
+    assert sorted(group.status for group in engine.wait(3)) == ["accepted", "failed", "rejected"]
+
+
+def test_a_wait_without_a_timeout_on_a_paused_engine_is_an_error(engine: RemoteInfEngine) -> None:
+    engine.pause()
+    engine.submit({}, OneTurn())
+    with pytest.raises(ConfigError, match="the engine is paused"):
+        engine.wait()
+
+
+# -- numbers of episodes -------------------------------------------------------------------------
+
+
+class Records(OneTurn):
+    """Records the row's number, and whether the engine keeps the episode."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        workflow_context.record(number=data["number"])
+        stats_tracker.get(workflow_context.stat_scope()).scalar(twice=2 * data["number"])
+        return await super().arun_episode(engine, data)
+
+
+def test_numbers_are_means_over_the_accepted_episodes_of_each_scope(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    engine = start_engine(start_stub(), consumer_batch_size=2, group_size=2)
+    rows = [{"number": number, "do": do} for number, do in enumerate(("ok", "reject", "raise", "odd", "ok"))]
+    engine.rollout_batch(rows, Records)
+    mean = (0 + 0 + 3 + 4 + 4) / 5  # of "odd", one episode fails
+    assert engine.take_scalars() == {"rollout/number": mean, "rollout/twice": 2 * mean}
+    engine.rollout_batch(rows[4:], Records, is_eval=True)
+    assert engine.take_scalars() == {}
+    assert engine.take_scalars(is_eval=True) == {"eval-rollout/number": 4, "eval-rollout/twice": 8}
+
+
+def test_numbers_of_a_data_source_come_with_the_batch_of_their_episodes(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    engine = start_engine(start_stub(), consumer_batch_size=2, max_head_offpolicyness=2)
+    rows = [{"number": number} for number in range(100)]
+    for _ in range(3):
+        batch = engine.prepare_batch(rows, Records)
+        expected = sum(group.data["number"] for group in batch) / 2
+        assert engine.take_scalars()["rollout/number"] == expected
+        engine.set_version(engine.get_version() + 1)

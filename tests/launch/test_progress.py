@@ -80,3 +80,9 @@ def test_the_table_at_the_end_has_a_row_for_each_server() -> None:
     rows = [line.split() for line in captured.get().splitlines() if "a:1" in line or "b:2" in line]
     assert [[word for word in row if word not in "│|"] for row in rows] == [["a:1", "12", "0.25"], ["b:2", "3", "1.50"]]
     assert server_table({"train/loss": 1.0}, []) is None
+
+
+def test_the_table_of_servers_names_a_router_and_the_servers_behind_it() -> None:
+    figures = {f"servers/{name}/requests": 1.0 for name in ("0", "1", "router")}
+    names = [list(server_table(figures, addresses).columns[0].cells) for addresses in (["a:1", "b:2"], ["r:1"])]  # type: ignore[union-attr]
+    assert names == [["a:1", "b:2", "router"], ["0", "1", "router"]]

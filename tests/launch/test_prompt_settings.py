@@ -13,7 +13,7 @@ from areal_lite.data import load_tokenizer
 from areal_lite.data.packer.data_packer import UnpreparedRow
 from areal_lite.errors import ConfigError
 from areal_lite.launch.prompt_settings import prompt_preparer
-from areal_lite.launch.run_data import training_data
+from areal_lite.launch.run_data import WorkflowChoice, training_data
 
 SINGLE, AGENT = "workflows.single_turn.SingleTurnWorkflow", "tests.e2e.agents.LetterAgent"
 ROW = {"prompt": "Hi", "answer": 1}
@@ -29,7 +29,8 @@ def prepared(tiny_model: Path, rows: dict[str, Any], *, row: Any = ROW, is_eval:
         **{"experiment_name": "e", "model_path": str(tiny_model), "trainer": trainer, **trains, **settings}
     )
     tokenizer = load_tokenizer(str(tiny_model))
-    prepare = prompt_preparer(config, section, tokenizer=tokenizer, first_row=row)
+    choice = WorkflowChoice.of(config)
+    prepare = prompt_preparer(config, section, choice.target, choice.given, tokenizer=tokenizer, first_row=row)
     if prepare is None:
         return None
     forms = prepare(row)

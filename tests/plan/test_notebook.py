@@ -88,3 +88,9 @@ def test_a_notebook_shows_progress_and_curves(sft_yaml: Path, monkeypatch: pytes
 def test_overrides_of_a_loaded_config_are_refused(run_yaml: Path) -> None:
     with pytest.raises(ValueError, match="use dataclasses.replace"):
         asyncio.run(areal_lite.train(load_config(run_yaml), "seed=2"))
+
+
+def test_supervised_training_takes_no_workflow(sft_yaml: Path) -> None:
+    config = load_config(sft_yaml, root=ExperimentConfig)
+    with pytest.raises(ValueError, match="the config is SFTConfig, which has no workflow"):
+        asyncio.run(areal_lite.train(config, workflow="my.Workflow"))

@@ -56,19 +56,46 @@ def servers(model: Path) -> Iterator[list[EmbeddedServer]]:
 
 
 @pytest.fixture
-def engine(servers: list[EmbeddedServer], tmp_path: Path) -> Iterator[RemoteInfEngine]:
+def router(tmp_path: Path) -> Iterator[str]:
     env = SETTINGS["sglang"]["env"]  # the router imports SGLang where it can
     config = ServerConfig(backend="sglang", router=True, python=python_with_router(), env=env)
-    with RouterProgram(config, log_path=tmp_path / "router.log") as router:
-        addresses = [server.address for server in servers]
-        settings: Any = {"backend": "sglang", "addresses": addresses, "router": router.address}
-        with RemoteInfEngine(InferenceEngineConfig(**settings, outage_patience_s=60)) as engine:
-            yield engine
+    with RouterProgram(config, log_path=tmp_path / "router.log") as program:
+        yield program.address
+
+
+@pytest.fixture
+def engine(servers: list[EmbeddedServer], router: str) -> Iterator[RemoteInfEngine]:
+    settings: Any = {"backend": "sglang", "addresses": [server.address for server in servers], "router": router}
+    with RemoteInfEngine(InferenceEngineConfig(**settings, outage_patience_s=60)) as engine:
+        yield engine
 
 
 def served(server: EmbeddedServer) -> float:
     with urllib.request.urlopen(f"{server.address}/v1/loads") as reply:
         return float(json.load(reply)["loads"][0]["generated_tokens"])
+
+
+def listed(router: str) -> list[str]:
+    with urllib.request.urlopen(f"{router}/workers") as reply:
+        return [worker["url"] for worker in json.load(reply)["workers"]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_address_of_a_real_router_stands_for_the_servers_behind_it(
+    servers: list[EmbeddedServer], router: str, model: Path
+) -> None:
+    for server in servers:
+        body = json.dumps({"url": server.address}).encode()
+        headers = {"Content-Type": "application/json"}
+        urllib.request.urlopen(urllib.request.Request(f"{router}/workers", body, headers)).close()
+    until(lambda: len(listed(router)) == 2, timeout_s=60)
+    with RemoteInfEngine(InferenceEngineConfig(backend="sglang", addresses=[router])) as engine:
+        assert sorted(server.url for server in engine.servers) == sorted(server.address for server in servers)
+        engine.update_weights_from_disk(str(model), 1)
+        engine.rollout_batch([{"row": row} for row in range(8)], Conversation)
+        assert all(served(server) > 0 for server in servers)
+        assert generate(engine, PROMPT, max_new_tokens=8).output_versions[0] == 1
 
 
 @pytest.mark.slow

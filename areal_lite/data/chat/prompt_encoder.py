@@ -132,7 +132,8 @@ class PromptEncoder:
     """System message before a prompt that is text."""
 
     def __post_init__(self) -> None:
-        check_template(self._renderer, self.config)
+        if self.config.apply_chat_template:
+            check_template(self._renderer, self.config)
 
     @property
     def _renderer(self) -> Any:
@@ -152,15 +153,28 @@ class PromptEncoder:
             )
         return plain_messages(messages)
 
-    def encode(self, row: Mapping[str, Any]) -> EncodedPrompt:
-        """Return the prompt of ``row``.
+    def _as_it_is(self, prompt: Any) -> EncodedPrompt:
+        """Return a text without the chat template."""
+        if not isinstance(prompt, str):
+            raise ConfigError(
+                f"apply_chat_template is false, and the prompt in {self.config.prompt_key!r} is {str(prompt)[:80]!r} "
+                f"({type(prompt).__name__}): give text, or set apply_chat_template: true"
+            )
+        ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        return EncodedPrompt(messages=[], text=prompt, input_ids=ids)
+
+    def encode(self, row: Mapping[str, Any] | str | list[Any]) -> EncodedPrompt:
+        """Return the prompt of ``row``: of its column, or a row that is messages, or text, which is used as it is.
 
         Raises:
             ConfigError: If the prompt, its images or its tools are invalid.
             TemplateError: If the chat template rejects the messages.
         """
-        messages = self.messages(row)
         config = self.config
+        if isinstance(row, str) or not config.apply_chat_template:
+            return self._as_it_is(row[config.prompt_key] if isinstance(row, Mapping) else row)
+        row = row if isinstance(row, Mapping) else {config.prompt_key: row}
+        messages = self.messages(row)
         text = render_prompt(self._renderer, messages, config=config, tools=row.get(config.tools_key))
         images = media_values(messages, "image", column_values(row, self.config.image_key))
         videos = media_values(messages, "video", column_values(row, self.config.video_key))

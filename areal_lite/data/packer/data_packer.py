@@ -53,8 +53,16 @@ class DataPacker(ABC):
         raise NotImplementedError("implement get_rollout_input in the subclass")
 
     def rollout_collate_fn(self, items: list[Any]) -> list[Any]:
-        """Return one mini-batch of inputs, one for each of ``items`` in order; the list itself by default."""
+        """Return one mini-batch of inputs, one for each of ``items`` in order; the list itself by default.
+
+        A run collates ``rollout.consumer_batch_size`` rows at once, in the order in which it draws them.
+        """
         return items
+
+    @property
+    def collates(self) -> bool:
+        """Whether rows become input together, because the class has a ``rollout_collate_fn`` of its own."""
+        return type(self).rollout_collate_fn is not DataPacker.rollout_collate_fn
 
     @abstractmethod
     def get_policy_input(self, sample: Any, rollout_output: RolloutOutput) -> Any:
@@ -160,10 +168,32 @@ def rollout_inputs(packer: DataPacker, rows: Sequence[Any], *, prompt_key: str =
     ]
     if (prepare := packer.prepare_prompt) is None:
         return plain
-    # The packer's text of a conversation is rendered already, so the prompt is made of the conversation.
-    rendered = [isinstance(row, list) and isinstance(item, str) for row, item in zip(rows, inputs, strict=True)]
-    sources = [{prompt_key: row} if done else item for row, item, done in zip(rows, plain, rendered, strict=True)]
+    # A packer's text of a conversation is rendered already, and a row that is text is used as it is.
+    texts = [isinstance(row, list | str) and isinstance(item, str) for row, item in zip(rows, inputs, strict=True)]
+    sources = [row if text else item for row, item, text in zip(rows, plain, texts, strict=True)]
     return [UnpreparedRow(item, source, prepare) for item, source in zip(plain, sources, strict=True)]
+
+
+class MiniBatch:
+    """Rows that become workflow input together, when the first input is needed.
+
+    Args:
+        packer: What turns them into input.
+        rows: The dataset rows, which it may change.
+        prompt_key: As for :func:`rollout_inputs`.
+    """
+
+    def __init__(self, packer: DataPacker, rows: Sequence[Any], *, prompt_key: str = "prompt") -> None:
+        self._packer = packer
+        self._rows = rows
+        self._prompt_key = prompt_key
+        self._inputs: list[dict[str, Any]] | None = None
+
+    def input(self, place: int) -> dict[str, Any]:
+        """Return the input of the row at ``place``."""
+        if self._inputs is None:
+            self._inputs = rollout_inputs(self._packer, self._rows, prompt_key=self._prompt_key)
+        return self._inputs[place]
 
 
 def training_batch(packer: DataPacker, groups: Iterable[Group]) -> DataProto:
@@ -187,7 +217,6 @@ def training_batch(packer: DataPacker, groups: Iterable[Group]) -> DataProto:
     return DataProto.from_single_dict(packer.policy_collate_fn(processed, length))
 
 
-def row_of(group: Group) -> dict[str, Any]:
+def row_of(group: Group) -> Any:
     """Return the dataset row of a group, or the workflow's input if it came from no data source."""
-    row: dict[str, Any] = group.samples[0].row if group.samples else dict(group.data)
-    return row
+    return group.samples[0].row if group.samples else dict(group.data)

@@ -43,6 +43,11 @@ class DecoderOnlyLLMDataPacker(DataPacker):
         """
         if isinstance(item, str | Mapping):
             return item
+        if not self.config.apply_chat_template:
+            raise ConfigError(
+                f"apply_chat_template is false, and a row is {str(item)[:80]!r}: rows must be text then, or dicts with "
+                "text as their prompt"
+            )
         return render_prompt(self.tokenizer, item, config=self.config)
 
     def get_policy_input(

@@ -125,4 +125,7 @@ def _function(path: str, kwargs: dict[str, Any]) -> list[Row]:
     rows = function(**kwargs)
     if isinstance(rows, str | Mapping) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
         raise ConfigError(f"dataset {path}: it returned a {kind_of(rows)}: it must return a list of dicts")
-    return [dict(checked_row(row, f"{path}, row {number}")) for number, row in enumerate(rows, 1)]
+    return [
+        row if isinstance(row, str | list) else dict(checked_row(row, f"{path}, row {number}"))  # type: ignore[misc]
+        for number, row in enumerate(rows, 1)
+    ]

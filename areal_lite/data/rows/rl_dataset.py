@@ -107,9 +107,10 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         """
         encoder = self._encoder("encoding prompts")
         row = self.rows[index]
+        columns = row if isinstance(row, Mapping) else {}
         try:
             self._check_column(row, "prompt_key")
-            extra = row.get("extra_info") or {}
+            extra = columns.get("extra_info") or {}
             if not isinstance(extra, Mapping):
                 raise ConfigError(f"extra_info is {extra!r}: it must be a dict")
             prompt = encoder.encode(row)
@@ -118,7 +119,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         except ValueError as error:
             raise ConfigError(f"dataset {self.config.path}, row {index}: {error}") from error
         replaced = (self.config.prompt_key, self.config.image_key, self.config.video_key)
-        item = {key: value for key, value in row.items() if key not in replaced} | tensors | forms
+        item = {key: value for key, value in columns.items() if key not in replaced} | tensors | forms
         item["index"] = extra.get("index") or 0
         item["tools_kwargs"] = extra.get("tools_kwargs") or {}
         item["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
@@ -172,6 +173,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
     def _check_column(self, row: Row, setting: str) -> None:
         key = getattr(self.config, setting)
+        if isinstance(row, str | list):  # a prompt without columns
+            return
         if key not in row:
             close = difflib.get_close_matches(key, row, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""

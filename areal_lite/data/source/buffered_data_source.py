@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -16,14 +17,15 @@ import numpy as np
 from areal_lite.api.dotted_path import load_object
 from areal_lite.data.rows.samplers import AbstractSampler
 from areal_lite.data.source.data_source_state import group_to_json
-from areal_lite.data.source.rollout_data_source import RolloutDataSource, SampleGroup, group_index_of
+from areal_lite.data.source.rollout_data_source import DrawnRow, RolloutDataSource, SampleGroup, group_index_of
 from areal_lite.data.source.sample import Sample
 from areal_lite.errors import ConfigError
 
 BufferFilter = Callable[[Any, int | None, list[SampleGroup], int], list[SampleGroup]]
 """``filter(source, rollout_id, buffer, num_samples)`` returns at most ``num_samples`` groups of ``buffer``.
 
-``source`` is the data source, ``rollout_id`` is None. It may leave the buffer alone or delete from it:
+``source`` is the data source, whose ``update_metadata`` keeps what a filter must remember, also over a restart; one
+made from slime's ``args`` passes them instead. ``rollout_id`` is None. It may leave the buffer alone or delete from it:
 what it returns is handed out and leaves the buffer; what it deletes and does not return is dropped.
 """
 
@@ -39,11 +41,16 @@ def highest_reward_first(
     source: Any, rollout_id: int | None, buffer: list[SampleGroup], num_samples: int
 ) -> list[SampleGroup]:
     """Take the groups of the highest mean reward; those without a reward yet come last."""
-    return sorted(buffer, key=_mean_reward, reverse=True)[:num_samples]
+    reward_key = getattr(source, "reward_key", None)
+    return sorted(buffer, key=partial(_mean_reward, reward_key), reverse=True)[:num_samples]
 
 
-def _mean_reward(group: SampleGroup) -> float:
-    rewards = [sample.get_reward_value() for sample in group if isinstance(sample.reward, Real)]
+def _mean_reward(reward_key: str | None, group: SampleGroup) -> float:
+    rewards = [
+        sample.get_reward_value(None if isinstance(sample.reward, Real) else reward_key)
+        for sample in group
+        if isinstance(sample.reward, Real) or (reward_key is not None and sample.reward is not None)
+    ]
     return sum(rewards) / len(rewards) if rewards else -math.inf
 
 
@@ -61,6 +68,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         self, dataset: Any = None, *, buffer_filter: BufferFilter | str | None = None, **settings: Any
     ) -> None:
         super().__init__(dataset, **settings)
+        if self.args is not None:
+            return  # made from slime's args, buffer and filter included
         if isinstance(buffer_filter, str):
             buffer_filter = load_object(buffer_filter, where="buffer_filter")
         if buffer_filter is not None and not callable(buffer_filter):
@@ -128,7 +137,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         if not self.buffer or num_samples == 0:
             return []
         left = list(self.buffer)
-        taken = self.buffer_filter(self, None, left, num_samples)
+        taken = self.buffer_filter(self.args or self, None, left, num_samples)
         known = {id(group) for group in self.buffer}
         chosen = {id(group) for group in taken}
         if len(taken) > num_samples or len(chosen) != len(taken) or not chosen <= known:
@@ -195,7 +204,7 @@ class CurriculumDataSource(RolloutDataSourceWithBuffer):
                 "__iter__ must yield at least one index"
             )
         (row,) = self._read([position])
-        self._ahead.append((position, row))
+        self._ahead.append(DrawnRow(position, row))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON values, with the curriculum's state if it has one."""
@@ -244,7 +253,7 @@ class IterableDataSource(RolloutDataSourceWithBuffer):
                 self.ended = True
                 raise
             else:
-                self._ahead.extend((None, row) for row in (item if isinstance(item, list) else [item]))
+                self._ahead.extend(DrawnRow(None, row) for row in (item if isinstance(item, list) else [item]))
 
     def state_dict(self) -> dict[str, Any]:
         """Raise: an iterable has no position to save."""

@@ -53,7 +53,7 @@ class Sample:
         index: Number of the sample in the run; samples that one episode fans out into share it.
         group_index: Number or name of its group in the run.
         position: Place of its row in the dataset; None without a dataset.
-        row: The dataset row; copied on first access.
+        row: The dataset row, usually a dict; copied on first access.
         label: Reference to judge the answer by.
         metadata: Anything; JSON values survive a restart.
     """
@@ -62,7 +62,7 @@ class Sample:
 
     __slots__ = (
         "_row", "_shared_row", "attempts", "group_index", "index", "label", "logprobs", "loss_mask", "metadata",
-        "position", "prompt", "response", "reward", "spans", "status", "tokens", "versions",
+        "mini_batch", "position", "prompt", "response", "reward", "spans", "status", "tokens", "versions",
     )  # fmt: skip
 
     def __init__(
@@ -71,7 +71,7 @@ class Sample:
         *,
         group_index: int | str | None = None,
         position: int | None = None,
-        row: dict[str, Any] | None = None,
+        row: Any = None,
         prompt: Prompt = "",
         label: Any = None,
         metadata: dict[str, Any] | None = None,
@@ -79,8 +79,10 @@ class Sample:
         self.index = index
         self.group_index = group_index
         self.position = position
-        self._row: dict[str, Any] | None = None
+        self._row: Any = None
         self._shared_row = row
+        self.mini_batch: tuple[Any, int] | None = None
+        """The rows that its row becomes workflow input with, and its place there; None for a row alone."""
         self.prompt = prompt
         self.label = label
         self.metadata: dict[str, Any] = {} if metadata is None else metadata
@@ -104,6 +106,7 @@ class Sample:
         """Return another pending sample of the same row and group, with ``metadata`` and ``attempts``."""
         sibling = Sample(index, group_index=self.group_index, position=self.position, row=self._shared_row)
         prompt, label = self.prompt, self.label
+        sibling.mini_batch = self.mini_batch
         sibling.prompt = prompt if type(prompt) is str else deep_copy(prompt)
         sibling.label = label if label is None or type(label) is str else deep_copy(label)
         if self.metadata:
@@ -112,10 +115,10 @@ class Sample:
         return sibling
 
     @property
-    def row(self) -> dict[str, Any]:
-        """The dataset row, its own copy."""
+    def row(self) -> Any:
+        """The dataset row, its own copy; an empty dict without one."""
         if self._row is None:
-            self._row = deep_copy(self._shared_row or {})
+            self._row = deep_copy({} if self._shared_row is None else self._shared_row)
         return self._row
 
     @property

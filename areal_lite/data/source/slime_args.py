@@ -1,0 +1,64 @@
+"""slime's ``args`` as the settings of a data source, so that ``RolloutDataSourceWithBuffer(args)`` works as there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areal_lite.api.config import DatasetConfig
+from areal_lite.errors import ConfigError
+
+
+def is_slime_args(value: Any) -> bool:
+    """Return whether ``value`` is slime's ``args``, and not a dataset."""
+    return hasattr(value, "n_samples_per_prompt") and hasattr(value, "rollout_global_dataset")
+
+
+def settings_of(args: Any, *, buffers: bool) -> dict[str, Any]:
+    """Return the arguments of a data source.
+
+    Reads ``rollout_global_dataset``, ``hf_checkpoint``, ``prompt_data``, ``rollout_max_prompt_len``, ``input_key``,
+    ``label_key``, ``metadata_key``, ``tool_key``, ``apply_chat_template``, ``rollout_seed``, ``rollout_shuffle``,
+    ``n_samples_per_prompt``, ``reward_key`` and ``buffer_filter_path``; those that are missing have slime's defaults.
+
+    Args:
+        buffers: Whether the source has a buffer.
+
+    Raises:
+        ConfigError: If ``prompt_data`` is missing, or its rows cannot be loaded.
+    """
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    settings: dict[str, Any] = {
+        "n_samples_per_prompt": args.n_samples_per_prompt,
+        "seed": given.get("rollout_seed", 42),
+        "shuffle": given.get("rollout_shuffle", False),
+        "label_key": given.get("label_key"),
+        "metadata_key": given.get("metadata_key"),
+        "reward_key": given.get("reward_key"),
+        "prompt_key": given.get("input_key", "input"),
+    }
+    if buffers:
+        settings["buffer_filter"] = given.get("buffer_filter_path")
+    if not args.rollout_global_dataset:
+        return settings
+    if missing := [name for name in ("prompt_data", "hf_checkpoint") if name not in given]:
+        raise ConfigError(f"rollout_global_dataset is true, and args has no {missing[0]}: set it")
+    from areal_lite.data.chat.tokenizer import load_tokenizer
+    from areal_lite.data.rows.rl_dataset import RLHFDataset
+
+    longest = given.get("rollout_max_prompt_len")
+    config = DatasetConfig(
+        path=args.prompt_data,
+        prompt_key=settings["prompt_key"],
+        label_key=settings["label_key"],
+        tool_key=given.get("tool_key"),
+        apply_chat_template=given.get("apply_chat_template", False),
+        max_prompt_length=longest,
+        filter_overlong_prompts=longest is not None,
+    )
+    dataset = RLHFDataset(args.prompt_data, load_tokenizer(args.hf_checkpoint), config)
+    settings |= {"dataset": dataset, "name": str(args.prompt_data)}
+    if config.apply_chat_template:
+        assert dataset.encoder is not None
+        encoder = dataset.encoder
+        settings["render"] = lambda row: encoder.encode(row).text
+    return settings
