@@ -427,6 +427,46 @@ def test_new_rows_of_a_growing_dataset_are_drawn_in_the_next_epoch():
     assert sorted(drawn(source, 4)) == [0, 1, 2, 3]
 
 
+def test_a_resumed_epoch_has_the_rows_that_it_began_with():
+    class Growing:
+        def __init__(self, size):
+            self.rows = Rows(rows(size))
+
+    class Rows(list):
+        on_disk = property(lambda self: self[:4])
+
+    dataset = Growing(4)
+    source = RolloutDataSource(dataset, shuffle=True)
+    source.get_samples(2)
+    dataset.rows += rows(6)[4:]
+    resumed = RolloutDataSource(Growing(6), shuffle=True)
+    resumed.load_state_dict(source.state_dict())
+    assert len(resumed) == 4
+    assert sorted(drawn(resumed, 4)) == [0, 1, 2, 3]  # the two owed ones first
+    assert sorted(drawn(resumed, 6)) == list(range(6))
+
+
+def test_a_used_source_forgets_what_it_has_read_when_it_loads_a_state():
+    saved, used = make(9), make(9)
+    expected = drawn(saved, 5)
+    state = saved.state_dict()
+    drawn(used, 2)
+    used.load_state_dict(state)
+    assert drawn(used, 9) == [*expected, *drawn(saved, 4)]
+
+
+def test_owed_groups_are_handed_out_in_the_order_of_their_numbers():
+    source = make(6)
+    first, second, third = source.get_samples(3)
+    source.give_back([first])
+    source.get_samples(1)  # now the first was handed out last
+    resumed = make(6)
+    resumed.load_state_dict(source.state_dict())
+    again = resumed.get_samples(3)
+    assert [group[0].group_index for group in again] == [0, 1, 2]
+    assert [group[0].row for group in again] == [group[0].row for group in (first, second, third)]
+
+
 def test_rows_that_are_not_json_are_saved_by_position(tmp_path):
     source = RolloutDataSource([{"image": object(), (1, 2): 3}], seed=1)
     source.get_samples(1)

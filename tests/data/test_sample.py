@@ -163,6 +163,8 @@ def test_the_response_begins_at_the_first_sampled_token():
     sample.append([4])
     assert sample.response_length == 2
     assert list(sample.spans) == [Span(2, 3, "length")]
+    sample.append([5, 6], sampled=True)
+    assert sample.response_length == 4  # over all turns
 
 
 def test_a_sibling_shares_the_row_and_no_sampled_tokens():

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lite.trainer.microbatches import plan_blocks, plan_microbatches, read_ids, shared_prefix
+from areal_lite.trainer.ranks import Ranks
+from areal_lite.trainer.step_tokens import StepCut
 from tests.trainer.training_data import drawn_batch, sequence
 
 
@@ -17,6 +23,35 @@ def test_a_plan_holds_each_item_once_and_stays_within_the_cap(lengths: list[int]
     for batch in plan:
         padded = len(batch) * max(lengths[index] for index in batch)
         assert padded <= cap or len(batch) == 1
+
+
+def test_a_micro_batch_holds_as_many_tokens_as_allowed_and_not_one_more() -> None:
+    assert plan_microbatches([7, 7], max_tokens=14) == [[0, 1]]
+    assert plan_microbatches([7, 7], max_tokens=13) == [[0], [1]]
+    assert plan_microbatches([1, 1], max_tokens=14, num_blocks=[7, 7]) == [[0, 1]]
+    assert plan_microbatches([1, 1], max_tokens=13, num_blocks=[7, 7]) == [[0], [1]]
+
+
+def test_a_block_holds_as_many_tokens_as_allowed_and_not_one_more() -> None:
+    group = [sequence([1, 2, 3, 4, answer, answer, 9], [5, 6]) for answer in (5, 6)]
+    blocks = [plan_blocks(group, range(2), max_tokens=cap, balance_length=1000) for cap in (8, 7)]
+    assert [[block.length for (block,) in bundles] for bundles in blocks] == [[8], [6, 6]]
+
+
+@given(seed=st.integers(0, 50), cap=st.integers(4, 120), ragged=st.booleans(), whole=st.booleans())
+def test_no_forward_pass_of_a_step_exceeds_the_cap(seed: int, cap: int, ragged: bool, whole: bool) -> None:
+    batch = drawn_batch(seed)
+    model: Any = SimpleNamespace(balance_length=500, ragged=ragged, shares_prefixes=True, min_width=0)
+    together = [index // 2 for index in range(len(batch))] if whole else None
+    cut = StepCut(batch, model, ranks=Ranks(), device=torch.device("cpu"), together=together)
+    bounds = np.cumsum([0, *(one.num_trained_tokens for one in batch)])
+    seen = []
+    for microbatch in cut(range(len(batch)), cap):
+        sequences = set(np.searchsorted(bounds, microbatch.tokens.numpy(), "right") - 1)
+        units = {index // 2 for index in sequences} if whole else sequences
+        assert microbatch.packed.input_ids.numel() <= cap or len(units) == 1
+        seen += microbatch.tokens.tolist()
+    assert sorted(seen) == list(range(bounds[-1]))
 
 
 def test_items_of_similar_length_share_a_micro_batch_longest_first() -> None:

@@ -136,6 +136,24 @@ def test_a_chain_needs_no_mask_and_a_fork_does() -> None:
     assert fork.input_ids.shape == (3, len(prefixes))  # every prefix is computed once
 
 
+def test_side_by_side_a_sequence_without_tokens_of_its_own_adds_no_segment() -> None:
+    same = [sequence([5, 6, 7, 8], [2, 3]), sequence([5, 6, 7, 9], [3])]
+    packed, _ = packed_together([*same, sequence([30, 31, 32], [2], group="other")], ragged=True)
+    assert packed.segments is not None
+    assert packed.segments.query_ends.tolist() == [0, 3, 5]
+    assert packed.segments.key_ends.tolist() == [0, 3, 5]
+    assert packed.segments.keys.tolist() == [0, 1, 2, 3, 4]
+    assert packed.predicted_at.tolist() == [1, 2, 2, 4]
+
+
+def test_a_model_with_layers_other_than_full_attention_gets_a_bin_per_sequence(tiny: Path) -> None:
+    """Whatever four tokens show: a window may be longer."""
+    model = load_policy(str(tiny), device=CPU)
+    for kinds, shares in ((["full_attention"] * 2, True), (["full_attention", "chunked_attention"], False)):
+        model.config.layer_types = kinds
+        assert PackedModel(model).shares_prefixes == shares
+
+
 def states_and_gradients(model: PackedModel, packed: PackedSequences, weights: list[Tensor]) -> tuple[Tensor, Any]:
     states = model.states(packed)
     loss = (states * torch.linspace(-1, 1, states.shape[1])).sum()
