@@ -8,7 +8,7 @@ bound, a rejection bound, a sort), because float32 may fall on the other side th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+
+from tests.trainer.naive_estimators import ESTIMATORS
+from tests.trainer.naive_losses import LOSSES
 
 Weights = dict[str, Tensor]
 
@@ -104,8 +107,7 @@ class NaiveStep:
             self.score(episode)
         self.result.kl_coef = self.reward()
         self.correct()
-        estimate = globals()[f"_{self.config.advantage}"]
-        estimate(self, **self.config.advantage_kwargs)
+        ESTIMATORS[self.config.advantage](self, **self.config.advantage_kwargs)
         self.normalize_advantages()
         self.update_critic()
         if self.config.critic is None or not self.config.critic.updates_before_policy:
@@ -174,13 +176,12 @@ class NaiveStep:
     def values(self, episode: Any) -> Tensor:
         """Return the critic's value before each trained token."""
         assert self.critic is not None
-        values = [
-            self.critic(one.input_ids.tolist())[place - 1, 0]
-            for one in episode.sequences
-            for place, trains in enumerate(one.loss_mask)
-            if trains
-        ]
-        return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64)
+        values = [torch.zeros(0, dtype=torch.float64)]
+        for sequence in episode.sequences:
+            before = sequence.loss_mask.nonzero()[0] - 1
+            if len(before):
+                values.append(self.critic(sequence.input_ids.tolist())[before, 0])
+        return torch.cat(values)
 
     # -- rewards and corrections ----------------------------------------------------------------------
 
@@ -227,12 +228,12 @@ class NaiveStep:
                 weights = log_ratio.clamp(-20, 20).exp().clamp(max=config.max_weight)
             episode.correction = weights
         if config.normalize:
-            shares = [1 / episode.n if config.level == "sequence" else 1.0 for episode in self.episodes if episode.n]
             used = [episode for episode in self.episodes if episode.n]
-            mean = sum(share * e.correction.sum().item() for share, e in zip(shares, used, strict=True))
-            mean /= sum(share * e.n for share, e in zip(shares, used, strict=True))
+            shares = [1 / episode.n if config.level == "sequence" else 1.0 for episode in used]
+            total = sum(share * e.n for share, e in zip(shares, used, strict=True))
+            weighed = sum(share * e.correction.sum().item() for share, e in zip(shares, used, strict=True))
             for episode in used:
-                episode.correction = episode.correction / mean
+                episode.correction = episode.correction * total / weighed
         for episode in self.episodes:
             if self.config.loss == "gmpo" and config.level != "none" and config.outside == "truncate" and episode.n:
                 episode.correction = episode.correction.log().mean().exp().expand(episode.n)
@@ -270,26 +271,30 @@ class NaiveStep:
         """Give all tokens of the episode one advantage."""
         episode.advantages = torch.full((episode.n,), advantage, dtype=torch.float64)
 
+    def spread(self, episodes: Sequence[Any]) -> tuple[float, float]:
+        """Return mean, and deviation to divide by, of the tokens' advantages: 1 where all are equal."""
+        values = torch.cat([episode.advantages for episode in episodes])
+        if not len(values) or values.max() - values.min() < 1e-12:
+            return float(values[0]) if len(values) else 0.0, 1.0
+        mean = values.mean().item()
+        return mean, math.sqrt(float((values - mean).square().sum()) / (len(values) - 1) + 1e-8)
+
     def whiten(self) -> None:
         """Scale all advantages to mean 0 and deviation 1."""
-        mean, scale = _spread(torch.cat([episode.advantages for episode in self.episodes]))
+        mean, scale = self.spread(self.episodes)
         for episode in self.episodes:
             episode.advantages = (episode.advantages - mean) / scale
 
     def normalize_advantages(self) -> None:
         """Subtract means and divide by deviations over the tokens of a group or of the batch."""
-        sets = {"group": self.groups(), "batch": [self.episodes]}
-        shifts, scales = [0.0] * len(self.episodes), [1.0] * len(self.episodes)
-        number = {id(episode): place for place, episode in enumerate(self.episodes)}
-        for level, members in ((level, members) for level in sets for members in sets[level]):
-            mean, scale = _spread(torch.cat([episode.advantages for episode in members]))
+        config = self.config
+        for members in self.groups():
+            scales = {"none": (0.0, 1.0), "group": self.spread(members), "batch": self.spread(self.episodes)}
             for episode in members:
-                if self.config.advantage_mean == level:
-                    shifts[number[id(episode)]] = mean
-                if self.config.advantage_std == level:
-                    scales[number[id(episode)]] = scale
-        for episode, shift, scale in zip(self.episodes, shifts, scales, strict=True):
-            episode.advantages = (episode.advantages - shift) / scale
+                shift, scale = scales[config.advantage_mean][0], scales[config.advantage_std][1]
+                episode.normalized = (episode.advantages - shift) / scale
+        for episode in self.episodes:
+            episode.advantages = episode.normalized
 
     # -- updates -----------------------------------------------------------------------------------
 
@@ -320,7 +325,7 @@ class NaiveStep:
             for episode in members:
                 read = self.read(self.policy, episode)
                 episode.policy, episode.entropy = read.logprobs, read.entropy
-            losses = globals()[f"_loss_{self.config.loss}"](self, members, **self.config.loss_kwargs)
+            losses = LOSSES[self.config.loss](self, members, **self.config.loss_kwargs)
             loss = torch.zeros((), dtype=torch.float64)
             for episode, of_tokens in zip(members, losses, strict=True):
                 loss = loss + (self.weight(episode, members) * self.whole_loss(episode, of_tokens)).sum()
@@ -389,16 +394,6 @@ class AdamW:
         return dict(zip(self.model.trained, grads, strict=True))
 
 
-def _spread(values: Tensor) -> tuple[float, float]:
-    """Return mean, and deviation to divide by: 1 where all values are equal."""
-    if not len(values):
-        return 0.0, 1.0
-    mean = values.mean().item()
-    if values.max() - values.min() < 1e-12:
-        return values[0].item(), 1.0
-    return mean, math.sqrt(float((values - mean).square().sum()) / (len(values) - 1) + 1e-8)
-
-
 def _kl(policy: Tensor, reference: Tensor, estimator: str) -> Tensor:
     difference = policy - reference
     k2 = difference**2 / 2
@@ -412,289 +407,3 @@ def _kl(policy: Tensor, reference: Tensor, estimator: str) -> Tensor:
         case _:
             value = ((-difference).exp() - 1 + difference).clamp(max=10)
     return value.detach() + k2 - k2.detach() if estimator.endswith("+") else value
-
-
-# -- advantage estimators, by their names in a YAML --------------------------------------------------------
-
-
-def _deviation(values: Sequence[float]) -> float:
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1))
-
-
-def _grpo(step: NaiveStep, divide_by_std: bool = True) -> None:
-    for members in step.groups():
-        totals = [episode.total for episode in members]
-        mean, scale = sum(totals) / len(totals), _deviation(totals) + 1e-6 if divide_by_std else 1.0
-        for episode in members:
-            equal = len(set(totals)) == 1
-            step.credit(episode, 0.0 if equal else (episode.total - mean) / scale)
-
-
-def _dr_grpo(step: NaiveStep) -> None:
-    _grpo(step, divide_by_std=False)
-
-
-def _grpo_passk(step: NaiveStep, divide_by_std: bool = True) -> None:
-    for members in step.groups():
-        ranked = sorted(members, key=lambda episode: episode.total)
-        scale = _deviation([episode.total for episode in members]) + 1e-6 if divide_by_std else 1.0
-        for episode in members:
-            step.credit(episode, 0.0)
-        if len(ranked) > 1 and ranked[-1].total != ranked[-2].total:
-            step.sure(torch.tensor(ranked[-1].total - ranked[-2].total))
-            step.credit(ranked[-1], (ranked[-1].total - ranked[-2].total) / scale)
-
-
-def _rloo(step: NaiveStep) -> None:
-    for members in step.groups():
-        for episode in members:
-            others = [one.total for one in members if one is not episode]
-            step.credit(episode, episode.total - sum(others) / len(others) if others else 0.0)
-
-
-def _opo(step: NaiveStep) -> None:
-    for members in step.groups():
-        tokens = sum(episode.n for episode in members)
-        mean = sum(episode.n * episode.total for episode in members) / max(tokens, 1)
-        for episode in members:
-            step.credit(episode, episode.total - mean)
-
-
-def _gpg(step: NaiveStep, f_norm: float = 1.0) -> None:
-    nonzero = sum(episode.total != 0 for episode in step.episodes)
-    for members in step.groups():
-        mean = sum(episode.total for episode in members) / len(members)
-        for episode in members:
-            step.credit(episode, (episode.total - mean) * len(step.episodes) / max(nonzero, 1) / f_norm)
-
-
-def _reinforce_plus_plus_baseline(step: NaiveStep) -> None:
-    _dr_grpo(step)
-    step.whiten()
-    for members in step.groups():
-        if len({episode.total for episode in members}) == 1:
-            for episode in members:
-                step.credit(episode, 0.0)
-
-
-def _discounted(values: Tensor, discount: float) -> Tensor:
-    sums, later = torch.zeros_like(values), 0.0
-    for place in reversed(range(len(values))):
-        later = float(values[place]) + discount * later
-        sums[place] = later
-    return sums
-
-
-def _reinforce(step: NaiveStep, gamma: float = 1.0) -> None:
-    for episode in step.episodes:
-        episode.advantages = _discounted(episode.rewards, gamma)
-
-
-def _reinforce_plus_plus(step: NaiveStep, gamma: float = 1.0) -> None:
-    _reinforce(step, gamma)
-    step.whiten()
-
-
-def _remax(step: NaiveStep) -> None:
-    _reinforce(step)
-    for episode in step.episodes:
-        episode.advantages = episode.advantages - step.baselines[episode.group]
-
-
-def _gae(step: NaiveStep, gamma: float = 1.0, lam: float = 1.0) -> None:
-    for episode in step.episodes:
-        following = torch.cat((episode.values[1:], torch.zeros(min(episode.n, 1), dtype=torch.float64)))
-        errors = episode.rewards + gamma * following - episode.values
-        episode.advantages = _discounted(errors, gamma * lam)
-        episode.returns = episode.advantages + episode.values
-    step.whiten()
-
-
-def _optimal_token_baseline(step: NaiveStep, credit_lone_tail: bool = False) -> None:
-    for episode in step.episodes:
-        episode.advantages = torch.zeros(episode.n, dtype=torch.float64)
-        episode.returns = _discounted(episode.rewards, 1.0)
-        norms = 1 - 2 * episode.proximal.exp() + episode.squared
-        episode.energy = (norms * episode.correction**2).cumsum(0)
-    for members in step.groups():
-        for place in range(max(episode.n for episode in members)):
-            there = [episode for episode in members if episode.n > place]
-            returns = [float(episode.returns[place]) for episode in there]
-            energies = [float(episode.energy[place]) for episode in there]
-            baseline = sum(r * e for r, e in zip(returns, energies, strict=True)) / (sum(energies) + 1e-8)
-            for episode, value in zip(there, returns, strict=True):
-                if len(set(returns)) > 1:
-                    episode.advantages[place] = value - baseline
-                elif credit_lone_tail and len(there) == 1 and len(members) > 1:
-                    episode.advantages[place] = value
-
-
-def _turn_grpo(step: NaiveStep, divide_by_std: bool = True) -> None:
-    _turn_returns(step, gamma=0.0, divide_by_std=divide_by_std)
-
-
-def _turn_returns(step: NaiveStep, gamma: float = 1.0, divide_by_std: bool = True) -> None:
-    for episode in step.episodes:
-        paths = {turn.path: turn for turn in episode.sequences}
-        ends = torch.tensor([0, *episode.tokens_of]).cumsum(0).tolist()
-        costs = [float(episode.penalties[a:b].sum()) for a, b in zip(ends, ends[1:], strict=False)]
-        own = [float(turn.reward) - cost for turn, cost in zip(episode.sequences, costs, strict=True)]
-
-        def parent(turn: Any, paths: dict[Any, Any] = paths) -> Any:
-            above = [turn.path[:end] for end in range(len(turn.path) - 1, 0, -1)]
-            return next((paths[path] for path in above if path in paths), None)
-
-        def total(
-            turn: Any, episode: Any = episode, own: list[float] = own, parent: Callable[..., Any] = parent
-        ) -> Any:
-            below = [total(one, episode, own, parent) for one in episode.sequences if parent(one) is turn]
-            reward = own[episode.sequences.index(turn)]
-            return reward + (gamma * sum(below) / len(below) if below else 0.0)
-
-        episode.turns = [(turn.turn_idx, total(turn)) for turn in episode.sequences]
-    for members in step.groups():
-        compared: dict[int, tuple[float, float]] = {}
-        for index in {index for episode in members for index, _ in episode.turns}:
-            visits = [[value for at, value in episode.turns if at == index] for episode in members]
-            visits = [values for values in visits if values]
-            means = [sum(values) / len(values) for values in visits]
-            if len(visits) < 2:
-                continue
-            mean = means[0] if len({value for values in visits for value in values}) == 1 else sum(means) / len(means)
-            squares = sum(sum((value - mean) ** 2 for value in values) / len(values) for values in visits)
-            compared[index] = mean, math.sqrt(squares / (len(visits) - 1)) + 1e-6 if divide_by_std else 1.0
-        for episode in members:
-            advantages = []
-            for (index, value), count in zip(episode.turns, episode.tokens_of, strict=True):
-                mean, scale = compared.get(index, (value, 1.0))
-                advantages += [(value - mean) / scale] * count
-            episode.advantages = torch.tensor(advantages, dtype=torch.float64)
-
-
-# -- losses per token of an update's episodes, by their names in a YAML --------------------------------------
-
-
-def _ratio(episode: Any) -> Tensor:
-    return (episode.policy - episode.proximal).clamp(-20, 20).exp()
-
-
-def _clipped(step: NaiveStep, ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Return PPO's losses, and True where the clipped ratio decides, so that no gradient flows."""
-    step.sure(ratio - low)
-    step.sure(ratio - high)
-    clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
-    return -advantages * torch.where(clipped, ratio.detach().clamp(low, high), ratio), clipped
-
-
-def _loss_ppo(
-    step: NaiveStep, members: Any, clip_eps: float = 0.2, clip_eps_high: float | None = None, dual_clip: float = 0.0
-) -> list[Tensor]:
-    losses = []
-    for episode in members:
-        ratio, high = _ratio(episode), clip_eps if clip_eps_high is None else clip_eps_high
-        loss, _ = _clipped(step, ratio, episode.advantages, 1 - clip_eps, 1 + high)
-        if dual_clip:
-            step.sure(ratio - dual_clip)
-            loss = torch.where((episode.advantages < 0) & (ratio > dual_clip), -episode.advantages * dual_clip, loss)
-        losses.append(loss)
-    return losses
-
-
-def _loss_gspo(step: NaiveStep, members: Any, clip_eps: float = 3e-4, clip_eps_high: float = 4e-4) -> list[Tensor]:
-    losses = []
-    for episode in members:
-        mean = (episode.policy - episode.proximal).mean().detach()
-        ratio = (mean + episode.policy - episode.policy.detach()).exp()
-        losses.append(_clipped(step, ratio, episode.advantages, 1 - clip_eps, 1 + clip_eps_high)[0])
-    return losses
-
-
-def _loss_gmpo(
-    step: NaiveStep, members: Any, clip_eps: float = 0.4, clip_eps_high: float | None = None
-) -> list[Tensor]:
-    losses, high = [], clip_eps if clip_eps_high is None else clip_eps_high
-    for episode in members:
-        log_ratio, advantages = episode.policy - episode.proximal, episode.advantages
-        step.sure(log_ratio + clip_eps)
-        step.sure(log_ratio - high)
-        bounded = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-clip_eps))
-        bounded = torch.where(advantages == 0, 0.0, bounded)
-        losses.append(-advantages.mean() * bounded.mean().exp().expand(episode.n))
-    return losses
-
-
-def _loss_cispo(step: NaiveStep, members: Any, clip_eps: float = 1.0, clip_eps_high: float = 0.28) -> list[Tensor]:
-    return [
-        -_ratio(one).detach().clamp(1 - clip_eps, 1 + clip_eps_high) * one.advantages * one.policy for one in members
-    ]
-
-
-def _loss_sapo(step: NaiveStep, members: Any, tau_positive: float = 1.0, tau_negative: float = 1.05) -> list[Tensor]:
-    losses = []
-    for episode in members:
-        tau = torch.where(episode.advantages > 0, tau_positive, tau_negative).double()
-        losses.append(-episode.advantages * 4 / tau * torch.sigmoid(tau * (_ratio(episode) - 1)))
-    return losses
-
-
-def _loss_reinforce(step: NaiveStep, members: Any) -> list[Tensor]:
-    return [-episode.advantages * episode.policy for episode in members]
-
-
-_loss_gpg = _loss_reinforce
-
-
-def _covariances(members: Any) -> Tensor:
-    advantages = torch.cat([episode.advantages for episode in members])
-    policy = torch.cat([episode.policy for episode in members]).detach()
-    return (advantages - advantages.mean()) * (policy - policy.mean())
-
-
-def _loss_clip_cov(
-    step: NaiveStep,
-    members: Any,
-    clip_eps: float = 0.2,
-    token_share: float = 1.0,
-    min_covariance: float = 1.0,
-    max_covariance: float = 5.0,
-) -> list[Tensor]:
-    """With a share of 1: every token that qualifies is dropped, so no draw decides."""
-    assert token_share == 1
-    losses, covariances = [], _covariances(members)
-    step.sure(covariances - min_covariance)
-    step.sure(covariances - max_covariance)
-    qualifies = (covariances > min_covariance) & (covariances < max_covariance)
-    for episode, own in zip(members, qualifies.split([one.n for one in members]), strict=True):
-        loss, clipped = _clipped(step, _ratio(episode), episode.advantages, 1 - clip_eps, 1 + clip_eps)
-        losses.append(torch.where(own & ~clipped, 0.0, loss))
-    return losses
-
-
-def _loss_kl_cov(step: NaiveStep, members: Any, token_share: float = 2e-4, kl_coef: float = 1.0) -> list[Tensor]:
-    covariances = _covariances(members)
-    count = max(1, int(token_share * len(covariances)))
-    ranked = covariances.sort(descending=True).values
-    if count < len(ranked):
-        step.sure(ranked[count - 1] - ranked[count])
-    chosen = (covariances >= ranked[count - 1]).split([one.n for one in members])
-    losses = []
-    for episode, own in zip(members, chosen, strict=True):
-        difference = episode.policy - episode.proximal
-        if bool(difference.detach().any()):  # exactly 0 in the first update
-            step.sure(difference)
-        penalty = torch.where(own, kl_coef * difference.abs(), 0.0)
-        losses.append(-episode.advantages * _ratio(episode) + penalty)
-    return losses
-
-
-def _loss_m2po(step: NaiveStep, members: Any, max_second_moment: float = 0.04) -> list[Tensor]:
-    squares = torch.cat([(one.policy.detach() - one.behaviour) ** 2 for one in members])
-    ranked = squares.sort().values
-    means = ranked.cumsum(0) / torch.arange(1, len(ranked) + 1)
-    step.sure(means - max_second_moment)
-    count = int((means <= max_second_moment).sum())
-    largest = float(ranked[count - 1]) if count else -1.0
-    return [
-        torch.where((e.policy.detach() - e.behaviour) ** 2 <= largest, -e.advantages * _ratio(e), 0.0) for e in members
-    ]

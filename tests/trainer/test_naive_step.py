@@ -278,17 +278,13 @@ def agrees(model_path: Path, choice: Choice, seed: int) -> bool:
     batch: DataProto = training_batch(sequences)
     batch.batch["baselines"] = torch.tensor([baselines[one.group_id] for one in sequences])
     begun = trainer.begin(batch, version=0)
+    lora_scale = config.lora.alpha / config.lora.rank if config.lora else 0.0
     naive = NaiveStep(
         config,
         sampling,
         sequences,
         [{begun.sequences[index].group_id for index in share} for share in begun.minibatches],
-        policy=naive_model(
-            AutoModelForCausalLM,
-            model_path,
-            trainer.model,
-            config.lora.alpha / config.lora.rank if config.lora else 0.0,
-        ),
+        policy=naive_model(AutoModelForCausalLM, model_path, trainer.model, lora_scale),
         reference=naive_model(AutoModelForCausalLM, model_path, plain(AutoModelForCausalLM, model_path)),
         critic=critic,
         baselines=baselines,
