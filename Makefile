@@ -7,7 +7,7 @@ AGENTS := .venv-agents
 # servers to start while the other computes. Hundreds of processes start, so compiled bytecode is kept.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE=
 
-.PHONY: install demo test test-slow test-agents test-browser test-servers fuzz lint format bench clean
+.PHONY: install demo test test-slow test-agents test-browser test-servers fuzz mutants lint format bench clean
 
 install: $(STAMP)
 
@@ -59,6 +59,11 @@ test-servers: install .venv-sglang/installed .venv-vllm/installed
 
 fuzz: install
 	$(TEST_ENV) $(BIN)/python -m pytest -m fuzz
+
+# 200 changes of trainer/, data/ and infra/, one at a time, in a copy of the tree; prints those that no test notices.
+# An hour or two on one core; COUNT and SEED choose other changes.
+mutants: install
+	$(TEST_ENV) $(BIN)/python tests/mutants.py --count $(or $(COUNT),200) --seed $(or $(SEED),0)
 
 lint: install
 	$(BIN)/ruff format --check .
