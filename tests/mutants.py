@@ -121,23 +121,23 @@ def changes(node: Any) -> Iterator[tuple[Any, str]]:
             yield node, "pass"
 
 
-def walk(node: Any, function: str = "") -> Iterator[tuple[Any, str]]:
+def walk(node: Any, name: str = "", in_function: bool = False) -> Iterator[tuple[Any, str]]:
     """Yield the nodes that may change and their functions: no texts, annotations, logging and assertions."""
     match node:
         case ast.JoinedStr() | ast.Assert() | ast.AnnAssign(value=None) | ast.If(test=ast.Name(id="TYPE_CHECKING")):
             return
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="logger" | "warnings")))):
             return
-    yield node, function
-    for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns", "decorator_list", "exc"):
+    yield node, name if in_function else ""
+    for key, value in ast.iter_fields(node):
+        if key in ("annotation", "returns", "decorator_list", "exc"):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, DEFINITIONS):
-                inner = f"{function}{'.' if isinstance(node, ast.ClassDef) else '.<locals>.'}{child.name}"
-                yield from walk(child, inner if function else child.name)
+                inner = f"{name}{'.<locals>.' if in_function else '.'}{child.name}".removeprefix(".")
+                yield from walk(child, inner, not isinstance(child, ast.ClassDef))
             elif isinstance(child, ast.AST):
-                yield from walk(child, function)
+                yield from walk(child, name, in_function)
 
 
 def mutants_of(path: str, source: bytes) -> Iterator[Mutant]:
@@ -241,7 +241,8 @@ def main() -> int:
             lines = original.splitlines(keepends=True)
             path.write_bytes(b"".join([*lines[: mutant.first], mutant.after.encode(), *lines[mutant.end :]]))
             os.utime(path, (number, number))  # no compiled file is of this time
-            survives = not chosen or run_tests(tree, chosen, 60 + 3 * SECONDS) == 0
+            limit = 30 + 3 * sum(tests[name]["seconds"] for name in chosen)
+            survives = not chosen or run_tests(tree, chosen, limit) == 0
             path.write_bytes(original)
             killed += not survives
             if survives:
