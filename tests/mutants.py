@@ -242,7 +242,7 @@ def main() -> int:
             path.write_bytes(b"".join([*lines[: mutant.first], mutant.after.encode(), *lines[mutant.end :]]))
             os.utime(path, (number, number))  # no compiled file is of this time
             limit = 30 + 3 * sum(tests[name]["seconds"] for name in chosen)
-            survives = not chosen or run_tests(tree, chosen, limit) == 0
+            survives = not chosen or run_tests(tree, ["--timeout=30", *chosen], limit) == 0
             path.write_bytes(original)
             killed += not survives
             if survives:

@@ -186,19 +186,21 @@ class NaiveStep:
     # -- rewards and corrections ----------------------------------------------------------------------
 
     def reward(self) -> float:
-        """Reward each episode's last token, subtract penalties, and return the next step's KL coefficient."""
+        """Reward the tokens, subtract penalties, and return the next step's KL coefficient."""
         config, kl = self.config, self.config.kl
         means = []
         for episode in self.episodes:
             rewards = [float(one.reward) for one in episode.sequences]
             episode.score = rewards[0] if len(set(rewards)) == 1 else sum(rewards) / len(rewards)
-            if config.overlong_buffer:
-                start = self.sampling.max_new_tokens - config.overlong_buffer
-                episode.score -= min(max((episode.n - start) / config.overlong_buffer, 0.0), 1.0)
             episode.rewards = torch.zeros(episode.n, dtype=torch.float64)
             episode.penalties = torch.zeros_like(episode.rewards)
             if episode.n:
-                episode.rewards[-1] = episode.score
+                episode.rewards += self.token_rewards(episode)
+            if config.overlong_buffer:
+                start = self.sampling.max_new_tokens - config.overlong_buffer
+                penalty = min(max((episode.n - start) / config.overlong_buffer, 0.0), 1.0)
+                episode.score -= penalty
+                episode.rewards[-1:] -= penalty
             if kl is not None and kl.place == "reward" and episode.n:
                 penalty = _kl(episode.proximal, episode.reference, kl.estimator)
                 episode.penalties = kl.coef * penalty
@@ -209,6 +211,19 @@ class NaiveStep:
             return 0.0 if kl is None else kl.coef
         error = min(max(sum(means) / len(means) / kl.target - 1, -0.2), 0.2)
         return kl.coef * (1 + error * len(self.episodes) / kl.horizon)
+
+    def token_rewards(self, episode: Any) -> Tensor:
+        """Return the rewards of tokens, each at the next trained one or the last; else the episode's at the last."""
+        rewards = torch.zeros(episode.n, dtype=torch.float64)
+        (first, *_) = episode.sequences
+        if first.token_rewards is None:
+            rewards[-1] = episode.score
+            return rewards
+        trained = [place for place, trains in enumerate(first.loss_mask) if trains]
+        for place, reward in enumerate(first.token_rewards.tolist()):
+            before = sum(other < place for other in trained)
+            rewards[min(before, episode.n - 1)] += reward
+        return rewards
 
     def correct(self) -> None:
         """Weigh each token for being sampled by another policy than the one at the start of the step."""

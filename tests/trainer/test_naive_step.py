@@ -56,6 +56,7 @@ AXES: dict[str, list[Any]] = {
     "reject": [None, *REJECTIONS],
     "max_episode_kl": [None, 0.02],
     "recorded": ["all", "some", "none"],
+    "token_rewards": [False, True],
     "proximal": ["trainer", "behaviour"],
     "kl": [
         None,
@@ -181,14 +182,18 @@ def drawn_episode(rng: np.random.Generator, prompt: list[int], group: str, membe
     return sequences
 
 
-def drawn_step(model_path: Path, seed: int, recorded: str, temperature: float) -> list[TokenSequence]:
+def drawn_step(model_path: Path, seed: int, choice: Choice) -> list[TokenSequence]:
     """Return groups whose recorded log-probs are near those of the model."""
+    recorded, temperature = choice["recorded"], choice["temperature"]
     rng = np.random.default_rng(seed)
     batch: list[TokenSequence] = []
     for group in range(3):
         prompt = rng.integers(3, VOCABULARY, rng.integers(1, 5)).tolist()
         for member in range(int(rng.integers(1 if group else 2, 4))):
-            batch += drawn_episode(rng, prompt, str(group), member)
+            batch += (episode := drawn_episode(rng, prompt, str(group), member))
+            if choice["token_rewards"] and len(episode) == 1:
+                episode[0].token_rewards = (rng.integers(-4, 5, len(episode[0])) / 4).astype(np.float32)
+                episode[0].reward = float(episode[0].token_rewards.sum())
     ids = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.int64)
     for row, one in zip(ids, batch, strict=True):
         row[: len(one)] = torch.from_numpy(one.input_ids)
@@ -273,7 +278,7 @@ def agrees(model_path: Path, choice: Choice, seed: int) -> bool:
                 flat({name: weight.grad for name, weight in module.named_parameters() if weight.requires_grad})
             )
         )
-    sequences = drawn_step(model_path, seed, choice["recorded"], sampling.temperature)
+    sequences = drawn_step(model_path, seed, choice)
     baselines = {str(group): 0.25 * group for group in range(3)}
     batch: DataProto = training_batch(sequences)
     batch.batch["baselines"] = torch.tensor([baselines[one.group_id] for one in sequences])
