@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from areal_lite.trainer.microbatches import plan_blocks, plan_microbatches, read_ids, shared_prefix
 from areal_lite.trainer.ranks import Ranks
 from areal_lite.trainer.step_tokens import StepCut
-from tests.trainer.training_data import drawn_batch, sequence
+from tests.trainer.training_data import VOCABULARY, drawn_batch, sequence
 
 
 @given(lengths=st.lists(st.integers(1, 60), max_size=40), cap=st.integers(1, 200))
@@ -41,7 +41,9 @@ def test_a_block_holds_as_many_tokens_as_allowed_and_not_one_more() -> None:
 @given(seed=st.integers(0, 50), cap=st.integers(4, 120), ragged=st.booleans(), whole=st.booleans())
 def test_no_forward_pass_of_a_step_exceeds_the_cap(seed: int, cap: int, ragged: bool, whole: bool) -> None:
     batch = drawn_batch(seed)
-    model: Any = SimpleNamespace(balance_length=500, ragged=ragged, shares_prefixes=True, min_width=0)
+    model: Any = SimpleNamespace(
+        balance_length=500, ragged=ragged, shares_prefixes=True, min_width=0, vocab_size=VOCABULARY
+    )
     together = [index // 2 for index in range(len(batch))] if whole else None
     cut = StepCut(batch, model, ranks=Ranks(), device=torch.device("cpu"), together=together)
     bounds = np.cumsum([0, *(one.num_trained_tokens for one in batch)])
