@@ -48,6 +48,8 @@ def gmpo(step: Any, members: Any, clip_eps: float = 0.4, clip_eps_high: float | 
     losses, high = [], clip_eps if clip_eps_high is None else clip_eps_high
     for episode in members:
         log_ratio, advantages = episode.policy - episode.proximal, episode.advantages
+        if bool(advantages.any()):  # their sign decides, and 0 is a sign of its own
+            step.sure(advantages)
         step.sure(log_ratio + clip_eps)
         step.sure(log_ratio - high)
         bounded = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-clip_eps))
