@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=192, help="tokens of each answer")
     args = parser.parse_args()
     if args.smoke:
-        args.servers, args.updates, args.requests = ["embedded"], 1, 2
+        args.servers, args.updates, args.requests, args.tokens = ["embedded"], 1, 2, 96
     torch.set_num_threads(1)
     measured: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
