@@ -53,10 +53,11 @@ Draw = Callable[[int], Prompts]
 
 def start_server(stack: ExitStack, backend: str, args: argparse.Namespace, folder: Path) -> str:
     """Start a server and return its address."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any]
     if backend == "vllm":
         settings = SETTINGS["vllm"] | {"python": str(Path(args.vllm_python).absolute())}
         settings["args"] = settings["args"] | {"max_num_seqs": max(args.in_flight)}
+        settings["env"] = settings["env"] | {"HF_HUB_OFFLINE": "1"}
     else:
         settings = {"device": "cpu", "max_running_requests": max(args.in_flight)}
     config = ServerConfig(
@@ -67,7 +68,8 @@ def start_server(stack: ExitStack, backend: str, args: argparse.Namespace, folde
         **settings,
     )
     check_servers(config)
-    (server,) = make_servers(config, model_path=args.model, seed=0, deterministic=False, log_dir=folder)
+    model = str(Path(args.model).absolute())
+    (server,) = make_servers(config, model_path=model, seed=0, deterministic=False, log_dir=folder)
     return stack.enter_context(server).address
 
 

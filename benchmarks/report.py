@@ -81,7 +81,7 @@ def table(reports: Iterable[dict[str, Any]]) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _commit() -> str:

@@ -166,7 +166,7 @@ def main() -> None:
         publish_weights(ours.model, Path(folder) / "weights", 1)
         publishing = time.perf_counter() - began
         print(f"publish_weights: {publishing:.2f} s")
-        phases = [Figure(name, seconds, "s") for name, seconds in medians.items()]
+        phases = [Figure(f"median {name}", seconds, "s") for name, seconds in medians.items()]
         write_figures(arguments.json, [step, *phases, Figure("publish_weights", publishing, "s")])
 
 
