@@ -49,6 +49,8 @@ def measure(arguments: argparse.Namespace, way: str) -> float:
         segments=None,
         predicted_at=torch.arange(ids.numel()),
         targets=ids.flatten(),
+        num_tokens=ids.numel(),
+        num_pairs=ids.numel() * (length + 1) // 2,
     )
     if "frozen" in way:
         model.requires_grad_(False)
