@@ -75,18 +75,12 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Every benchmark; one table in runs/benchmarks/table.md. SMOKE=1: the smallest size of each. VLLM= and TRL= name the
+# Python of an environment with vLLM or TRL, to compare with them.
 bench: install
-	$(BIN)/python examples/smollm2.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/engine_throughput.py --in-flight 256 2048 8192
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/agent_call.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/agent_streams.py
-	$(BIN)/python benchmarks/embedded_throughput.py --model runs/models/SmolLM2-135M-Instruct
-	$(BIN)/python benchmarks/train_step.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/data_source.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/packing_plans.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/packing.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/logits_memory.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/advantages.py
+	$(if $(SMOKE),,$(BIN)/python examples/smollm2.py)
+	$(BIN)/python benchmarks/run_all.py $(if $(SMOKE),--smoke) $(if $(VLLM),--vllm-python $(VLLM)) \
+		$(if $(TRL),--trl-python $(TRL))
 
 clean:
 	rm -rf .venv $(AGENTS) .venv-sglang .venv-vllm build dist ./*.egg-info

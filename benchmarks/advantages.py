@@ -9,17 +9,21 @@ the median over repeats, in milliseconds of the core; `inputs` is the check of t
 
 from __future__ import annotations
 
-import argparse
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from areal_lite.trainer.estimators import ESTIMATORS, EstimatorInputs, Turns
 from areal_lite.trainer.estimators.grouping import normalize_advantages
+from benchmarks.report import Figure, make_parser, write_figures
 
 GROUPS = [
     *("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"),
@@ -80,34 +84,42 @@ def milliseconds(call: Callable[[], object], repeats: int) -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=15)
-    repeats = parser.parse_args().repeats
+    args = parser.parse_args()
+    repeats, scale = (1, 16) if args.smoke else (args.repeats, 1)
     torch.set_num_threads(1)
 
-    grouped, long = make_step(8192, 64, group_size=8), make_step(32, 8192, group_size=8)
+    grouped, long = make_step(8192 // scale, 64, group_size=8), make_step(32, 8192 // scale, group_size=8)
+    figures = []
+
+    def show(shape: str, name: str, call: Callable[[], object]) -> None:
+        figures.append(Figure(f"{shape}: {name}", milliseconds(call, repeats), "ms"))
+        print(f"  {name:<30}{figures[-1].value:>8.2f}")
+
     for title, step, names in (
-        ("1,024 groups of 8 episodes of 64 tokens", grouped, GROUPS),
-        ("32 episodes of 8,192 tokens", long, [name for name in ESTIMATORS.names() if name not in GROUPS]),
+        (f"{1024 // scale:,} groups of 8 episodes of 64 tokens", grouped, GROUPS),
+        (f"32 episodes of {8192 // scale:,} tokens", long, [name for name in ESTIMATORS.names() if name not in GROUPS]),
     ):
         print(title)
         fields = {name: getattr(step, name) for name in EstimatorInputs.__dataclass_fields__}
-        print(f"  {'inputs':<30}{milliseconds(partial(EstimatorInputs, **fields), repeats):>8.2f}")
+        show(title, "inputs", partial(EstimatorInputs, **fields))
         for name in names:
             options = {"gamma": GAMMA, "lam": LAM} if name == "gae" else {}
-            call = partial(ESTIMATORS.bound(name, options, where="advantage"), step)
-            print(f"  {name:<30}{milliseconds(call, repeats):>8.2f}")
+            show(title, name, partial(ESTIMATORS.bound(name, options, where="advantage"), step))
         for level in ("group", "batch"):
             call = partial(
                 normalize_advantages, step.token_rewards, step.episodes, step.group_ids, mean=level, std=level
             )
-            print(f"  {'normalised over the ' + level:<30}{milliseconds(call, repeats):>8.2f}")
+            show(title, f"normalised over the {level}", call)
 
     assert long.values is not None
     flat = milliseconds(partial(ESTIMATORS.bound("gae", {"lam": LAM}, where="advantage"), long), repeats)
     columns = (long.token_rewards.view(32, -1), long.values.view(32, -1))
     loop = milliseconds(partial(loop_gae, *columns), max(3, repeats // 3))
+    figures.append(Figure("GAE with whitening, against a loop over tokens", flat, "ms", ratio=flat / loop))
     print(f"GAE with whitening {flat:.1f}, a loop over tokens {loop:.1f} without: {loop / flat:.0f} times as long")
+    write_figures(args.json, figures)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,11 @@ import functools
 import gc
 import itertools
 import multiprocessing
+import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -32,6 +34,8 @@ import openai
 import orjson
 import uvloop
 from aiohttp import web
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from areal_lite.agents.agent_doors import AgentDoors
 from areal_lite.agents.agent_service import AgentService
@@ -42,6 +46,7 @@ from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.infra import collector_pace
+from benchmarks.report import Figure, make_parser, write_figures
 
 OUTPUT_TOKENS = 64
 CONCURRENCY = 64
@@ -137,7 +142,7 @@ async def cpu_per_call(call: Callable[[], Awaitable[Any]], calls: int) -> float:
     return (time.process_time() - start) / (calls // CONCURRENCY * CONCURRENCY)
 
 
-async def measure(args: argparse.Namespace, renderer: ChatRenderer, output_ids: list[int], port: int) -> None:
+async def measure(args: argparse.Namespace, renderer: ChatRenderer, output_ids: list[int], port: int) -> list[Figure]:
     doors = await AgentDoors.open()
     through_socket = [openai.DefaultAsyncHttpxClient() for _ in range(CONCURRENCY)]
     access = doors.access("")
@@ -187,14 +192,16 @@ async def measure(args: argparse.Namespace, renderer: ChatRenderer, output_ids: 
         print(f"{'arm':<12}{'CPU ms/call':>12}{'ratio':>8}")
         for name, seconds in best.items():
             print(f"{name:<12}{seconds * 1e3:>12.3f}{seconds / best['bare']:>8.2f}")
-        await per_turn(no_engine, renderer)
+        figures = [Figure(f"CPU per call, {name}", s * 1e3, "ms", ratio=s / best["bare"]) for name, s in best.items()]
+        figures += await per_turn(no_engine, renderer)
     for http_client in through_socket:
         await http_client.aclose()
     await doors.aclose()
+    return figures
 
 
-async def per_turn(engine: Any, renderer: ChatRenderer) -> None:
-    """Print the CPU of growing turns in the service alone, from a body's bytes to its reply's.
+async def per_turn(engine: Any, renderer: ChatRenderer) -> list[Figure]:
+    """Print and return the CPU of growing turns in the service alone, from a body's bytes to its reply's.
 
     Beside it, what a parse of the whole body and one copy of the prompt's ids take.
     """
@@ -223,6 +230,7 @@ async def per_turn(engine: Any, renderer: ChatRenderer) -> None:
     for turn, (spent, parse, copy) in best.items():
         print(f"{turn:<8}{spent * 1e3:>8.3f}{parse * 1e3:>20.3f}{copy * 1e3:>18.3f}")
     print(f"{'mean':<8}{mean * 1e3:>8.3f}")
+    return [Figure(f"CPU of turn {turn}", spent * 1e3, "ms") for turn, (spent, _, _) in best.items()]
 
 
 def cpu_of(step: Callable[[], Any]) -> float:
@@ -234,11 +242,10 @@ def cpu_of(step: Callable[[], Any]) -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokenizer")
-    parser.add_argument("--smoke", action="store_true", help="a size that only shows that it runs")
     args = parser.parse_args()
     if args.smoke:
         args.calls, args.rounds = CONCURRENCY, 1
@@ -256,7 +263,7 @@ def main() -> None:
     server.start()
     collector_pace.relax()
     try:
-        uvloop.run(measure(args, renderer, output_ids, parent.recv()))
+        write_figures(args.json, uvloop.run(measure(args, renderer, output_ids, parent.recv())))
     finally:
         server.kill()
 

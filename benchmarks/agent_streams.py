@@ -38,6 +38,7 @@ from areal_lite.agents.chat_session import ChatSession
 from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 from benchmarks.agent_call import make_tokenizer
+from benchmarks.report import Figure, make_parser, write_figures
 
 CLIENT_PROCESSES = 2
 LETTER = ord("a")
@@ -185,10 +186,10 @@ def allow_sockets() -> None:
 
 
 class Process:
-    """A spawned process and the pipe to it."""
+    """A child process and the pipe to it."""
 
     def __init__(self, target: Any, *args: Any) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("fork")  # imports are there
         self.pipe, child = context.Pipe()
         self._process = context.Process(target=target, args=(child, *args), daemon=True)
         self._process.start()
@@ -203,7 +204,7 @@ class Process:
         self._process.kill()
 
 
-def measure_first_token(args: argparse.Namespace, tokens: list[int], text: str) -> None:
+def measure_first_token(args: argparse.Namespace, tokens: list[int], text: str) -> list[Figure]:
     """Print the delay of the first token at the server and through the listener."""
     server = Process(serve_tokens, tokens, 0.001)
     server_port = server.pipe.recv()
@@ -225,9 +226,14 @@ def measure_first_token(args: argparse.Namespace, tokens: list[int], text: str) 
         p95 = sorted(seconds)[int(0.95 * len(seconds))]
         print(f"{name:<16}{statistics.median(seconds) * 1e3:>10.2f}{p95 * 1e3:>10.2f}")
     print(f"{'added':<16}{(statistics.median(through) - statistics.median(own)) * 1e3:>10.2f}")
+    medians = [statistics.median(seconds) * 1e3 for seconds in (own, through)]
+    return [
+        Figure("first token, server", medians[0], "ms"),
+        Figure("first token, listener", medians[1], "ms", ratio=medians[1] / medians[0]),
+    ]
 
 
-def measure_streams(args: argparse.Namespace, tokens: list[int], text: str) -> None:
+def measure_streams(args: argparse.Namespace, tokens: list[int], text: str) -> list[Figure]:
     """Print how many of the concurrent streams were whole, and what they cost."""
     server = Process(serve_tokens, tokens, args.interval_ms / 1e3)
     service = Process(serve_agents, server.pipe.recv(), args.streams, True)
@@ -246,24 +252,28 @@ def measure_streams(args: argparse.Namespace, tokens: list[int], text: str) -> N
     print(f"first token     {firsts[len(firsts) // 2]:.2f} s median, {firsts[-1]:.2f} s worst")
     print(f"seconds         {elapsed:.1f}")
     print(f"service CPU     {cpu:.1f} s, {cpu / args.streams / len(tokens) * 1e6:.0f} us per token")
+    return [
+        Figure("whole streams", whole, "", ratio=whole / args.streams),
+        Figure("first token of many streams", firsts[len(firsts) // 2], "s"),
+        Figure("CPU per token", cpu / args.streams / len(tokens) * 1e6, "us"),
+    ]
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--streams", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--interval-ms", type=float, default=50)
     parser.add_argument("--calls", type=int, default=200)
-    parser.add_argument("--smoke", action="store_true", help="a size that only shows that it runs")
     args = parser.parse_args()
     if args.smoke:
         args.streams, args.tokens, args.interval_ms, args.calls = 50, 8, 5, 10
     renderer = ChatRenderer(make_tokenizer(None))
     text = "".join(chr(LETTER + place % 26) for place in range(args.tokens - 1))
     tokens = [*renderer.tokenizer.encode(text, add_special_tokens=False), renderer.stop_ids[0]]
-    measure_first_token(args, tokens, text)
-    measure_streams(args, tokens, text)
+    figures = measure_first_token(args, tokens, text) + measure_streams(args, tokens, text)
+    write_figures(args.json, figures)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ from areal_lite.api import (
     RolloutWorkflow,
 )
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from benchmarks.report import Figure, make_parser, write_figures
 from tests.infra.scripted import tensors_of
 from tests.stub_server import StubServer, StubThread
 
@@ -199,7 +200,7 @@ def floor_of(setting: Setting, args: argparse.Namespace) -> float:
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--train-s", type=float, default=0.05)
     parser.add_argument("--median-s", type=float, default=0.15)
@@ -208,6 +209,8 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=["wait", "redraw"])
     parser.add_argument("--jobs", type=int, default=6, help="settings measured at a time; they mostly sleep")
     args = parser.parse_args()
+    if args.smoke:
+        args.steps, args.workloads, args.bounds, args.policies, args.jobs = 13, ["fast"], [1], ["wait"], 1
     settings = [
         Setting(workload, bound, policy, train_s)
         for workload in args.workloads
@@ -217,8 +220,12 @@ def main() -> None:
         ]
         for train_s in (args.train_s, 0.0)
     ]
-    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        outcomes = dict(zip(settings, pool.map(partial(measure, args), settings), strict=True))
+    if args.jobs == 1:
+        outcomes = {setting: measure(args, setting) for setting in settings}
+    else:
+        with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+            outcomes = dict(zip(settings, pool.map(partial(measure, args), settings), strict=True))
+    figures = []
     print(
         f"{args.steps} steps of {BATCH} groups, train step {args.train_s * 1000:.0f} ms\n"
         f"{'workload':9} {'bound':>5} {'stale':6} {'step ms':>8} {'generation':>10} {'ratio':>5} {'floor':>6} "
@@ -231,15 +238,19 @@ def main() -> None:
         outcome = outcomes[setting]
         alone = replace(setting, train_s=0.0)
         alone_s, floor_s = outcomes[alone].step_s, floor_of(setting, args)
+        ratio = outcome.step_s / max(setting.train_s, alone_s)
+        name = f"{setting.workload}, bound {setting.bound}, {setting.stale_groups}"
+        figures.append(Figure(name, outcome.step_s * 1000, "ms", ratio=ratio, limit=floor_s * 1000))
         at_bound = sum(s == setting.bound for s in outcome.staleness) / len(outcome.staleness)
         print(
             f"{setting.workload:9} {setting.bound:5} {setting.stale_groups:6} {outcome.step_s * 1000:8.1f} "
-            f"{alone_s * 1000:10.1f} {outcome.step_s / max(setting.train_s, alone_s):5.2f} {floor_s * 1000:6.1f} "
+            f"{alone_s * 1000:10.1f} {ratio:5.2f} {floor_s * 1000:6.1f} "
             f"{floor_s / max(setting.train_s, floor_of(alone, args)):11.2f} "
             f"{outcome.slow_60:+7.2f} {outcome.slow_all:+8.2f} "
             f"{outcome.discarded:8.2f}% {statistics.mean(outcome.staleness):9.2f} {max(outcome.staleness):3} "
             f"{at_bound:8.1%}"
         )
+    write_figures(args.json, figures)
 
 
 if __name__ == "__main__":

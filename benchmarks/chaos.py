@@ -45,6 +45,7 @@ import orjson
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.chaos_server import REPLY_FAULTS
+from benchmarks.report import Figure, make_parser, write_figures
 
 HERE = Path(__file__).parent
 
@@ -495,8 +496,7 @@ def report(chaos: Chaos, folder: Path, seconds: float) -> dict[str, Any]:
 
 def parse_args() -> argparse.Namespace:
     """Return the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="a few seconds; speed and memory are not checked")
+    parser = make_parser(__doc__)
     parser.add_argument("--episodes", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--servers", type=int, default=8)
@@ -542,6 +542,12 @@ def main() -> None:
     if args.keep is None:
         shutil.rmtree(folder)
     print(json.dumps(figures, indent=2))
+    speed = "tokens/s of the capacity left"
+    report_figures = [
+        Figure("trained, with faults", figures[speed], "tokens/s", ratio=figures["throughput"]),
+        Figure("episodes that ended", figures["episodes"], ""),
+    ]
+    write_figures(args.json, report_figures)
     if failed := [name for name, held in figures["checks"].items() if not held]:
         raise SystemExit(f"failed: {failed}")
 

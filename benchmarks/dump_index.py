@@ -30,6 +30,7 @@ import orjson
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from areal_lite.inspect.dumps import Dumps
+from benchmarks.report import Figure, make_parser, write_figures
 
 GROUP_SIZE = 8
 GROUPS_PER_VERSION = 250
@@ -132,7 +133,7 @@ def measure(folder: Path, part: str) -> dict[str, Any]:
             for name, (text, sort) in FILTERS.items():
                 seconds = [timed(lambda text=text, sort=sort: dumps.page(text, sort=sort, count_s=9)) for _ in range(3)]
                 figures["page_s"][name], figures["page_cpu_s"][name] = (
-                    round(sorted(column)[1], 4) for column in zip(*seconds, strict=True)
+                    round(sorted(column)[1], 6) for column in zip(*seconds, strict=True)
                 )
             uncounted = [name for name, (text, sort) in FILTERS.items() if dumps.page(text, sort=sort).total is None]
             figures["pages without count"] = uncounted
@@ -147,12 +148,24 @@ def measure(folder: Path, part: str) -> dict[str, Any]:
     return figures | {"memory_mb": round((peak - before) / 1024)}
 
 
+def _flat(figures: dict[str, Any]) -> list[Figure]:
+    """Return the seconds of wall clock and the sizes."""
+    build, opened = figures["build"], figures["open"]
+    flat = [Figure("building the index", build["build_s"][0], "s"), Figure("index", figures["index_mb"], "MB")]
+    flat += [Figure(f"first page, {name}", seconds, "s") for name, seconds in opened["page_s"].items()]
+    flat += [
+        Figure(name.removesuffix("_s").replace("_", " "), seconds[0], "s")
+        for name, seconds in opened.items()
+        if name.endswith("_s") and name != "page_s" and name != "page_cpu_s"
+    ]
+    return flat
+
+
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--episodes", type=int, default=1_000_000)
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write the run there, or use the one that is there")
-    parser.add_argument("--smoke", action="store_true", help="2,000 episodes")
     parser.add_argument("--measure", nargs=2, metavar=("FOLDER", "PART"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -168,6 +181,7 @@ def main() -> None:
             figures[part] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
         figures["index_mb"] = (folder / "index.sqlite").stat().st_size / 1e6
         print(json.dumps(figures, indent=1))
+        write_figures(args.json, _flat(figures))
     finally:
         if args.keep is None:
             shutil.rmtree(folder)

@@ -1,112 +1,210 @@
-"""Tokens per second of the embedded server against ``model.generate`` and transformers' continuous batching.
+"""Tokens per second of the embedded server against vLLM on this CPU and against transformers.
 
-One run measures all three on the same model, threads and prompts, since only their ratio means something on a
-shared machine:
+    python benchmarks/embedded_throughput.py --model FOLDER [--vllm-python PYTHON] [--in-flight 1 8 32 64] [--threads 2]
 
-* ``generate``: ``model.generate`` on a static batch, all prompts there from the start, sampling at temperature 1.
-* ``continuous``: ``model.generate_batch`` of transformers, with all requests there from the start.
-* ``embedded``: our server as a child process, over HTTP, with ``--batch`` requests in flight: Poisson arrivals until
-  the batch is full, then a new request for each that ended. All requests sent count, their prefill included.
+One run measures all on the same model, threads and lengths, since only their ratio means something on a shared
+machine; they take turns, and medians of the rounds count. Prompts have 20 to 60 tokens, answers 64.
+
+* ``embedded``: our server as a child process, over HTTP, with so many requests in flight: Poisson arrivals until all
+  are there, then a new request for each that ended. All requests count, their prefill included.
 * ``embedded, groups``: the same, but each prompt is sent ``--group`` times, as GRPO does.
+* ``vLLM``: the same requests to a vLLM server in eager mode, of the environment with PYTHON.
+* ``generate``: ``model.generate`` on a static batch, all prompts there from the start, sampling at temperature 1.
+* ``continuous``, with ``--continuous``: ``model.generate_batch`` of transformers, all requests there from the start.
 
-    python benchmarks/embedded_throughput.py --model DIR --threads 1 --batch 64 --new-tokens 64
+Ratios are to vLLM, or to ``generate`` without it. The limit is that of decoding alone, by benchmarks/roofline.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import platform
 import random
+import statistics
+import sys
+import tempfile
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import aiohttp
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from areal_lite.embedded import EmbeddedServer
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from areal_lite.api import GenerationHyperparameters
+from areal_lite.api.config import ServerConfig
+from areal_lite.infra.backends import dialect_of
+from areal_lite.launch.server_group import check_servers, make_servers
+from benchmarks.report import Figure, make_parser, of_limit, write_figures
+from benchmarks.roofline import decode_limit, limits
+from tests.fixtures.tiny_model import build_tiny_model
+from tests.servers.launch import SETTINGS
+
+ARRIVAL_S = 0.01
+Prompts = list[list[int]]
+Draw = Callable[[int], Prompts]
 
 
-async def embedded(
-    address: str, prompts: list[list[int]], *, in_flight: int, new_tokens: int, arrival_s: float
-) -> float:
-    """Return seconds from the first request to the last reply."""
+def start_server(stack: ExitStack, backend: str, args: argparse.Namespace, folder: Path) -> str:
+    """Start a server and return its address."""
+    settings: dict[str, Any]
+    if backend == "vllm":
+        settings = SETTINGS["vllm"] | {"python": str(Path(args.vllm_python).absolute())}
+        settings["args"] = settings["args"] | {"max_num_seqs": max(args.in_flight)}
+        settings["env"] = settings["env"] | {"HF_HUB_OFFLINE": "1"}
+    else:
+        settings = {"device": "cpu", "max_running_requests": max(args.in_flight)}
+    config = ServerConfig(
+        backend=backend,  # type: ignore[arg-type]
+        dtype=args.dtype,
+        num_threads=args.threads,
+        context_length=2 * args.prompt_tokens + args.new_tokens,
+        **settings,
+    )
+    check_servers(config)
+    model = str(Path(args.model).absolute())
+    (server,) = make_servers(config, model_path=model, seed=0, deterministic=False, log_dir=folder)
+    return stack.enter_context(server).address
+
+
+async def served(address: str, backend: str, prompts: Prompts, in_flight: int, new_tokens: int) -> None:
+    """Send all prompts, at most ``in_flight`` at a time, and wait for the last reply."""
     arrivals = random.Random(1)
     room = asyncio.Semaphore(in_flight)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    dialect = dialect_of(backend)  # type: ignore[arg-type]
+    gconfig = GenerationHyperparameters(temperature=1.0, ignore_eos=True)
+    no_limits = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=no_limits) as session:
 
-        async def one(prompt: list[int]) -> None:
-            params = {"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 1.0}
-            body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
-            async with session.post(f"{address}/generate", json=body) as response:
+        async def one(number: int, prompt: list[int]) -> None:
+            body = dialect.generate_body(
+                prompt,
+                gconfig,
+                rid=f"{time.monotonic_ns()}-{number}",
+                max_new_tokens=new_tokens,
+                min_new_tokens=0,
+                seed=None,
+            )
+            async with session.post(address + dialect.generate_path, json=body) as response:
                 reply = await response.json()
-                assert reply["meta_info"]["completion_tokens"] == new_tokens, reply
+                assert response.status == 200, reply
+                assert len(dialect.parse_generate(reply).tokens) == new_tokens, reply
             room.release()
 
-        start = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
-            for prompt in prompts:
+            for number, prompt in enumerate(prompts):
                 await room.acquire()
-                tasks.create_task(one(prompt))
-                await asyncio.sleep(arrivals.expovariate(1 / arrival_s))
-        return time.perf_counter() - start
+                tasks.create_task(one(number, prompt))
+                await asyncio.sleep(arrivals.expovariate(1 / ARRIVAL_S))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--threads", type=int, default=1)
+def served_rate(
+    address: str, backend: str, args: argparse.Namespace, draw: Draw, in_flight: int, *, copies: int = 1
+) -> float:
+    """Return the tokens/s of one round of requests."""
+    count = max(4, 2 * in_flight)
+    prompts = [prompt for prompt in draw(-(-count // copies)) for _ in range(copies)]
+    start = time.perf_counter()
+    asyncio.run(served(address, backend, prompts, in_flight, args.new_tokens))
+    return len(prompts) * args.new_tokens / (time.perf_counter() - start)
+
+
+def transformers_rate(model: Any, args: argparse.Namespace, draw: Draw, in_flight: int, *, continuous: bool) -> float:
+    """Return the tokens/s of ``model.generate`` or ``model.generate_batch``."""
+    prompts = draw(in_flight)
+    sampling = {"max_new_tokens": args.new_tokens, "do_sample": True, "pad_token_id": 0, "top_k": 0}
+    width = max(map(len, prompts))
+    padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    start = time.perf_counter()
+    if continuous:
+        config = GenerationConfig(**sampling, eos_token_id=-1, temperature=1.0)
+        cache = ContinuousBatchingConfig(num_blocks=2 * in_flight + 8, max_batch_tokens=1024)  # not all free memory
+        outputs = model.generate_batch(prompts, config, cache)
+        count = sum(len(output.generated_tokens) for output in outputs.values())
+    else:
+        with torch.inference_mode():
+            model.generate(padded, attention_mask=mask, min_new_tokens=args.new_tokens, **sampling)
+        count = in_flight * args.new_tokens
+    return count / (time.perf_counter() - start)
+
+
+def parse_args() -> argparse.Namespace:
+    """Return the options."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--model", default="runs/models/SmolLM2-135M-Instruct")
+    parser.add_argument("--vllm-python", metavar="PYTHON", help="interpreter of an environment with vLLM for CPUs")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=40)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=2, help="batches sent to the embedded server")
-    parser.add_argument("--skip-continuous", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3, help="after one that warms up")
+    parser.add_argument("--continuous", action="store_true", help="also measure model.generate_batch, which is slow")
     args = parser.parse_args()
+    if args.smoke:
+        args.in_flight, args.threads, args.new_tokens, args.group, args.rounds = [2], 1, 4, 2, 1
+        args.continuous = True
+    return args
 
-    draw = random.Random(0)
-    lengths = [draw.randint(args.prompt_tokens // 2, args.prompt_tokens * 3 // 2) for _ in range(args.batch)]
-    prompts = [[draw.randrange(100, 5000) for _ in range(length)] for length in lengths]
-    rounds = [[draw.randrange(100, 5000) for _ in p] for _ in range(args.rounds) for p in prompts]
-    groups = [prompt for prompt in rounds[:: args.group] for _ in range(args.group)]
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {args.threads} threads, {args.dtype}")
 
-    server = EmbeddedServer(
-        model_path=args.model,
-        dtype=args.dtype,
-        num_threads=args.threads,
-        max_running_requests=args.batch,
-        device="cpu",
-    )
-    figures = {}
-    with server:
-        for name, sent in (("embedded", rounds), ("embedded, groups", groups)):
-            seconds = asyncio.run(
-                embedded(server.address, sent, in_flight=args.batch, new_tokens=args.new_tokens, arrival_s=0.01)
-            )
-            figures[name] = len(sent) * args.new_tokens / seconds
-
-    import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
+def measure(args: argparse.Namespace, folder: Path) -> list[Figure]:
+    """Start the servers, let all take turns, print and return the figures."""
     torch.set_num_threads(args.threads)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
-    sampling = {"max_new_tokens": args.new_tokens, "do_sample": True, "pad_token_id": 0, "top_k": 0}
-    width = max(lengths)
-    padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    with torch.inference_mode():
-        start = time.perf_counter()
-        model.generate(padded, attention_mask=mask, min_new_tokens=args.new_tokens, **sampling)
-        figures["generate"] = args.batch * args.new_tokens / (time.perf_counter() - start)
-    if not args.skip_continuous:
-        config = GenerationConfig(**sampling, eos_token_id=-1, temperature=1.0)
-        start = time.perf_counter()
-        outputs = model.generate_batch(prompts, generation_config=config, progress_bar=False)
-        count = sum(len(output.generated_tokens) for output in outputs.values())
-        figures["continuous"] = count / (time.perf_counter() - start)
-    for name, figure in figures.items():
-        print(f"{name:18} {figure:8.1f} tokens/s  {figure / figures['generate']:5.2f} of generate")
+    ids = random.Random(0)
+    shortest, longest = args.prompt_tokens // 2, args.prompt_tokens * 3 // 2
+    vocabulary = min(5000, model.config.vocab_size)
+
+    def draw(count: int) -> Prompts:
+        lengths = random.Random(count)  # the same for all, of ids that nobody saw before
+        return [
+            [ids.randrange(100, vocabulary) for _ in range(lengths.randint(shortest, longest))] for _ in range(count)
+        ]
+
+    figures = []
+    best = limits(args.threads, getattr(torch, args.dtype), smoke=args.smoke)
+    context = args.prompt_tokens + args.new_tokens // 2
+    with ExitStack() as stack:
+        embedded = partial(served_rate, start_server(stack, "embedded", args, folder), "sglang", args, draw)
+        arms = {"embedded": embedded, "embedded, groups": partial(embedded, copies=args.group)}
+        if args.vllm_python is not None:
+            arms["vLLM"] = partial(served_rate, start_server(stack, "vllm", args, folder), "vllm", args, draw)
+        arms["generate"] = partial(transformers_rate, model, args, draw, continuous=False)
+        if args.continuous:
+            arms["continuous"] = partial(transformers_rate, model, args, draw, continuous=True)
+        reference = "vLLM" if "vLLM" in arms else "generate"
+        for in_flight in args.in_flight:
+            rates: dict[str, list[float]] = {name: [] for name in arms}
+            for number in range(args.rounds + 1):
+                for name, arm in arms.items():
+                    rate = arm(in_flight=in_flight)
+                    if number:
+                        rates[name].append(rate)
+            medians = {name: statistics.median(values) for name, values in rates.items()}
+            limit = decode_limit(model.config, best, in_flight=in_flight, context=context)
+            for name, median in medians.items():
+                ratio = median / medians[reference]
+                figures.append(Figure(f"{name}, {in_flight} in flight", median, "tokens/s", ratio=ratio, limit=limit))
+                shown = f"{median:8.1f} tokens/s  {ratio:5.2f} of {reference}, {of_limit(figures[-1])}"
+                print(f"{in_flight:4} in flight  {name:18} {shown}", flush=True)
+    return figures
+
+
+def main() -> None:
+    """Run and write."""
+    args = parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if args.smoke:
+            args.model = str(build_tiny_model(Path(folder) / "model"))
+        write_figures(args.json, measure(args, Path(folder)))
 
 
 if __name__ == "__main__":

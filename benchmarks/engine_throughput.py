@@ -12,7 +12,6 @@ docs/benchmarks.md has the figures and the machine they are from.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import shutil
@@ -41,6 +40,7 @@ from areal_lite.api import (
     RolloutWorkflow,
 )
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from benchmarks.report import Figure, make_parser, write_figures
 
 PROMPT = list(range(1, 129))
 SOCKETS = 512
@@ -134,11 +134,14 @@ def engine_round(address: str, episodes: int, in_flight: int, root: str | None =
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--episodes", type=int, default=4000)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[256])
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
+    if args.smoke:
+        args.episodes, args.in_flight, args.rounds = 400, [16], 1
+    report = []
     torch.set_num_threads(1)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -172,6 +175,11 @@ def main() -> None:
                     f"{name:16} {rate:8.0f} episodes/s ({rate / base[0]:.2f})  {cpu:7.0f} us CPU ({cpu / base[1]:.2f})"
                     + (f" and {writer:.0f} us of the writer" if writer else "")
                 )
+                report += [
+                    Figure(f"{name}, {in_flight} in flight", rate, "episodes/s", ratio=rate / base[0]),
+                    Figure(f"{name}, {in_flight} in flight: CPU per episode", cpu, "us", ratio=cpu / base[1]),
+                ]
+        write_figures(args.json, report)
     finally:
         stub.kill()
         stub.wait()

@@ -1,31 +1,37 @@
 """Seconds of a whole GRPO step - generation, rewards, training, new weights - against TRL's GRPOTrainer.
 
-    python benchmarks/grpo_step.py --trl-python PYTHON [--model FOLDER] [--steps 5]
+    python benchmarks/grpo_step.py [--trl-python PYTHON] [--model FOLDER] [--steps 5]
 
-PYTHON is an interpreter with ``trl`` installed, in an environment of its own. The work of a step is the same
-for both: 8 prompts of workflows/largest_number.py, 8 answers each of at most 16 tokens at temperature 1, one
-update in bfloat16 autocast, no KL penalty, all cores. One run of each after the other, a step is timed from its
-start to its end, the first of each is left out (it warms up).
+PYTHON is an interpreter with ``trl`` installed, in an environment of its own; without it only our side is measured.
+The work of a step is the same for both: 8 prompts of workflows/largest_number.py, 8 answers each of at most 16 tokens
+at temperature 1, one update in bfloat16 autocast, no KL penalty, all cores. One run of each after the other, a step is
+timed from its start to its end, the first of each is left out (it warms up). The limit is that of decoding and then
+training, by benchmarks/roofline.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.report import ROOT, Figure, make_parser, of_limit, write_figures
 
 PROMPTS, ANSWERS, NEW_TOKENS = 8, 8, 16
 
 
-def our_steps(model: str, steps: int) -> list[float]:
-    """Return the seconds of the steps of ``areal-lite train``."""
+def our_steps(model: str, steps: int, *, smoke: bool) -> list[dict[str, float]]:
+    """Return the metrics of the steps of ``areal-lite train``; in this process if ``smoke``."""
+    config = str(ROOT / "configs/on_policy.yaml")
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
             f"model_path={model}",
@@ -38,10 +44,30 @@ def our_steps(model: str, steps: int) -> list[float]:
             "eval_dataset=null",
             "save_model=false",
         ]
-        command = [sys.executable, "-m", "areal_lite", "train", "configs/on_policy.yaml", *overrides]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        if smoke:
+            from areal_lite.api.config_loader import load_config
+            from areal_lite.launch.run import run_training
+
+            run_training(load_config(config, overrides))
+        else:
+            command = [sys.executable, "-m", "areal_lite", "train", config, *overrides]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         (metrics,) = Path(folder).glob("*/*/metrics.jsonl")
-        return [json.loads(line)["timing/step_s"] for line in metrics.read_text().splitlines()]
+        return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def limit_of(model: str, metrics: dict[str, Any], *, smoke: bool) -> float:
+    """Return the least seconds of a step with these lengths on all cores, prompts computed once per group."""
+    import torch
+    from transformers import AutoConfig
+
+    from benchmarks.roofline import decode_limit, limits, training_limit
+
+    config = AutoConfig.from_pretrained(model)
+    rates = limits(len(os.sched_getaffinity(0)), torch.bfloat16, smoke=smoke)
+    prompt, trained = metrics["train/prompt_length_mean"], metrics["train/trained_tokens"]
+    tokens_per_s = decode_limit(config, rates, in_flight=PROMPTS * ANSWERS, context=prompt)
+    return trained / tokens_per_s + training_limit(config, rates, tokens=PROMPTS * prompt + trained, trained=trained)
 
 
 def trl_steps(python: str, model: str, steps: int) -> list[float]:
@@ -103,7 +129,7 @@ def run_trl(path: Path, model: str, steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--trl-python")
     parser.add_argument("--trl-child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--model", default="runs/models/SmolLM2-135M-Instruct")
@@ -112,16 +138,27 @@ def main() -> None:
     if arguments.trl_child is not None:
         run_trl(arguments.trl_child, arguments.model, arguments.steps)
         return
-    if arguments.trl_python is None:
-        parser.error("--trl-python is missing: name an interpreter with trl installed")
-    times = {
-        "areal_lite": our_steps(arguments.model, arguments.steps)[1:],
-        "TRL": trl_steps(arguments.trl_python, arguments.model, arguments.steps)[1:],
-    }
-    for name, seconds in times.items():
-        print(f"{name:<12} median {statistics.median(seconds):6.2f} s   of {[round(s, 1) for s in seconds]}")
-    ours, theirs = (statistics.median(seconds) for seconds in times.values())
-    print(f"ratio        {ours / theirs:6.2f}")
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.smoke:
+            from tests.fixtures.tiny_model import build_tiny_model
+
+            arguments.model, arguments.steps = str(build_tiny_model(Path(folder) / "model")), 2
+        metrics = our_steps(arguments.model, arguments.steps, smoke=arguments.smoke)[1:]
+        limit = limit_of(arguments.model, metrics[-1], smoke=arguments.smoke)
+        times = {"areal_lite": [record["timing/step_s"] for record in metrics]}
+        if arguments.trl_python is not None:
+            times["TRL"] = trl_steps(arguments.trl_python, arguments.model, arguments.steps)[1:]
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    reference = medians.get("TRL")
+    figures = [
+        Figure(name, median, "s", ratio=None if reference is None else median / reference, limit=limit)
+        for name, median in medians.items()
+    ]
+    for figure in figures:
+        of_trl = "" if figure.ratio is None else f"{figure.ratio:.2f} of TRL, "
+        seconds = [round(second, 1) for second in times[figure.figure]]
+        print(f"{figure.figure:<12} median {figure.value:6.2f} s of {seconds}: {of_trl}{of_limit(figure)} s")
+    write_figures(arguments.json, figures)
 
 
 if __name__ == "__main__":

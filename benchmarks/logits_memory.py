@@ -6,21 +6,26 @@ python benchmarks/logits_memory.py [--tokens 8192] [--vocabulary 151936]
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import resource
-import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.packed_model import PackedSequences
+from benchmarks.report import Figure, make_parser, write_figures
 
 MEBIBYTE = 1 << 20
 WAYS = ("decoder", "scores", "scores, frozen head")
 
 
-def measure(way: str, arguments: argparse.Namespace) -> float:
+def measure(arguments: argparse.Namespace, way: str) -> float:
     """Return the MiB that a forward and backward pass took above what was there before."""
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -44,6 +49,8 @@ def measure(way: str, arguments: argparse.Namespace) -> float:
         segments=None,
         predicted_at=torch.arange(ids.numel()),
         targets=ids.flatten(),
+        num_tokens=ids.numel(),
+        num_pairs=ids.numel() * (length + 1) // 2,
     )
     if "frozen" in way:
         model.requires_grad_(False)
@@ -60,7 +67,7 @@ def peak() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--hidden", type=int, default=256)
@@ -68,18 +75,18 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--bfloat16", action="store_true")
-    parser.add_argument("--way", choices=WAYS)
     arguments = parser.parse_args()
-    if arguments.way:
-        print(measure(arguments.way, arguments))
-        return
-    took = {}
-    for way in WAYS:  # a process each: a peak never falls
-        command = [sys.executable, __file__, *sys.argv[1:], "--way", way]
-        took[way] = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    if arguments.smoke:
+        arguments.tokens, arguments.vocabulary, arguments.layers = 1024, 8192, 1
+    # A process for each: a peak never falls. Here nothing was computed yet, so that a fork of this one starts clean.
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        took = dict(zip(WAYS, pool.imap(partial(measure, arguments), WAYS), strict=True))
+    for way in WAYS:
         print(f"{way:>20}: {took[way]:7.0f} MiB, {took[way] / took['decoder']:.2f} times the decoder's own")
     logits = arguments.tokens * arguments.vocabulary * 4 / MEBIBYTE
     print(f"{'full logits':>20}: {3 * logits:7.0f} MiB for three float32 copies (logits, log-softmax, gradient)")
+    figures = [Figure(way, took[way], "MiB", ratio=took[way] / took["decoder"]) for way in WAYS]
+    write_figures(arguments.json, figures)
 
 
 if __name__ == "__main__":

@@ -25,44 +25,40 @@ One run on one core of an AMD EPYC (Zen 4, AVX512-BF16), torch 2.13, seconds of 
 
 from __future__ import annotations
 
-import argparse
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.batch.partition import get_seqlen_balanced_partitions
 from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.microbatches import Block, num_inputs, plan_microbatches
 from areal_lite.trainer.packed_model import pack
+from benchmarks.report import Figure, make_parser, of_limit, write_figures
+from benchmarks.roofline import limits, smollm2_config, training_limit
 
 MAX_TOKENS = 4096
 VOCABULARY = 4096
 Plan = list[list[Block]]
 
 
-def make_scorer(layers: int, device: torch.device) -> TokenScorer:
+def make_scorer(config: Any, device: torch.device) -> TokenScorer:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=layers,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )
     return TokenScorer(LlamaForCausalLM(config).to(device), temperature=1.0)
 
 
-def make_sequences() -> list[TokenSequence]:
+def make_sequences(count: int) -> list[TokenSequence]:
     rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(np.log(150), 1.0, 64), 2, 2048).astype(int)
+    lengths = np.clip(rng.lognormal(np.log(150), 1.0, count), 2, 2048).astype(int)
     return [
         TokenSequence(
             input_ids=rng.integers(0, VOCABULARY, length),
@@ -138,7 +134,7 @@ def run(
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
@@ -146,7 +142,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)
-    scorer, sequences = make_scorer(args.layers, device), make_sequences()
+    config = smollm2_config()
+    config.num_hidden_layers, config.vocab_size = args.layers, VOCABULARY
+    if args.smoke:
+        args.repeats, config.hidden_size, config.intermediate_size = 1, 144, 144
+    scorer, sequences = make_scorer(config, device), make_sequences(4 if args.smoke else 64)
     assert scorer.read_ragged()
     lengths = [num_inputs(sequence) for sequence in sequences]
     plans = {name: make(lengths) for name, make in WAYS.items()}
@@ -159,15 +159,22 @@ def main() -> None:
             seconds[name].append(took)
     print(f"{sum(lengths)} tokens in {len(lengths)} sequences, the longest of {max(lengths)}")
     slowest = min(seconds["padded"])
+    limit = None
+    if device.type == "cpu":
+        best_rates = limits(args.threads, torch.bfloat16, smoke=args.smoke)
+        limit = sum(lengths) / training_limit(config, best_rates, tokens=sum(lengths), trained=sum(lengths))
+    figures = []
     print(f"{'':>12}{'forward passes':>16}{'with padding':>14}{'tokens/s':>10}{'ratio':>7}{'loss':>10}")
     for name, plan in plans.items():
         computed = sum(len(blocks) * max(block.length for block in blocks) for blocks in plan)
         computed = sum(lengths) if name == "side by side" else computed
         best = min(seconds[name])
+        figures.append(Figure(name, sum(lengths) / best, "tokens/s", ratio=slowest / best, limit=limit))
         print(
             f"{name:>12}{len(plan):>16}{computed:>14}{sum(lengths) / best:>10.0f}{slowest / best:>7.2f}"
-            f"{losses[name]:>10.5f}"
+            f"{losses[name]:>10.5f}  {of_limit(figures[-1])}"
         )
+    write_figures(args.json, figures)
 
 
 if __name__ == "__main__":

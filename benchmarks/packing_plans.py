@@ -10,15 +10,19 @@ long item can make that impossible.
 
 from __future__ import annotations
 
-import argparse
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import ParamSpec, TypeVar
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from areal_lite.data.batch.partition import karmarkar_karp, longest_processing_time, totals
+from benchmarks.report import Figure, make_parser, write_figures
 
 SIZES = [(64, 4), (256, 8), (1024, 8), (4096, 64), (4096, 256)]
 METHODS = {"LPT": longest_processing_time, "KK": karmarkar_karp}
@@ -41,9 +45,10 @@ def timed(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[T, f
     return result, (time.perf_counter() - start) * 1000
 
 
-def compare_methods(repeats: int) -> None:
+def compare_methods(sizes: list[tuple[int, int]], repeats: int) -> list[Figure]:
+    figures = []
     print(f"{'items':>6}{'parts':>7}  {'method':<10}{'max/mean':>10}{'ms':>9}")
-    for items, k in SIZES:
+    for items, k in sizes:
         for equal_size in (False, True):
             for name, method in METHODS.items():
                 balances, times = [], []
@@ -54,14 +59,20 @@ def compare_methods(repeats: int) -> None:
                     times.append(ms)
                 label = name + " equal" * equal_size
                 print(f"{items:>6}{k:>7}  {label:<10}{median(balances):>10.5f}{median(times):>9.2f}")
+                figures += [
+                    Figure(f"{items} items, {k} parts, {label}: time", median(times), "ms"),
+                    Figure(f"{items} items, {k} parts, {label}: max/mean", median(balances), ""),
+                ]
+    return figures
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
-    compare_methods(args.repeats)
+    sizes, repeats = (SIZES[:2], 1) if args.smoke else (SIZES, args.repeats)
+    write_figures(args.json, compare_methods(sizes, repeats))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import yaml
 
+from benchmarks.report import Figure, make_parser, write_figures
 from tests.fixtures.tiny_model import build_tiny_model
 
 BASE: dict[str, Any] = {
@@ -111,11 +112,9 @@ def compared(name: str, planned: dict[str, Any], made: dict[str, Any]) -> Iterat
 
 def main() -> int:
     """Plan and make the runs, print, and return 1 if a figure is further off."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--configs", nargs="+", choices=list(CONFIGS), default=list(CONFIGS))
-    parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -145,8 +144,12 @@ def main() -> int:
                 rows.append(row)
     good = sum(row["good"] for row in rows)
     print(f"{good} of {len(rows)} figures of {len(args.configs)} runs are good")
-    if args.json is not None:
-        args.json.write_text(json.dumps(rows, indent=1))
+    figures = [
+        Figure(f"{row['config']}: {row['figure']}", row["predicted"], "", ratio=row["predicted"] / row["actual"])
+        for row in rows
+        if row["predicted"] > 0 and row["actual"] > 0
+    ]
+    write_figures(args.json, figures)
     return 0 if args.smoke or good == len(rows) else 1
 
 

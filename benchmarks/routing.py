@@ -12,7 +12,6 @@ the emptiest tenth of the servers within 5 % of the mean.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import random
 import statistics
@@ -23,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from areal_lite.infra.server_pool import Server, ServerPool
+from benchmarks.report import Figure, make_parser, write_figures
 
 
 def simulate(servers: int, requests: int, in_flight: int, turns: int) -> tuple[float, list[int], float]:
@@ -51,7 +51,7 @@ def simulate(servers: int, requests: int, in_flight: int, turns: int) -> tuple[f
         spent += time.thread_time() - began
         sent[server.index] += tokens
         heapq.heappush(running, (clock + tokens * draw.uniform(0.8, 1.2), number, server, tokens, left))
-        if number > in_flight and number % 5000 == 0:
+        if number > in_flight and number % (requests // 80) == 0:
             loads = sorted(one.load for one in pool.servers)
             tenth, mean = max(1, servers // 10), statistics.mean(loads)
             spread = max(spread, 1 - statistics.mean(loads[:tenth]) / mean, statistics.mean(loads[-tenth:]) / mean - 1)
@@ -60,11 +60,14 @@ def simulate(servers: int, requests: int, in_flight: int, turns: int) -> tuple[f
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--servers", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=400_000)
     parser.add_argument("--per-server", type=int, default=64, help="requests in flight")
     args = parser.parse_args()
+    if args.smoke:
+        args.servers, args.requests, args.per_server = 20, 2000, 8
+    figures = []
     for name, turns in (("one turn", 1), ("four turns with affinity", 4)):
         cost, sent, spread = simulate(args.servers, args.requests, args.per_server * args.servers, turns)
         mean = statistics.mean(sent)
@@ -72,6 +75,9 @@ def main() -> None:
             f"{name:25} {cost:5.1f} us per request; tokens per server: mean {mean:.0f}, standard deviation "
             f"{statistics.pstdev(sent) / mean:.1%}; outstanding tokens, worst tenth: {spread:.1%} off the mean"
         )
+        figures += [Figure(f"{name}: CPU per request", cost, "us")]
+        figures += [Figure(f"{name}: worst tenth, off the mean", 100 * spread, "%")]
+    write_figures(args.json, figures)
 
 
 if __name__ == "__main__":

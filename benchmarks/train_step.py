@@ -23,8 +23,8 @@ decoder a sixth faster at these lengths, but its memory grows with the square of
 
 from __future__ import annotations
 
-import argparse
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -33,7 +33,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from areal_lite.api.trainer_config import TrainerConfig
 from areal_lite.api.trajectory import TokenSequence
@@ -43,37 +45,36 @@ from areal_lite.trainer.microbatches import plan_microbatches
 from areal_lite.trainer.policy_trainer import PolicyTrainer
 from areal_lite.trainer.token_facts import write_facts
 from areal_lite.trainer.weights import publish_weights
+from benchmarks.report import Figure, make_parser, of_limit, write_figures
+from benchmarks.roofline import limits, smollm2_config, training_limit
+from tests.fixtures.tiny_model import build_tiny_model
 
 MAX_TOKENS = 1024
 LEARNING_RATE = 1e-6
 
 
 def make_model(folder: str) -> str:
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(smollm2_config()).save_pretrained(folder)
     return folder
 
 
-def make_batch(seed: int) -> list[TokenSequence]:
+def make_batch(seed: int, vocabulary: int) -> list[TokenSequence]:
     rng = np.random.default_rng(seed)
     batch = []
     for group in range(8):
-        prompt = rng.integers(3, 49152, rng.integers(40, 51))
+        prompt = rng.integers(3, vocabulary, rng.integers(40, 51))
         for member in range(8):
-            ids = np.concatenate([prompt, rng.integers(3, 49152, rng.integers(2, 17))])
+            ids = np.concatenate([prompt, rng.integers(3, vocabulary, rng.integers(2, 17))])
             mask = np.arange(len(ids)) >= len(prompt)
             batch.append(TokenSequence(input_ids=ids, loss_mask=mask, reward=float(member % 2), group_id=str(group)))
     return batch
+
+
+def distinct_tokens(batch: Sequence[TokenSequence]) -> int:
+    """Return the tokens whose states must be computed: each group's prompt once."""
+    prompts = {sequence.group_id: int((~sequence.loss_mask).sum()) for sequence in batch}
+    return sum(prompts.values()) + sum(sequence.num_trained_tokens for sequence in batch)
 
 
 class PlainTrainer:
@@ -115,12 +116,14 @@ class PlainTrainer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
+        if arguments.smoke:
+            arguments.model, arguments.steps = str(build_tiny_model(Path(folder) / "model")), 1
         model_path = arguments.model or make_model(folder)
         config = TrainerConfig(
             total_steps=100,
@@ -135,7 +138,7 @@ def main() -> None:
         records: list[dict[str, float]] = []
         plain_seconds: list[float] = []
         for step in range(arguments.steps + 1):  # the first warms up
-            sequences = make_batch(step)
+            sequences = make_batch(step, plain.model.config.vocab_size)
             length = max(len(sequence.input_ids) for sequence in sequences)
             columns = collate_sequences(sequences, length, pad_token_id=0)
             metrics = ours.train_step(DataProto.from_single_dict(columns), version=step)
@@ -147,15 +150,24 @@ def main() -> None:
                 f"step {step}: {metrics['seconds_step']:.2f} s, plain {plain_seconds[-1]:.2f} s; "
                 f"loss {metrics['loss']:.5f}, plain {loss:.5f}; {metrics['trained_tokens']:.0f} trained tokens"
             )
-        for name in ("advantages", "forward", "backward", "optimizer", "facts", "step"):
-            print(f"{name:>10}: {statistics.median(r[f'seconds_{name}'] for r in records[1:]):.3f} s")
+        names = ("advantages", "forward", "backward", "optimizer", "facts", "step")
+        medians = {name: statistics.median(r[f"seconds_{name}"] for r in records[1:]) for name in names}
+        for name, seconds in medians.items():
+            print(f"{name:>10}: {seconds:.3f} s")
         share = statistics.median(r["seconds_facts"] / r["seconds_step"] for r in records[1:])
         print(f"training facts take {100 * share:.2f} % of a step")
         best, plain_best = min(r["seconds_step"] for r in records[1:]), min(plain_seconds[1:])
-        print(f"best {best:.2f} s, plain {plain_best:.2f} s: {plain_best / best:.1f} times as fast")
+        rates = limits(arguments.threads, torch.bfloat16, smoke=arguments.smoke)
+        trained = sum(sequence.num_trained_tokens for sequence in sequences)
+        limit = training_limit(plain.model.config, rates, tokens=distinct_tokens(sequences), trained=trained)
+        step = Figure("training step", best, "s", ratio=best / plain_best, limit=limit)
+        print(f"best {best:.2f} s, plain {plain_best:.2f} s: {plain_best / best:.1f} times as fast, {of_limit(step)} s")
         began = time.perf_counter()
         publish_weights(ours.model, Path(folder) / "weights", 1)
-        print(f"publish_weights: {time.perf_counter() - began:.2f} s")
+        publishing = time.perf_counter() - began
+        print(f"publish_weights: {publishing:.2f} s")
+        phases = [Figure(f"median {name}", seconds, "s") for name, seconds in medians.items()]
+        write_figures(arguments.json, [step, *phases, Figure("publish_weights", publishing, "s")])
 
 
 if __name__ == "__main__":

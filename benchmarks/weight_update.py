@@ -49,14 +49,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +73,8 @@ from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.launch.publishing import Publish, weight_publisher
 from areal_lite.trainer.lora import adapter_shape
 from areal_lite.trainer.policy_model import load_policy
+from benchmarks.report import Figure, make_parser, write_figures
+from tests.fixtures.tiny_model import build_tiny_model
 
 MODEL = "runs/models/SmolLM2-135M-Instruct"
 PROMPT = [1, *range(100, 139)]
@@ -200,7 +201,6 @@ def rows(kind: str, ways: list[str], args: argparse.Namespace, folder: Path) -> 
     return [
         {"server": kind, "way": way, "pause": pause}
         | {name.name: statistics.median(getattr(one, name.name) for one in updates) for name in fields(Update)}
-        | {"updates": [asdict(one) for one in updates]}
         for (way, pause), updates in kept.items()
     ]
 
@@ -218,8 +218,17 @@ def table(measured: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _figures(measured: list[dict[str, Any]]) -> list[Figure]:
+    units = {"publish_s": "s", "update_s": "s", "stall_s": "s", "megabytes": "MB"}
+    return [
+        Figure(f"{row['server']}, {row['way']}, {row['pause']}: {name.removesuffix('_s')}", row[name], unit)
+        for row in measured
+        for name, unit in units.items()
+    ]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--servers", nargs="+", default=["embedded", "sglang", "vllm"])
@@ -228,20 +237,19 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=5, help="of each way and pause mode, after one to warm up")
     parser.add_argument("--requests", type=int, default=4, help="answers that run at once")
     parser.add_argument("--tokens", type=int, default=192, help="tokens of each answer")
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    parser.add_argument("--smoke", action="store_true", help="one update of each way on the embedded server")
     args = parser.parse_args()
     if args.smoke:
-        args.servers, args.updates, args.requests = ["embedded"], 1, 2
+        args.servers, args.updates, args.requests, args.tokens = ["embedded"], 1, 2, 96
     torch.set_num_threads(1)
     measured: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
+        if args.smoke:
+            args.model = str(build_tiny_model(Path(folder) / "model"))
         for kind in args.servers:
             whole = [way for way in args.ways if way != "adapter"]
             for ways in filter(None, (whole, ["adapter"] if "adapter" in args.ways else [])):
                 measured += rows(kind, ways, args, Path(folder))
-                if args.json is not None:
-                    args.json.write_text(json.dumps(measured, indent=1))
+                write_figures(args.json, _figures(measured))
     print(table(measured))
 
 
