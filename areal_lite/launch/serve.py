@@ -38,8 +38,8 @@ def serve(argv: Sequence[str]) -> NoReturn:
         except yaml.YAMLError as error:
             raise ConfigError(f"--{name} {settings[name]!r} is not YAML: write {{name: value}}") from error
     config = checked_settings(ServerConfig, settings)
-    check_model_path(arguments["model_path"])
     check_servers(config)
+    check_model_path(arguments["model_path"])
     log_dir = arguments["log_dir"] or Path(tempfile.mkdtemp(prefix="areal-lite-servers-"))
     print(f"logs: {log_dir}", flush=True)
     servers = make_servers(

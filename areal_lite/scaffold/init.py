@@ -14,6 +14,7 @@ from pathlib import Path
 
 import yaml
 
+from areal_lite.data.hub_name import is_hub_name
 from areal_lite.embedded.settings import check_model_path
 from areal_lite.errors import ConfigError, StorageError
 
@@ -55,7 +56,7 @@ def init(name: str, *, template: str = "single", model: str | None = None) -> Pr
         StorageError: If the folder cannot be written.
     """
     _check_name(name)
-    if model is not None:
+    if model is not None and not is_hub_name(model):  # a run asks the hub
         check_model_path(model, key="--model")
     model = model or _first_model()
     texts = {path.name: path.read_text("utf-8") for path in sorted((_FOLDER / template).iterdir()) if path.is_file()}
