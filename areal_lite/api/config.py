@@ -324,10 +324,10 @@ class DatasetConfig(RowsConfig):
     """Column of a dict that becomes Sample.metadata, for buffer_filter; it is saved with the position in the data."""
 
     image_key: str = "images"
-    """Column of the images that replace <image> in a message."""
+    """Column of the images that replace <image> in a message, for training loops of your own: runs train on text."""
 
     video_key: str = "videos"
-    """Column of the videos that replace <video> in a message."""
+    """Column of the videos that replace <video> in a message, for training loops of your own."""
 
     tools_key: str = "tools"
     """Column of tool schemas for the chat template."""

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from areal_lite.api.config import RunConfig
+from areal_lite.api.config_help import describe_fields
 from areal_lite.api.config_loader import load_config
+from areal_lite.api.supervised_config import KINDS
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
@@ -123,11 +126,26 @@ def test_links_tests_and_functions_in_documentation_exist(path):
     text = path.read_text()
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (path.parent / link).exists(), link
-    for name in re.findall(r"`((?:configs|examples|workflows|benchmarks|tests)/[\w/.]+\.\w+)", text):
+    for name in re.findall(r"`((?:areal_lite|configs|examples|workflows|benchmarks|tests)/[\w/.]+\.\w+)", text):
         assert (REPOSITORY / name).exists(), name
     for file, name in re.findall(r"`([\w/]+\.py)::(\w+)`", text):
         source = file if (REPOSITORY / file).exists() else f"areal_lite/{file}"
         assert re.search(rf"(def|class) {name}\b", (REPOSITORY / source).read_text()), f"{file}::{name}"
+
+
+def test_every_item_of_the_five_systems_has_a_place_a_test_and_existing_keys():
+    tables, not_in_a_run = (REPOSITORY / "docs/seeds.md").read_text().split("\n## Not in a run\n")
+    items = [line.strip("|").split(" | ") for line in tables.splitlines() if line.startswith("| ")]
+    items = [item for item in items if item[0].strip() != "item"]
+    assert len(items) > 200
+    for _, place, tests, *difference in items:
+        assert place and re.fullmatch(r"(`tests/[\w/]+\.py::test_\w+`(, )?)+", tests), place
+        assert not (place.startswith("*") and difference[0].strip()), "not in a run: the last section says why"
+    assert any(place.startswith("*not in a run*") for _, place, *_ in items) and not_in_a_run.count("\n| ") > 2
+    keys = {entry.key for root in (RunConfig, *KINDS.values()) for entry in describe_fields(root)}
+    sections = "train_dataset|eval_dataset|rollout|trainer|evaluation|checkpoint|server"
+    named = {key for _, place, *_ in items for key in re.findall(rf"`((?:{sections})\.[\w.]+)", place)}
+    assert not named - keys
 
 
 def test_every_core_dependency_is_justified():
