@@ -182,7 +182,10 @@ class PromptEncoder:
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             return EncodedPrompt(messages=messages, text=text, input_ids=ids)
         if self.processor is None:
-            raise ConfigError("the row has images or videos: pass the model's processor")
+            raise ConfigError(
+                "the row has images or videos, which runs do not read: remove them, or, in a loop of your own, pass the "
+                "model's processor"
+            )
         data: dict[str, Any] = {}
         if images:
             data["image"] = load_images(images)
