@@ -183,7 +183,7 @@ class PromptEncoder:
             return EncodedPrompt(messages=messages, text=text, input_ids=ids)
         if self.processor is None:
             raise ConfigError(
-                "the row has images or videos, which runs do not read: remove them, or, in a loop of your own, pass the "
+                "the row has images or videos, which runs do not read: remove them or, in a loop of your own, pass the "
                 "model's processor"
             )
         data: dict[str, Any] = {}
