@@ -73,7 +73,7 @@ class LeanDecoder:
             assert isinstance(cached, SlotLayer)
             keys, values = cached.keys, cached.values
             assert keys is not None and values is not None
-            slots, kv_heads, columns, width = keys.shape
+            kv_heads, columns, width = keys.shape[1:]
             if rows is None:  # of keys and values as one list of heads
                 heads = plan.used[:, None] * kv_heads + torch.arange(kv_heads, device=ids.device)
                 rows = (heads * columns + plan.columns).flatten()
