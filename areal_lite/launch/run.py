@@ -98,6 +98,8 @@ def run_evaluation(config: RunConfig, *, on_step: OnStep | None = None) -> Evalu
 
 def check_trainable(config: RunConfig, workflow: WorkflowChoice | None = None) -> None:
     """Check a training run's options, model folders and workflow; raises ConfigError."""
+    check_model_path(config.model_path)  # before torch is loaded
+
     from areal_lite.trainer.policy_model import resolve_device
 
     check_startable(config, workflow)
