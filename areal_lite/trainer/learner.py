@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from areal_lite.api.trainer_config import LearnerConfig, OptimizerConfig
 from areal_lite.errors import TrainingError
@@ -187,6 +188,7 @@ class Learner:
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.optimizer.step()
+            increment_version(parameters)  # a fused optimizer does not, and rounded copies are read from the version
             self.skipped_in_a_row = 0
             return Update(loss, grad_norm, True)
         self.skipped_in_a_row += 1

@@ -20,6 +20,10 @@ from areal_lite.trainer.truncation import Truncation, truncate_
 LOGIT_BYTES = 64 << 20
 """Size of the float32 logits that exist at once, with up to two copies: 341 positions for a vocabulary of 49,152,
 110 for 151,936."""
+_BLOCK_BYTES = 3 << 19
+"""Size of the float32 logits that a CPU works on at once: a core's cache holds them, so that each is read once."""
+_PIECE = 4096
+"""Tokens of the vocabulary whose weights get their gradient at once on a CPU."""
 
 
 class TokenScores(NamedTuple):
@@ -84,7 +88,8 @@ class TokenScorer(PackedModel):
 class ChunkedScores(torch.autograd.Function):
     """Scores from states ``[N, hidden]`` and output embedding ``[vocabulary, hidden]``, a chunk of positions at a time.
 
-    The backward pass recomputes the logits: one more matrix product, but no ``[N, vocabulary]`` tensor is kept.
+    The backward pass recomputes logits that are more than one chunk: one more matrix product, but no
+    ``[N, vocabulary]`` tensor is kept.
     """
 
     @staticmethod
@@ -101,47 +106,51 @@ class ChunkedScores(torch.autograd.Function):
         kind = states.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
         ctx.dtypes = states.dtype, weight.dtype
-        ctx.temperature, ctx.entropy_grad = temperature, entropy_grad
+        ctx.entropy_grad = entropy_grad
         states, weight = states.to(dtype), weight.to(dtype)
-        head = _Head(weight, None if bias is None else bias.to(dtype), temperature)
-        chunks = [_chunk_scores(head, states[here], targets[here], truncation) for here in _chunks(states, weight)]
-        scores, least = zip(*chunks, strict=True)
-        chosen, entropy, squared, log_kept = (torch.cat(parts) for parts in zip(*scores, strict=True))
-        ctx.save_for_backward(
-            states, weight, head.bias, targets, entropy, None if truncation is None else torch.cat(least)
-        )
+        head = ctx.head = _Head(weight, None if bias is None else bias.to(dtype), temperature)
+        parts, logits = [], None
+        for chunk in _chunks(len(states), head):
+            logits = head.logits(states[chunk])
+            for rows in _blocks(chunk, head):
+                logprobs = head.logprobs(logits[rows.start - chunk.start :][: rows.stop - rows.start])
+                parts.append(_row_scores(logprobs, targets[rows], truncation))
+        ctx.logits = logits if head.chunk >= len(states) else None
+        scores, least = zip(*parts, strict=True)
+        chosen, entropy, squared, log_kept = (torch.cat(part) for part in zip(*scores, strict=True))
+        ctx.save_for_backward(states, targets, entropy, None if truncation is None else torch.cat(least))
         ctx.mark_non_differentiable(squared, log_kept, *([] if entropy_grad else [entropy]))
         return chosen, entropy, squared, log_kept
 
     @staticmethod
     def backward(ctx: Any, grad_chosen: Tensor, grad_entropy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        states, weight, bias, targets, entropy, least = ctx.saved_tensors
-        head = _Head(weight, bias, ctx.temperature)
+        states, targets, entropy, least = ctx.saved_tensors
+        head: _Head = ctx.head
         states_dtype, weight_dtype = ctx.dtypes
-        grad_chosen, grad_entropy = grad_chosen / ctx.temperature, grad_entropy / ctx.temperature
+        grad_chosen, grad_entropy = grad_chosen / head.temperature, grad_entropy / head.temperature
         grad_states = torch.empty_like(states, dtype=states_dtype)
         # A frozen head, as with low-rank adapters, needs no gradient.
-        grad_weight = torch.zeros_like(weight, dtype=weight_dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=weight_dtype) if ctx.needs_input_grad[2] else None
-        for here in _chunks(states, weight):
-            grad_logits = _chunk_gradient(
-                head,
-                states[here],
-                targets[here],
-                None if least is None else least[here],
-                grad_chosen[here, None],
-                grad_entropy[here, None] if ctx.entropy_grad else None,
-                entropy[here, None],
-            )
-            grad_states[here] = grad_logits @ weight
+        grad_weight = torch.zeros_like(head.weight, dtype=weight_dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = head.weight.new_zeros(len(head.weight), dtype=weight_dtype) if ctx.needs_input_grad[2] else None
+        for chunk in _chunks(len(states), head):
+            logits = head.logits(states[chunk]) if ctx.logits is None else ctx.logits
+            grad_logits = torch.empty_like(logits)
+            for rows in _blocks(chunk, head):
+                here = slice(rows.start - chunk.start, rows.stop - chunk.start)
+                grad_logits[here] = _row_gradient(
+                    head.logprobs(logits[here]),
+                    targets[rows],
+                    None if least is None else least[rows],
+                    grad_chosen[rows, None],
+                    grad_entropy[rows, None] if ctx.entropy_grad else None,
+                    entropy[rows, None],
+                )
+            grad_states[chunk] = grad_logits @ head.weight
             if grad_weight is not None:
-                if grad_logits.dtype == weight_dtype:
-                    grad_weight.addmm_(grad_logits.T, states[here])
-                else:
-                    grad_weight += grad_logits.T @ states[here]
+                head.add_weight_gradient(grad_weight, grad_logits, states[chunk])
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
-            del grad_logits  # free it before the next chunk
+            del logits, grad_logits  # free them before the next chunk
         return grad_states, grad_weight, grad_bias, None, None, None, None
 
 
@@ -152,22 +161,40 @@ class _Head(NamedTuple):
     bias: Tensor | None
     temperature: float
 
-    def logprobs(self, states: Tensor) -> Tensor:
+    @property
+    def chunk(self) -> int:
+        """Positions whose logits exist at once."""
+        return max(1, LOGIT_BYTES // (4 * len(self.weight)))
+
+    def logits(self, states: Tensor) -> Tensor:
         missing = max(0, MIN_ROWS - len(states))
-        logits = F.linear(F.pad(states, (0, 0, 0, missing)), self.weight, self.bias)[: len(states)].float()
-        return torch.log_softmax(logits if self.temperature == 1.0 else logits.div_(self.temperature), dim=-1)
+        return F.linear(F.pad(states, (0, 0, 0, missing)), self.weight, self.bias)[: len(states)]
+
+    def logprobs(self, logits: Tensor) -> Tensor:
+        logits = logits.float()
+        return torch.log_softmax(logits if self.temperature == 1.0 else logits / self.temperature, dim=-1)
+
+    def add_weight_gradient(self, total: Tensor, grad_logits: Tensor, states: Tensor) -> None:
+        if grad_logits.dtype == total.dtype:
+            total.addmm_(grad_logits.T, states)
+        else:  # in pieces that stay in a CPU's cache until they are added
+            size = _PIECE if total.device.type == "cpu" else len(total)
+            for part, columns in zip(torch.split(total, size), torch.split(grad_logits, size, 1), strict=True):
+                part += columns.T @ states
 
 
-def _chunks(states: Tensor, weight: Tensor) -> Iterator[slice]:
-    size = max(1, LOGIT_BYTES // (4 * len(weight)))
-    return (slice(start, start + size) for start in range(0, len(states), size))
+def _chunks(count: int, head: _Head) -> Iterator[slice]:
+    return (slice(start, min(count, start + head.chunk)) for start in range(0, count, head.chunk))
 
 
-def _chunk_scores(
-    head: _Head, states: Tensor, targets: Tensor, truncation: Truncation | None
-) -> tuple[TokenScores, Tensor | None]:
+def _blocks(chunk: slice, head: _Head) -> Iterator[slice]:
+    """Return the rows of a chunk that are computed at once: on a CPU, what a core's cache holds."""
+    size = max(1, _BLOCK_BYTES // (4 * len(head.weight))) if head.weight.device.type == "cpu" else head.chunk
+    return (slice(start, min(chunk.stop, start + size)) for start in range(chunk.start, chunk.stop, size))
+
+
+def _row_scores(logprobs: Tensor, targets: Tensor, truncation: Truncation | None) -> tuple[TokenScores, Tensor | None]:
     """Return the scores, and the smallest kept log-prob ``[n, 1]`` of each position if there is a truncation."""
-    logprobs = head.logprobs(states)
     least, log_kept = None, torch.zeros_like(logprobs[:, 0])
     if truncation is not None:
         least = truncation.smallest_kept(logprobs)
@@ -178,9 +205,8 @@ def _chunk_scores(
     return TokenScores(chosen, probs.mul_(logprobs).sum(1).neg_(), squared, log_kept), least
 
 
-def _chunk_gradient(
-    head: _Head,
-    states: Tensor,
+def _row_gradient(
+    logprobs: Tensor,
     targets: Tensor,
     least: Tensor | None,
     grad_chosen: Tensor,
@@ -188,7 +214,6 @@ def _chunk_gradient(
     entropy: Tensor,
 ) -> Tensor:
     """Return the gradient of the logits, ``[n, vocabulary]``, from gradients ``[n, 1]`` of log-probs and entropies."""
-    logprobs = head.logprobs(states)
     if least is not None:
         logprobs, _ = truncate_(logprobs, targets, least)
     if grad_entropy is None:  # dlogprob/dlogit = [logit is the target's] - p
@@ -196,7 +221,7 @@ def _chunk_gradient(
     else:  # dH/dlogit = -p (log p + H)
         probs = logprobs.exp()
         grad_logits = logprobs.add_(entropy).mul_(grad_entropy).add_(grad_chosen).mul_(probs).neg_()
-    return grad_logits.scatter_add_(1, targets[:, None], grad_chosen).to(states.dtype)
+    return grad_logits.scatter_add_(1, targets[:, None], grad_chosen)
 
 
 def _score_logits(

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.exact_attention import MIN_ROWS, read_exactly
+from areal_lite.trainer.fused_decoder import FusedDecoder
 from areal_lite.trainer.microbatches import Block, num_inputs
 from areal_lite.trainer.ragged_attention import RAGGED, Segments
+from areal_lite.trainer.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -143,10 +145,13 @@ class PackedModel(nn.Module):
         """Weights that each trained token is multiplied with after the decoder."""
         self.balance_length = 6 * int(getattr(self._config, "hidden_size", 1024))
         """Bin length at which attention costs as much as the layers' matrices."""
+        self._fused: tuple[FusedDecoder, ...] = ()
         with torch.no_grad():
             self.shares_prefixes = self._packing_is_exact()
             """Whether a bin may hold several sequences: all layers use full attention and ``position_ids``; checked
             on four tokens."""
+        if self.shares_prefixes and Ranks.current().size == 1 and FusedDecoder.fits(decoder):
+            self._fused = (FusedDecoder(decoder),)
         self.ragged = False
         """Whether one bin holds all sequences, without padding and mask."""
         self.min_width = 0
@@ -192,6 +197,9 @@ class PackedModel(nn.Module):
 
     def states(self, packed: PackedSequences) -> Tensor:
         """Return the decoder's states ``[N, hidden]`` before each trained token."""
+        if self._fused and torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16:
+            mask = packed.attention_mask
+            return self._fused[0].states(packed.input_ids, packed.position_ids, mask, packed.predicted_at)
         states: Tensor = self._decoder[0](**self.inputs(packed))[0]
         return states.flatten(0, 1)[packed.predicted_at]
 
