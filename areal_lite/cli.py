@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Threads that busy-wait take CPU time from the other processes on the machine.
-_THREAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}
+_THREAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+_SPINS = "10000"
+"""Turns that a waiting thread of torch makes before it sleeps, about half a millisecond: longer than from one operation
+to the next, which is then twice as fast."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if getattr(options, "dry_run", False):
                 _dry_run(config)
             else:
+                if not _computes_side_by_side(config):
+                    os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # servers inherit it
                 options.run(config)
                 _show_next(options.command, options.config, config)
         sys.stdout.flush()
@@ -76,6 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif not stop.signal:
             traceback.print_exc()
     return 128 + stop.signal if stop.signal else code
+
+
+def _computes_side_by_side(config: Any) -> bool:
+    """Return whether several processes of the run compute at the same time on this machine's cores."""
+    rollout = getattr(config, "rollout", None)
+    if rollout is None or rollout.addresses:
+        return False
+    return bool(rollout.max_head_offpolicyness > 0 or config.server.replicas > 1)
 
 
 def _start_logging() -> None:

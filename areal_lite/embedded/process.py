@@ -130,12 +130,13 @@ class EmbeddedServer(ServerProcess):
         ]
 
     def _environment(self) -> dict[str, str]:
-        """Return the child's environment: waiting threads sleep, and this package can be imported."""
+        """Return the child's environment: threads that wait sleep soon, and this package can be imported."""
         threads = str(cpu_threads(self.config))
         package_root = str(Path(areal_lite.__file__).resolve().parent.parent)
         variables = os.environ | self._variables
         return variables | {
-            # With spinning threads, two processes on the same cores generated 15 times slower.
+            # With spinning threads, two processes on the same cores generated 15 times slower; GOMP_SPINCOUNT in the
+            # environment of a run whose processes take turns lets them spin a little.
             "OMP_WAIT_POLICY": "PASSIVE",
             "KMP_BLOCKTIME": "0",
             "OMP_NUM_THREADS": threads,

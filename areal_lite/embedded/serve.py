@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -77,7 +78,10 @@ def serve(
     directory = resolve_model_path(model_path)
     check_port(config.host, config.port)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    dialect, scheduler = build(config, directory, seed=seed, weight_version=weight_version, deterministic=deterministic)
+    load = partial(build, config, directory, seed=seed, weight_version=weight_version, deterministic=deterministic)
+    # Torch has threads for each thread that computes; more of them than cores sleep between operations. These end.
+    with ThreadPoolExecutor(1) as loading:
+        dialect, scheduler = loading.submit(load).result()
     add_routes = None if extend is None else partial(extend, directory)
     asyncio.run(_serve_until_signal(config, dialect, scheduler, on_ready, add_routes))
 

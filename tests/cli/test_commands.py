@@ -332,6 +332,24 @@ def test_the_working_directory_is_first_on_the_import_path_and_threads_do_not_sp
     assert done.stdout.startswith("True PASSIVE 7\n")
 
 
+@pytest.mark.parametrize(
+    ("rollout", "server", "spins"),
+    [
+        ("{}", "{}", "10000"),
+        ("{max_head_offpolicyness: 1}", "{}", None),
+        ("{}", "{replicas: 2}", None),
+        ("{max_head_offpolicyness: 1, backend: sglang, addresses: [127.0.0.1:1]}", "{}", "10000"),
+    ],
+    ids=["on-policy", "asynchronous", "two servers", "servers elsewhere"],
+)
+def test_threads_wait_awake_where_no_other_process_computes_meanwhile(run_file, rollout, server, spins):
+    run_file.write_text(f"{CONFIG}\nrollout: {rollout}\nserver: {server}\n")
+    without = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    body = "print(os.environ.get('GOMP_SPINCOUNT'))"
+    assert run_training_that(body, env=without).stdout.startswith(f"{spins}\n")
+    assert run_training_that(body, env={**without, "GOMP_SPINCOUNT": "7"}).stdout.startswith("7\n")
+
+
 def signalled(body, *numbers):
     with subprocess.Popen(stand_in(body), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         for number in numbers:
