@@ -398,8 +398,9 @@ def servers(count: int) -> dict[int, Measured]:
         waiting = [asyncio.create_task(ask(1)) for _ in range(MAX_PER_SERVER * count)]
         await asyncio.sleep(0)
         published = await async_cpu_s(client.update_weights(WeightFolder("unused", next(versions))))
-        client.release()
-        await asyncio.gather(*waiting)
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
         await client.close()
         return {
             "start, us/server": start / count * 1e6,
