@@ -11,11 +11,11 @@ import contextlib
 import gc
 import itertools
 import multiprocessing
-import resource
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,22 +53,25 @@ MAX_PER_SERVER = 32
 
 
 def resident_mb() -> float:
-    """Return the resident memory of this process in MB, after a garbage collection."""
+    """Return this process's own resident memory in MB, without mapped files, after a garbage collection."""
     gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+    return _status_mb("RssAnon")
 
 
 def reset_peak() -> float:
-    """Forget the highest resident memory so far, and return the present one in MB."""
-    now = resident_mb()
+    """Forget the highest resident memory so far, and return the present one in MB, mapped files included."""
+    gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
-    return now
+    return peak_mb()
 
 
 def peak_mb() -> float:
     """Return the highest resident memory in MB since :func:`reset_peak`."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
+    return _status_mb("VmHWM")
+
+
+def _status_mb(name: str) -> float:
+    return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0]) * 1024 / 1e6
 
 
 def cpu_s(work: Callable[[], object]) -> float:
@@ -125,19 +128,28 @@ def _serve(ready: Any, count: int) -> None:
 
 
 def in_flight(count: int) -> dict[int, Measured]:
-    """Return rate, CPU and memory of ``rollout_batch`` with ``count`` episodes in flight."""
+    """Return rate, CPU and memory of ``rollout_batch`` with ``count`` episodes in flight, beside the bare loop's."""
     import torch
 
-    from benchmarks.engine_throughput import engine_round, timed
+    from benchmarks.engine_throughput import bare_round, engine_round, timed
 
     torch.set_num_threads(1)
-    episodes = 2 * count if count >= 2048 or count < 256 else 4096
+    episodes = max(2 * count, min(16 * count, 4096))
     with stub_servers(1) as (address,):
         engine_round(address, min(episodes, 1000), min(count, 256))()  # warms up
         before = reset_peak()
         rate, cpu, _ = timed(engine_round(address, episodes, count), episodes)
-    measured = {"rate, episodes/s": rate, "CPU, us/episode": cpu}
-    return {count: measured | {"memory, KB/episode": (peak_mb() - before) / episodes * 1e3}}
+        memory = max(0.1, peak_mb() - before)
+        bare = partial(bare_round, f"http://{address}/generate", episodes, count)
+        bare_rate, bare_cpu, _ = timed(bare, episodes)
+    measured = {
+        "rate, episodes/s": rate,
+        "rate of the bare loop, episodes/s": bare_rate,
+        "CPU, us/episode": cpu,
+        "CPU of the bare loop, us/episode": bare_cpu,
+        "memory, KB/episode": memory / episodes * 1e3,
+    }
+    return {count: measured}
 
 
 def episodes(total: int) -> dict[int, Measured]:
@@ -290,7 +302,7 @@ def rows(count: int) -> dict[int, Measured]:
         warm = Path(folder) / "warm.jsonl"
         _write_rows(warm, 100)
         load_dataset(str(warm), cache_dir=folder)
-        before = reset_peak()
+        before = resident_mb()
         measured: Measured = {"first load, us/row": float(file.with_suffix(".cpu").read_text()) / count * 1e6}
         began = time.process_time()
         dataset = load_dataset(str(file), cache_dir=folder)
@@ -305,7 +317,7 @@ def rows(count: int) -> dict[int, Measured]:
         measured["state saved, ms"] = cpu_s(lambda: source.save(1, folder)) * 1e3
         measured["state loaded, ms"] = cpu_s(lambda: source.load(1, folder)) * 1e3
         assert len(source.get_samples(len(owed))) == len(owed)
-        measured["memory, MB"] = max(0.1, peak_mb() - before)
+        measured["memory, MB"] = max(0.1, resident_mb() - before)
     return {count: measured}
 
 
