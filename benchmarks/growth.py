@@ -56,7 +56,9 @@ def draw(curves: dict[str, dict[int, Measured]], out: Path) -> None:
 def main() -> None:
     """Measure, print and draw."""
     parser = make_parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=CURVES, default=list(CURVES), metavar="CURVE", help=", ".join(CURVES))
+    parser.add_argument(
+        "--only", nargs="+", choices=CURVES, default=list(CURVES), metavar="CURVE", help=", ".join(CURVES)
+    )
     parser.add_argument("--sizes", type=int, nargs="+", help="instead of each curve's own")
     parser.add_argument("--episodes", type=int, default=1_000_000, help="size of the curve episodes")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="save a picture there")

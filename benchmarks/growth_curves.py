@@ -11,7 +11,6 @@ import contextlib
 import gc
 import itertools
 import multiprocessing
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -345,7 +344,7 @@ def _load_rows(file: Path) -> None:
 
 
 def length(count: int) -> dict[int, Measured]:
-    """Return what a token of a training step costs in sequences of ``count`` tokens, mostly answers or mostly prompts."""
+    """Return what a token of a training step costs in sequences of ``count`` tokens: long answers, or long prompts."""
     from areal_lite.api.trainer_config import TrainerConfig
     from areal_lite.data.batch.data_proto import DataProto
     from areal_lite.data.batch.training_batch import collate_sequences
@@ -437,6 +436,3 @@ CURVES: dict[str, tuple[Callable[[int], dict[int, Measured]], list[int], list[in
     "servers": (servers, [1, 4, 16, 64, 256, 1024], [1, 2], "servers"),
 }
 """Function, sizes, sizes of ``--smoke``, and what is counted, by name of the curve."""
-
-if __name__ == "__main__":
-    sys.exit("run benchmarks/growth.py")

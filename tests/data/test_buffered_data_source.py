@@ -279,7 +279,9 @@ def test_sb16_groups_without_a_number_get_one():
 def test_a_group_that_comes_and_goes_costs_the_same_in_a_large_buffer(monkeypatch):
     looked_at = []
     number_of = buffered_data_source.group_index_of
-    monkeypatch.setattr(buffered_data_source, "group_index_of", lambda group: looked_at.append(group) or number_of(group))
+    monkeypatch.setattr(
+        buffered_data_source, "group_index_of", lambda group: looked_at.append(group) or number_of(group)
+    )
     source = make(1000)
     groups = source.get_samples(1000)
     for group in groups:
