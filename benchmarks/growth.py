@@ -65,13 +65,12 @@ def main() -> None:
     args = parser.parse_args()
     curves: dict[str, dict[int, Measured]] = {}
     spawn = multiprocessing.get_context("spawn")
-    per_process = None if args.smoke else 1
-    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=per_process) as pool:
+    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
         for name in args.only:
             measure, sizes, smoke_sizes, _ = CURVES[name]
             chosen = args.sizes or (smoke_sizes if args.smoke else [args.episodes] if name == "episodes" else sizes)
             curves[name] = {}
-            for points in pool.map(measure, chosen):
+            for points in (map if args.smoke else pool.map)(measure, chosen):
                 curves[name] |= points
             show(name, curves[name])
     if args.draw is not None:

@@ -44,6 +44,7 @@ Measured = dict[str, float]
 """Value by ``name, unit``."""
 WINDOW = 10**6
 SOCKETS = 512
+FORK = multiprocessing.get_context("fork")
 BATCH = 500
 MAX_PER_SERVER = 32
 
@@ -98,9 +99,8 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 @contextlib.contextmanager
 def stub_servers(count: int) -> Iterator[list[str]]:
     """Run a process that answers at ``count`` loopback addresses, and yield these."""
-    context = multiprocessing.get_context("spawn")
-    parent, child = context.Pipe()
-    process = context.Process(target=_serve, args=(child, count), daemon=True)
+    parent, child = FORK.Pipe()
+    process = FORK.Process(target=_serve, args=(child, count), daemon=True)
     process.start()
     try:
         yield parent.recv()
@@ -321,7 +321,7 @@ def rows(count: int) -> dict[int, Measured]:
 
 
 def _in_child(work: Callable[..., None], *args: object) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=work, args=args)
+    process = FORK.Process(target=work, args=args)
     process.start()
     process.join()
     assert process.exitcode == 0
@@ -398,7 +398,7 @@ def servers(count: int) -> dict[int, Measured]:
             for _ in range(number):
                 await client.generate(ModelRequest(input_ids=[1, 2, 3], gconfig=gconfig))
 
-        requests = max(20, 4 * count // 256)
+        requests = max(8, 4 * count // 256)
         await asyncio.gather(*(ask(4) for _ in range(256)))  # opens connections
         asked = await async_cpu_s(asyncio.gather(*(ask(requests) for _ in range(256))))
         versions = itertools.count(1)
@@ -427,12 +427,12 @@ def servers(count: int) -> dict[int, Measured]:
 
 
 CURVES: dict[str, tuple[Callable[[int], dict[int, Measured]], list[int], list[int], str]] = {
-    "in_flight": (in_flight, [256, 1024, 4096, 8192, 16384, 32768], [8, 16], "episodes in flight"),
-    "episodes": (episodes, [1_000_000], [2000], "episodes"),
-    "turns": (turns, [1, 10, 30, 100, 300, 1000], [2, 4], "turns of an agent's session"),
-    "calls": (calls, [1, 10, 30, 100, 300, 1000], [2, 4], "calls of a workflow's conversation"),
-    "rows": (rows, [10**3, 10**4, 10**5, 10**6, 10**7], [300, 600], "rows"),
-    "length": (length, [128, 512, 2048, 8192, 16384, 32768], [64, 128], "tokens of a sequence"),
-    "servers": (servers, [1, 4, 16, 64, 256, 1024], [1, 2], "servers"),
+    "in_flight": (in_flight, [256, 1024, 4096, 8192, 16384, 32768], [16], "episodes in flight"),
+    "episodes": (episodes, [1_000_000], [1000], "episodes"),
+    "turns": (turns, [1, 10, 30, 100, 300, 1000], [4], "turns of an agent's session"),
+    "calls": (calls, [1, 10, 30, 100, 300, 1000], [4], "calls of a workflow's conversation"),
+    "rows": (rows, [10**3, 10**4, 10**5, 10**6, 10**7], [300], "rows"),
+    "length": (length, [128, 512, 2048, 8192, 16384, 32768], [64], "tokens of a sequence"),
+    "servers": (servers, [1, 4, 16, 64, 256, 1024], [2], "servers"),
 }
 """Function, sizes, sizes of ``--smoke``, and what is counted, by name of the curve."""
