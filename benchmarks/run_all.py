@@ -38,6 +38,7 @@ SCRIPTS: dict[str, list[str]] = {
     "grpo_step": ["--model", MODEL],
     "plan": [],
     "chaos": [],
+    "growth": [],
 }
 """Benchmarks with their options; the slowest are last."""
 ALL_CORES = ("roofline", "embedded_throughput", "train_step", "grpo_step")

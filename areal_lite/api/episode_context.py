@@ -39,12 +39,16 @@ class Episode:
     """Model calls started so far."""
     oldest_version: int | None = None
     """Policy version at its first model call: none of its tokens can be older. None before it."""
-    recorded: dict[tuple[int, ...], list[ModelResponse]] = field(default_factory=dict)
-    """Answers of an earlier, stopped run of this episode, by prompt: reused instead of sampled."""
+    recorded: dict[int, list[ModelResponse]] = field(default_factory=dict)
+    """Answers of an earlier, stopped run of this episode, by length of their prompt: reused instead of sampled."""
     interrupted: bool = False
     """True while it is being stopped: its calls keep their tokens and never return."""
     server: Any = None
     """Preferred server of its calls."""
+
+    def record(self, answer: ModelResponse) -> None:
+        """Reuse ``answer`` where a call has its prompt."""
+        self.recorded.setdefault(answer.input_len, []).append(answer)
 
     def end(self, status: EpisodeStatus, failure: Failure | None = None) -> Trajectory:
         """End the episode without data, unless it has already ended, and return its trajectory."""

@@ -14,26 +14,27 @@ class Scalars:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._values: dict[bool, dict[str, list[float]]] = {False: {}, True: {}}
+        self._sums: dict[bool, dict[str, tuple[float, int]]] = {False: {}, True: {}}
 
     def add(self, group: Group) -> None:
         """Add what the accepted episodes of a group recorded and counted, and the numbers beside their rewards."""
         scope = scope_name(group.is_eval)
         with self._lock:
-            of_scope = self._values[group.is_eval]
+            sums = self._sums[group.is_eval]
             for trajectory in group.trajectories:
                 if trajectory.status is EpisodeStatus.ACCEPTED:
                     counts = {f"{scope}/{name}": value for name, value in trajectory.counts.items()}
                     facts = {f"{scope}/reward_extra/{name}": value for name, value in trajectory.reward_extra.items()}
                     for name, value in (*trajectory.scalars, *counts.items(), *facts.items()):
                         if isinstance(value, float | int):
-                            of_scope.setdefault(name, []).append(value)
+                            total, count = sums.get(name, (0, 0))
+                            sums[name] = total + value, count + 1
 
     def take(self, *, is_eval: bool) -> dict[str, float]:
         """Return the mean of each name since the last call, and forget the values."""
         with self._lock:
-            values, self._values[is_eval] = self._values[is_eval], {}
-        return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
+            sums, self._sums[is_eval] = self._sums[is_eval], {}
+        return {name: total / count for name, (total, count) in sums.items()}
 
 
 def scope_name(is_eval: bool) -> str:

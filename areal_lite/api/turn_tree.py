@@ -273,13 +273,17 @@ def _chain_spans(interaction: InteractionWithTokenLogpReward) -> Iterator[Span]:
 def _spans(sequence: TokenSequence, calls: Sequence[ModelResponse]) -> Iterator[Span]:
     """Yield the turns of a sequence in order: calls that match it, and runs of the loss mask between them."""
     ids: list[int] = sequence.input_ids.tolist()
-    at = 0
+    at = same = 0
+    shared: list[int] | None = None  # a list that begins with ``same`` ids of the sequence
     for call in calls:
         start, end = call.input_len, call.input_len + call.output_len
         if start < at or start == end:
             continue
-        if ids[start:end] != call.output_tokens or ids[:start] != call.input_tokens:
+        prompt = call.prompt.ids
+        known = same if prompt is shared else 0
+        if ids[start:end] != call.output_tokens or ids[known:start] != prompt[known:start]:
             continue  # a call of another branch
+        shared, same = prompt, start
         yield from _runs(sequence.loss_mask, at, start)
         yield start, end, call, True
         at = end

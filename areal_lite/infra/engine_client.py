@@ -48,6 +48,8 @@ SEND_ERRORS = (ErrorReply, *REQUEST_ERRORS, BadResponse, orjson.JSONDecodeError)
 MAX_FRUITLESS_ABORTS = 8
 """Aborts in a row without a new token before a request fails."""
 MAX_BAD_RESPONSES = 2
+MAX_BRANCHES = 8
+"""Latest answers of an episode that a prompt may extend to share their ids."""
 INTERRUPT_GRACE_S = 2.0
 """Seconds a server has to return the tokens of interrupted calls."""
 
@@ -60,7 +62,6 @@ class _Call:
     """A running call of ``generate``, and the tokens of its answer so far."""
 
     __slots__ = (
-        "adapter",
         "broken_streams",
         "episode",
         "first_token_at",
@@ -83,8 +84,6 @@ class _Call:
         """Whether its answer cannot be continued on the server that has it."""
         self.server = None if episode is None else episode.server
         """Server of its last request; before the first, the preferred server."""
-        self.adapter: str | None = None
-        """Adapter of its running request."""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
@@ -173,7 +172,6 @@ class EngineClient:
             self._requests,
             self._dialect,
             must_stay=self._must_stay,
-            adapters_in_use=lambda: {call.adapter for call in self._calls if call.adapter is not None},
             on_change=self._on_change,
             on_pause=self._hold_for_update,
             is_waiting=self._is_waiting,
@@ -279,15 +277,17 @@ class EngineClient:
         return found
 
     def _must_stay(self, server: Server) -> bool:
-        return any(call.must_stay and (self._router is not None or call.server is server) for call in self._calls)
+        target = server if self._router is None else self._targets.servers[0]
+        return target.staying > 0
 
     def _is_waiting(self) -> bool:
         return bool(self._calls) and not self._holds
 
-    def _on_change(self) -> None:
+    def _on_change(self, server: Server) -> None:
         if self._router is not None:
             self._router.refresh()
-        self._wake_all()
+        else:
+            self._wake_for(server)
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of each server as ``INDEX/NAME``, and of the router as ``router/NAME``."""
@@ -324,24 +324,25 @@ class EngineClient:
         )
         if episode is not None and episode.oldest_version is None:
             episode.oldest_version = self.version
+        prefix = req.prefix or _continued(req.input_ids, episode)
         self._calls.add(call)
         try:
-            response = await self._generate(req, call)
+            response = await self._generate(req, prefix, call)
             if episode is not None:
                 episode.server = call.server
-                episode.calls.append(_own_copy(response, req.prefix))
+                episode.calls.append(_own_copy(response, prefix))
             if call.interrupted:
                 await self._park(call)
             return response
         finally:
             self._calls.discard(call)
 
-    async def _generate(self, req: ModelRequest, call: _Call) -> ModelResponse:
+    async def _generate(self, req: ModelRequest, prefix: TokenPrefix, call: _Call) -> ModelResponse:
         gconfig = req.gconfig
         seed = self._seed(call.episode) if gconfig.seed is None else gconfig.seed
-        budget = self._budget(req)
-        # Without a prefix, the caller may extend its list while the answer is sampled.
-        input_ids = list(req.input_ids) if req.prefix is None else req.input_ids
+        budget = self._budget(req, prefix.num_accepted)
+        # Without a prefix of its own, the caller may extend its list while the answer is sampled.
+        input_ids = prefix.tolist() if req.prefix is None else req.input_ids
         attempts = fruitless = 0
         started, clock = time.time(), time.monotonic()
         ttft = 0.0
@@ -445,7 +446,7 @@ class EngineClient:
         episode.num_calls += 1
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1
 
-    def _budget(self, req: ModelRequest) -> int:
+    def _budget(self, req: ModelRequest, num_accepted: int) -> int:
         """Return the maximum tokens of the answer; raises ConfigError for a request no server can serve."""
         ids, gconfig = req.input_ids, req.gconfig
         if gconfig.n_samples != 1:
@@ -457,7 +458,7 @@ class EngineClient:
         if not ids:
             raise ConfigError("input_ids is empty: a prompt has at least one token")
         vocab_size = self._requests.limits.vocab_size  # an id beyond it ends an SGLang server
-        new = ids if req.prefix is None else ids[req.prefix.num_accepted :]
+        new = ids[num_accepted:] if num_accepted else ids
         if set(map(type, new)) - {int} or min(new, default=0) < 0 or (vocab_size and max(new, default=0) >= vocab_size):
             bad = next(i for i in new if type(i) is not int or i < 0 or (vocab_size and i >= vocab_size))
             raise ConfigError(
@@ -497,8 +498,8 @@ class EngineClient:
             sends += 1
             acknowledged, adapter = server.version, server.adapter
             stream = None if call.on_tokens is None else self._stream(call, top_logprobs, max_tokens)
-            call.adapter, sent = adapter, time.monotonic()
-            pool.start(server, size, sent)
+            sent = time.monotonic()
+            pool.start(server, size, sent, adapter=adapter, stays=call.must_stay)
             try:
                 chunk = await self._requests.generate(
                     server,
@@ -530,8 +531,7 @@ class EngineClient:
             except SEND_ERRORS as raised:
                 error = self._after_lost_adapter(raised, server, adapter)
             finally:
-                call.adapter = None
-                pool.end(server, size)
+                pool.end(server, size, adapter=adapter, stays=call.must_stay)
                 if self._waiting:
                     self._wake_for(server)
             failures = failures or _Failures(self._config.request_retries)
@@ -586,7 +586,7 @@ class EngineClient:
 
     def _end_wait(self, server: Server) -> None:
         self.pool.wait(server, -1)
-        self._wake_all()
+        self._wake_for(server)
 
     async def _until_usable(self) -> None:
         """Wait until a server may take a request.
@@ -639,25 +639,36 @@ class EngineClient:
         await asyncio.sleep(random.uniform(0, min(5.0, 0.1 * 2**call.broken_streams)))
 
 
-def _own_copy(response: ModelResponse, prefix: TokenPrefix | None) -> ModelResponse:
+def _continued(ids: list[int], episode: Episode | None) -> TokenPrefix:
+    """Return a prompt; if it extends one of the episode's latest answers, it shares that one's ids."""
+    if episode is not None and isinstance(ids, list):
+        for call in reversed(episode.calls[-MAX_BRANCHES:]):
+            before, end = call.prompt, call.input_len + call.output_len
+            if ids[before.length : end] == call.output_tokens and ids[: before.length] == before.tolist():
+                return before.extended(ids[before.length :])
+    return TokenPrefix(list(ids), len(ids))
+
+
+def _own_copy(response: ModelResponse, prefix: TokenPrefix) -> ModelResponse:
     """Return a copy for the record: a workflow may build its next prompt in the answer's lists, not in ``prefix``."""
     copy = replace(
         response,
-        input_tokens=response.input_tokens.copy() if prefix is None else [],
+        input_tokens=[],
         output_tokens=response.output_tokens.copy(),
         output_logprobs=response.output_logprobs.copy(),
         output_versions=response.output_versions.copy(),
         output_top_logprobs=response.output_top_logprobs.copy(),
     )
-    return copy if prefix is None else SharedPromptResponse.of(copy, prefix)
+    return SharedPromptResponse.of(copy, prefix)
 
 
 def _recorded(episode: Episode, input_ids: list[int]) -> ModelResponse | None:
     """Take the answer that an earlier run of the episode got to this prompt."""
-    if not episode.recorded:
-        return None
-    answers = episode.recorded.get(tuple(input_ids))
-    return answers.pop(0) if answers else None
+    answers = episode.recorded.get(len(input_ids), [])
+    for place, answer in enumerate(answers):
+        if answer.prompt.tolist() == input_ids:
+            return answers.pop(place)
+    return None
 
 
 def _may_be_old_or_dead(error: Exception) -> bool:

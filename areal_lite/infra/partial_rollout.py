@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from areal_lite.api.episode_context import Episode
-from areal_lite.api.io_struct import ModelResponse
+from areal_lite.api.io_struct import ModelResponse, SharedPromptResponse, TokenPrefix
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory, TurnRole
 from areal_lite.data.source.rollout_data_source import SampleGroup, restarted
 from areal_lite.data.source.sample import Sample, SampleStatus
@@ -80,15 +80,16 @@ def record_answers(samples: SampleGroup, episodes: Sequence[Episode], *, oldest_
     for sample in samples:
         episode = episodes[places[sample.index]]
         episode.oldest_version = min(_sampled_versions(sample), default=episode.oldest_version)
+        tokens = list(sample.tokens)
         for start, end, stop_reason in sample.spans:
             answer = ModelResponse(
-                input_tokens=list(sample.tokens[:start]),
+                input_tokens=[],
                 output_tokens=list(sample.tokens[start:end]),
                 output_logprobs=list(sample.logprobs[start:end]),
                 output_versions=list(sample.versions[start:end]),
                 stop_reason=stop_reason,
             )
-            episode.recorded.setdefault(tuple(answer.input_tokens), []).append(answer)
+            episode.record(SharedPromptResponse.of(answer, TokenPrefix(tokens, start)))
 
 
 def _sampled_versions(sample: Sample) -> set[int]:

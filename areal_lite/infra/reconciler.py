@@ -54,8 +54,7 @@ class Reconciler:
         dialect: Dialect,
         *,
         must_stay: Callable[[Server], bool],
-        adapters_in_use: Callable[[], set[str]],
-        on_change: Callable[[], None],
+        on_change: Callable[[Server], None],
         on_pause: Callable[[], None],
         is_waiting: Callable[[], bool],
         on_outage: Callable[[ServerError], None],
@@ -69,8 +68,7 @@ class Reconciler:
             requests: Sends the calls.
             dialect: The servers'.
             must_stay: Whether a server runs an answer that it could not continue after an abort.
-            adapters_in_use: Returns the names of the adapters of running requests.
-            on_change: Called when a server may take requests again.
+            on_change: Called with a server that may take requests again.
             on_pause: Called before an update pauses a server.
             is_waiting: Whether there are requests to answer.
             on_outage: Called when the servers stay away longer than ``outage_patience_s``.
@@ -81,7 +79,6 @@ class Reconciler:
         self._requests = requests
         self._dialect = dialect
         self._must_stay = must_stay
-        self._adapters_in_use = adapters_in_use
         self._on_change = on_change
         self._on_pause = on_pause
         self._is_waiting = is_waiting
@@ -243,7 +240,7 @@ class Reconciler:
                     self._pool.try_again(server)
             except (ConfigError, *_ERRORS) as error:
                 self._pool.rest(server, str(error) or type(error).__name__)
-        self._on_change()
+        self._on_change(server)
 
     async def _load(self, server: Server) -> None:
         """Have a server load the newest weights; raises what went wrong."""
@@ -267,7 +264,7 @@ class Reconciler:
                         await self._requests.control(server, call, timeout_s=self._config.request_timeout_s)
             self._loaded[server], server.version, server.adapter = wanted, wanted.version, name
             if name is not None:
-                await self._unload_all_but({name, *self._adapters_in_use()}, server)
+                await self._unload_all_but({name, *server.adapters_in_use}, server)
 
     async def _unload_all_but(self, needed: set[str], server: Server) -> None:
         """Unload the adapters of earlier versions, also those of runs that ended."""
@@ -354,15 +351,11 @@ class Reconciler:
     async def _until_enough(self, pending: set[asyncio.Task[None]]) -> None:
         """Return when all loads have ended; once one has succeeded, the rest gets as long again, at least 30 s."""
         started = time.monotonic()
-        deadline: float | None = None
-        while pending:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                return
-            now = time.monotonic()
-            if deadline is None and any(_error_of(task) is None for task in done):
-                deadline = now + max(STRAGGLER_S, now - started)
+        done: set[asyncio.Task[None]] = set()
+        while pending and None not in map(_error_of, done):
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if pending:
+            await asyncio.wait(pending, timeout=max(STRAGGLER_S, time.monotonic() - started))
 
     async def _until_one_has(self, weights: PublishedWeights) -> None:
         """Return once a server has the version; servers that are being repaired get ``outage_patience_s``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -77,6 +77,10 @@ class Server:
     outstanding: int = 0
     load: int = 0
     """Tokens of its outstanding requests: prompts and budgets."""
+    staying: int = 0
+    """Outstanding requests whose answer it could not continue after an abort."""
+    adapters_in_use: Counter[str] = field(default_factory=Counter)
+    """Outstanding requests by the adapter that they use."""
     busy_since: float = 0.0
     """Time from which it has had outstanding requests."""
     heard: float = 0.0
@@ -184,18 +188,34 @@ class ServerPool:
         else:
             heapq.heappush(self._heap, server.entry)
 
-    def start(self, server: Server, tokens: int, now: float) -> None:
-        """Count a request of at most ``tokens`` tokens that is sent to a server."""
+    def start(
+        self, server: Server, tokens: int, now: float, *, adapter: str | None = None, stays: bool = False
+    ) -> None:
+        """Count a request that is sent to a server.
+
+        Args:
+            tokens: Of its prompt and its budget.
+            adapter: The adapter that it uses.
+            stays: Whether its answer could not be continued after an abort.
+        """
         if not server.outstanding:
             server.busy_since = now
         server.outstanding += 1
         server.requests += 1
         server.load += tokens
+        server.staying += stays
+        if adapter is not None:
+            server.adapters_in_use[adapter] += 1
 
-    def end(self, server: Server, tokens: int) -> None:
-        """Count the end of a request that was started with ``tokens``."""
+    def end(self, server: Server, tokens: int, *, adapter: str | None = None, stays: bool = False) -> None:
+        """Count the end of a request that was started with the same arguments."""
         server.outstanding -= 1
         server.load -= tokens
+        server.staying -= stays
+        if adapter is not None:
+            server.adapters_in_use[adapter] -= 1
+            if not server.adapters_in_use[adapter]:
+                del server.adapters_in_use[adapter]
         if len(self.servers) > 1 and (server.usable if server.entry is None else server.load < server.entry[0]):
             self._push(server)
 

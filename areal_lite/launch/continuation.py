@@ -135,7 +135,7 @@ class Continuation(RolloutWorkflow):
         episode = episode_context.current().episode
         assert episode is not None
         for call in self.fork.kept:
-            episode.recorded.setdefault(call.prompt, []).append(call.answer())
+            episode.record(call.answer())
         rerun = _Rerun(self, engine)
         _rerun.set(rerun)
         agent = self._workflow

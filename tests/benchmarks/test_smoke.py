@@ -17,7 +17,7 @@ from tests.fixtures.tiny_model import build_tiny_model
 
 ROOT = Path(__file__).parents[2]
 WITH_OWN_TEST = {"chaos", "dump_index", "plan", "weight_update"}
-OWN_PROCESS = {"agent_streams", "logits_memory", "chaos"}  # two fork, and one leaves pipes to its end
+OWN_PROCESS = {"agent_streams", "logits_memory", "growth", "chaos"}  # two fork, two leave pipes to their end
 
 
 @pytest.fixture

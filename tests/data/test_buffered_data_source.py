@@ -6,6 +6,7 @@ import numpy as np
 import orjson
 import pytest
 
+from areal_lite.data.source import buffered_data_source
 from areal_lite.data.source.buffered_data_source import (
     RolloutDataSourceWithBuffer,
     highest_reward_first,
@@ -273,3 +274,34 @@ def test_sb16_groups_without_a_number_get_one():
     groups = source.get_samples(3)
     assert len({group[0].group_index for group in groups}) == 3
     assert orjson.loads(orjson.dumps(source.state_dict()))["owed"][0][0]["position"] is None
+
+
+def test_a_group_that_comes_and_goes_costs_the_same_in_a_large_buffer(monkeypatch):
+    looked_at = []
+    number_of = buffered_data_source.group_index_of
+    monkeypatch.setattr(
+        buffered_data_source, "group_index_of", lambda group: looked_at.append(group) or number_of(group)
+    )
+    source = make(1000)
+    groups = source.get_samples(1000)
+    for group in groups:
+        source.give_back([group])
+    buffer = source.buffer
+    for _ in range(500):
+        source.get_samples(1)
+    assert len(looked_at) <= 3 * 1500
+    assert source.buffer is buffer
+
+
+def test_a_group_is_in_the_buffer_once_also_after_a_filter_or_a_restart():
+    source = make(buffer_filter=deleting)
+    groups = source.get_samples(4)
+    source.add_samples(groups)
+    assert len(source.get_samples(2)) == 2
+    source.add_samples(groups[2:])
+    again = make(buffer_filter=deleting)
+    again.load_state_dict(source.state_dict())
+    for one in (source, again):
+        for group in list(one.buffer):
+            with pytest.raises(ValueError, match="in the buffer already"):
+                one.add_samples([group])

@@ -48,7 +48,11 @@ def test_ids_logprobs_and_versions_are_what_the_server_sent(start_stub: StartStu
     assert (response.stop_reason, response.input_len, response.output_len) == ("stop", 3, 4)
 
 
-def test_the_records_of_a_conversation_share_its_prompts(start_stub: StartStub, start_engine: StartEngine) -> None:
+@pytest.mark.parametrize("given", [True, False])
+def test_the_records_of_a_conversation_share_its_prompts(
+    start_stub: StartStub, start_engine: StartEngine, given: bool
+) -> None:
+    """Whether the prompts are ``given`` as extensions of one another, or only are."""
     engine, episode = start_engine(start_stub()), Episode()
 
     async def play() -> list[list[int]]:
@@ -56,18 +60,36 @@ def test_the_records_of_a_conversation_share_its_prompts(start_stub: StartStub, 
         prompts, prefix = [], TokenPrefix([1, 2, 3], 3)
         for turn in range(3):
             prompts.append(prefix.tolist())
-            response = await engine.agenerate(ModelRequest(input_ids=prompts[-1], prefix=prefix))
+            response = await engine.agenerate(ModelRequest(input_ids=prompts[-1], prefix=prefix if given else None))
             assert response.output_tokens == answer_tokens(prompts[-1], 0, 8)
             prefix = prefix.extended([*response.output_tokens, turn])
         beyond = prefix.extended([-5])
         with pytest.raises(ConfigError, match="input_ids holds -5"):
-            await engine.agenerate(ModelRequest(input_ids=beyond.tolist(), prefix=beyond))
+            await engine.agenerate(ModelRequest(input_ids=beyond.tolist(), prefix=beyond if given else None))
         return prompts
 
     prompts = asyncio.run(play())
     assert [call.input_tokens for call in episode.calls] == prompts
     assert [call.input_len for call in episode.calls] == list(map(len, prompts))
     assert len({id(call.prompt.ids) for call in episode.calls}) == 1
+
+
+def test_branches_of_a_conversation_keep_their_own_prompts(start_stub: StartStub, start_engine: StartEngine) -> None:
+    engine, episode = start_engine(start_stub(answer_len=2)), Episode()
+
+    async def play() -> list[list[int]]:
+        episode_context.enter(EpisodeContext(episode=episode))
+        first = await engine.agenerate(ModelRequest(input_ids=[1, 2, 3]))
+        after = first.input_tokens + first.output_tokens
+        prompts = [[1, 2, 3], [*after, 5], [*after, 6], [*after, 5, 7], [1, 2, 4]]
+        for prompt in prompts[1:]:
+            response = await engine.agenerate(ModelRequest(input_ids=prompt))
+            prompt.append(99)  # the caller's list is the caller's
+            response.input_tokens.append(98)
+        return prompts
+
+    prompts = asyncio.run(play())
+    assert [call.input_tokens for call in episode.calls] == [prompts[0], *(prompt[:-1] for prompt in prompts[1:])]
 
 
 @pytest.mark.parametrize("fault", ["500", "429", "reset", "garbage", "lengths", "nan", "negative"])

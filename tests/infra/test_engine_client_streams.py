@@ -275,7 +275,7 @@ def test_the_receiver_gets_exactly_the_final_tokens(
         server.incremental = incremental
         episode = Episode()
         if recorded:
-            episode.recorded[tuple(PROMPT)] = [
+            episode.record(
                 ModelResponse(
                     input_tokens=PROMPT,
                     output_tokens=tokens[:recorded],
@@ -283,7 +283,7 @@ def test_the_receiver_gets_exactly_the_final_tokens(
                     output_versions=[7] * recorded,
                     stop_reason="abort",
                 )
-            ]
+            )
         async with connected(server) as client:
             client.version = 7
             context.enter(EpisodeContext(episode=episode))

@@ -75,6 +75,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         if buffer_filter is not None and not callable(buffer_filter):
             raise ConfigError(f"buffer_filter is {buffer_filter!r}: it must be a function or its dotted path")
         self.buffer: list[SampleGroup] = []
+        self._buffered: set[int] = set()
+        """Numbers of the groups in the buffer."""
         self.buffer_filter: BufferFilter = buffer_filter or pop_first
 
     def add_samples(self, samples: list[SampleGroup]) -> None:
@@ -90,15 +92,15 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             kinds = samples if not isinstance(samples, list) else [type(group).__name__ for group in samples]
             raise ValueError(f"samples must be a list of lists of Sample, got {kinds!r}"[:500])
         with self._lock:
-            present = {group_index_of(group) for group in self.buffer}
+            added: set[int] = set()
             for place, group in enumerate(samples):
                 self._check_group(place, group)
                 if group[0].group_index is None:
                     continue
                 number = group_index_of(group)
-                if number in present:
+                if number in self._buffered or number in added:
                     raise ValueError(f"group {number} is in the buffer already: add each group once")
-                present.add(number)
+                added.add(number)
             for group in samples:
                 if group[0].group_index is None:
                     for sample in group:
@@ -109,6 +111,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
                 number = group_index_of(group)
                 self._next_group = max(self._next_group, number + 1)
                 self._owed.pop(number, None)
+                self._buffered.add(number)
                 self.buffer.append(group)
 
     def _check_group(self, place: int, group: SampleGroup) -> None:
@@ -136,6 +139,10 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def _get_samples_from_buffer(self, num_samples: int) -> list[SampleGroup]:
         if not self.buffer or num_samples == 0:
             return []
+        if self.buffer_filter is pop_first:  # as below, without a look at the whole buffer
+            taken = pop_first(self, None, self.buffer, num_samples)
+            self._buffered.difference_update(map(group_index_of, taken))
+            return taken
         left = list(self.buffer)
         taken = self.buffer_filter(self.args or self, None, left, num_samples)
         known = {id(group) for group in self.buffer}
@@ -150,7 +157,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         deleted = known - {id(group) for group in left} - chosen
         if deleted:
             self.dropped["the buffer filter deleted it"] += len(deleted)
-        self.buffer = [group for group in self.buffer if id(group) not in chosen | deleted]
+        gone = chosen | deleted
+        self.buffer = [group for group in self.buffer if id(group) not in gone]
+        self._buffered = set(map(group_index_of, self.buffer))
         return list(taken)
 
     def get_buffer_length(self) -> int:
@@ -168,6 +177,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         with self._lock:
             super().load_state_dict(state)
             self.buffer = self._groups_from_json(state.get("buffer", []))
+            self._buffered = set(map(group_index_of, self.buffer))
 
 
 class CurriculumDataSource(RolloutDataSourceWithBuffer):

@@ -155,7 +155,8 @@ class RolloutDataSource:
         if num_samples < 0:
             raise ValueError(f"num_samples is {num_samples}: it must be 0 or more")
         with self._lock:
-            taken, self._returned = self._returned[:num_samples], self._returned[num_samples:]
+            taken = self._returned[:num_samples]
+            del self._returned[:num_samples]
             try:
                 taken += self._get_samples_from_buffer(num_samples - len(taken))
                 for drawn in self._draw(num_samples - len(taken)):
