@@ -31,6 +31,7 @@ SCRIPTS: dict[str, list[str]] = {
     "embedded_throughput": ["--model", MODEL],
     "weight_update": ["--model", MODEL, "--servers", "embedded"],
     "train_step": ["--model", MODEL],
+    "step_profile": ["--model", MODEL],
     "packing": [],
     "packing_plans": [],
     "logits_memory": [],
@@ -41,7 +42,7 @@ SCRIPTS: dict[str, list[str]] = {
     "growth": [],
 }
 """Benchmarks with their options; the slowest are last."""
-ALL_CORES = ("roofline", "embedded_throughput", "train_step", "grpo_step")
+ALL_CORES = ("roofline", "embedded_throughput", "train_step", "step_profile", "grpo_step")
 """The others compute in one thread."""
 
 

@@ -10,8 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-# Spinning threads of two processes slow each other down. Set before torch is imported.
+# Server and trainer take turns here, so their threads may spin a little; endlessly, they would slow each other down.
+# Set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 sys.path.insert(0, str(Path.cwd()))
 
 from smollm2 import smollm2
