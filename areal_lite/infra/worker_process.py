@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 import itertools
 import logging.handlers
+import os
 import pickle
 import signal
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -126,7 +128,7 @@ class _RunningGroup:
         self.key = key
         self.size = size
         self.task: asyncio.Task[None] | None = None
-        self.stopped = False
+        self.started = self.stopped = False
         self.calls: set[asyncio.Future[tuple[Any, ...]]] = set()
         self._sent: dict[int, tuple[int, list[int], int]] = {}
         """Number, ids and how many of them were sent, of each list that prompts share, by its identity."""
@@ -219,7 +221,8 @@ class WorkerProcess(InferenceEngine):
     def _on_cancel(self, key: int) -> None:
         if (group := self._groups.get(key)) is not None and group.task is not None:
             group.stopped = True
-            group.task.cancel()
+            if group.started:  # a task that is cancelled before its first step would not answer
+                group.task.cancel()
 
     def _on_answer(self, call_id: int, answer: tuple[Any, ...] | Exception) -> None:
         if call_id not in self._calls or (future := self._calls[call_id][1]).done():
@@ -256,7 +259,10 @@ class WorkerProcess(InferenceEngine):
         _group.set(group)
         episode_context.enter(EpisodeContext(**context, episodes=episodes, episode=episodes[0], shared=self._shared))
         was_stopped, failure = False, None
+        group.started = True
         try:
+            if group.stopped:
+                raise asyncio.CancelledError
             await run_group(await workflow.loaded(), self, pickle.loads(data), episodes)
         except asyncio.CancelledError:
             was_stopped = group.stopped
@@ -358,3 +364,5 @@ def main(descriptor: int) -> None:
     (sent,) = pickle.loads(connection.recv(size, socket.MSG_WAITALL))
     spawn.prepare(sent.preparation)
     WorkerProcess(connection, pickle.loads(sent.pickled)).ended.wait()
+    sys.stdout.flush()
+    os._exit(0)  # an orderly exit takes seconds where torch is loaded, and waits for threads of episodes
