@@ -92,7 +92,6 @@ class WorkerSettings(NamedTuple):
     """What a worker starts with."""
 
     config: InferenceEngineConfig
-    version: int
     log_levels: dict[str, int]
     """By logger; "" is the root."""
 
@@ -171,7 +170,7 @@ class WorkerProcess(InferenceEngine):
     def __init__(self, connection: socket.socket, settings: WorkerSettings) -> None:
         self.config = settings.config
         self.ended = threading.Event()
-        self._version = settings.version
+        self._version = 0
         self._groups: dict[int, _RunningGroup] = {}
         self._deadlines: dict[TaskId, float] = {}
         self._workflows: dict[bytes, _Workflow] = {}
@@ -193,7 +192,7 @@ class WorkerProcess(InferenceEngine):
     async def _connect(self, connection: socket.socket) -> None:
         reader = MessageReader(lambda kind, *rest: getattr(self, f"_on_{kind}")(*rest), self.ended.set)
         connection.setblocking(False)
-        await asyncio.get_running_loop().create_connection(lambda: reader, sock=connection)
+        await asyncio.get_running_loop().create_unix_connection(lambda: reader, sock=connection)
         self._send("ready")
 
     def _send(self, *message: Any) -> None:
@@ -278,7 +277,8 @@ class WorkerProcess(InferenceEngine):
         except Exception as error:  # a workflow returned something beside tensors
             failure = replace(Failure.of(error), kind=FailureKind.OUTPUT)
             left = pickle.dumps((was_stopped, failure, [EpisodeReply(None, {})] * len(episodes)))
-        del self._groups[group.key], self._deadlines[context["task_id"]]
+        del self._groups[group.key]
+        self._deadlines.pop(context["task_id"], None)
         self._send("ended", group.key, left, dict(self._shared.counts))
 
     # -- the engine of the episodes ----------------------------------------------------------------

@@ -3,7 +3,7 @@
 The run's process keeps all that must be one: which group starts when, the policy version, data source, retries,
 statistics, dumps, and the servers with their state. A worker runs the code of workflows and agents
 (:mod:`areal_lite.infra.worker_process`); its model calls are made here, in the name of its episodes, so pause, weight
-updates, interruption and seeds work as without workers. Guarantees that a worker that dies fails its own groups only
+updates, interruption and seeds work as without workers. Guarantees that a worker that dies fails only its own groups
 and is started again, and that none outlives :meth:`Workers.close` or this process.
 """
 
@@ -21,6 +21,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.api import episode_context
@@ -75,7 +76,6 @@ class Workers:
         self._engine = engine
         self._shared = shared
         self._on_broken = on_broken
-        self._version = engine.get_version()
         self._workers: list[_Worker] = []
         """Those that run, ready or not."""
         self._ready = asyncio.Event()
@@ -89,9 +89,13 @@ class Workers:
         Raises:
             EpisodeError: If one cannot be started.
         """
-        loop = asyncio.get_running_loop()
-        started = [loop.create_future() for _ in range(self._engine.config.workers)]
-        self._keepers = [loop.create_task(self._keep(number, future)) for number, future in enumerate(started)]
+        loop, config = asyncio.get_running_loop(), self._engine.config
+        levels = {name: logging.getLogger(name).level for name in ("", "areal_lite")}
+        settings = pickled_object(
+            WorkerSettings(config, levels), name="the rollout section", hint="Or set rollout.workers: 1"
+        )
+        started = [loop.create_future() for _ in range(config.workers)]
+        self._keepers = [loop.create_task(self._keep(n, settings, future)) for n, future in enumerate(started)]
         await asyncio.wait(started)
         for error in [future.exception() for future in started]:
             if error is not None:
@@ -110,7 +114,6 @@ class Workers:
 
     def set_version(self, version: int) -> None:
         """Set the policy version that the episodes read."""
-        self._version = version
         for worker in self._workers:
             worker.send("version", version)
 
@@ -139,13 +142,13 @@ class Workers:
                 raise
         return failure
 
-    async def _keep(self, number: int, started: asyncio.Future[None]) -> None:
+    async def _keep(self, number: int, settings: PickledObject, started: asyncio.Future[None]) -> None:
         """Keep one worker running until :meth:`close`."""
         failed_starts = 0
         while not self._closing:
             worker = _Worker(number, self._engine, self._shared)
             self._workers.append(worker)
-            is_ready = await worker.open(self._version)
+            is_ready = await worker.open(settings)
             if is_ready:
                 failed_starts = 0
                 self._ready.set()
@@ -241,7 +244,7 @@ class _Worker:
         self._transport: asyncio.WriteTransport | None = None
         self._exited = self._disconnected = self._closing = False
 
-    async def open(self, version: int) -> bool:
+    async def open(self, settings: PickledObject) -> bool:
         """Start the process and return whether it is ready; if not, it has ended or will soon."""
         loop = asyncio.get_running_loop()
 
@@ -266,9 +269,10 @@ class _Worker:
                 return False
         reader = MessageReader(lambda kind, *rest: getattr(self, f"_on_{kind}")(*rest), self._on_disconnect)
         self._transport, _ = await loop.create_unix_connection(lambda: reader, sock=ours)
-        levels = {name: logging.getLogger(name).level for name in ("", "areal_lite")}
-        settings = WorkerSettings(self._engine.config, version, levels)
-        self._write(frame((pickled_object(settings, name="the config", hint="Set rollout.workers: 1"),)))
+        self.send(settings)
+        self.send("version", self._engine.get_version())
+        if self._closing:
+            self.send("close")
         try:
             async with asyncio.timeout(START_S):
                 return await asyncio.shield(self._ready)
@@ -279,15 +283,12 @@ class _Worker:
     @property
     def is_ready(self) -> bool:
         """Whether it takes groups."""
-        return self._ready.done() and self._ready.result() and not self.ended.is_set()
+        return self._ready.done() and self._ready.result() and not self._disconnected
 
     def send(self, *message: Any) -> None:
         """Send a message, if the process still runs."""
-        self._write(frame(message))
-
-    def _write(self, framed: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(framed)
+            self._transport.write(frame(message))
 
     def run(self, workflow: PickledObject, data: bytes, context: EpisodeContext, deadline: float) -> _Group:
         """Start a group."""
@@ -352,8 +353,7 @@ class _Worker:
         try:
             group.finish(*pickle.loads(left))
         except Exception as error:  # a workflow returned what cannot be loaded here
-            error.failure_kind = FailureKind.OUTPUT  # type: ignore[attr-defined]
-            group.finish(False, Failure.of(error), [])
+            group.finish(False, replace(Failure.of(error), kind=FailureKind.OUTPUT), [])
 
     def _on_blocked(self) -> None:
         self._shared.blocked_at = time.monotonic()
