@@ -114,7 +114,7 @@ def test_a_trajectory_from_another_process_has_the_same_turns(data: st.DataObjec
     arrived = unpacked(plain, calls)
     check_paths(arrived)
     assert (arrived.status, arrived.reward) == (trajectory.status, trajectory.reward)
-    assert conversation_ids(arrived) == conversation_ids(trajectory)
+    assert [*conversation_ids(arrived)] == [*conversation_ids(trajectory)]
     assert [sequence.path for sequence in arrived.sequences] == [sequence.path for sequence in trajectory.sequences]
     for one, other in zip(arrived.turns, trajectory.turns, strict=True):
         assert (one.ids.tolist(), one.loss_mask.tolist()) == (other.ids.tolist(), other.loss_mask.tolist())
