@@ -19,7 +19,6 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import replace
 from multiprocessing import spawn
 from typing import Any, NamedTuple, NoReturn
@@ -123,9 +122,10 @@ class EpisodeReply(NamedTuple):
 class _RunningGroup:
     """A group of episodes in this process."""
 
-    def __init__(self, key: int, size: int) -> None:
+    def __init__(self, key: int, size: int, deadline: float) -> None:
         self.key = key
         self.size = size
+        self.deadline = deadline
         self.task: asyncio.Task[None] | None = None
         self.started = self.stopped = False
         self.calls: set[asyncio.Future[tuple[Any, ...]]] = set()
@@ -161,9 +161,6 @@ class _Workflow:
         return grouped_workflow(workflow, kwargs, size, self._config)
 
 
-_group: ContextVar[_RunningGroup | None] = ContextVar("areal_lite_worker_group", default=None)
-
-
 class WorkerProcess(InferenceEngine):
     """Runs groups until the socket closes or ``close`` arrives; the engine of their episodes."""
 
@@ -172,7 +169,7 @@ class WorkerProcess(InferenceEngine):
         self.ended = threading.Event()
         self._version = 0
         self._groups: dict[int, _RunningGroup] = {}
-        self._deadlines: dict[TaskId, float] = {}
+        self._by_task: dict[TaskId, _RunningGroup] = {}
         self._workflows: dict[bytes, _Workflow] = {}
         self._calls: dict[int, tuple[ModelRequest, asyncio.Future[tuple[Any, ...]]]] = {}
         self._call_ids = itertools.count()
@@ -185,7 +182,7 @@ class WorkerProcess(InferenceEngine):
         logging.getLogger().addHandler(_LogSender(self._send))
         for name, level in settings.log_levels.items():
             logging.getLogger(name).setLevel(level)
-        LoopWatchdog(self._loop, self._shared, self._deadlines.get)
+        LoopWatchdog(self._loop, self._shared, self._deadline_of)
         collector_pace.relax()
         self._loop.call(self._connect(connection))
 
@@ -212,10 +209,13 @@ class WorkerProcess(InferenceEngine):
     def _on_run(
         self, key: int, workflow: bytes, data: bytes, context: dict[str, Any], size: int, deadline: float
     ) -> None:
-        group = self._groups[key] = _RunningGroup(key, size)
-        self._deadlines[context["task_id"]] = deadline
+        group = self._groups[key] = self._by_task[context["task_id"]] = _RunningGroup(key, size, deadline)
         run = self._run(group, self._workflows[workflow], data, context)
         group.task = asyncio.get_running_loop().create_task(run)
+
+    def _deadline_of(self, task_id: TaskId) -> float | None:
+        group = self._by_task.get(task_id)
+        return None if group is None else group.deadline
 
     def _on_cancel(self, key: int) -> None:
         if (group := self._groups.get(key)) is not None and group.task is not None:
@@ -255,7 +255,6 @@ class WorkerProcess(InferenceEngine):
 
     async def _run(self, group: _RunningGroup, workflow: _Workflow, data: bytes, context: dict[str, Any]) -> None:
         episodes = [Episode(member_idx=index) for index in range(group.size)]
-        _group.set(group)
         episode_context.enter(EpisodeContext(**context, episodes=episodes, episode=episodes[0], shared=self._shared))
         was_stopped, failure = False, None
         group.started = True
@@ -278,7 +277,8 @@ class WorkerProcess(InferenceEngine):
             failure = replace(Failure.of(error), kind=FailureKind.OUTPUT)
             left = pickle.dumps((was_stopped, failure, [EpisodeReply(None, {})] * len(episodes)))
         del self._groups[group.key]
-        self._deadlines.pop(context["task_id"], None)
+        if self._by_task.get(context["task_id"]) is group:
+            del self._by_task[context["task_id"]]
         self._send("ended", group.key, left, dict(self._shared.counts))
 
     # -- the engine of the episodes ----------------------------------------------------------------
@@ -287,7 +287,8 @@ class WorkerProcess(InferenceEngine):
         """Return one complete answer to ``req``, from the run's process."""
         if not self._loop.is_current():
             return await self._loop.acall(self.agenerate(req))
-        group, context = _group.get(), episode_context.current()
+        context = episode_context.current()
+        group = None if context.task_id is None else self._by_task.get(context.task_id)
         ids, prefix = (req.input_ids, None) if req.prefix is None or group is None else group.unsent(req.prefix)
         call = CallRequest(
             rid=req.rid,

@@ -387,8 +387,8 @@ class _Worker:
         self._disconnected = True
         if self._exited:
             self._finish()
-        elif not self._closing:
-            self.kill()
+        else:
+            asyncio.get_running_loop().call_later(CLOSE_S, self.kill)  # usually it is about to end
 
     def _finish(self) -> None:
         assert self._process is not None
