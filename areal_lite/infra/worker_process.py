@@ -37,7 +37,7 @@ from areal_lite.api.turn_tree import packed
 from areal_lite.api.workflow_api import RolloutWorkflow
 from areal_lite.errors import ConfigError
 from areal_lite.infra import collector_pace
-from areal_lite.infra.engine_client import own_copy
+from areal_lite.infra.engine_client import continued, own_copy
 from areal_lite.infra.grouped_rollout import run_group
 from areal_lite.infra.loop_thread import LoopThread
 from areal_lite.infra.loop_watchdog import LoopWatchdog
@@ -105,9 +105,10 @@ class CallRequest(NamedTuple):
     """``metadata["agent"]``."""
     streams: bool
     ids: list[int]
-    """The prompt; with a ``prefix``, those of its ids that were not sent before."""
+    """Those of the prompt that its group has not sent before."""
     prefix: tuple[int, int, int] | None
-    """Of a :class:`TokenPrefix`: number of its list of ids in the group, ``length`` and ``num_accepted``."""
+    """Of the prompt's :class:`TokenPrefix`: number of its list of ids in the group, ``length``, ``num_accepted``. None
+    outside a group: ``ids`` are the prompt."""
 
 
 class EpisodeReply(NamedTuple):
@@ -289,7 +290,8 @@ class WorkerProcess(InferenceEngine):
             return await self._loop.acall(self.agenerate(req))
         context = episode_context.current()
         group = None if context.task_id is None else self._by_task.get(context.task_id)
-        ids, prefix = (req.input_ids, None) if req.prefix is None or group is None else group.unsent(req.prefix)
+        prefix = req.prefix or continued(req.input_ids, context.episode)
+        ids, place = (req.input_ids, None) if group is None else group.unsent(prefix)
         call = CallRequest(
             rid=req.rid,
             gconfig=req.gconfig,
@@ -297,9 +299,9 @@ class WorkerProcess(InferenceEngine):
             agent=req.metadata.get("agent"),
             streams=req.on_tokens is not None,
             ids=ids,
-            prefix=prefix,
+            prefix=place,
         )
-        prompt = list(req.input_ids) if req.prefix is None else req.input_ids
+        prompt = prefix.tolist() if req.prefix is None else req.input_ids
         call_id = next(self._call_ids)
         future: asyncio.Future[tuple[Any, ...]] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = req, future
@@ -319,7 +321,7 @@ class WorkerProcess(InferenceEngine):
             input_tokens=prompt, rid=req.rid, tokenizer=req.tokenizer, metadata=req.metadata, **answer
         )
         if context.episode is not None:
-            context.episode.calls.append(own_copy(response, req.prefix))
+            context.episode.calls.append(own_copy(response, prefix))
         return response
 
     def get_version(self) -> int:

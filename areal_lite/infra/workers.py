@@ -195,7 +195,7 @@ class _Group:
         return self._context._replace(member_idx=member_idx, episode=self.member(member_idx))
 
     def prompt(self, call: CallRequest) -> TokenPrefix | None:
-        """Return the prompt of a call that shares it with others."""
+        """Return the prompt of a call, whose ids the group's prompts may share."""
         if call.prefix is None:
             return None
         number, length, num_accepted = call.prefix

@@ -317,6 +317,7 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.timeout(300)  # each process loads the SDKs
 def test_agents_have_their_doors_in_each_worker(
     start_stub: StartStub, start_engine: StartEngine, tokenizer_path: str
 ) -> None:
@@ -336,6 +337,7 @@ def test_agents_have_their_doors_in_each_worker(
     assert blocked.status == "accepted"
 
 
+@pytest.mark.timeout(300)  # each process loads the SDKs
 def test_agent_processes_and_reward_processes_work_in_workers(
     start_stub: StartStub, start_engine: StartEngine, tokenizer_path: str
 ) -> None:
