@@ -22,6 +22,7 @@ MODEL = "runs/models/SmolLM2-135M-Instruct"
 SCRIPTS: dict[str, list[str]] = {
     "roofline": [],
     "engine_throughput": ["--in-flight", "256", "2048", "8192"],
+    "rollout_workers": [],
     "agent_call": [],
     "agent_streams": [],
     "routing": [],

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import builtins
 import contextlib
-import hashlib
 import json
 import os
 import pickle
@@ -16,54 +15,30 @@ import signal
 import socket
 import sys
 import threading
-from multiprocessing import spawn
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from areal_lite.agents import agent_worker as wire
 from areal_lite.agents.agent_access import AgentAccess
-from areal_lite.api.child_process import start_tied
+from areal_lite.api.child_process import PickledObject, pickled_object, start_tied
 from areal_lite.api.episode_context import EpisodeContext
 from areal_lite.api.failure import add_hint
 from areal_lite.api.trajectory import ProcessRecord
-from areal_lite.errors import ConfigError
 
 _MAX_REPLY_BYTES = 64 * 2**20
 
 
-class PickledAgent(NamedTuple):
-    """An agent as a process loads it."""
-
-    key: bytes
-    preparation: dict[str, Any]
-    pickled: bytes
-
-
-def pickled_agent(agent: Any) -> PickledAgent:
+def pickled_agent(agent: Any) -> PickledObject:
     """Return what a process needs to load ``agent``.
 
     Raises:
         ConfigError: If it cannot be pickled.
     """
-    name = type(agent).__name__
     hint = (
         "Define its class at the top level of a module and make clients, locks and files in run(), or set "
         "rollout.agent_isolation: thread"
     )
-    try:
-        pickled = pickle.dumps(agent, pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
-        raise ConfigError(f"agent {name} cannot be sent to a process: {error}. {hint}") from None
-    # What multiprocessing passes to a spawned child: import path, arguments, where the main script is.
-    preparation: dict[str, Any] = {**spawn.get_preparation_data("agent")}
-    preparation.pop("authkey", None)
-    main_keys = {"init_main_from_name", "init_main_from_path"} & preparation.keys()
-    if b"__main__" not in pickled:
-        for key in main_keys:  # running the script in every process may load torch
-            del preparation[key]
-    elif not main_keys:
-        raise ConfigError(f"agent {name} lives in an interactive session, which no process can import. {hint}")
-    return PickledAgent(hashlib.sha256(pickled).digest(), preparation, pickled)
+    return pickled_object(agent, name=f"agent {type(agent).__name__}", hint=hint)
 
 
 class AgentProcesses:
@@ -77,7 +52,9 @@ class AgentProcesses:
         self._free = asyncio.Semaphore(size or 2 * (os.cpu_count() or 1))
         self._idle: list[_Process] = []
 
-    async def run(self, agent: PickledAgent, data: dict[str, Any], access: AgentAccess, context: EpisodeContext) -> Any:
+    async def run(
+        self, agent: PickledObject, data: dict[str, Any], access: AgentAccess, context: EpisodeContext
+    ) -> Any:
         """Return the reward of one episode; what its agent ran and recorded is added to the context's episode.
 
         Raises:
@@ -131,7 +108,7 @@ class _Process:
                 env={"OMP_NUM_THREADS": "1", **os.environ},
             )
 
-    async def run(self, agent: PickledAgent, job: bytes) -> dict[str, Any]:
+    async def run(self, agent: PickledObject, job: bytes) -> dict[str, Any]:
         """Run one job and return its reply."""
         loop = asyncio.get_running_loop()
         load = (None, None) if agent.key in self._loaded else (agent.preparation, agent.pickled)

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
+import pickle
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import spawn
+from typing import IO, Any, NamedTuple
+
+from areal_lite.errors import ConfigError
 
 
 def start_tied(
@@ -40,6 +45,36 @@ def start_tied(
     return process, held_open
 
 
+class PickledObject(NamedTuple):
+    """An object as a child process loads it: after ``multiprocessing.spawn.prepare(preparation)``."""
+
+    key: bytes
+    preparation: dict[str, Any]
+    pickled: bytes
+
+
+def pickled_object(value: Any, *, name: str, hint: str) -> PickledObject:
+    """Return what a child process needs to load ``value``.
+
+    Raises:
+        ConfigError: If it cannot be pickled, with its ``name`` and a ``hint``.
+    """
+    try:
+        pickled = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise ConfigError(f"{name} cannot be sent to a process: {error}. {hint}") from None
+    # What multiprocessing passes to a spawned child: import path, arguments, where the main script is.
+    preparation: dict[str, Any] = {**spawn.get_preparation_data("child")}
+    preparation.pop("authkey", None)
+    main_keys = {"init_main_from_name", "init_main_from_path"} & preparation.keys()
+    if b"__main__" not in pickled:
+        for key in main_keys:  # running the script in every process may load torch
+            del preparation[key]
+    elif not main_keys:
+        raise ConfigError(f"{name} lives in an interactive session, which no process can import. {hint}")
+    return PickledObject(hashlib.sha256(pickled).digest(), preparation, pickled)
+
+
 class ChildProcess:
     """A running program, the leader of its process group."""
 
@@ -48,13 +83,24 @@ class ChildProcess:
         command: Sequence[str],
         *,
         environment: Mapping[str, str],
-        output: IO[bytes],
+        output: IO[bytes] | None,
         pass_fds: Sequence[int] = (),
+        on_end: Callable[[], object] = bool,
     ) -> None:
-        """Start the program; ``output`` gets its stdout and stderr."""
+        """Start the program.
+
+        Args:
+            command: Its path and arguments.
+            environment: All its variables.
+            output: Gets its stdout and stderr; None shares those of this process.
+            pass_fds: Open files that it gets.
+            on_end: Called in another thread once it and its process group have ended.
+        """
+        stderr = None if output is None else subprocess.STDOUT
         self._process, self._held_open = start_tied(
-            command, pass_fds=pass_fds, stdout=output, stderr=subprocess.STDOUT, env=environment
+            command, pass_fds=pass_fds, stdout=output, stderr=stderr, env=environment
         )
+        self._on_end = on_end
         self._ended = threading.Event()
         threading.Thread(target=self._reap, name=f"wait for {self.pid}", daemon=True).start()
 
@@ -71,11 +117,15 @@ class ChildProcess:
         """Ask the program to end."""
         self._signal(signal.SIGTERM)
 
+    def kill(self) -> None:
+        """Kill the program and its process group."""
+        self._signal(signal.SIGKILL)
+
     def stop(self, timeout_s: float) -> None:
         """Ask the program to end; kill its group if it still runs after ``timeout_s``."""
         self.terminate()
         if self.wait(timeout_s) is None:
-            self._signal(signal.SIGKILL)
+            self.kill()
             self._ended.wait()
 
     def _signal(self, number: int) -> None:
@@ -89,3 +139,4 @@ class ChildProcess:
         self._process.wait()
         self._ended.set()
         os.close(self._held_open)
+        self._on_end()

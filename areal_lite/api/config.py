@@ -193,13 +193,23 @@ class InferenceEngineConfig(RunIdentity):
     take a plain ``def run()``."""
 
     agent_processes: Positive | None = None
-    """Maximum number of processes with agent_isolation: process; further episodes wait. Null: two per core."""
+    """Maximum number of processes with agent_isolation: process, per worker; further episodes wait. Null: two per
+    core."""
+
+    workers: Annotated[int, Field(ge=1, le=256)] = 1
+    """Processes that run workflows and agents, for code that keeps a core busy or blocks. Each has an event loop of its
+    own and runs whole groups; requests to servers stay in the run's process. 1 runs the episodes there too."""
 
     def __post_init__(self) -> None:
         if self.gen_batch_size is not None and self.over_sampling_groups:
             raise ValueError(
                 f"gen_batch_size is {self.gen_batch_size} and over_sampling_groups {self.over_sampling_groups}: both "
                 "set the same thing, so remove one"
+            )
+        if self.max_concurrent_rollouts is not None and self.max_concurrent_rollouts < self.workers:
+            raise ValueError(
+                f"workers is {self.workers} and max_concurrent_rollouts {self.max_concurrent_rollouts}: a group runs "
+                "in one worker, so some would have nothing to do. Use fewer workers, or allow more groups"
             )
         if self.extra_groups < 0:
             raise ValueError(

@@ -32,6 +32,8 @@ class FailureKind(StrEnum):
     """The workflow returned something that breaks its contract."""
     DATA = "data"
     """The dataset row could not be turned into workflow input."""
+    WORKER = "worker"
+    """The worker process that ran the group died."""
     CANCELLED = "cancelled"
     """The run stopped the episode."""
 

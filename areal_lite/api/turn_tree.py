@@ -21,7 +21,11 @@ from areal_lite.api.tensor_dict import SEQUENCE_KEYS, check_returned, check_tens
 from areal_lite.api.trajectory import EpisodeStatus, TokenSequence, Trajectory, Turn, TurnRole
 
 Arrays = Mapping[str, NDArray[Any]]
+Chain = InteractionWithTokenLogpReward | list[ModelResponse]
+"""The calls of a sequence."""
 _COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
+_SEQUENCE_FIELDS = (*_COLUMNS, "reward")
+_OWN_FIELDS = ("member_idx", "status", "failure", "reward", "has_loss_mask", "extras")
 Span = tuple[int, int, ModelResponse | None, bool]
 """Start and end of a turn in its sequence, its call if known, and whether the model sampled it."""
 
@@ -62,11 +66,43 @@ def trajectory_of(
                 trajectory.has_loss_mask = "loss_mask" in arrays
                 trajectory.extras = {key: value for key, value in returned.items() if key not in SEQUENCE_KEYS}
         trajectory.average_rewards()
-        owner = weakref.ref(trajectory)
-        for sequence in sequences:
-            sequence.owner = owner
-    trajectory.make_turns = partial(_make_turns, sequences, interactions, calls)
+    _link(trajectory, interactions, calls)
     return trajectory
+
+
+def packed(trajectory: Trajectory) -> dict[str, Any]:
+    """Return a trajectory as plain data for another process that has its model calls; see :func:`unpacked`."""
+    make_turns = trajectory.make_turns
+    chains = make_turns.args[1] if isinstance(make_turns, partial) else []
+    places: dict[Hashable, int] = {}
+    chains = [[places.setdefault(_identity(call), len(places)) for call in _calls_of(chain)] for chain in chains]
+    return {
+        "own": {name: getattr(trajectory, name) for name in _OWN_FIELDS},
+        "sequences": [[getattr(sequence, name) for name in _SEQUENCE_FIELDS] for sequence in trajectory.sequences],
+        "chains": chains,
+        "calls": list(places),
+    }
+
+
+def unpacked(plain: Mapping[str, Any], calls: Sequence[ModelResponse]) -> Trajectory:
+    """Return the trajectory of :func:`packed`, whose episode made ``calls``."""
+    trajectory = Trajectory(**plain["own"])
+    trajectory.sequences += [
+        TokenSequence(**dict(zip(_SEQUENCE_FIELDS, columns, strict=True))) for columns in plain["sequences"]
+    ]
+    known = {_identity(call): call for call in calls}
+    chains: list[list[ModelResponse]] = []
+    if known.keys() >= set(plain["calls"]):  # otherwise turns are matched to calls by their tokens
+        chains = [[known[plain["calls"][place]] for place in chain] for chain in plain["chains"]]
+    _link(trajectory, chains, calls)
+    return trajectory
+
+
+def _link(trajectory: Trajectory, chains: Sequence[Chain], calls: Sequence[ModelResponse]) -> None:
+    owner = weakref.ref(trajectory)
+    for sequence in trajectory.sequences:
+        sequence.owner = owner
+    trajectory.make_turns = partial(_make_turns, trajectory.sequences, chains, calls)
 
 
 def unfinished_trajectory(calls: Sequence[ModelResponse], *, member_idx: int, status: EpisodeStatus) -> Trajectory:
@@ -76,14 +112,14 @@ def unfinished_trajectory(calls: Sequence[ModelResponse], *, member_idx: int, st
 
 def _make_turns(
     sequences: Sequence[TokenSequence],
-    interactions: Sequence[InteractionWithTokenLogpReward],
+    chains: Sequence[Chain],
     calls: Sequence[ModelResponse],
 ) -> list[Turn]:
     """Return the turns of an episode, and set each sequence's path through them."""
     tree = _TurnTree()
     for place, sequence in enumerate(sequences):
-        if interactions:
-            tree.add_path(sequence, _chain_spans(interactions[place]))
+        if chains:
+            tree.add_path(sequence, _chain_spans(_calls_of(chains[place])))
         else:  # of equal answers to one prompt, each sequence takes another
             by_length = sorted(calls, key=lambda call: (call.input_len, _identity(call) in tree.calls))
             tree.add_path(sequence, _spans(sequence, by_length))
@@ -258,11 +294,14 @@ def _row_sequences(arrays: Arrays) -> Iterator[TokenSequence]:
         yield sequence
 
 
-def _chain_spans(interaction: InteractionWithTokenLogpReward) -> Iterator[Span]:
-    """Yield the turns of an interaction and its ancestors in order."""
+def _calls_of(chain: Chain) -> Sequence[ModelResponse]:
+    return chain if isinstance(chain, list) else [node.model_response for node in chain.chain()]
+
+
+def _chain_spans(chain: Sequence[ModelResponse]) -> Iterator[Span]:
+    """Yield the turns of a conversation in order."""
     at = 0
-    for node in interaction.chain():
-        answer = node.model_response
+    for answer in chain:
         start, end = answer.input_len, answer.input_len + answer.output_len
         if at < start:
             yield at, start, None, False

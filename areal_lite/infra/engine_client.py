@@ -324,13 +324,13 @@ class EngineClient:
         )
         if episode is not None and episode.oldest_version is None:
             episode.oldest_version = self.version
-        prefix = req.prefix or _continued(req.input_ids, episode)
+        prefix = req.prefix or continued(req.input_ids, episode)
         self._calls.add(call)
         try:
             response = await self._generate(req, prefix, call)
             if episode is not None:
                 episode.server = call.server
-                episode.calls.append(_own_copy(response, prefix))
+                episode.calls.append(own_copy(response, prefix))
             if call.interrupted:
                 await self._park(call)
             return response
@@ -639,7 +639,7 @@ class EngineClient:
         await asyncio.sleep(random.uniform(0, min(5.0, 0.1 * 2**call.broken_streams)))
 
 
-def _continued(ids: list[int], episode: Episode | None) -> TokenPrefix:
+def continued(ids: list[int], episode: Episode | None) -> TokenPrefix:
     """Return a prompt; if it extends one of the episode's latest answers, it shares that one's ids."""
     if episode is not None and isinstance(ids, list):
         for call in reversed(episode.calls[-MAX_BRANCHES:]):
@@ -649,7 +649,7 @@ def _continued(ids: list[int], episode: Episode | None) -> TokenPrefix:
     return TokenPrefix(list(ids), len(ids))
 
 
-def _own_copy(response: ModelResponse, prefix: TokenPrefix) -> ModelResponse:
+def own_copy(response: ModelResponse, prefix: TokenPrefix) -> ModelResponse:
     """Return a copy for the record: a workflow may build its next prompt in the answer's lists, not in ``prefix``."""
     copy = replace(
         response,

@@ -28,6 +28,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.infra.deadlines import Deadlines
 from areal_lite.infra.grouped_rollout import run_group
 from areal_lite.infra.submission import EpisodeRecipe, Submission
+from areal_lite.infra.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ class GroupRunner:
         """Episodes that swallowed their cancellation and were left behind."""
         self.live: dict[TaskId, Submission] = {}
         """Submissions that have not ended, waiting or running."""
+        self.workers: Workers | None = None
+        """Where groups run, if not on this loop."""
         self._engine = engine
         self._timeout_s = timeout_s
         self._on_end = on_end
@@ -175,8 +178,11 @@ class GroupRunner:
                     submission.data = submission.feed.source.rollout_input(submission.samples)
                 if isinstance(submission.data, UnpreparedRow):
                     submission.data = submission.data.prepared()
-            data = with_own_containers(dict(submission.data))
-            await run_group(recipe.workflow, self._engine, data, episodes)
+            if self.workers is None:
+                data = with_own_containers(dict(submission.data))
+                await run_group(recipe.workflow, self._engine, data, episodes)
+            elif (failure := await self.workers.run(submission, submission.started + self._timeout_s)) is not None:
+                return submission.group(EpisodeStatus.FAILED, failure)
             return self._judge(submission)
         except asyncio.CancelledError:
             if submission.stopped_by is not None:

@@ -30,8 +30,9 @@ from areal_lite.infra.router import servers_behind
 from areal_lite.infra.server_pool import Server
 from areal_lite.infra.submission import EpisodeRecipe
 from areal_lite.infra.trajectory_dumper import TrajectoryDumper, next_task_id
+from areal_lite.infra.workers import Workers
 from areal_lite.infra.workflow_executor import WorkflowExecutor
-from areal_lite.infra.workflow_resolution import resolve_workflow, wrap_agent
+from areal_lite.infra.workflow_resolution import grouped_workflow, pickled_workflow
 
 __all__ = ["GroupedRolloutWorkflow", "RemoteInfEngine"]
 
@@ -91,6 +92,7 @@ class RemoteInfEngine(InferenceEngine):
         self._dumper: TrajectoryDumper | None = None
         self._loop: LoopThread | None = None
         self._watchdog: LoopWatchdog | None = None
+        self._workers: Workers | None = None
         self._executor = WorkflowExecutor(
             self,
             config,
@@ -126,6 +128,10 @@ class RemoteInfEngine(InferenceEngine):
                 self.config = config
                 self._client = EngineClient(config, identity=self._identity, on_outage=self.fail)
             self._loop.call(self._client.open())
+            if config.workers > 1:
+                self._workers = Workers(self, self._executor.shared, on_broken=self.fail)
+                self._executor.run_in(self._workers)
+                self._loop.call(self._workers.open())
         except BaseException:
             self.destroy()
             raise
@@ -141,6 +147,9 @@ class RemoteInfEngine(InferenceEngine):
             return
         self._loop.end_failing()
         self._loop.call(self._executor.close())
+        if self._workers is not None:
+            self._loop.call(self._workers.close())
+            self._workers = None
         self._loop.call(self._client.close())
         if self._watchdog is not None:
             self._watchdog.stop()
@@ -212,16 +221,15 @@ class RemoteInfEngine(InferenceEngine):
             raise ConfigError(
                 f"should_accept_fn is {should_accept_fn!r}: give a function tensor dict -> bool, or its path"
             )
-        resolved = resolve_workflow(
-            workflow,
-            workflow_kwargs,
-            wrap_agent=partial(wrap_agent, config=self.config),
-            allow_sync=self.config.agent_isolation != "inline",
-        )
         size = self.config.group_size if group_size is None else group_size
-        if size != 1:
-            resolved = GroupedRolloutWorkflow(resolved, size, self.config.on_error)
-        return EpisodeRecipe(workflow=resolved, should_accept_fn=should_accept_fn, group_size=size, is_eval=is_eval)
+        what = workflow, workflow_kwargs, size, self.config
+        return EpisodeRecipe(
+            workflow=grouped_workflow(*what),
+            sent=pickled_workflow(*what) if self.config.workers > 1 else None,
+            should_accept_fn=should_accept_fn,
+            group_size=size,
+            is_eval=is_eval,
+        )
 
     # -- generation ----------------------------------------------------------------------------
 
@@ -341,6 +349,8 @@ class RemoteInfEngine(InferenceEngine):
         """Set the policy version and start the episodes it lets start."""
 
         async def set_version() -> None:
+            if self._workers is not None:  # before the episodes that start now
+                self._workers.set_version(version)
             self._executor.set_version(version)
             self._client.version = version
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from areal_lite.api.child_process import PickledObject
 from areal_lite.api.engine_api import Row, ShouldAcceptFn
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure
@@ -21,6 +22,8 @@ class EpisodeRecipe:
     """What to run on a row, resolved once and shared by many submissions."""
 
     workflow: RolloutWorkflow
+    sent: PickledObject | None = None
+    """The workflow as worker processes get it; None without them."""
     should_accept_fn: ShouldAcceptFn | None = None
     group_size: int = 1
     is_eval: bool = False

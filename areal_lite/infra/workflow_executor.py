@@ -32,6 +32,7 @@ from areal_lite.infra.result_box import ResultBox
 from areal_lite.infra.rollout_statistics import RolloutStatistics
 from areal_lite.infra.row_feed import STALE, RowFeed, cut_batch
 from areal_lite.infra.submission import EpisodeRecipe, Submission
+from areal_lite.infra.workers import Workers
 
 
 class WorkflowExecutor:
@@ -91,6 +92,10 @@ class WorkflowExecutor:
     def shared(self) -> SharedResources:
         """What all episodes share."""
         return self._runner.shared
+
+    def run_in(self, workers: Workers) -> None:
+        """Run the episodes of all groups in ``workers``."""
+        self._runner.workers = workers
 
     def number_from(self, first: int) -> None:
         """Make ``first`` the smallest task id that is chosen from here on."""

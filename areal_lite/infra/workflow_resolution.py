@@ -6,13 +6,16 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+from areal_lite.api.child_process import PickledObject, pickled_object
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.dotted_path import load_object
 from areal_lite.api.workflow_api import RolloutWorkflow, WorkflowLike
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError
+from areal_lite.infra.grouped_rollout import GroupedRolloutWorkflow
 
 _FORMS = (
     "give a RolloutWorkflow instance, a class with workflow_kwargs, a dotted path 'package.module.Name', "
@@ -20,6 +23,36 @@ _FORMS = (
 )
 
 _PATH_TYPES = {"str", "Path", "PathLike", "None", "Optional", "Union", "pathlib", "os", "typing"}
+
+
+def grouped_workflow(
+    workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None, group_size: int, config: InferenceEngineConfig
+) -> RolloutWorkflow:
+    """Return the workflow that runs a group of episodes; see :func:`resolve_workflow`."""
+    resolved = resolve_workflow(
+        workflow,
+        workflow_kwargs,
+        wrap_agent=partial(wrap_agent, config=config),
+        allow_sync=config.agent_isolation != "inline",
+    )
+    return resolved if group_size == 1 else GroupedRolloutWorkflow(resolved, group_size, config.on_error)
+
+
+def pickled_workflow(
+    workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None, group_size: int, config: InferenceEngineConfig
+) -> PickledObject:
+    """Return the arguments of :func:`grouped_workflow` for a worker process.
+
+    Raises:
+        ConfigError: If they cannot be sent to one.
+    """
+    name = workflow if isinstance(workflow, str) else getattr(workflow, "__qualname__", type(workflow).__qualname__)
+    return pickled_object(
+        (workflow, workflow_kwargs, group_size),
+        name=f"rollout.workers is {config.workers}, and workflow {name}",
+        hint="Define its class at the top level of a module and pass the class, or its dotted path, with "
+        "workflow_kwargs of plain values and importable functions; or set rollout.workers: 1",
+    )
 
 
 def resolve_workflow(

@@ -19,7 +19,7 @@ from areal_lite.data.rows.samplers import AbstractSampler, create_rl_sampler
 from areal_lite.data.source.buffered_data_source import CurriculumDataSource, RolloutDataSourceWithBuffer
 from areal_lite.data.source.generated_data_source import GeneratedDataSource, generator_of
 from areal_lite.errors import ConfigError
-from areal_lite.infra.workflow_resolution import check_workflow
+from areal_lite.infra.workflow_resolution import check_workflow, pickled_workflow
 from areal_lite.launch.prompt_settings import prompt_preparer, with_arguments
 
 logger = logging.getLogger(__name__)
@@ -161,7 +161,10 @@ class WorkflowChoice:
     def check(self, config: RunConfig) -> None:
         """Check that workflow and filter can be loaded and that their arguments fit, without making anything."""
         allow_sync = config.rollout.agent_isolation != "inline"
-        target = check_workflow(self.workflow, self.kwargs(config, is_eval=False), allow_sync=allow_sync)
+        kwargs = self.kwargs(config, is_eval=False)
+        target = check_workflow(self.workflow, kwargs, allow_sync=allow_sync)
+        if config.rollout.workers > 1:
+            pickled_workflow(self.workflow, kwargs, config.rollout.group_size, config.rollout)
         _check_keys(config, target)
         if config.should_accept_fn is not None:
             load_object(config.should_accept_fn, where="should_accept_fn")

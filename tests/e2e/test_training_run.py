@@ -18,9 +18,11 @@ from transformers import AutoModelForCausalLM
 from areal_lite.api.config_loader import load_config
 from areal_lite.embedded import EmbeddedServer
 from areal_lite.errors import ConfigError, RunDirBusyError, StarvationError
+from areal_lite.launch.engine_stack import check_startable
 from areal_lite.launch.evaluation import Evaluation
 from areal_lite.launch.loop import Summary
 from areal_lite.launch.run import check_learnable, check_trainable, run_evaluation, run_rollout, run_training
+from areal_lite.launch.run_data import WorkflowChoice
 from areal_lite.launch.run_directory import run_directory
 
 TIMES = re.compile("train/(seconds_|ms_per_token_|tokens_per_second|mfu)")
@@ -69,6 +71,33 @@ def test_a_deterministic_run_has_no_mismatch_in_50_steps(run_yaml: Path) -> None
     changes += ["trainer.entropy_coef=0.01", "rollout.gconfig.temperature=0.8", "eval_dataset=null", "save_model=false"]
     run = train(run_yaml, "trainer.deterministic=true", *changes)
     assert [r["train/engine_mismatch/log_prob_diff_max"] for r in records(run.run_dir)] == [0.0] * 50
+
+
+@pytest.mark.timeout(300)
+def test_a_run_with_workers_trains_on_the_same_tokens_as_without(run_yaml: Path) -> None:
+    runs = []
+    for workers in (1, 2):
+        changes = [f"rollout.workers={workers}", f"trial_name=workers{workers}", "trainer.total_steps=2"]
+        summary = train(run_yaml, "trainer.deterministic=true", *changes)
+        lines = [record for scope in ("rollout", "eval-rollout") for record in dumped(summary.run_dir, scope)]
+        tokens = [([turn["ids"] for turn in r["turns"]], r["reward"], r["status"], r["head_version"]) for r in lines]
+        metrics = [
+            {k: v for k, v in r.items() if k.split("/")[-1] in ("loss", "reward")} for r in records(summary.run_dir)
+        ]
+        runs.append((sorted(map(repr, tokens)), metrics))
+    assert len(runs[0][0]) == 2 * 16 + 2 * 4
+    assert runs[0] == runs[1]
+
+
+def test_a_workflow_that_workers_cannot_load_is_refused_before_the_start(run_yaml: Path) -> None:
+    class Local:
+        async def run(self, data: Any, **extra_kwargs: Any) -> float:
+            return 1.0
+
+    config = load_config(run_yaml, ["rollout.workers=2"])
+    check_startable(config)
+    with pytest.raises(ConfigError, match="rollout.workers is 2, and workflow .*Local cannot be sent to a process"):
+        check_startable(config, WorkflowChoice.passed(config, Local, {}))
 
 
 def test_minibatches_of_unequal_size_are_said(run_yaml: Path, caplog: pytest.LogCaptureFixture) -> None:

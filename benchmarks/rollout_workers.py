@@ -1,0 +1,119 @@
+"""Episodes per second of agents that burn CPU, by the number of rollout workers.
+
+    python benchmarks/rollout_workers.py [--workers 1 2] [--episodes 400] [--burn-ms 20] [--rounds 3] [--smoke]
+
+Each episode burns ``--burn-ms`` milliseconds of CPU before and after one model call to a stub server, a process of its
+own. Rounds alternate between the numbers of workers; the ratio is to the first number, and the limit is that number's
+speed times the workers, at most one per core. A second set of rounds burns nothing: it shows what the way through the
+workers costs an episode.
+
+Bar: with 2 workers on 2 cores >= 0.85 of the limit.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from areal_lite.api import (
+    GenerationHyperparameters,
+    InferenceEngine,
+    InferenceEngineConfig,
+    InteractionWithTokenLogpReward,
+    ModelRequest,
+    RolloutWorkflow,
+)
+from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from benchmarks.engine_throughput import wait_for
+from benchmarks.report import Figure, make_parser, of_limit, write_figures
+
+PROMPT = list(range(1, 129))
+IN_FLIGHT = 16
+
+
+class Burns(RolloutWorkflow):
+    """Computes, calls the model, computes."""
+
+    gconfig = GenerationHyperparameters(max_new_tokens=64)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        """Run one episode."""
+        burn(data["burn_s"] / 2)
+        response = await engine.agenerate(ModelRequest(input_ids=PROMPT, gconfig=self.gconfig))
+        burn(data["burn_s"] / 2)
+        return {"answer": InteractionWithTokenLogpReward(model_response=response, reward=1.0)}
+
+
+def burn(seconds: float) -> None:
+    """Use this much CPU time of the thread."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        sum(range(1000))
+
+
+def rate(address: str, workers: int, episodes: int, burn_s: float) -> float:
+    """Return episodes per second, once all workers have loaded the workflow."""
+    config = InferenceEngineConfig(
+        backend="sglang", addresses=[address], workers=workers, max_concurrent_rollouts=max(IN_FLIGHT, workers)
+    )
+    with RemoteInfEngine(config) as engine:
+        engine.rollout_batch([{"burn_s": 0.0}] * 2 * workers, Burns)
+        start = time.perf_counter()
+        groups = engine.rollout_batch([{"burn_s": burn_s}] * episodes, Burns)
+        seconds = time.perf_counter() - start
+    assert all(group.status == "accepted" for group in groups)
+    return episodes / seconds
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--episodes", type=int, default=400)
+    parser.add_argument("--burn-ms", type=float, default=20.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    if args.smoke:
+        args.episodes, args.burn_ms, args.rounds = 40, 2.0, 1
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    stub = subprocess.Popen([sys.executable, str(Path(__file__).parents[1] / "tests/stub_server.py"), str(port)])
+    figures: list[Figure] = []
+    try:
+        wait_for(port)
+        for burn_ms, episodes in ((args.burn_ms, args.episodes), (0.0, 5 * args.episodes)):
+            rates: dict[int, list[float]] = {workers: [] for workers in args.workers}
+            for _ in range(args.rounds):
+                for workers, measured in rates.items():
+                    measured.append(rate(f"127.0.0.1:{port}", workers, episodes, burn_ms / 1e3))
+            medians = {workers: statistics.median(measured) for workers, measured in rates.items()}
+            first = args.workers[0]
+            print(f"\n{episodes} episodes that burn {burn_ms:g} ms, {args.rounds} rounds")
+            for workers, median in medians.items():
+                most = min(workers, len(os.sched_getaffinity(0))) / first
+                figure = Figure(
+                    f"burning {burn_ms:g} ms, workers: {workers}",
+                    median,
+                    "episodes/s",
+                    ratio=median / medians[first],
+                    limit=medians[first] * most if burn_ms and workers > first else None,
+                )
+                figures.append(figure)
+                print(f"workers {workers}: {median:8.1f} episodes/s ({figure.ratio:.2f})  {of_limit(figure)}")
+        write_figures(args.json, figures)
+    finally:
+        stub.kill()
+        stub.wait()
+
+
+if __name__ == "__main__":
+    main()
