@@ -7,18 +7,9 @@ The work: 8 prompts of 40 to 50 tokens, 8 answers each of 2 to 16 tokens, every 
 model of SmolLM2-135M's shape is made. *plain*: the sequences right-padded in micro-batches of the same
 cap, logits of every position, torch's default AdamW. Both start from the same weights and take turns.
 
-Best of the steps on a 2-core AMD EPYC (Zen 4, AVX512-BF16), torch 2.13, SmolLM2-135M-Instruct, other
-work on the machine at times:
-
-    threads   train_step   plain    ratio   publish_weights
-    2         3.4 s        17.7 s   5.1     0.6 to 1.0 s
-    1         7.1 s        25.9 s   3.6
-
-What makes the difference: a group's prompt is computed once (4 times fewer tokens here), logits only at
-trained positions, fused AdamW. Tried and not kept: pure bfloat16 weights (no faster than autocast),
-float32 (1.6 times slower), micro-batches of 512 tokens (0.3 s slower: casts and embedding gradients are
-per micro-batch), logit chunks of 64 to 1,024 positions (512 is the best total), eager attention (the
-decoder a sixth faster at these lengths, but its memory grows with the square of the length).
+What makes the difference: a group's prompt is computed once, logits only at trained positions and in what a core's cache
+holds, attention's gradient by whole products, fused AdamW. Tried and not kept: pure bfloat16 weights, larger pages and
+malloc settings (4 to 8 %), gradients of weights in parts or of transposed copies (faster with one thread, slower with two).
 """
 
 from __future__ import annotations
