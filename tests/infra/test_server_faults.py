@@ -92,6 +92,14 @@ def test_a_reply_that_cannot_be_is_refused_and_counted(
     assert says in servers(engine)[0].last_failure
 
 
+def test_a_resumed_answer_longer_than_its_rest_is_refused(start_stub: StartStub, start_engine: StartEngine) -> None:
+    faults = {0: "cut", 1: "long"}
+    engine = start_engine(start_stub(fault=faults.get))
+    response = generate(engine, max_new_tokens=8)
+    assert (response.output_len, response.stop_reason) == (8, "stop")
+    assert "sent 5 tokens for a request of at most 4" in servers(engine)[0].last_failure
+
+
 def test_versions_of_an_earlier_run_are_no_fault_before_the_first_update(
     start_stub: StartStub, start_engine: StartEngine
 ) -> None:

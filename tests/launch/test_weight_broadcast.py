@@ -196,6 +196,7 @@ def test_a_server_generates_while_it_receives(
 ) -> None:
     update, sender = begin_slow_update(engine, broadcaster(stack, other))
     sender.until_arrived(1)
+    assert [one.daemon for one in threading.enumerate() if one.name == "weight broadcast"] == [True]  # it may hang
     answer = generate(engine)
     assert set(answer.output_versions) == {0}
     assert distance(answer, load(tiny)) < EXACT
