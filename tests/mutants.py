@@ -1,11 +1,11 @@
 """Change one expression or statement at a time, and see whether a test fails: ``make mutants``.
 
-Works in copies of the tree, with the tests that call the changed function, fastest first. A mutant is killed if a test
+Works in copies of the tree, with the tests that call the changed function, nearest first. A mutant is killed if a test
 fails that passes without the change. Prints the mutants that survive and exits with 1 if fewer than the target are
 killed. As a pytest plugin, this file records which test calls which function.
 
-A run that was stopped continues: ``build/mutants.json`` keeps the calls of each test file, ``build/mutants_killed.json``
-each mutant with the test that killed it, until the test's file or the mutant's changes.
+A run that was stopped continues: ``build/mutants.json`` keeps the calls of each test file and
+``build/mutants_killed.json`` the test that killed each mutant, until the test's file or the mutant's changes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "build" / "mutants.json"
 KILLED = ROOT / "build" / "mutants_killed.json"
 TESTS = "agents api data e2e infra launch replay trainer verify workflows"
-SECONDS = 100.0
+SECONDS = 60.0
 """Most test time of one mutant."""
+NEAREST = 10
+"""Tests that run before the others are collected."""
 TREE = Path()
 """This process's copy of the tree."""
 
@@ -139,7 +141,7 @@ def walk(node: Any, name: str = "", in_function: bool = False) -> Iterator[tuple
             return
         case ast.Assign(targets=[ast.Name(id=target)]) if target.endswith("_S"):
             return
-        case ast.keyword(arg=str(target)) if target == "timeout" or target.endswith("_s"):
+        case ast.keyword(arg=str(target)) if target in ("strict", "timeout") or target.endswith("_s"):
             return
         case ast.JoinedStr() | ast.Assert() | ast.AnnAssign(value=None) | ast.If(test=ast.Name(id="TYPE_CHECKING")):
             return
@@ -223,13 +225,23 @@ def record_file(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def chosen_tests(mutant: Mutant, tests: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the tests that call the function, else those that call its file, fastest first, within the time."""
+    """Return the tests that call the function, else those that call its file, within the time.
+
+    First those in the test file of that name, then those of the same package; of these the ones that call the fewest
+    functions.
+    """
     exact = [name for name, test in tests.items() if f"{mutant.path}:{mutant.function}" in test["calls"]]
     by_file = (n for n, test in tests.items() if any(call.startswith(f"{mutant.path}:") for call in test["calls"]))
+    package = mutant.path.split("/")[1]
+
+    def distance(name: str) -> tuple[bool, bool, int]:
+        near = name.startswith(f"tests/{package}/")
+        return f"/test_{Path(mutant.path).stem}" not in name, not near, len(tests[name]["calls"])
+
     chosen, total = [], 0.0
-    for name in sorted(exact or by_file, key=lambda name: tests[name]["seconds"]):
-        total += tests[name]["seconds"]
-        if not chosen or total < SECONDS:
+    for name in sorted(exact or by_file, key=distance):
+        if not chosen or total + tests[name]["seconds"] < SECONDS:
+            total += tests[name]["seconds"]
             chosen.append(name)
     return chosen
 
@@ -244,13 +256,16 @@ def killer(number: int, mutant: Mutant, chosen: dict[str, float]) -> str:
     path.write_bytes(b"".join([*lines[: mutant.first], mutant.after.encode(), *lines[mutant.end :]]))
     os.utime(path, (number, number))  # no compiled file is of this time
     slowest = f"--timeout={30 + 3 * max(chosen.values()):.0f}"
-    code = run_tests(TREE, [slowest, *chosen], 30 + 3 * sum(chosen.values()))
+    for names in ([*chosen][:NEAREST], [*chosen][NEAREST:]):
+        code = run_tests(TREE, [slowest, *names], 30 + 3 * sum(chosen[name] for name in names)) if names else 0
+        if code:
+            break
     path.write_bytes(original)
     if code == 0:
         return ""
     failed = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", (TREE / "output.txt").read_text(), re.MULTILINE)
     last = failed[-1] if failed else ""
-    again = [name for name in chosen if last and (name == last or name.startswith(f"{last}::"))][:1] or [*chosen]
+    again = [name for name in chosen if last and (name == last or name.startswith(f"{last}::"))][:1] or names
     passes = run_tests(TREE, [slowest, *again], 30 + 3 * sum(chosen[name] for name in again)) == 0
     return again[-1] if passes else ""
 
