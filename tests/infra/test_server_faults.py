@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from areal_lite.api import GenerationHyperparameters, ModelRequest, ModelResponse
+from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, ModelRequest, ModelResponse
 from areal_lite.errors import ConfigError, ServerError, StarvationError
 from areal_lite.infra import reconciler, server_requests
+from areal_lite.infra.engine_client import EngineClient
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.infra.server_pool import MAX_REST_S, Server, ServerPool
 from tests.infra.scripted import OneTurn, until
@@ -71,6 +72,21 @@ def test_a_few_quick_errors_among_many_running_requests_do_not_rest_a_server() -
         pool.failed(server, "reset")
         failed += 1
     assert failed == 10  # one for eight of the 86 that still run
+
+
+def test_nothing_runs_after_a_client_was_closed_while_it_repaired_a_server(start_stub: StartStub) -> None:
+    stub = start_stub()
+    client = EngineClient(InferenceEngineConfig(backend="sglang", addresses=[stub.address]))
+
+    async def use() -> None:
+        await client.open()
+        stub.server.dead = True
+        client._reconciler.failed(client.pool.servers[0], "gone", at_once=True)
+        await asyncio.sleep(0)
+        await client.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(use())
 
 
 # -- replies that cannot be trusted --------------------------------------------------------------

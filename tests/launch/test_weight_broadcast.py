@@ -296,6 +296,26 @@ def test_a_hung_server_keeps_the_old_weights_and_the_update_can_be_left_at_once(
     assert set(generate(engine).output_versions) == {3}
 
 
+def test_closing_waits_until_no_thread_joins(stack: ExitStack, other: Any) -> None:
+    sender = broadcaster(stack, other)
+    group = sender.open_group("127.0.0.1", num_ranks=1, device="cpu")
+    errors: list[OSError] = []
+
+    def join() -> None:
+        try:
+            group.join()
+        except OSError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    until(group._busy.locked)
+    sender.close()
+    assert not group._busy.locked()
+    thread.join()
+    assert [str(error) for error in errors] == ["the process group was closed"]
+
+
 def test_large_models_are_sent_in_buckets(
     stack: ExitStack, engine: RemoteInfEngine, other: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
