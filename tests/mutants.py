@@ -36,8 +36,6 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "build" / "mutants.json"
 KILLED = ROOT / "build" / "mutants_killed.json"
 TESTS = "agents api data e2e infra launch replay trainer verify workflows"
-SECONDS = 60.0
-"""Most test time of one mutant."""
 NEAREST = 10
 """Tests that run before the others are collected."""
 TREE = Path()
@@ -235,7 +233,7 @@ def record_file(name: str) -> tuple[str, dict[str, Any]]:
     return name, json.loads((TREE / "calls.json").read_bytes())
 
 
-def chosen_tests(mutant: Mutant, tests: dict[str, dict[str, Any]]) -> list[str]:
+def chosen_tests(mutant: Mutant, tests: dict[str, dict[str, Any]], seconds: float) -> list[str]:
     """Return the tests that call the function, else those that call its file, within the time.
 
     First those in the test file of that name, then those of the same package; of these the ones that call the fewest
@@ -251,7 +249,7 @@ def chosen_tests(mutant: Mutant, tests: dict[str, dict[str, Any]]) -> list[str]:
 
     chosen, total = [], 0.0
     for name in sorted(exact or by_file, key=distance):
-        if not chosen or total + tests[name]["seconds"] < SECONDS:
+        if not chosen or total + tests[name]["seconds"] < seconds:
             total += tests[name]["seconds"]
             chosen.append(name)
     return chosen
@@ -330,6 +328,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=float, default=0.95)
     parser.add_argument("--jobs", type=int, default=1, help="processes that test mutants")
+    parser.add_argument("--seconds", type=float, default=100.0, help="most test time of one mutant")
     parser.add_argument("--sources", nargs="+", default=["areal_lite/trainer", "areal_lite/data", "areal_lite/infra"])
     parser.add_argument("--tests", nargs="+", default=[f"tests/{name}" for name in TESTS.split()])
     options = parser.parse_args()
@@ -362,7 +361,10 @@ def main() -> int:
         if kept:
             print(f"{len(kept)} killed by an earlier run", flush=True)
         left = [m for m in sample if m not in kept]
-        jobs = [(n, m, {t: tests[t]["seconds"] for t in chosen_tests(m, tests)}) for n, m in enumerate(left, 1)]
+        jobs = [
+            (n, m, {t: tests[t]["seconds"] for t in chosen_tests(m, tests, options.seconds)})
+            for n, m in enumerate(left, 1)
+        ]
         kills = len(kept)
         for number, (mutant, ran, test) in enumerate(pool.imap_unordered(judge, jobs), len(kept) + 1):
             if test:

@@ -15,8 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
 from areal_lite.data.source.buffered_data_source import IterableDataSource, RolloutDataSourceWithBuffer
+from areal_lite.data.source.data_source_state import group_to_json
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
-from areal_lite.data.source.sample import Sample
+from areal_lite.data.source.sample import Sample, SampleStatus
 from areal_lite.errors import CheckpointError, ConfigError, StorageError
 
 
@@ -353,6 +354,20 @@ def test_d4_rows_become_workflow_input_in_mini_batches():
     group = collating().get_samples(6)[5]
     source.give_back([group])
     assert collated(source, 1) == [[4, 5, 6, 7]]
+
+
+def test_without_mini_batches_each_row_becomes_workflow_input_alone():
+    assert collated(make(10, packer=Collating(), shuffle=False), 3) == [[0], [1], [2]]
+
+
+def test_a_fresh_sample_is_saved_without_columns_and_a_finished_one_keeps_its_reward():
+    source = make()
+    ((sample,),) = groups = source.get_samples(1)
+    (saved,) = group_to_json(groups[0])
+    assert not {"tokens", "reward", "row"} & saved.keys()
+    sample.status, sample.reward = SampleStatus.COMPLETED, 1.0
+    (saved,) = group_to_json(groups[0])
+    assert (saved["tokens"], saved["reward"]) == ([], 1.0)
 
 
 def test_mini_batches_are_the_same_after_a_restart_and_owed_rows_are_one_of_their_own():
