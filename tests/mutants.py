@@ -5,7 +5,7 @@ fails that passes without the change. Prints the mutants that survive and exits 
 killed. As a pytest plugin, this file records which test calls which function.
 
 A run that was stopped continues: ``build/mutants.json`` keeps the calls of each test file and
-``build/mutants_killed.json`` the test that killed each mutant, until the test's file or the mutant's changes.
+``build/mutants_killed.json`` the test that killed each mutant, until that test or the mutant's file changes.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def changes(node: Any) -> Iterator[tuple[Any, str]]:
 def walk(node: Any, name: str = "", in_function: bool = False) -> Iterator[tuple[Any, str]]:
     """Yield the nodes that may change and their functions.
 
-    Texts, annotations, logging, assertions, seconds, and the methods of a protocol stay as they are.
+    Texts, annotations, logging, assertions, crash points, seconds, and the methods of a protocol stay as they are.
     """
     match node:
         case ast.FunctionDef(body=[ast.Expr(value=ast.Constant())]):
@@ -146,6 +146,8 @@ def walk(node: Any, name: str = "", in_function: bool = False) -> Iterator[tuple
         case ast.JoinedStr() | ast.Assert() | ast.AnnAssign(value=None) | ast.If(test=ast.Name(id="TYPE_CHECKING")):
             return
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="logger" | "warnings")))):
+            return
+        case ast.Expr(value=ast.Call(func=ast.Name(id="crash_point"))):
             return
     yield node, name if in_function else ""
     for key, value in ast.iter_fields(node):
@@ -277,7 +279,7 @@ def killer(number: int, mutant: Mutant, chosen: dict[str, float]) -> str:
         return ""
     failed = failures(TREE)
     found = [name for name in chosen if failed and (name == failed[-1] or name.startswith(f"{failed[-1]}::"))]
-    if not found or "Timeout" in (TREE / "output.txt").read_text():
+    if not found or "from pytest-timeout" in (TREE / "output.txt").read_text():
         found = found[:1] or names
         if run_tests(TREE, [slowest, *found], 30 + 3 * sum(chosen[name] for name in found)):
             return ""
@@ -312,6 +314,12 @@ def begin(folder: str) -> None:
     copy_tree(TREE)
 
 
+def functions_of(path: str) -> dict[str, str]:
+    """Return a digest of each function of a file."""
+    nodes = [node for node in ast.walk(ast.parse((ROOT / path).read_bytes())) if isinstance(node, DEFINITIONS)]
+    return {node.name: hashlib.sha256(ast.dump(node).encode()).hexdigest() for node in nodes}
+
+
 def sample_of(every: list[Mutant], seed: int, count: int) -> list[Mutant]:
     """Return ``count`` mutants, drawn by their text, so that a change of the code replaces few of them."""
 
@@ -341,6 +349,7 @@ def main() -> int:
         return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
     sources, test_files = digests(options.sources, "*.py"), digests(options.tests, "test_*.py")
+    functions = {path: functions_of(path) for path in test_files}
     every = [one for path in sources for one in mutants_of(path, (ROOT / path).read_bytes())]
     every = [m for m in every if (m.path, m.function, m.before.strip(), m.after.strip()) not in equivalent]
     sample = sample_of(every, options.seed, options.count)
@@ -355,7 +364,8 @@ def main() -> int:
         tests = {nodeid: test for name in test_files for nodeid, test in record[name]["tests"].items()}
 
         def evidence(mutant: Mutant, test: str) -> list[str | None]:
-            return [test, test_files.get(test.partition("::")[0]), sources[mutant.path]]
+            file, _, name = test.partition("::")
+            return [test, functions.get(file, {}).get(name.partition("[")[0]), sources[mutant.path]]
 
         kept = [m for m in sample if (old := killed.get(repr(m))) and old == evidence(m, old[0])]
         if kept:
