@@ -1,19 +1,25 @@
 """Change one expression or statement at a time, and see whether a test fails: ``make mutants``.
 
-Works in a copy of the tree, with the tests that call the changed function, fastest first. Prints the mutants that
-survive and exits with 1 if fewer than the target are killed. As a pytest plugin, this file records which test calls
-which function; ``build/mutants.json`` keeps that for test files that have not changed.
+Works in copies of the tree, with the tests that call the changed function, nearest first. A mutant is killed if a test
+fails that passes without the change. Prints the mutants that survive and exits with 1 if fewer than the target are
+killed. As a pytest plugin, this file records which test calls which function.
+
+A run that was stopped continues: ``build/mutants.json`` keeps the calls of each test file and
+``build/mutants_killed.json`` the test that killed each mutant, until that test or the mutant's file changes.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
 import hashlib
+import importlib
 import json
+import multiprocessing
 import os
-import random
+import re
 import shutil
 import signal
 import subprocess
@@ -28,8 +34,12 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "build" / "mutants.json"
-SECONDS = 100.0
-"""Most test time of one mutant."""
+KILLED = ROOT / "build" / "mutants_killed.json"
+TESTS = "agents api data e2e infra launch replay trainer verify workflows"
+NEAREST = 10
+"""Tests that run before the others are collected."""
+TREE = Path()
+"""This process's copy of the tree."""
 
 # -- a pytest plugin: which test calls which function --------------------------------------------------------
 
@@ -122,11 +132,22 @@ def changes(node: Any) -> Iterator[tuple[Any, str]]:
 
 
 def walk(node: Any, name: str = "", in_function: bool = False) -> Iterator[tuple[Any, str]]:
-    """Yield the nodes that may change and their functions: no texts, annotations, logging and assertions."""
+    """Yield the nodes that may change and their functions.
+
+    Texts, annotations, logging, assertions, crash points, seconds, and the methods of a protocol stay as they are.
+    """
     match node:
+        case ast.FunctionDef(body=[ast.Expr(value=ast.Constant())]):
+            return
+        case ast.Assign(targets=[ast.Name(id=target)]) if target.endswith("_S"):
+            return
+        case ast.keyword(arg=str(target)) if target in ("strict", "timeout") or target.endswith("_s"):
+            return
         case ast.JoinedStr() | ast.Assert() | ast.AnnAssign(value=None) | ast.If(test=ast.Name(id="TYPE_CHECKING")):
             return
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="logger" | "warnings")))):
+            return
+        case ast.Expr(value=ast.Call(func=ast.Name(id="crash_point"))):
             return
     yield node, name if in_function else ""
     for key, value in ast.iter_fields(node):
@@ -172,7 +193,11 @@ def run_tests(tree: Path, arguments: list[str], timeout_s: float) -> int:
         output = os.open(tree / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        os._exit(sys.modules["pytest"].main(["-q", "-x", "-p", "no:cacheprovider", *arguments]))
+        code = 1
+        try:
+            code = sys.modules["pytest"].main(["-q", "-x", "-p", "no:cacheprovider", *arguments])
+        finally:
+            os._exit(code)
     deadline = time.monotonic() + timeout_s
     ended, status = 0, 0
     while not ended and time.monotonic() < deadline:
@@ -184,33 +209,124 @@ def run_tests(tree: Path, arguments: list[str], timeout_s: float) -> int:
     return os.waitstatus_to_exitcode(status) if ended else -1
 
 
-def record_calls(tree: Path, folders: list[str]) -> dict[str, dict[str, Any]]:
-    """Return time and calls of each test, after running the files that have changed."""
-    record = json.loads(RECORD.read_bytes()) if RECORD.exists() else {}
-    files = sorted(str(path.relative_to(tree)) for folder in folders for path in (tree / folder).rglob("test_*.py"))
-    for name in files:
-        digest = hashlib.sha256((tree / name).read_bytes()).hexdigest()
-        if record.get(name, {}).get("digest") != digest:
-            print(f"recording {name}", flush=True)
-            (tree / "calls.json").write_text("{}")
-            if run_tests(tree, ["-p", "tests.mutants", "--timeout=600", "--maxfail=1000", name], 1200) not in (0, 5):
-                print((tree / "output.txt").read_text()[-500:])
-            record[name] = {"digest": digest, "tests": json.loads((tree / "calls.json").read_bytes())}
-            RECORD.parent.mkdir(exist_ok=True)
-            RECORD.write_text(json.dumps(record))
-    return {nodeid: test for name in files for nodeid, test in record[name]["tests"].items()}
+def read(record: Path) -> dict[str, Any]:
+    """Return what an earlier run has kept."""
+    return json.loads(record.read_bytes()) if record.exists() else {}
 
 
-def chosen_tests(mutant: Mutant, tests: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the tests that call the function, else those that call its file, fastest first, within the time."""
+def write(record: Path, value: dict[str, Any]) -> None:
+    """Keep ``value``, whole or not at all."""
+    record.parent.mkdir(exist_ok=True)
+    part = record.with_suffix(".part")
+    part.write_text(json.dumps(value))
+    part.replace(record)
+
+
+def failures(tree: Path) -> list[str]:
+    """Return the tests, or files, that failed in the last run."""
+    return re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", (tree / "output.txt").read_text(), re.MULTILINE)
+
+
+def record_file(name: str) -> tuple[str, dict[str, Any]]:
+    """Return time and calls of each test of a file."""
+    (TREE / "calls.json").write_text("{}")
+    if run_tests(TREE, ["-p", "tests.mutants", "--timeout=600", "--maxfail=1000", name], 1200) not in (0, 5):
+        print((TREE / "output.txt").read_text()[-500:])
+    return name, json.loads((TREE / "calls.json").read_bytes())
+
+
+def chosen_tests(mutant: Mutant, tests: dict[str, dict[str, Any]], seconds: float) -> list[str]:
+    """Return the tests that call the function, else those that call its file, within the time.
+
+    First those in the test file of that name, then those of the same package; of these the ones that call the fewest
+    functions.
+    """
     exact = [name for name, test in tests.items() if f"{mutant.path}:{mutant.function}" in test["calls"]]
     by_file = (n for n, test in tests.items() if any(call.startswith(f"{mutant.path}:") for call in test["calls"]))
+    package = mutant.path.split("/")[1]
+
+    def distance(name: str) -> tuple[bool, bool, int]:
+        near = name.startswith(f"tests/{package}/")
+        return f"/test_{Path(mutant.path).stem}" not in name, not near, len(tests[name]["calls"])
+
     chosen, total = [], 0.0
-    for name in sorted(exact or by_file, key=lambda name: tests[name]["seconds"]):
-        total += tests[name]["seconds"]
-        if not chosen or total < SECONDS:
+    for name in sorted(exact or by_file, key=distance):
+        if not chosen or total + tests[name]["seconds"] < seconds:
+            total += tests[name]["seconds"]
             chosen.append(name)
     return chosen
+
+
+def killer(number: int, mutant: Mutant, chosen: dict[str, float]) -> str:
+    """Return the test that fails with the mutant, or nothing; ``chosen`` has the seconds of each test.
+
+    A run over the time limit counts if it is within the limit without the change.
+    """
+    if not chosen:
+        return ""
+    path = TREE / mutant.path
+    original = path.read_bytes()
+    lines = original.splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[: mutant.first], mutant.after.encode(), *lines[mutant.end :]]))
+    os.utime(path, (number, number))  # no compiled file is of this time
+    slowest = f"--timeout={30 + 3 * max(chosen.values()):.0f}"
+    for names in ([*chosen][:NEAREST], [*chosen][NEAREST:]):
+        code = run_tests(TREE, [slowest, *names], 30 + 3 * sum(chosen[name] for name in names)) if names else 0
+        if code:
+            break
+    path.write_bytes(original)
+    if code == 0:
+        return ""
+    failed = failures(TREE)
+    found = [name for name in chosen if failed and (name == failed[-1] or name.startswith(f"{failed[-1]}::"))]
+    if not found or "from pytest-timeout" in (TREE / "output.txt").read_text():
+        found = found[:1] or names
+        if run_tests(TREE, [slowest, *found], 30 + 3 * sum(chosen[name] for name in found)):
+            return ""
+    return found[0]
+
+
+def failing(names: list[str]) -> set[str]:
+    """Return the tests that fail without a change; all if the run breaks off."""
+    return set(failures(TREE) if run_tests(TREE, ["--maxfail=1000", *names], 3600) in (0, 1) else names)
+
+
+def judge(job: tuple[int, Mutant, dict[str, float]]) -> tuple[Mutant, int, str]:
+    """Return a mutant, how many tests it ran, and its killer."""
+    return job[1], len(job[2]), killer(*job)
+
+
+def preload() -> None:
+    """Import the libraries of the tests, once for all forks."""
+    program = (
+        "import sys, pytest, hypothesis, areal_lite.launch.rl, tests.conftest, tests.stub_server; print(*sys.modules)"
+    )
+    for name in subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True).split():
+        if name.partition(".")[0] not in ("__main__", "areal_lite", "tests"):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+
+
+def begin(folder: str) -> None:
+    """Give a process its copy of the tree."""
+    global TREE
+    TREE = Path(folder).resolve() / str(os.getpid())
+    copy_tree(TREE)
+
+
+def functions_of(path: str) -> dict[str, str]:
+    """Return a digest of each function of a file."""
+    nodes = [node for node in ast.walk(ast.parse((ROOT / path).read_bytes())) if isinstance(node, DEFINITIONS)]
+    return {node.name: hashlib.sha256(ast.dump(node).encode()).hexdigest() for node in nodes}
+
+
+def sample_of(every: list[Mutant], seed: int, count: int) -> list[Mutant]:
+    """Return ``count`` mutants, drawn by their text, so that a change of the code replaces few of them."""
+
+    def draw(mutant: Mutant) -> bytes:
+        return hashlib.sha256(repr((seed, mutant.path, mutant.function, mutant.before, mutant.after)).encode()).digest()
+
+    return sorted(every, key=draw)[:count]
 
 
 def main() -> int:
@@ -219,39 +335,66 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=float, default=0.95)
+    parser.add_argument("--jobs", type=int, default=1, help="processes that test mutants")
+    parser.add_argument("--seconds", type=float, default=100.0, help="most test time of one mutant")
     parser.add_argument("--sources", nargs="+", default=["areal_lite/trainer", "areal_lite/data", "areal_lite/infra"])
-    parser.add_argument(
-        "--tests", nargs="+", default=[f"tests/{name}" for name in ("trainer", "data", "infra", "api", "launch")]
-    )
+    parser.add_argument("--tests", nargs="+", default=[f"tests/{name}" for name in TESTS.split()])
     options = parser.parse_args()
-    for name in ("torch", "transformers", "pytest", "hypothesis"):  # once for all forks
-        __import__(name)
+    preload()
     listed = tomllib.loads((ROOT / "tests" / "mutants_equivalent.toml").read_text())["mutant"]
-    equivalent = {(one["path"], one["before"], one["after"]) for one in listed}  # the lines, without indentation
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder).resolve()
-        copy_tree(tree)
-        tests = record_calls(tree, options.tests)
-        paths = sorted(path for source in options.sources for path in (tree / source).rglob("*.py"))
-        every = [one for path in paths for one in mutants_of(str(path.relative_to(tree)), path.read_bytes())]
-        every = [one for one in every if (one.path, one.before.strip(), one.after.strip()) not in equivalent]
-        sample = random.Random(options.seed).sample(every, min(options.count, len(every)))
-        killed = 0
-        for number, mutant in enumerate(sample, 1):
-            path, chosen = tree / mutant.path, chosen_tests(mutant, tests)
-            original = path.read_bytes()
-            lines = original.splitlines(keepends=True)
-            path.write_bytes(b"".join([*lines[: mutant.first], mutant.after.encode(), *lines[mutant.end :]]))
-            os.utime(path, (number, number))  # no compiled file is of this time
-            limit = 30 + 3 * sum(tests[name]["seconds"] for name in chosen)
-            survives = not chosen or run_tests(tree, ["--timeout=30", *chosen], limit) == 0
-            path.write_bytes(original)
-            killed += not survives
-            if survives:
-                print(f"{mutant.path}:{mutant.first + 1}: {len(chosen)} tests pass")
+    equivalent = {(one["path"], one["function"], one["before"], one["after"]) for one in listed}
+
+    def digests(folders: list[str], pattern: str) -> dict[str, str]:
+        paths = sorted(path for folder in folders for path in (ROOT / folder).rglob(pattern))
+        return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+    sources, test_files = digests(options.sources, "*.py"), digests(options.tests, "test_*.py")
+    functions = {path: functions_of(path) for path in test_files}
+    every = [one for path in sources for one in mutants_of(path, (ROOT / path).read_bytes())]
+    every = [m for m in every if (m.path, m.function, m.before.strip(), m.after.strip()) not in equivalent]
+    sample = sample_of(every, options.seed, options.count)
+    record, killed = read(RECORD), read(KILLED)
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder, context.Pool(options.jobs, begin, [folder]) as pool:
+        new = [name for name in test_files if record.get(name, {}).get("digest") != test_files[name]]
+        for name, calls in pool.imap_unordered(record_file, new):
+            print(f"recorded {name}", flush=True)
+            record[name] = {"digest": test_files[name], "tests": calls}
+            write(RECORD, record)
+        tests = {nodeid: test for name in test_files for nodeid, test in record[name]["tests"].items()}
+
+        def evidence(mutant: Mutant, test: str) -> list[str | None]:
+            file, _, name = test.partition("::")
+            return [test, functions.get(file, {}).get(name.partition("[")[0]), sources[mutant.path]]
+
+        kept = [m for m in sample if (old := killed.get(repr(m))) and old == evidence(m, old[0])]
+        if kept:
+            print(f"{len(kept)} killed by an earlier run", flush=True)
+        left = [m for m in sample if m not in kept]
+        jobs = [
+            (n, m, {t: tests[t]["seconds"] for t in chosen_tests(m, tests, options.seconds)})
+            for n, m in enumerate(left, 1)
+        ]
+        kills = len(kept)
+        for number, (mutant, ran, test) in enumerate(pool.imap_unordered(judge, jobs), len(kept) + 1):
+            if test:
+                kills += 1
+                killed[repr(mutant)] = evidence(mutant, test)
+                write(KILLED, killed)
+            else:
+                killed.pop(repr(mutant), None)
+                print(f"{mutant.path}:{mutant.first + 1} {mutant.function}: {ran} tests pass")
                 print(f"- {mutant.before.strip()}\n+ {mutant.after.strip()}")
-            print(f"{killed} of {number} killed", flush=True)
-    return int(killed < options.target * len(sample))
+            print(f"{kills} of {number} killed", flush=True)
+        killers = {repr(m): killed[repr(m)][0] for m in sample if repr(m) in killed}
+        for failed in pool.apply(failing, [sorted(set(killers.values()))]):
+            for mutant in [mutant for mutant, test in killers.items() if test == failed]:
+                print(f"{failed} fails without the change too: {mutant}")
+                del killed[mutant]
+                kills -= 1
+        write(KILLED, killed)
+        print(f"{kills} of {len(sample)} killed: {kills / len(sample):.1%}")
+    return int(kills < options.target * len(sample))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from aiohttp import web
 
 Fault = Callable[[int], str | None]
 """Request number (from 0) -> None or a fault: an HTTP status; reset, hang; garbage, lengths, nan, negative, empty (no
-token), long (one more than asked for), newer (a version that no server has)."""
+token), cut (aborted half way), long (one more than asked for), newer (a version that no server has)."""
 
 
 def answer_tokens(prompt: list[int], version: int, length: int) -> list[int]:
@@ -141,7 +141,7 @@ class StubServer:
         finish: dict[str, Any] = {"type": "stop", "matched": 2}
         if fault == "abort":
             length, finish = 0, {"type": "abort", "message": "Aborted"}
-        elif await self._generating(body):
+        elif fault == "cut" or await self._generating(body):
             length, finish = length // 2, {"type": "abort", "message": "Aborted"}
         elif self.version != "default":
             version = int(self.version)

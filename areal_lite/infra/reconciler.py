@@ -311,7 +311,7 @@ class Reconciler:
         loaded, versions = dict(self._loaded), {s: (s.version, s.adapter) for s in self._pool.servers}
         loads = {asyncio.create_task(self._load(s)): s for s in self._pool.servers if s.down is None}
         for task in loads:
-            task.add_done_callback(_error_of)  # one that fails after this has returned is not asked otherwise
+            self._own(task)
         try:
             await self._until_enough(set(loads))
             errors = {server: _error_of(task) for task, server in loads.items()}
@@ -327,15 +327,12 @@ class Reconciler:
         except BaseException:
             for task in loads:
                 task.cancel()
-                self._own(task)
             raise
         finally:
             self._updating = False
         self._loaded = {server: has for server, has in self._loaded.items() if has is weights}  # frees older ones
         for task in loads:
-            if not task.done():
-                self._own(task)
-            elif self._has_newest(loads[task]):
+            if task.done() and self._has_newest(loads[task]):
                 self._pool.caught_up(loads[task])
 
     def _hint(self, weights: PublishedWeights) -> str:

@@ -156,4 +156,4 @@ def _switch_off_dropout(model: nn.Module) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0][:200]
+    return str(error).strip().partition("\n")[0][:200]

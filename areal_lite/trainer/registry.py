@@ -49,7 +49,7 @@ class Registry(Generic[F]):
             if not callable(function):
                 raise ConfigError(f"{where} is {name!r}, which is {function!r}: it must be a function")
             return function
-        close = difflib.get_close_matches(name, self._functions, 1)
+        close = difflib.get_close_matches(name, self._functions)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(
             f"{where} is {name!r}: there is no such {self.kind}; {hint}choose one of "

@@ -395,6 +395,8 @@ def test_mini_batches_give_every_item_once_per_epoch_in_a_seeded_order() -> None
     """V27"""
     batch = numbered(6)
 
+    assert [items_of(part) for part in batch.make_iterator(2)] == [[0, 1], [2, 3], [4, 5]]
+
     def epochs(seed: int | None) -> list[list[int]]:
         parts = [items_of(part) for part in batch.make_iterator(2, epochs=2, seed=seed)]
         assert [len(part) for part in parts] == [2] * 6

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from areal_lite.api.config import DatasetConfig
+from areal_lite.data.chat.prompt_encoder import PromptEncoder
 from areal_lite.data.vision.multimodal import (
     build_messages,
     column_values,
@@ -277,6 +278,14 @@ def test_the_inputs_of_a_batch_are_joined_in_order(processor: Any) -> None:
     assert torch.equal(joined["pixel_values"], torch.cat([row["pixel_values"] for row in own]))
     assert joined["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 4]]
     assert concatenate_inputs([None]) == {}
+
+
+def test_a_prompt_holds_the_frames_of_its_video(processor: Any) -> None:
+    encoder = PromptEncoder(DatasetConfig(path=""), processor.tokenizer, processor)
+    prompt = encoder.encode({"prompt": [{"role": "user", "content": "<video>?"}], "videos": [[picture()] * 4]})
+    assert [frame.getpixel((0, 0)) for frame in prompt.multi_modal_data["video"][0]] == [RED] * 4
+    assert prompt.multi_modal_inputs["video_grid_thw"].tolist() == [[2, 2, 4]]
+    assert prompt.input_ids.count(VIDEO_ID) == 4
 
 
 def test_an_image_row_has_positions_on_three_axes(tmp_path: Path, processor: Any) -> None:

@@ -15,8 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
 from areal_lite.data.source.buffered_data_source import IterableDataSource, RolloutDataSourceWithBuffer
+from areal_lite.data.source.data_source_state import group_to_json
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
-from areal_lite.data.source.sample import Sample
+from areal_lite.data.source.sample import Sample, SampleStatus
 from areal_lite.errors import CheckpointError, ConfigError, StorageError
 
 
@@ -355,14 +356,28 @@ def test_d4_rows_become_workflow_input_in_mini_batches():
     assert collated(source, 1) == [[4, 5, 6, 7]]
 
 
+def test_without_mini_batches_each_row_becomes_workflow_input_alone():
+    assert collated(make(10, packer=Collating(), shuffle=False), 3) == [[0], [1], [2]]
+
+
+def test_a_fresh_sample_is_saved_without_columns_and_a_finished_one_keeps_its_reward():
+    source = make()
+    ((sample,),) = groups = source.get_samples(1)
+    (saved,) = group_to_json(groups[0])
+    assert not {"tokens", "reward", "row"} & saved.keys()
+    sample.status, sample.reward = SampleStatus.COMPLETED, 1.0
+    (saved,) = group_to_json(groups[0])
+    assert (saved["tokens"], saved["reward"]) == ([], 1.0)
+
+
 def test_mini_batches_are_the_same_after_a_restart_and_owed_rows_are_one_of_their_own():
     source = collating()
     source.mark_trained(source.get_samples(5))
     resumed = collating()
-    source.get_samples(1)
+    source.get_samples(2)
     resumed.load_state_dict(source.state_dict())
-    assert collated(resumed, 1) == [[5]]
-    assert collated(resumed, 3) == [*[[4, 5, 6, 7]] * 2, [8, 9]]
+    assert collated(resumed, 2) == [[5, 6]] * 2
+    assert collated(resumed, 2) == [[4, 5, 6, 7], [8, 9]]
 
 
 def test_a_packer_that_collates_nothing_gets_each_row_when_it_is_needed():

@@ -366,6 +366,13 @@ def test_vllm_is_asked_for_one_more_top_logprob_because_the_sampled_token_may_re
         assert chunk.top_logprobs == [[(place, -1.0 * place) for place in range(1, asked + 1)]]
 
 
+@pytest.mark.parametrize(("top_k", "sent"), [(None, -1), (5, 5)])
+def test_vllm_takes_minus_one_for_no_top_k(top_k: int | None, sent: int) -> None:
+    gconfig = GenerationHyperparameters(top_k=top_k)
+    body = VLLM().generate_body([1], gconfig, rid="r", max_new_tokens=7, min_new_tokens=0, seed=4)
+    assert body["sampling_params"]["top_k"] == sent
+
+
 def test_ignoring_the_end_ignores_stop_tokens_on_vllm_too() -> None:
     gconfig = GenerationHyperparameters(ignore_eos=True, stop_token_ids=[2])
     body = VLLM().generate_body([1], gconfig, rid="r", max_new_tokens=7, min_new_tokens=0, seed=4)

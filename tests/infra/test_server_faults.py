@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from areal_lite.api import GenerationHyperparameters, ModelRequest, ModelResponse
+from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, ModelRequest, ModelResponse
 from areal_lite.errors import ConfigError, ServerError, StarvationError
 from areal_lite.infra import reconciler, server_requests
+from areal_lite.infra.engine_client import EngineClient
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.infra.server_pool import MAX_REST_S, Server, ServerPool
 from tests.infra.scripted import OneTurn, until
@@ -73,6 +74,23 @@ def test_a_few_quick_errors_among_many_running_requests_do_not_rest_a_server() -
     assert failed == 10  # one for eight of the 86 that still run
 
 
+def test_nothing_runs_after_a_client_was_closed_while_it_repaired_a_server(start_stub: StartStub) -> None:
+    stub = start_stub()
+    client = EngineClient(InferenceEngineConfig(backend="sglang", addresses=[stub.address]))
+
+    async def use() -> None:
+        await client.open()
+        stub.server.dead = True
+        client._reconciler.failed(client.pool.servers[0], "gone", at_once=True)
+        await asyncio.sleep(0)
+        await client.close()
+        for _ in range(20):
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+            await asyncio.sleep(0)
+
+    asyncio.run(use())
+
+
 # -- replies that cannot be trusted --------------------------------------------------------------
 
 
@@ -90,6 +108,14 @@ def test_a_reply_that_cannot_be_is_refused_and_counted(
     assert (response.output_len, response.attempts) == (8, 2)
     assert engine.server_metrics()["0/bad_replies"] == 1
     assert says in servers(engine)[0].last_failure
+
+
+def test_a_resumed_answer_longer_than_its_rest_is_refused(start_stub: StartStub, start_engine: StartEngine) -> None:
+    faults = {0: "cut", 1: "long"}
+    engine = start_engine(start_stub(fault=faults.get))
+    response = generate(engine, max_new_tokens=8)
+    assert (response.output_len, response.stop_reason) == (8, "stop")
+    assert "sent 5 tokens for a request of at most 4" in servers(engine)[0].last_failure
 
 
 def test_versions_of_an_earlier_run_are_no_fault_before_the_first_update(

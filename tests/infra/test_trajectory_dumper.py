@@ -18,7 +18,7 @@ import torch
 
 from areal_lite.api import InferenceEngine, RolloutWorkflow
 from areal_lite.api.child_process import start_tied
-from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory, Turn, TurnRole
+from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence, Trajectory, Turn, TurnRole
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.infra import trajectory_dumper
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
@@ -227,6 +227,31 @@ def test_columns_are_written_as_the_numbers_that_they_hold(dtype: str) -> None:
     assert written["loss_mask"] == mask.astype(int).tolist()
     assert written["versions"] == [3] * 10
     assert written["logprobs"] == [None if np.isnan(value) else value for value in logprobs.tolist()]
+
+
+def test_a_shared_turn_has_the_columns_of_the_sequence_that_trains_it() -> None:
+    def column(*values: Any) -> Any:
+        return np.array(values)
+
+    prompt = Turn(role=TurnRole.PROMPT, ids=column(1, 2), loss_mask=column(False, False))
+    own = {"logprobs": column(-1.0, -1.0), "versions": column(3, 3)}
+    answer = Turn(role=TurnRole.ASSISTANT, parent=0, start=2, ids=column(3, 4), loss_mask=column(True, True), **own)
+    trains, shares, bare = (
+        TokenSequence(
+            input_ids=column(1, 2, 3, 4),
+            loss_mask=column(False, False, trained, trained),
+            logprobs=None if version is None else column(0, 0, -2.0, -2.0),
+            versions=None if version is None else column(-1, -1, version, version),
+            place=((0, 1), 0),
+        )
+        for trained, version in ((True, 5), (False, 9), (True, None))
+    )
+    sequences = [trains, shares, bare]
+    trajectory = Trajectory(status=EpisodeStatus.ACCEPTED, turns=[prompt, answer], sequences=sequences)
+    group = Group(task_id=0, group_id="0", status=EpisodeStatus.ACCEPTED, data={}, trajectories=[trajectory])
+    answers = [line["turns"][1] for line in trajectory_dumper.dump_lines(group)]
+    assert [each["versions"].tolist() for each in answers] == [[5, 5], [3, 3], [3, 3]]
+    assert [each["logprobs"].tolist() for each in answers] == [[-2, -2], [-1, -1], [-1, -1]]
 
 
 def writer_of(engine: RemoteInfEngine) -> int:

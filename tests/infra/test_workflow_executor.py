@@ -128,8 +128,11 @@ def test_destroy_ends_what_runs_and_what_waits_as_cancelled(start_stub: StartStu
     engine._executor._on_end = ended.append
     for _ in range(5):
         engine.submit({"do": "hang"}, OneTurn())
+    assert engine._loop is not None
+    thread = engine._loop.thread
     engine.destroy()
     assert [r.status for r in ended] == [EpisodeStatus.CANCELLED] * 5
+    assert not thread.is_alive()
 
 
 # -- groups ------------------------------------------------------------------------------------

@@ -196,6 +196,7 @@ def test_a_server_generates_while_it_receives(
 ) -> None:
     update, sender = begin_slow_update(engine, broadcaster(stack, other))
     sender.until_arrived(1)
+    assert [one.daemon for one in threading.enumerate() if one.name == "weight broadcast"] == [True]  # it may hang
     answer = generate(engine)
     assert set(answer.output_versions) == {0}
     assert distance(answer, load(tiny)) < EXACT
@@ -293,6 +294,26 @@ def test_a_hung_server_keeps_the_old_weights_and_the_update_can_be_left_at_once(
     assert set(answer.output_versions) == {1}
     engine.update_weights(sender.publish(3))
     assert set(generate(engine).output_versions) == {3}
+
+
+def test_closing_waits_until_no_thread_joins(stack: ExitStack, other: Any) -> None:
+    sender = broadcaster(stack, other)
+    group = sender.open_group("127.0.0.1", num_ranks=1, device="cpu")
+    errors: list[OSError] = []
+
+    def join() -> None:
+        try:
+            group.join()
+        except OSError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    until(group._busy.locked)
+    sender.close()
+    assert not group._busy.locked()
+    thread.join()
+    assert [str(error) for error in errors] == ["the process group was closed"]
 
 
 def test_large_models_are_sent_in_buckets(

@@ -53,6 +53,13 @@ def test_saving_returns_at_once_and_closing_waits(taken: Snapshot, gate: threadi
     assert names(tmp_path) == ["step_00000001"]
 
 
+def test_a_write_that_hangs_keeps_no_process_alive(taken: Snapshot, gate: threading.Event, tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path, keep=1) as writer:
+        writer.save(1, taken, {})
+        assert [thread.daemon for thread in threading.enumerate() if thread.name == "areal-lite-checkpoint"] == [True]
+        gate.set()
+
+
 def test_a_second_save_waits_for_the_first(taken: Snapshot, gate: threading.Event, tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path, keep=3) as writer:
         writer.save(1, taken, {})

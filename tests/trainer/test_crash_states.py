@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from areal_lite.errors import StorageError
+from areal_lite.trainer import crash_points
 from areal_lite.trainer.checkpoint import CheckpointWriter, checkpoints, find_checkpoint
+from areal_lite.trainer.crash_points import crash_point
 from areal_lite.trainer.snapshot import Snapshot, snapshot
 from tests.fixtures.tiny_model import build_tiny_model
 from tests.trainer.crash_states import Recorder, Tree, change_tree, files_end_at
@@ -43,6 +45,20 @@ def contents(folder: Path) -> dict[str, bytes]:
 def save(root: Path, step: int, taken: Snapshot) -> None:
     with CheckpointWriter(root, keep=1) as writer:
         writer.save(step, taken, FILES)
+
+
+@pytest.mark.parametrize(("wanted", "at"), [("weights:after_rename", 1), ("weights:after_rename:3", 3)])
+def test_a_crash_point_ends_the_process_when_it_is_reached_so_often(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, at: int
+) -> None:
+    monkeypatch.setenv(crash_points.VARIABLE, wanted)
+    monkeypatch.setattr(crash_points, "_reached", 0)
+    killed: list[int] = []
+    for number in range(1, 5):
+        monkeypatch.setattr(os, "kill", lambda *_, number=number: killed.append(number))
+        crash_point("weights:after_rename")
+        crash_point("weights:after_delete")
+    assert killed == [at]
 
 
 def test_t4_a_crash_leaves_the_previous_checkpoint_or_the_new_one(

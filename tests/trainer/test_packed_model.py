@@ -13,6 +13,7 @@ from torch import Tensor
 from areal_lite.api.trainer_config import LearnerConfig
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import ConfigError
+from areal_lite.trainer import ragged_attention
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.microbatches import num_inputs, plan_blocks
@@ -175,6 +176,21 @@ def test_the_varlen_kernel_accepts_its_arguments() -> None:
     query, key = torch.empty(9, 8, 64, dtype=torch.bfloat16), torch.empty(12, 2, 64, dtype=torch.bfloat16)
     arguments = [tensor.to("meta") for tensor in (query, key, key)]
     assert _by_kernel(*arguments, segments, 0.125).shape == query.shape
+
+
+@pytest.mark.parametrize("groups_heads", [True, False])
+def test_a_kernel_that_groups_no_heads_gets_repeated_keys(monkeypatch: pytest.MonkeyPatch, groups_heads: bool) -> None:
+    segments = Segments(*torch.tensor([[0, 3, 8, 9], [0, 3, 11, 12]], dtype=torch.int32), torch.arange(12), 5, 8)
+    query, key, value = torch.randn(9, 8, 64), *torch.randn(2, 12, 2, 64)
+
+    def kernel(query: Any, key: Any, value: Any, *_: Any, enable_gqa: bool = False, scale: float, **__: Any) -> Any:
+        assert enable_gqa or key.shape[1] == query.shape[1]
+        return _one_by_one(query, key, value, segments, scale)
+
+    monkeypatch.setattr(ragged_attention, "varlen_attn", kernel)
+    monkeypatch.setattr(ragged_attention, "_KERNEL_GROUPS_HEADS", groups_heads)
+    expected = _one_by_one(query, key, value, segments, 0.125)
+    torch.testing.assert_close(_by_kernel(query, key, value, segments, 0.125), expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from areal_lite.trainer.seeding import seed_process
+from areal_lite.trainer.seeding import restore_rng_state, rng_state, seed_process
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -35,3 +35,24 @@ def test_a_users_workspace_setting_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv(WORKSPACE, ":16:8")
     seed_process(1, deterministic=True)
     assert os.environ[WORKSPACE] == ":16:8"
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_a_gpus_generator_is_restored_on_a_machine_with_one(monkeypatch: pytest.MonkeyPatch, has_gpu: bool) -> None:
+    restored: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.tensor([7, 255], dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", restored.append)
+    state = rng_state()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    restore_rng_state(state)
+    assert [each.tolist() for each in restored] == [[7, 255]] * has_gpu
+
+
+def test_a_state_from_a_machine_without_a_gpu_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    state = rng_state()
+    drawn = torch.rand(3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    restore_rng_state(state)
+    assert torch.equal(torch.rand(3), drawn)

@@ -7,6 +7,7 @@ import sqlite3
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +69,54 @@ def test_wandb_resumes_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         content = file.read_bytes()
         assert b"train/loss" in content and b"learning_rate" in content
         assert b"hunter2" not in content
+
+
+class FakeWandB:
+    """The package's functions that a run uses."""
+
+    Settings = dict
+
+    def __init__(self, mode: str, has_key: bool) -> None:
+        self.setup = lambda: SimpleNamespace(settings=SimpleNamespace(mode=mode))
+        self.login = lambda *, prompt: has_key
+        self.calls: list[Any] = []
+        self.options: list[dict[str, Any]] = []
+
+    def init(self, **options: Any) -> FakeWandB:
+        self.options.append(options)
+        return self
+
+    def define_metric(self, name: str, *, step_metric: str) -> None:
+        self.calls.append((name, step_metric))
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        self.calls.append(metrics)
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+
+@pytest.mark.parametrize(("mode", "has_key"), [("online", True), ("offline", False)])
+def test_wandb_gets_the_step_as_a_metric_and_the_same_id_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, has_key: bool
+) -> None:
+    wandb = FakeWandB(mode, has_key)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    run(tmp_path, "wandb", 1)
+    run(tmp_path, "wandb", 2)
+    for step, calls in ((1, wandb.calls[:4]), (2, wandb.calls[4:])):
+        loss, reward = {"step": step, "train/loss": step / 2}, {"step": step, "eval/reward": 1.0}
+        assert calls == [("*", "step"), loss, reward, "finish"]
+    first, second = wandb.options
+    assert first == second
+    assert (first["id"], first["resume"]) == ((tmp_path / "wandb_run_id").read_text(), "allow")
+    assert (first["project"], first["name"]) == ("exp", "one")
+
+
+def test_wandb_online_without_a_key_fails_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandB("online", False))
+    with pytest.raises(ConfigError, match="no API key: run `wandb login`, or set WANDB_MODE=offline"):
+        start_tracking(config("wandb"), tmp_path)
 
 
 def test_wandb_without_a_key_fails_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,10 @@ def findings(root: Path) -> list[tuple[str, str]]:
 def test_advantages_and_weights_of_any_step_are_proved_per_token(name: str, tmp_path: Path, tiny_model: Path) -> None:
     root = trained(tmp_path, tiny_model, **SETTINGS[name])
     assert findings(root) == []
-    assert ("log_kept" in parquet.read_schema(root / "training/7.parquet").names) == (name == "truncated")
+    names = set(parquet.read_schema(root / "training/7.parquet").names)
+    assert ("log_kept" in names) == (name == "truncated")
+    assert ("reference_logprobs" in names) == ("kl" in SETTINGS[name])
+    assert ({"values", "returns"} <= names) == ("critic" in SETTINGS[name])
     path = root / "training/7.parquet"
     table = parquet.read_table(path)
     for column, check in (("advantages", "advantages"), ("importance_weights", "importance weights")):
