@@ -7,9 +7,10 @@ The work: 8 prompts of 40 to 50 tokens, 8 answers each of 2 to 16 tokens, every 
 model of SmolLM2-135M's shape is made. *plain*: the sequences right-padded in micro-batches of the same
 cap, logits of every position, torch's default AdamW. Both start from the same weights and take turns.
 
-What makes the difference: a group's prompt is computed once, logits only at trained positions and in what a core's cache
-holds, attention's gradient by whole products, fused AdamW. Tried and not kept: pure bfloat16 weights, larger pages and
-malloc settings (4 to 8 %), gradients of weights in parts or of transposed copies (faster with one thread, slower with two).
+What makes the difference: a group's prompt is computed once, logits only at trained positions and in what a core's
+cache holds, attention's gradient by whole products, fused AdamW. Tried and not kept: pure bfloat16 weights, larger pages
+and malloc settings (4 to 8 %), gradients of weights in parts or of transposed copies (faster with one thread, slower
+with two).
 """
 
 from __future__ import annotations
