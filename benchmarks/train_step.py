@@ -8,7 +8,7 @@ model of SmolLM2-135M's shape is made. *plain*: the sequences right-padded in mi
 cap, logits of every position, torch's default AdamW. Both start from the same weights and take turns.
 
 What makes the difference: a group's prompt is computed once, logits only at trained positions and in what a core's
-cache holds, attention's gradient by whole products, fused AdamW. Tried and not kept: pure bfloat16 weights, larger pages
+cache holds, attention's gradient by whole products, fused AdamW. Tried and not kept: pure bfloat16 weights, huge pages
 and malloc settings (4 to 8 %), gradients of weights in parts or of transposed copies (faster with one thread, slower
 with two).
 """
