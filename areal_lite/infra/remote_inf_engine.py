@@ -129,7 +129,7 @@ class RemoteInfEngine(InferenceEngine):
                 self._client = EngineClient(config, identity=self._identity, on_outage=self.fail)
             self._loop.call(self._client.open())
             if config.workers > 1:
-                self._workers = Workers(self, self._executor.shared, on_broken=self.fail)
+                self._workers = Workers(self, config, self._executor.shared, on_broken=self.fail)
                 self._executor.run_in(self._workers)
                 self._loop.call(self._workers.open())
         except BaseException:

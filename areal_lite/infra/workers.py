@@ -22,10 +22,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from areal_lite.api import episode_context
 from areal_lite.api.child_process import ChildProcess, PickledObject, pickled_object
+from areal_lite.api.config import InferenceEngineConfig
+from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.failure import Failure, FailureKind, attributed_to
 from areal_lite.api.io_struct import ModelRequest, TokenPrefix
@@ -42,9 +44,6 @@ from areal_lite.infra.worker_process import (
     WorkerSettings,
     frame,
 )
-
-if TYPE_CHECKING:
-    from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +65,21 @@ class Workers:
 
     Args:
         engine: Makes the model calls.
+        config: Of the engine.
         shared: Counts what the workers count.
         on_broken: Called with the error if a worker cannot be started.
     """
 
     def __init__(
-        self, engine: RemoteInfEngine, shared: SharedResources, *, on_broken: Callable[[Exception], None]
+        self,
+        engine: InferenceEngine,
+        config: InferenceEngineConfig,
+        shared: SharedResources,
+        *,
+        on_broken: Callable[[Exception], None],
     ) -> None:
         self._engine = engine
+        self._config = config
         self._shared = shared
         self._on_broken = on_broken
         self._workers: list[_Worker] = []
@@ -89,7 +95,7 @@ class Workers:
         Raises:
             EpisodeError: If one cannot be started.
         """
-        loop, config = asyncio.get_running_loop(), self._engine.config
+        loop, config = asyncio.get_running_loop(), self._config
         levels = {name: logging.getLogger(name).level for name in ("", "areal_lite")}
         settings = pickled_object(
             WorkerSettings(config, levels), name="the rollout section", hint="Or set rollout.workers: 1"
@@ -226,7 +232,7 @@ class _Group:
 class _Worker:
     """One worker process and its connection."""
 
-    def __init__(self, number: int, engine: RemoteInfEngine, shared: SharedResources) -> None:
+    def __init__(self, number: int, engine: InferenceEngine, shared: SharedResources) -> None:
         self.groups: dict[int, _Group] = {}
         self.ended = asyncio.Event()
         """Set once the process has ended and all that it sent was read."""

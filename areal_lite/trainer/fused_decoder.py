@@ -19,8 +19,6 @@ _PRODUCTS = 256
 """Longest bin whose attention has its gradient by plain products; torch's kernel is faster above."""
 _SCORES = 1 << 18
 """Attention scores that are computed at once, unless those of one bin are more."""
-
-
 _LEAST = -80.0
 """Smallest logarithm of an attention weight; exponentials that underflow take ten times as long."""
 
