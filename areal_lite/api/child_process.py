@@ -6,6 +6,7 @@ this process ends, also by SIGKILL; and that a Ctrl-C at the terminal reaches on
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import fcntl
 import hashlib
@@ -13,9 +14,11 @@ import os
 import pickle
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import spawn
+from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from areal_lite.errors import ConfigError
@@ -57,7 +60,7 @@ def pickled_object(value: Any, *, name: str, hint: str) -> PickledObject:
     """Return what a child process needs to load ``value``.
 
     Raises:
-        ConfigError: If it cannot be pickled, with its ``name`` and a ``hint``.
+        ConfigError: If it cannot be pickled, or loading it would run the main script again; with its ``name``.
     """
     try:
         pickled = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
@@ -72,7 +75,22 @@ def pickled_object(value: Any, *, name: str, hint: str) -> PickledObject:
             del preparation[key]
     elif not main_keys:
         raise ConfigError(f"{name} lives in an interactive session, which no process can import. {hint}")
+    elif not _is_guarded(script := str(sys.modules["__main__"].__file__)):
+        raise ConfigError(
+            f"{name} lives in {script}, which every process would run again as a whole: put the script's main part "
+            "under `if __name__ == '__main__':`, or move what is sent to a module of its own"
+        )
     return PickledObject(hashlib.sha256(pickled).digest(), preparation, pickled)
+
+
+def _is_guarded(script: str) -> bool:
+    """Return whether the script has an ``if`` about ``__name__`` at its top level; True if it cannot be read."""
+    try:
+        statements = ast.parse(Path(script).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return True
+    tests = (ast.walk(statement.test) for statement in statements if isinstance(statement, ast.If))
+    return any(isinstance(node, ast.Name) and node.id == "__name__" for test in tests for node in test)
 
 
 class ChildProcess:

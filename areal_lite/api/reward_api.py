@@ -7,7 +7,6 @@ accidents (endless loops, memory, ``os._exit``); it is not a sandbox against an 
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import atexit
 import inspect
@@ -22,12 +21,11 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
 from areal_lite.api import reward_worker as wire
-from areal_lite.api.child_process import start_tied
+from areal_lite.api.child_process import pickled_object, start_tied
 from areal_lite.api.dotted_path import load_object
 from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.errors import ConfigError
@@ -148,38 +146,9 @@ class _Sendable:
         self.key = next(self._keys)
         self.name = name
         hint = "Define it with def at the top of a module, or pass in_process=True if it is cheap and pure"
-        try:
-            pickled = pickle.dumps(function, pickle.HIGHEST_PROTOCOL)
-        except Exception as error:
-            raise ConfigError(
-                f"reward_fn {name} cannot be sent to a worker process: a lambda or a nested function has no "
-                f"importable name ({error}). {hint}"
-            ) from None
-        # What multiprocessing passes to a spawned child: import path, arguments, where the main script is.
-        preparation: dict[str, Any] = {**spawn.get_preparation_data("reward")}
-        preparation.pop("authkey", None)
-        main_keys = {"init_main_from_name", "init_main_from_path"} & preparation.keys()
-        if b"__main__" not in pickled:
-            for key in main_keys:  # running the script in every worker may load torch
-                del preparation[key]
-        elif not main_keys:
-            raise ConfigError(f"reward_fn {name} lives in an interactive session: no worker can import it. {hint}")
-        elif not _is_guarded(script := str(sys.modules["__main__"].__file__)):
-            raise ConfigError(
-                f"reward_fn {name} lives in {script}, which every reward worker would run again as a whole: put the "
-                "script's main part under `if __name__ == '__main__':`, or move the function to a module of its own"
-            )
-        self.load_message = pickle.dumps((self.key, None, (pickled, preparation)), pickle.HIGHEST_PROTOCOL)
-
-
-def _is_guarded(script: str) -> bool:
-    """Return whether the script has an ``if`` about ``__name__`` at its top level; True if it cannot be read."""
-    try:
-        statements = ast.parse(Path(script).read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
-        return True
-    tests = (ast.walk(statement.test) for statement in statements if isinstance(statement, ast.If))
-    return any(isinstance(node, ast.Name) and node.id == "__name__" for test in tests for node in test)
+        sent = pickled_object(function, name=f"reward_fn {name}", hint=hint)
+        load = sent.pickled, sent.preparation
+        self.load_message = pickle.dumps((self.key, None, load), pickle.HIGHEST_PROTOCOL)
 
 
 class _Worker:
