@@ -145,7 +145,10 @@ class _Sendable:
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.key = next(self._keys)
         self.name = name
-        hint = "Define it with def at the top of a module, or pass in_process=True if it is cheap and pure"
+        hint = (
+            "A lambda or a nested function has no importable name: define it with def at the top of a module, or pass "
+            "in_process=True if it is cheap and pure"
+        )
         sent = pickled_object(function, name=f"reward_fn {name}", hint=hint)
         load = sent.pickled, sent.preparation
         self.load_message = pickle.dumps((self.key, None, load), pickle.HIGHEST_PROTOCOL)
