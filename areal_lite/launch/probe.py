@@ -26,6 +26,7 @@ from areal_lite.launch.run import check_trainable
 from areal_lite.launch.run_metrics import OnStep
 from areal_lite.launch.supervised import SupervisedRun, run_supervised
 from areal_lite.trainer.policy_model import resolve_device
+from areal_lite.trainer.policy_step import Batch
 from areal_lite.trainer.ranks import join_ranks
 
 Trainable = RunConfig | SFTConfig | DPOConfig | RewardModelConfig
@@ -87,6 +88,8 @@ class _Probe(TrainingRun[Any]):
     """Measures a run as it goes."""
 
     measured: Measurements
+    sampled: float = field(init=False, default=0.0)
+    """Tokens sampled for the batches and evaluations so far."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,7 +102,7 @@ class _Probe(TrainingRun[Any]):
     def run(self) -> Summary[Any]:
         """Run, and measure what is there at the end."""
         summary = super().run()
-        self.measured.tokens = self.tokens()
+        self.measured.tokens = self.sampled
         return summary
 
     def record_step(self, metrics: dict[str, float], *, began: float) -> None:
@@ -110,7 +113,7 @@ class _Probe(TrainingRun[Any]):
         before = measured.totals[-1]["trained"] if measured.totals else 0.0
         measured.totals.append(
             {
-                "sampled": self.tokens(),
+                "sampled": self.sampled,
                 "trained": before + metrics.get("train/trained_tokens", 0.0),
                 "discarded": metrics.get("rollout/discarded_tokens", 0.0),
                 "redrawn": sum(metrics.get(f"episodes/{end}", 0.0) for end in _GROUP_ENDS[1:3]),
@@ -130,6 +133,7 @@ class _Probe(TrainingRun[Any]):
         if len(self.evaluations) > count:
             self.measured.evaluation_s.append(time.monotonic() - began)
             self.measured.evaluation_tokens.append(self.tokens() - tokens)
+            self.sampled += self.measured.evaluation_tokens[-1]
             self.measured.evaluated_at_start |= self.step == 0
 
     def save(self) -> None:
@@ -151,6 +155,12 @@ class _RLProbe(_Probe, RLRun):
         """Return the tokens that the servers answered with."""
         metrics = self.driver.engine.server_metrics() if self.driver is not None else {}
         return sum(value for name, value in metrics.items() if name.endswith("/tokens"))
+
+    def generate(self) -> Batch:
+        """Return the next batch; count tokens before the weights are published, when the batch after it starts."""
+        batch = super().generate()
+        self.sampled = self.tokens()
+        return batch
 
     def record_step(self, metrics: dict[str, float], *, began: float) -> None:
         """Record a step; after the last one, stop the episodes of the next batch, as a whole run does."""
