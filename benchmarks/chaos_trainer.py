@@ -33,8 +33,9 @@ from areal_lite.api import (
 from areal_lite.api.trajectory import Group
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.infra import group_runner, reconciler, server_requests, workflow_context
+from areal_lite.infra.dump_writer import File
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
-from areal_lite.infra.trajectory_dumper import File, TrajectoryDumper, next_task_id
+from areal_lite.infra.trajectory_dumper import TrajectoryDumper, next_task_id
 from tests.infra.scripted import tensors_of
 
 MISDEEDS = {

@@ -36,8 +36,8 @@ from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.infra import collector_pace
+from areal_lite.infra.dump_lines import dump_lines, dump_text
 from areal_lite.infra.engine_client import EngineClient
-from areal_lite.infra.trajectory_dumper import dump_lines
 from tests.stub_server import StubServer
 
 Measured = dict[str, float]
@@ -272,8 +272,7 @@ def _end(returned: dict[str, Any], answers: Sequence[Any]) -> None:
     """Do what the end of an episode does: sequences, turns, the line of the dump."""
     trajectory = trajectory_of(returned, answers)
     group = Group(task_id=0, group_id="0", status=EpisodeStatus.ACCEPTED, data={}, trajectories=[trajectory])
-    for line in dump_lines(group):
-        orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)
+    dump_text(dump_lines(group))
 
 
 def _turn_costs(count: int, turn_s: float, end_s: float, memory_mb: float) -> Measured:

@@ -9,7 +9,7 @@ import math
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +21,22 @@ from areal_lite.api.tensor_dict import SEQUENCE_KEYS, check_returned, check_tens
 from areal_lite.api.trajectory import EpisodeStatus, TokenSequence, Trajectory, Turn, TurnRole
 
 Arrays = Mapping[str, NDArray[Any]]
-Chain = InteractionWithTokenLogpReward | list[ModelResponse]
+Chain = InteractionWithTokenLogpReward | Sequence[ModelResponse]
 """The calls of a sequence."""
 _COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
 _SEQUENCE_FIELDS = (*_COLUMNS, "reward")
 _OWN_FIELDS = ("member_idx", "status", "failure", "reward", "has_loss_mask", "extras")
 Span = tuple[int, int, ModelResponse | None, bool]
 """Start and end of a turn in its sequence, its call if known, and whether the model sampled it."""
+
+
+class TurnSources(NamedTuple):
+    """What the turns of an episode are made from."""
+
+    chains: Sequence[Chain]
+    """Of each sequence; empty if the sequences are matched to calls by their tokens."""
+    calls: Sequence[ModelResponse]
+    """All calls in the order they ended."""
 
 
 def trajectory_of(
@@ -66,16 +75,18 @@ def trajectory_of(
                 trajectory.has_loss_mask = "loss_mask" in arrays
                 trajectory.extras = {key: value for key, value in returned.items() if key not in SEQUENCE_KEYS}
         trajectory.average_rewards()
-    _link(trajectory, interactions, calls)
+    link_turns(trajectory, TurnSources(interactions, calls))
     return trajectory
 
 
 def packed(trajectory: Trajectory) -> dict[str, Any]:
     """Return a trajectory as plain data for another process that has its model calls; see :func:`unpacked`."""
-    make_turns = trajectory.make_turns
-    chains = make_turns.args[1] if isinstance(make_turns, partial) else []
+    sources = turn_sources(trajectory)
     places: dict[Hashable, int] = {}
-    chains = [[places.setdefault(_identity(call), len(places)) for call in _calls_of(chain)] for chain in chains]
+    chains = [
+        [places.setdefault(_identity(call), len(places)) for call in chain]
+        for chain in ([] if sources is None else sources[0])
+    ]
     return {
         "own": {name: getattr(trajectory, name) for name in _OWN_FIELDS},
         "sequences": [[getattr(sequence, name) for name in _SEQUENCE_FIELDS] for sequence in trajectory.sequences],
@@ -94,29 +105,37 @@ def unpacked(plain: Mapping[str, Any], calls: Sequence[ModelResponse]) -> Trajec
     chains: list[list[ModelResponse]] = []
     if known.keys() >= set(plain["calls"]):  # otherwise turns are matched to calls by their tokens
         chains = [[known[plain["calls"][place]] for place in chain] for chain in plain["chains"]]
-    _link(trajectory, chains, calls)
+    link_turns(trajectory, TurnSources(chains, calls))
     return trajectory
 
 
-def _link(trajectory: Trajectory, chains: Sequence[Chain], calls: Sequence[ModelResponse]) -> None:
+def link_turns(trajectory: Trajectory, sources: TurnSources) -> None:
+    """Have the trajectory make its turns from ``sources`` when they are first asked for."""
     owner = weakref.ref(trajectory)
     for sequence in trajectory.sequences:
         sequence.owner = owner
-    trajectory.make_turns = partial(_make_turns, trajectory.sequences, chains, calls)
+    trajectory.make_turns = partial(_make_turns, trajectory.sequences, sources)
+
+
+def turn_sources(trajectory: Trajectory) -> tuple[list[Sequence[ModelResponse]], Sequence[ModelResponse]] | None:
+    """Return chains and calls that the turns will be made from, see :class:`TurnSources`; None if they are made."""
+    make_turns = trajectory.make_turns
+    if not isinstance(make_turns, partial):
+        return None
+    chains, calls = make_turns.args[1]
+    return [_calls_of(chain) for chain in chains], calls
 
 
 def unfinished_trajectory(calls: Sequence[ModelResponse], *, member_idx: int, status: EpisodeStatus) -> Trajectory:
     """Return the trajectory of an episode that failed or was stopped: model calls, but no sequences."""
-    return Trajectory(member_idx=member_idx, status=status, make_turns=partial(_make_turns, (), (), list(calls)))
+    return Trajectory(
+        member_idx=member_idx, status=status, make_turns=partial(_make_turns, (), TurnSources([], list(calls)))
+    )
 
 
-def _make_turns(
-    sequences: Sequence[TokenSequence],
-    chains: Sequence[Chain],
-    calls: Sequence[ModelResponse],
-) -> list[Turn]:
+def _make_turns(sequences: Sequence[TokenSequence], sources: TurnSources) -> list[Turn]:
     """Return the turns of an episode, and set each sequence's path through them."""
-    tree = _TurnTree()
+    tree, (chains, calls) = _TurnTree(), sources
     for place, sequence in enumerate(sequences):
         if chains:
             tree.add_path(sequence, _chain_spans(_calls_of(chains[place])))
@@ -295,7 +314,9 @@ def _row_sequences(arrays: Arrays) -> Iterator[TokenSequence]:
 
 
 def _calls_of(chain: Chain) -> Sequence[ModelResponse]:
-    return chain if isinstance(chain, list) else [node.model_response for node in chain.chain()]
+    if isinstance(chain, InteractionWithTokenLogpReward):
+        return [node.model_response for node in chain.chain()]
+    return chain
 
 
 def _chain_spans(chain: Sequence[ModelResponse]) -> Iterator[Span]:

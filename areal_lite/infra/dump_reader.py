@@ -15,7 +15,7 @@ import orjson
 
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence, Trajectory
 from areal_lite.errors import ConfigError
-from areal_lite.infra.trajectory_dumper import SCHEMA
+from areal_lite.infra.dump_lines import SCHEMA
 
 
 def read_group(path: Path, *, oldest_schema: int = SCHEMA) -> Group:

@@ -1,10 +1,12 @@
-"""The program that writes dump files; :mod:`areal_lite.infra.trajectory_dumper` starts it and sends it their text.
+"""The process that makes text of ended groups and writes the dump files.
 
-It is a process of its own because a thread would contend with the event loop for the interpreter lock at every system
-call. Guarantees that a file is whole or absent, and is never written again. Imports little, so it starts in 20 ms.
+:mod:`areal_lite.infra.trajectory_dumper` starts it and sends it packed groups. In the run's process, making text would
+contend with the event loop for the interpreter lock. Guarantees that a file is whole or absent, and is never written
+again.
 
-Its input, the descriptor in ``argv[1]``, is batches: 8 bytes of length, then a marshalled list of (folder, name, text);
-a length of 0 ends it. Its output is lines: N for N more written files, or -N if the next one failed with errno N.
+Its input is messages: 8 bytes of length, then marshalled data. The first one is the tokenizer's path and what each line
+has as ``extra``, the others are batches, lists of :data:`File`; a length of 0 ends it. Its output is :class:`Report` as
+JSON lines.
 """
 
 from __future__ import annotations
@@ -15,35 +17,89 @@ import os
 import signal
 import sys
 import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
 
+import orjson
+
+from areal_lite.infra.dump_lines import dump_lines, dump_text
+from areal_lite.infra.packed_group import unpack_group
+
+File = tuple[str, str, bytes]
+"""Folder and name of a file, and its group; see :func:`~areal_lite.infra.packed_group.pack_group`."""
 REPORT_S = 0.1
 """Seconds after which files are reported before their batch is complete."""
 
 
-def main() -> None:
-    """Write batches until the end, or until a file cannot be written."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What became of the next files of a batch."""
+
+    written: int = 0
+    """Files that were written."""
+    no_text: str | None = None
+    """Why the file after them was left out: the traceback, if its group has no JSON form."""
+    errno: int = 0
+    """Why the file after them could not be written, and nothing more is; 0 if nothing failed."""
+    size: int = 0
+    """Bytes of that file."""
+
+
+def main(descriptor: int) -> None:
+    """Write what comes from the pipe ``descriptor`` until its end, or until a file cannot be written."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a job: what is queued is still written
-    with os.fdopen(int(sys.argv[1]), "rb") as batches:
-        while length := int.from_bytes(batches.read(8), "little"):
+    with os.fdopen(descriptor, "rb") as pipe:
+
+        def receive() -> Any:
+            length = int.from_bytes(pipe.read(8), "little")
+            return marshal.loads(pipe.read(length)) if length else None
+
+        path, extra = receive()
+        tokenizer, extra = _tokenizer(path), orjson.loads(extra)
+        while (batch := receive()) is not None:
+            if not _write_batch(batch, tokenizer, extra):
+                return
+
+
+def _tokenizer(path: str | None) -> Any:
+    """Return the tokenizer, loaded without torch, which would take two seconds and 250 MB more."""
+    if path is None:
+        return None
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that torch is missing
+    from areal_lite.data.chat.tokenizer import load_tokenizer
+
+    return load_tokenizer(path)
+
+
+def _write_batch(batch: list[File], tokenizer: Any, extra: dict[str, Any] | None) -> bool:
+    """Write the files, and report; return whether the disk took them."""
+    written, reported = 0, time.monotonic()
+    for folder, name, packed in batch:
+        try:
+            group, row = unpack_group(packed)
+            text = dump_text(dump_lines(group, tokenizer, row=row, extra=extra))
+        except Exception:
+            _report(Report(written=written, no_text=traceback.format_exc()))
+            written = 0
+            continue
+        try:
+            write_file(folder, name, text)
+        except OSError as error:
+            _report(Report(written=written, errno=error.errno or 1, size=len(text)))
+            return False
+        written += 1
+        if time.monotonic() > reported + REPORT_S:
+            _report(Report(written=written))
             written, reported = 0, time.monotonic()
-            for folder, name, text in marshal.loads(batches.read(length)):
-                try:
-                    write_file(folder, name, text)
-                except OSError as error:
-                    report(written)
-                    report(-(error.errno or 1))
-                    return
-                written += 1
-                if time.monotonic() > reported + REPORT_S:
-                    report(written)
-                    written, reported = 0, time.monotonic()
-            report(written)
+    if written:
+        _report(Report(written=written))
+    return True
 
 
-def report(number: int) -> None:
-    """Write a line of output."""
-    if number:
-        os.write(1, b"%d\n" % number)
+def _report(report: Report) -> None:
+    os.write(1, orjson.dumps(report, option=orjson.OPT_APPEND_NEWLINE))
 
 
 def write_file(folder: str, name: str, text: bytes) -> None:
@@ -68,7 +124,3 @@ def write_file(folder: str, name: str, text: bytes) -> None:
     except OSError:
         os.unlink(unfinished)  # noqa: PTH108
         raise
-
-
-if __name__ == "__main__":
-    main()

@@ -193,6 +193,11 @@ class RemoteInfEngine(InferenceEngine):
             self._dumper.put(group)
             self._executor.gate.held = self._dumper.behind
 
+    def flush_dumps(self) -> None:
+        """Wait until the groups that have ended are dumped; a disk that hangs is waited for 10 s."""
+        if self._dumper is not None:
+            self._dumper.flush()
+
     def _on_dumper_change(self) -> None:
         """Have the loop act on the dumper's state; called by its thread."""
         if self._loop is not None:

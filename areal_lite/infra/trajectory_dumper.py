@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import logging
 import marshal
 import os
@@ -17,49 +18,50 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 
 from areal_lite.api.child_process import start_tied
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.scalars import scope_name
-from areal_lite.api.trajectory import Group, TokenSequence, Trajectory, Turn, TurnRole
+from areal_lite.api.trajectory import Group
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import StorageError
-from areal_lite.infra import dump_writer
+from areal_lite.infra.dump_writer import File, Report
+from areal_lite.infra.packed_group import pack_group
 
 logger = logging.getLogger(__name__)
 
-_JSON = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
-SCHEMA = 2
-"""Version of the line format."""
-MAX_QUEUED = 512
-"""Queued groups at which no further group may start; those that run still join the queue."""
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from areal_lite.infra.dump_writer import main; main(int(sys.argv[1]))"
+)
+MAX_QUEUED = 4_000_000
+"""Tokens of queued groups at which no further group may start; those that run still join the queue."""
+GROUP_TOKENS = 1000
+"""Tokens that a group counts at least."""
 GATHER_S = 0.02
 """Seconds in which ended groups gather, unless many wait already: each batch interrupts the event loop."""
+MANY = 128
+"""Groups that are many."""
 BATCH_BYTES = 2**20
-"""Text of one batch, beyond one group."""
+"""Packed groups of one batch, beyond one group."""
 PIPE_BYTES = 2**20
 """Size of the pipe to the process."""
 REPORT_S = 10.0
 """Seconds between the log lines of a :meth:`TrajectoryDumper.close` that waits."""
+FLUSH_S = 10.0
 STALLED_S = 60.0
 """Seconds without a written group after which :meth:`TrajectoryDumper.close` gives up."""
 _MAX_DIGITS = 15
 """Longer numbers are names that a user chose."""
-_RECORDED = ("logprobs", "versions")
-"""Columns that a workflow may leave out."""
-File = tuple[str, str, bytes]
-"""Folder, name and text of a file."""
 
 
 class TrajectoryDumper:
-    """A thread that makes text of the groups, and a process that writes it (:mod:`areal_lite.infra.dump_writer`).
+    """A thread that packs the groups, and a process that writes them as text (:mod:`areal_lite.infra.dump_writer`).
 
     Args:
         config: Names the folder and the tokenizer.
@@ -85,40 +87,52 @@ class TrajectoryDumper:
         self.failures = 0
         """Groups that have no JSON form; they change no outcome."""
         self._ended = self._written = 0
+        self._ended_tokens = self._done_tokens = 0
         self._warned = False
         self._on_change = on_change
-        self._extra = {} if extra is None else {"extra": dict(extra)}
-        self._tokenizer = None if config.tokenizer_path is None else load_tokenizer(config.tokenizer_path)
-        self._queue: deque[Group] = deque()
+        if config.tokenizer_path is not None:
+            load_tokenizer(config.tokenizer_path)  # the process does too, and has nobody to tell
+        self._queue: deque[tuple[Group, int]] = deque()
         self._wake, self._closing = threading.Event(), threading.Event()
-        self._lock = threading.Lock()  # of ``behind``
+        self._advanced = threading.Condition()  # also locks ``behind``
         reads, writes = os.pipe()
         try:
-            command = [sys.executable, "-IS", dump_writer.__file__, str(reads)]
-            self._process, self._tie = start_tied(command, pass_fds=[reads], stdout=subprocess.PIPE)
+            command = [sys.executable, "-P", "-c", _PROGRAM, str(reads), json.dumps(sys.path)]
+            environment = {"OMP_NUM_THREADS": "1", **os.environ}
+            self._process, self._tie = start_tied(command, pass_fds=[reads], stdout=subprocess.PIPE, env=environment)
         finally:
             os.close(reads)
         with contextlib.suppress(OSError):  # beyond the user's limit: a batch then wakes both sides for each page
             fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        self._batches = os.fdopen(writes, "wb")
+        self._pipe = os.fdopen(writes, "wb")
+        self._send((config.tokenizer_path, orjson.dumps(extra)))
         self._thread = threading.Thread(target=self._main, name="areal-lite-dumper", daemon=True)
         self._thread.start()
 
     def put(self, group: Group) -> None:
         """Queue ``group``; returns at once."""
         self._ended += 1
-        self._queue.append(group)
+        tokens = sum(len(sequence) for each in group.trajectories for sequence in each.sequences)
+        tokens = max(GROUP_TOKENS, tokens)
+        self._ended_tokens += tokens
+        self._queue.append((group, tokens))
         if not self._wake.is_set():
             self._wake.set()
-        if self._left < MAX_QUEUED:
+        if self._left_tokens < MAX_QUEUED:
             return
-        with self._lock:
-            self.behind = self.behind or self._left >= MAX_QUEUED
+        with self._advanced:
+            self.behind = self.behind or self._left_tokens >= MAX_QUEUED
         if self.behind and not self._warned:
             self._warned = True
             logger.warning(
                 "rollout waits for the disk: %d ended groups are not yet dumped below %s", self._left, self.root
             )
+
+    def flush(self) -> None:
+        """Return once the groups that have ended are written, or nothing more can be, or after ``FLUSH_S``."""
+        ended = self._ended
+        with self._advanced:
+            self._advanced.wait_for(lambda: self._left <= self._ended - ended or self.error is not None, FLUSH_S)
 
     def close(self) -> None:
         """Write what is queued; end thread and process.
@@ -160,175 +174,92 @@ class TrajectoryDumper:
     def _left(self) -> int:
         return self._ended - self._written - self.failures
 
+    @property
+    def _left_tokens(self) -> int:
+        return self._ended_tokens - self._done_tokens
+
     def _main(self) -> None:
         while not self._closing.is_set() or self._queue:
             self._wake.wait()
             self._wake.clear()
-            if len(self._queue) < MAX_QUEUED // 4:
+            if len(self._queue) < MANY:
                 self._closing.wait(GATHER_S)
-            if files := self._next_batch():
+            files, tokens = self._next_batch()
+            if files:
                 self._write(files)
+            self._done_tokens += tokens
             if self._queue:
                 self._wake.set()
-            with self._lock:
-                caught_up = self.behind and self._left <= MAX_QUEUED // 2
+            with self._advanced:
+                self._advanced.notify_all()
+                caught_up = self.behind and self._left_tokens <= MAX_QUEUED // 2
                 self.behind = self.error is not None or (self.behind and not caught_up)
             if caught_up or self.error is not None:
                 self._on_change()
-        self._end_process()
+        with contextlib.suppress(BrokenPipeError), self._process, self._pipe:
+            self._pipe.write(bytes(8))
 
-    def _next_batch(self) -> list[File]:
-        """Take queued groups; return folder, name and text of their files."""
+    def _next_batch(self) -> tuple[list[File], int]:
+        """Take queued groups; return their files and tokens."""
         files: list[File] = []
-        size = 0
+        size = tokens = 0
         while self._queue and size < BATCH_BYTES:
-            group = self._queue.popleft()
+            group, its_tokens = self._queue.popleft()
+            tokens += its_tokens
             if self.error is not None:
                 continue
             try:
-                records = dump_lines(group, self._tokenizer)
-                text = b"".join(orjson.dumps(line | self._extra, option=_JSON) for line in records)
-            except Exception:  # a group without a JSON form must not end the run
-                self.failures += 1
-                if self.failures == 1:
-                    logger.exception("episode %s could not be dumped; further failures are only counted", group.task_id)
+                packed = pack_group(group)
+            except Exception as error:
+                self._leave_out(str(group.task_id), error)
                 continue
             version = group.start_version if group.tail_version is None else group.tail_version
-            files.append((f"{self.root}/{scope_name(group.is_eval)}/{version}", str(group.task_id), text))
-            size += len(text)
-        return files
+            files.append((f"{self.root}/{scope_name(group.is_eval)}/{version}", str(group.task_id), packed))
+            size += len(packed)
+        return files, tokens
+
+    def _leave_out(self, name: str, why: Exception | str) -> None:
+        """Count a group without a JSON form, which must not end the run."""
+        self.failures += 1
+        if self.failures == 1:
+            logger.error("group %s could not be dumped; further failures are only counted: %s", name, why)
 
     def _write(self, files: list[File]) -> None:
         """Have the process write the files; set ``error`` if it cannot."""
-        batch, reports = marshal.dumps(files), self._process.stdout
+        reports = self._process.stdout
         assert reports is not None
-        before = self._written
+        done = 0
         try:
-            self._batches.write(len(batch).to_bytes(8, "little"))
-            self._batches.write(batch)
-            self._batches.flush()
-            while (done := self._written - before) < len(files):
-                report = int(reports.readline())
-                if report < 0:
-                    folder, name, text = files[done]
+            self._send(files)
+            while done < len(files):
+                report = Report(**orjson.loads(reports.readline()))
+                self._written += report.written
+                done += report.written
+                if report.no_text is not None:
+                    self._leave_out(files[done][1], report.no_text)
+                    done += 1
+                elif report.errno:
+                    folder, name, _ = files[done]
                     self.error = StorageError(
-                        f"the dump {folder}/{name}.jsonl ({len(text)} bytes) cannot be written: "
-                        f"{os.strerror(-report)}: free disk space or fix the folder's permissions, or set "
+                        f"the dump {folder}/{name}.jsonl ({report.size} bytes) cannot be written: "
+                        f"{os.strerror(report.errno)}: free disk space or fix the folder's permissions, or set "
                         "rollout.dump_to_file: false"
                     )
                     return
-                self._written += report
         except (BrokenPipeError, ValueError):
             self.error = StorageError(
                 f"the process that writes dumps below {self.root} was killed: free memory, or set "
                 "rollout.dump_to_file: false"
             )
 
-    def _end_process(self) -> None:
-        with contextlib.suppress(BrokenPipeError), self._process, self._batches:
-            self._batches.write(bytes(8))
+    def _send(self, message: Any) -> None:
+        data = marshal.dumps(message)
+        self._pipe.write(len(data).to_bytes(8, "little"))
+        self._pipe.write(data)
+        self._pipe.flush()
 
 
 def next_task_id(root: Path) -> int:
     """Return the task id after those of all dumps below ``root``."""
     names = (path.name.partition(".")[0] for path in root.glob("*rollout/*/*.jsonl"))
     return max((int(name) for name in names if name.isdecimal() and len(name) <= _MAX_DIGITS), default=-1) + 1
-
-
-def dump_lines(group: Group, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
-    """Yield one line per sequence, and one per episode that left none, by ``member_idx``; orjson writes them."""
-    timings = {
-        "queued_s": round(group.queued_s, 6),
-        "run_s": round(group.run_s, 6),
-        "finished_at": group.finished_at,
-    }
-    lines: Iterator[tuple[Trajectory, TokenSequence | None, bool]]
-    lines = ((t, s, i == 0) for t in group.trajectories for i, s in enumerate(t.sequences or (None,)))
-    for sample_idx, (trajectory, sequence, is_first) in enumerate(lines):
-        if sequence is not None:
-            path: Sequence[int] = sequence.path
-        else:  # the last thing that happened
-            path = trajectory.path_to(len(trajectory.turns) - 1) if trajectory.turns else ()
-        turns = [trajectory.turns[place] for place in path]
-        seqlen = turns[-1].end if turns else 0
-        answers = [turn.start for turn in turns if turn.role is TurnRole.ASSISTANT]
-        prompt_len = answers[0] if answers else seqlen
-        ids = [] if tokenizer is None else [token for turn in turns for token in turn.ids.tolist()]
-        versions = None if sequence is None else sequence.trained_versions()
-        failure = trajectory.failure
-        line: dict[str, Any] = {
-            "schema": SCHEMA,
-            "task_id": group.task_id,
-            "group_id": group.group_id,
-            "sample_idx": sample_idx,
-            "member_idx": trajectory.member_idx,
-            "status": trajectory.status,
-            "error": group.rejection if failure is None else failure.text,
-            "error_kind": None if failure is None else failure.kind,
-            "error_type": None if failure is None else failure.type or None,
-            "seqlen": seqlen,
-            "prompt_len": prompt_len,
-            "start_version": group.start_version,
-            "head_version": versions[0] if versions else None,
-            "tail_version": versions[1] if versions else None,
-            "reward": None if sequence is None else sequence.reward,
-            "prompt": _decode(tokenizer, ids[:prompt_len]),
-            "completion": _decode(tokenizer, ids[prompt_len:]),
-            "turns": [_turn(turn, place, sequence, tokenizer) for turn, place in zip(turns, path, strict=True)],
-            "counts": trajectory.counts,
-            "reward_extra": trajectory.reward_extra,
-            "processes": [asdict(each) for each in trajectory.processes] if is_first else [],
-            "timings": timings,
-        }
-        if sample_idx == 0:
-            line["row"] = _row(group.data)
-        if sequence is not None and (missing := [n for n in _RECORDED if getattr(sequence, n) is None]):
-            line["missing"] = missing
-        yield line
-
-
-def _row(data: Mapping[str, Any]) -> Any:
-    """Return the row for orjson; None if it has no JSON form."""
-    try:
-        return orjson.Fragment(orjson.dumps(dict(data), option=orjson.OPT_SERIALIZE_NUMPY))
-    except TypeError:
-        return None
-
-
-def _turn(turn: Turn, place: int, sequence: TokenSequence | None, tokenizer: Any) -> dict[str, Any]:
-    loss_mask, logprobs, versions = turn.loss_mask, turn.logprobs, turn.versions
-    if sequence is not None:  # a turn that several sequences share trains in one of them, with that one's columns
-        here = slice(turn.start, turn.end)
-        loss_mask = sequence.loss_mask[here]
-        if 1 in loss_mask.tobytes():
-            logprobs = logprobs if sequence.logprobs is None else sequence.logprobs[here]
-            versions = versions if sequence.versions is None else sequence.versions[here]
-    line = {
-        "role": turn.role,
-        "turn_idx": place,
-        "parent_idx": turn.parent,
-        "start": turn.start,
-        "ids": np.ascontiguousarray(turn.ids),
-        "text": turn.text if tokenizer is None else _decode(tokenizer, turn.ids.tolist()),
-        "loss_mask": _mask(loss_mask.tobytes()),
-    }
-    if turn.role is TurnRole.ASSISTANT:
-        count = len(turn.ids)
-        line["logprobs"] = [0.0] * count if logprobs is None else logprobs.astype(np.float64)
-        line["versions"] = [-1] * count if versions is None else np.ascontiguousarray(versions)
-        line["stop_reason"], line["started"], line["latency_s"] = turn.stop_reason, turn.started, turn.latency_s
-        line["agent"], line["server"] = turn.agent, turn.server
-    if sequence is not None and sequence.token_rewards is not None:
-        line["rewards"] = sequence.token_rewards[turn.start : turn.end].astype(np.float64)
-    return line
-
-
-def _mask(mask: bytes) -> Any:
-    """Return a loss mask for orjson, ready-made if all entries are equal, as in most turns."""
-    if 0 in mask and 1 in mask:
-        return np.frombuffer(mask, np.int8)
-    return orjson.Fragment(b"[%b]" % (b"%d," % (1 in mask) * len(mask))[:-1])
-
-
-def _decode(tokenizer: Any, ids: list[int]) -> str | None:
-    return None if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=False)

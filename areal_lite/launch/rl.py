@@ -186,6 +186,12 @@ class RLRun(TrainingRun[Evaluation]):
         self.publish()
         self.compare_with_servers()
 
+    def save(self) -> None:
+        """Start writing a checkpoint once the groups that it was trained on are dumped."""
+        if self.driver is not None:
+            self.driver.engine.flush_dumps()
+        super().save()
+
     def data_state(self) -> dict[str, bytes]:
         """Return the state of the data source."""
         assert self.driver is not None

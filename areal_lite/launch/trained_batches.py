@@ -15,9 +15,9 @@ import orjson
 
 from areal_lite.api.trajectory import Group
 from areal_lite.errors import ConfigError, StorageError
+from areal_lite.infra.dump_lines import SCHEMA
 from areal_lite.infra.dump_reader import read_group, read_lines
 from areal_lite.infra.row_feed import cut_batch
-from areal_lite.infra.trajectory_dumper import SCHEMA
 
 BATCHES = "batches.jsonl"
 

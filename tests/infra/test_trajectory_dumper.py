@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import pytest
 import torch
 
@@ -21,6 +20,8 @@ from areal_lite.api.child_process import start_tied
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence, Trajectory, Turn, TurnRole
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.infra import trajectory_dumper
+from areal_lite.infra.dump_lines import dump_lines, dump_text
+from areal_lite.infra.dump_writer import File
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.infra.trajectory_dumper import TrajectoryDumper, next_task_id
 from tests.infra.scripted import OneTurn, TwoTurns, until
@@ -192,23 +193,21 @@ def test_a_folder_that_cannot_be_written_ends_every_call_with_the_path_and_the_n
 
 
 def test_a_group_without_a_json_form_changes_no_outcome(
-    start_stub: StartStub,
-    start_engine: StartEngine,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = trajectory_dumper.dump_lines
+    class Garbled(OneTurn):
+        async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
+            if data["garbled"]:
+                raise ValueError("half a character: \ud800")
+            return await super().arun_episode(engine, data)
 
-    def dump_lines(group: Group, tokenizer: Any) -> Any:
-        return [{"text": "\ud800"}] if group.task_id == 1 else real(group, tokenizer)
-
-    monkeypatch.setattr(trajectory_dumper, "dump_lines", dump_lines)
     engine = start_engine(start_stub(), dump_to_file=True)
-    assert [r.status for r in engine.rollout_batch([{}, {}, {}], OneTurn)] == ["accepted"] * 3
+    groups = engine.rollout_batch([{"garbled": n in (1, 2)} for n in range(4)], Garbled)
+    assert [group.status for group in groups] == ["accepted", "failed", "failed", "accepted"]
     engine.destroy()
-    assert sorted(path.name for path in tmp_path.rglob("*.jsonl")) == ["0.jsonl", "2.jsonl"]
-    assert f"1 ended groups could not be dumped below {tmp_path}" in caplog.text
+    assert sorted(path.name for path in tmp_path.rglob("*.jsonl")) == ["0.jsonl", "3.jsonl"]
+    assert "group 1 could not be dumped" in caplog.text and "surrogates not allowed" in caplog.text
+    assert f"2 ended groups could not be dumped below {tmp_path}" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
@@ -221,8 +220,7 @@ def test_columns_are_written_as_the_numbers_that_they_hold(dtype: str) -> None:
     turn = Turn(role=TurnRole.ASSISTANT, **columns)
     trajectory = Trajectory(status=EpisodeStatus.FAILED, turns=[turn])
     group = Group(task_id=0, group_id="0", status=EpisodeStatus.FAILED, data={}, trajectories=[trajectory])
-    (line,) = trajectory_dumper.dump_lines(group)
-    (written,) = json.loads(orjson.dumps(line, option=trajectory_dumper._JSON))["turns"]
+    (written,) = json.loads(dump_text(dump_lines(group)))["turns"]
     assert written["ids"] == ids.tolist()
     assert written["loss_mask"] == mask.astype(int).tolist()
     assert written["versions"] == [3] * 10
@@ -249,7 +247,7 @@ def test_a_shared_turn_has_the_columns_of_the_sequence_that_trains_it() -> None:
     sequences = [trains, shares, bare]
     trajectory = Trajectory(status=EpisodeStatus.ACCEPTED, turns=[prompt, answer], sequences=sequences)
     group = Group(task_id=0, group_id="0", status=EpisodeStatus.ACCEPTED, data={}, trajectories=[trajectory])
-    answers = [line["turns"][1] for line in trajectory_dumper.dump_lines(group)]
+    answers = [line["turns"][1] for line in dump_lines(group)]
     assert [each["versions"].tolist() for each in answers] == [[5, 5], [3, 3], [3, 3]]
     assert [each["logprobs"].tolist() for each in answers] == [[-2, -2], [-1, -1], [-1, -1]]
 
@@ -288,7 +286,7 @@ def test_while_the_disk_is_slow_no_group_starts_and_the_loop_stays_free(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(trajectory_dumper, "MAX_QUEUED", 4)
+    monkeypatch.setattr(trajectory_dumper, "MAX_QUEUED", 4 * trajectory_dumper.GROUP_TOKENS)
     engine = start_engine(start_stub(), dump_to_file=True, max_concurrent_rollouts=1)
     for _ in range(20):
         engine.submit({}, OneTurn, is_eval=True)
@@ -320,6 +318,31 @@ def test_close_waits_for_a_slow_disk_and_says_so(
         trajectory_dumper.logger.removeHandler(handler)
     assert f"waiting for the disk: 20 ended groups are not yet dumped below {tmp_path}" in caplog.text
     assert len(list(tmp_path.rglob("*.jsonl"))) == 20
+
+
+def test_after_a_flush_the_groups_that_ended_are_files(
+    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    engine = start_engine(start_stub(), dump_to_file=True)
+    for ended in (3, 6):  # the first waits for the process to start
+        engine.rollout_batch([{}] * 3, OneTurn)
+        engine.flush_dumps()
+        assert len(list(tmp_path.rglob("*.jsonl"))) == ended
+    start_engine(start_stub()).flush_dumps()  # has none
+
+
+def test_a_flush_gives_up_on_a_disk_that_hangs(
+    start_stub: StartStub,
+    start_engine: StartEngine,
+    resume_disk: Callable[[], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trajectory_dumper, "FLUSH_S", 0.05)
+    engine = start_engine(start_stub(), dump_to_file=True)
+    engine.rollout_batch([{}], OneTurn)
+    engine.flush_dumps()
+    assert not list(tmp_path.rglob("*.jsonl"))
 
 
 def test_a_stalled_disk_is_an_error_with_the_number_of_missing_groups(
@@ -366,11 +389,11 @@ def test_batches_are_cut_at_a_megabyte_and_nothing_is_lost(
     batches: list[int] = []
     write = TrajectoryDumper._write
 
-    def recorded(self: TrajectoryDumper, files: list[trajectory_dumper.File]) -> None:
+    def recorded(self: TrajectoryDumper, files: list[File]) -> None:
         batches.append(len(files))
         write(self, files)
 
-    monkeypatch.setattr(trajectory_dumper, "BATCH_BYTES", 2000)  # two groups
+    monkeypatch.setattr(trajectory_dumper, "BATCH_BYTES", 1000)  # two groups
     monkeypatch.setattr(TrajectoryDumper, "_write", recorded)
     engine = start_engine(start_stub(), dump_to_file=True)
     engine.rollout_batch([{}] * 50, OneTurn)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import pytest
 import torch
 
@@ -18,7 +17,7 @@ from areal_lite.api.config_loader import load_config
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.errors import ConfigError
-from areal_lite.infra import trajectory_dumper
+from areal_lite.infra.dump_lines import dump_lines, dump_text, row_json
 from areal_lite.infra.dump_reader import read_group
 from areal_lite.launch.replay import plan_replay, same_weights
 from areal_lite.launch.run import run_training
@@ -144,8 +143,7 @@ def dump(group: Group, run: Path) -> Path:
     """Write a group like the dumper."""
     path = run / "rollout" / "0" / f"{group.task_id}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = trajectory_dumper.dump_lines(group)
-    path.write_bytes(b"".join(orjson.dumps(line, option=trajectory_dumper._JSON) for line in lines))
+    path.write_bytes(dump_text(dump_lines(group, row=row_json(group.data))))
     return path
 
 

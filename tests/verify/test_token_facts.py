@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import pyarrow
 import pytest
 import yaml
@@ -19,7 +18,7 @@ from areal_lite.api.config_loader import load_config
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory
 from areal_lite.cli import main
 from areal_lite.errors import StorageError
-from areal_lite.infra.trajectory_dumper import dump_lines
+from areal_lite.infra.dump_lines import dump_lines, dump_text
 from areal_lite.inspect.dumps import Dumps
 from areal_lite.inspect.page.answers import Answers
 from areal_lite.inspect.verify import check_run
@@ -29,7 +28,6 @@ from areal_lite.trainer.token_facts import FactsWriter, TokenFacts, write_facts
 from tests.trainer.episode_data import Call, Episode, group_of, line
 from tests.trainer.training_data import sequence
 
-_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
 SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "reference": {"kl": {"coef": 0.1}, "entropy_coef": 0.01, "minibatches_per_step": 2},
@@ -95,7 +93,7 @@ def trained(folder: Path, model: Path, groups_of: Callable[[int], list[Group]] =
             for group in groups:
                 path = root / "rollout/1" / f"{group.task_id}.jsonl"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(b"".join(orjson.dumps(each, option=_JSON) for each in dump_lines(group)))
+                path.write_bytes(dump_text(dump_lines(group)))
     return root
 
 

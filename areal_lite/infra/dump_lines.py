@@ -1,0 +1,137 @@
+"""A group as JSON lines: one per sequence, and one per episode that left none. docs/trajectories.md has the fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import orjson
+
+from areal_lite.api.trajectory import Group, TokenSequence, Trajectory, Turn, TurnRole
+
+SCHEMA = 2
+"""Version of the line format."""
+_JSON = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+_RECORDED = ("logprobs", "versions")
+"""Columns that a workflow may leave out."""
+
+
+def dump_text(lines: Iterator[dict[str, Any]]) -> bytes:
+    """Return the text of :func:`dump_lines`.
+
+    Raises:
+        TypeError: If a value has no JSON form.
+    """
+    return b"".join(orjson.dumps(line, option=_JSON) for line in lines)
+
+
+def row_json(data: Mapping[str, Any]) -> bytes | None:
+    """Return a dataset row as JSON; None if it has no JSON form."""
+    try:
+        return orjson.dumps(dict(data), option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:
+        return None
+
+
+def dump_lines(
+    group: Group, tokenizer: Any = None, *, row: bytes | None = None, extra: Mapping[str, Any] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a group by ``member_idx``.
+
+    Args:
+        group: What to write.
+        tokenizer: Makes text of ids; None leaves the texts that turns have.
+        row: The dataset row as JSON, for the first line.
+        extra: ``extra`` of each line.
+    """
+    timings = {
+        "queued_s": round(group.queued_s, 6),
+        "run_s": round(group.run_s, 6),
+        "finished_at": group.finished_at,
+    }
+    lines: Iterator[tuple[Trajectory, TokenSequence | None, bool]]
+    lines = ((t, s, i == 0) for t in group.trajectories for i, s in enumerate(t.sequences or (None,)))
+    for sample_idx, (trajectory, sequence, is_first) in enumerate(lines):
+        if sequence is not None:
+            path: Sequence[int] = sequence.path
+        else:  # the last thing that happened
+            path = trajectory.path_to(len(trajectory.turns) - 1) if trajectory.turns else ()
+        turns = [trajectory.turns[place] for place in path]
+        seqlen = turns[-1].end if turns else 0
+        answers = [turn.start for turn in turns if turn.role is TurnRole.ASSISTANT]
+        prompt_len = answers[0] if answers else seqlen
+        ids = [] if tokenizer is None else [token for turn in turns for token in turn.ids.tolist()]
+        versions = None if sequence is None else sequence.trained_versions()
+        failure = trajectory.failure
+        line: dict[str, Any] = {
+            "schema": SCHEMA,
+            "task_id": group.task_id,
+            "group_id": group.group_id,
+            "sample_idx": sample_idx,
+            "member_idx": trajectory.member_idx,
+            "status": trajectory.status,
+            "error": group.rejection if failure is None else failure.text,
+            "error_kind": None if failure is None else failure.kind,
+            "error_type": None if failure is None else failure.type or None,
+            "seqlen": seqlen,
+            "prompt_len": prompt_len,
+            "start_version": group.start_version,
+            "head_version": versions[0] if versions else None,
+            "tail_version": versions[1] if versions else None,
+            "reward": None if sequence is None else sequence.reward,
+            "prompt": _decode(tokenizer, ids[:prompt_len]),
+            "completion": _decode(tokenizer, ids[prompt_len:]),
+            "turns": [_turn(turn, place, sequence, tokenizer) for turn, place in zip(turns, path, strict=True)],
+            "counts": trajectory.counts,
+            "reward_extra": trajectory.reward_extra,
+            "processes": [asdict(each) for each in trajectory.processes] if is_first else [],
+            "timings": timings,
+        }
+        if sample_idx == 0:
+            line["row"] = None if row is None else orjson.Fragment(row)
+        if sequence is not None and (missing := [n for n in _RECORDED if getattr(sequence, n) is None]):
+            line["missing"] = missing
+        if extra is not None:
+            line["extra"] = extra
+        yield line
+
+
+def _turn(turn: Turn, place: int, sequence: TokenSequence | None, tokenizer: Any) -> dict[str, Any]:
+    loss_mask, logprobs, versions = turn.loss_mask, turn.logprobs, turn.versions
+    if sequence is not None:  # a turn that several sequences share trains in one of them, with that one's columns
+        here = slice(turn.start, turn.end)
+        loss_mask = sequence.loss_mask[here]
+        if 1 in loss_mask.tobytes():
+            logprobs = logprobs if sequence.logprobs is None else sequence.logprobs[here]
+            versions = versions if sequence.versions is None else sequence.versions[here]
+    line = {
+        "role": turn.role,
+        "turn_idx": place,
+        "parent_idx": turn.parent,
+        "start": turn.start,
+        "ids": np.ascontiguousarray(turn.ids),
+        "text": turn.text if tokenizer is None else _decode(tokenizer, turn.ids.tolist()),
+        "loss_mask": _mask(loss_mask.tobytes()),
+    }
+    if turn.role is TurnRole.ASSISTANT:
+        count = len(turn.ids)
+        line["logprobs"] = [0.0] * count if logprobs is None else logprobs.astype(np.float64)
+        line["versions"] = [-1] * count if versions is None else np.ascontiguousarray(versions)
+        line["stop_reason"], line["started"], line["latency_s"] = turn.stop_reason, turn.started, turn.latency_s
+        line["agent"], line["server"] = turn.agent, turn.server
+    if sequence is not None and sequence.token_rewards is not None:
+        line["rewards"] = sequence.token_rewards[turn.start : turn.end].astype(np.float64)
+    return line
+
+
+def _mask(mask: bytes) -> Any:
+    """Return a loss mask for orjson, ready-made if all entries are equal, as in most turns."""
+    if 0 in mask and 1 in mask:
+        return np.frombuffer(mask, np.int8)
+    return orjson.Fragment(b"[%b]" % (b"%d," % (1 in mask) * len(mask))[:-1])
+
+
+def _decode(tokenizer: Any, ids: list[int]) -> str | None:
+    return None if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=False)
