@@ -39,10 +39,8 @@ _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from areal_lite.infra.dump_writer import main; main(int(sys.argv[1]))"
 )
-MAX_QUEUED = 4_000_000
-"""Tokens of queued groups at which no further group may start; those that run still join the queue."""
-GROUP_TOKENS = 1000
-"""Tokens that a group counts at least."""
+MAX_QUEUED = 2**26
+"""Bytes of queued groups at which no further group may start; those that run still join the queue."""
 GATHER_S = 0.02
 """Seconds in which ended groups gather, unless many wait already: each batch interrupts the event loop."""
 MANY = 128
@@ -61,7 +59,7 @@ _MAX_DIGITS = 15
 
 
 class TrajectoryDumper:
-    """A thread that packs the groups, and a process that writes them as text (:mod:`areal_lite.infra.dump_writer`).
+    """A queue of packed groups, and a process that writes them as text (:mod:`areal_lite.infra.dump_writer`).
 
     Args:
         config: Names the folder and the tokenizer.
@@ -87,12 +85,12 @@ class TrajectoryDumper:
         self.failures = 0
         """Groups that have no JSON form; they change no outcome."""
         self._ended = self._written = 0
-        self._ended_tokens = self._done_tokens = 0
+        self._packed_bytes = self._done_bytes = 0
         self._warned = False
         self._on_change = on_change
         if config.tokenizer_path is not None:
             load_tokenizer(config.tokenizer_path)  # the process does too, and has nobody to tell
-        self._queue: deque[tuple[Group, int]] = deque()
+        self._queue: deque[File] = deque()
         self._wake, self._closing = threading.Event(), threading.Event()
         self._advanced = threading.Condition()  # also locks ``behind``
         reads, writes = os.pipe()
@@ -110,18 +108,24 @@ class TrajectoryDumper:
         self._thread.start()
 
     def put(self, group: Group) -> None:
-        """Queue ``group``; returns at once."""
+        """Pack and queue ``group``; returns in microseconds."""
         self._ended += 1
-        tokens = sum(len(sequence) for each in group.trajectories for sequence in each.sequences)
-        tokens = max(GROUP_TOKENS, tokens)
-        self._ended_tokens += tokens
-        self._queue.append((group, tokens))
+        if self.error is not None:
+            return
+        try:
+            packed = pack_group(group)
+        except Exception as error:
+            self._leave_out(str(group.task_id), error)
+            return
+        self._packed_bytes += len(packed)
+        version = group.start_version if group.tail_version is None else group.tail_version
+        self._queue.append((f"{self.root}/{scope_name(group.is_eval)}/{version}", str(group.task_id), packed))
         if not self._wake.is_set():
             self._wake.set()
-        if self._left_tokens < MAX_QUEUED:
+        if self._left_bytes < MAX_QUEUED:
             return
         with self._advanced:
-            self.behind = self.behind or self._left_tokens >= MAX_QUEUED
+            self.behind = self.behind or self._left_bytes >= MAX_QUEUED
         if self.behind and not self._warned:
             self._warned = True
             logger.warning(
@@ -175,8 +179,8 @@ class TrajectoryDumper:
         return self._ended - self._written - self.failures
 
     @property
-    def _left_tokens(self) -> int:
-        return self._ended_tokens - self._done_tokens
+    def _left_bytes(self) -> int:
+        return self._packed_bytes - self._done_bytes
 
     def _main(self) -> None:
         while not self._closing.is_set() or self._queue:
@@ -184,43 +188,33 @@ class TrajectoryDumper:
             self._wake.clear()
             if len(self._queue) < MANY:
                 self._closing.wait(GATHER_S)
-            files, tokens = self._next_batch()
-            if files:
+            files = self._next_batch()
+            if files and self.error is None:
                 self._write(files)
-            self._done_tokens += tokens
+            self._done_bytes += sum(len(packed) for _, _, packed in files)
             if self._queue:
                 self._wake.set()
             with self._advanced:
                 self._advanced.notify_all()
-                caught_up = self.behind and self._left_tokens <= MAX_QUEUED // 2
+                caught_up = self.behind and self._left_bytes <= MAX_QUEUED // 2
                 self.behind = self.error is not None or (self.behind and not caught_up)
             if caught_up or self.error is not None:
                 self._on_change()
         with contextlib.suppress(BrokenPipeError), self._process, self._pipe:
             self._pipe.write(bytes(8))
 
-    def _next_batch(self) -> tuple[list[File], int]:
-        """Take queued groups; return their files and tokens."""
+    def _next_batch(self) -> list[File]:
         files: list[File] = []
-        size = tokens = 0
+        size = 0
         while self._queue and size < BATCH_BYTES:
-            group, its_tokens = self._queue.popleft()
-            tokens += its_tokens
-            if self.error is not None:
-                continue
-            try:
-                packed = pack_group(group)
-            except Exception as error:
-                self._leave_out(str(group.task_id), error)
-                continue
-            version = group.start_version if group.tail_version is None else group.tail_version
-            files.append((f"{self.root}/{scope_name(group.is_eval)}/{version}", str(group.task_id), packed))
-            size += len(packed)
-        return files, tokens
+            files.append(self._queue.popleft())
+            size += len(files[-1][2])
+        return files
 
     def _leave_out(self, name: str, why: Exception | str) -> None:
         """Count a group without a JSON form, which must not end the run."""
-        self.failures += 1
+        with self._advanced:
+            self.failures += 1
         if self.failures == 1:
             logger.error("group %s could not be dumped; further failures are only counted: %s", name, why)
 

@@ -22,6 +22,7 @@ from areal_lite.errors import ConfigError, StorageError
 from areal_lite.infra import trajectory_dumper
 from areal_lite.infra.dump_lines import dump_lines, dump_text
 from areal_lite.infra.dump_writer import File
+from areal_lite.infra.packed_group import pack_group
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.infra.trajectory_dumper import TrajectoryDumper, next_task_id
 from tests.infra.scripted import OneTurn, TwoTurns, until
@@ -286,7 +287,8 @@ def test_while_the_disk_is_slow_no_group_starts_and_the_loop_stays_free(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(trajectory_dumper, "MAX_QUEUED", 4 * trajectory_dumper.GROUP_TOKENS)
+    monkeypatch.setattr(trajectory_dumper, "pack_group", lambda group: pack_group(group).ljust(2000))
+    monkeypatch.setattr(trajectory_dumper, "MAX_QUEUED", 4 * 2000)
     engine = start_engine(start_stub(), dump_to_file=True, max_concurrent_rollouts=1)
     for _ in range(20):
         engine.submit({}, OneTurn, is_eval=True)
