@@ -308,6 +308,7 @@ def _train(
         source.mark_trained(group.samples for group in groups)
         step += 1
         if step % CHECKPOINT_EVERY == 0:
+            engine.flush_dumps()  # what a checkpoint counts as trained is on disk
             journal.save(step, source)
         engine.update_weights_from_disk("weights", step)
         counts = engine.export_stats()
@@ -315,6 +316,7 @@ def _train(
         up = sum(value for name, value in engine.server_metrics().items() if name.endswith("/up"))
         say(step=step, ended=sum(counts.values()), up=up)
     engine.close_source(source)
+    engine.flush_dumps()
     journal.save(step, source)
     return memory
 
