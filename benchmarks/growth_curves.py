@@ -55,6 +55,11 @@ MAX_PER_SERVER = 32
 def resident_mb() -> float:
     """Return this process's own resident memory in MB, without mapped files, after a garbage collection."""
     gc.collect()
+    return own_mb()
+
+
+def own_mb() -> float:
+    """Return this process's own resident memory in MB, without mapped files; garbage that nobody collected counts."""
     return _status_mb("RssAnon")
 
 
@@ -152,7 +157,11 @@ def in_flight(count: int) -> dict[int, Measured]:
 
 
 def episodes(total: int) -> dict[int, Measured]:
-    """Return CPU and memory of one engine that trains ``total`` episodes in steps of 500, with a weight update each."""
+    """Return CPU and memory of one engine that trains ``total`` episodes in steps of 500, with a weight update each.
+
+    The staleness bound is 1, so that the engine always runs one batch ahead; with a larger bound the number of groups
+    that wait, and with it the memory, varies.
+    """
     import torch
 
     from areal_lite.infra.remote_inf_engine import RemoteInfEngine
@@ -169,7 +178,7 @@ def episodes(total: int) -> dict[int, Measured]:
             addresses=addresses,
             max_concurrent_rollouts=256,
             consumer_batch_size=BATCH,
-            max_head_offpolicyness=2,
+            max_head_offpolicyness=1,
             max_connections_per_server=SOCKETS,
             dump_to_file=False,
         )
@@ -179,7 +188,7 @@ def episodes(total: int) -> dict[int, Measured]:
                 engine.prepare_batch(source, OneCall)
                 engine.update_weights_from_disk("unused", done // BATCH)
                 if done % every == 0:
-                    resident.append((done, resident_mb()))
+                    resident.append((done, own_mb()))
                 if done in (total // 100, total // 10, total // 3 // every * every, total):
                     spent = time.process_time() - before
                     points[done] = {"CPU, us/episode": spent / done * 1e6, "memory, MB": resident[-1][1]}
