@@ -157,11 +157,7 @@ def in_flight(count: int) -> dict[int, Measured]:
 
 
 def episodes(total: int) -> dict[int, Measured]:
-    """Return CPU and memory of one engine that trains ``total`` episodes in steps of 500, with a weight update each.
-
-    The staleness bound is 1, so that the engine always runs one batch ahead; with a larger bound the number of groups
-    that wait, and with it the memory, varies.
-    """
+    """Return CPU and memory of one engine that trains ``total`` episodes in steps of 500, with a weight update each."""
     import torch
 
     from areal_lite.infra.remote_inf_engine import RemoteInfEngine
@@ -178,7 +174,7 @@ def episodes(total: int) -> dict[int, Measured]:
             addresses=addresses,
             max_concurrent_rollouts=256,
             consumer_batch_size=BATCH,
-            max_head_offpolicyness=1,
+            max_head_offpolicyness=2,
             max_connections_per_server=SOCKETS,
             dump_to_file=False,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -185,14 +186,20 @@ def test_batches_and_weight_updates_leave_no_cyclic_garbage(
     def train(first: int, last: int) -> None:
         for version in range(first, last):
             engine.prepare_batch(rows, OneTurn)
-            engine.rollout_batch([{"do": do} for do in ("reject", "raise", "exit", "self-cancel", "bad")], OneTurn)
+            engine.rollout_batch(
+                [{"do": do} for do in ("reject", "raise", "exit", "bad", "odd")], OneTurn, group_size=2
+            )
             engine.update_weights_from_disk("folder", version)
 
     train(1, 4)  # warms up
     gc.collect()
-    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         train(4, 14)
-        assert gc.collect() == 0  # a collection may be thousands of episodes away
+        gc.collect()
+        garbage = gc.garbage.copy()
     finally:
-        gc.enable()
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert not any(isinstance(one, Episode) for one in garbage)
+    assert sum(map(sys.getsizeof, garbage)) < 200_000  # that of each class's signature is 50 KB
