@@ -55,6 +55,11 @@ MAX_PER_SERVER = 32
 def resident_mb() -> float:
     """Return this process's own resident memory in MB, without mapped files, after a garbage collection."""
     gc.collect()
+    return own_mb()
+
+
+def own_mb() -> float:
+    """Return this process's own resident memory in MB, without mapped files; garbage that nobody collected counts."""
     return _status_mb("RssAnon")
 
 
@@ -179,7 +184,7 @@ def episodes(total: int) -> dict[int, Measured]:
                 engine.prepare_batch(source, OneCall)
                 engine.update_weights_from_disk("unused", done // BATCH)
                 if done % every == 0:
-                    resident.append((done, resident_mb()))
+                    resident.append((done, own_mb()))
                 if done in (total // 100, total // 10, total // 3 // every * every, total):
                     spent = time.process_time() - before
                     points[done] = {"CPU, us/episode": spent / done * 1e6, "memory, MB": resident[-1][1]}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -62,13 +63,14 @@ class Answer:
     response: ModelResponse
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Node:
     """A conversation so far; ``interaction`` where its last message is an answer of ours."""
 
     root: bytes
     """Key of the tree it is in."""
-    before: _Node | None = None
+    before: weakref.ref[_Node] | None = None
+    """Weak, so that an ended session, with its tokens, is freed without a garbage collection."""
     depth: int = 0
     """Messages so far."""
     children: dict[Hashable, _Node] = field(default_factory=dict)
@@ -80,7 +82,7 @@ class _Node:
         for key in keys:
             child = node.children.get(key)
             if child is None:
-                child = node.children[key] = _Node(node.root, node, node.depth + 1)
+                child = node.children[key] = _Node(node.root, weakref.ref(node), node.depth + 1)
             node = child
         return node
 
@@ -375,8 +377,8 @@ class ChatSession:
             if child is None:
                 break
             node = child
-        while node.interaction is None and node.before is not None:
-            node = node.before
+        while node.interaction is None and node.before is not None and (before := node.before()) is not None:
+            node = before
         return node.interaction, node.depth
 
     def _tokens_left(self, prompt: list[int]) -> int:

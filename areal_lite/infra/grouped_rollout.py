@@ -73,27 +73,31 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
                 if isinstance(error, asyncio.CancelledError) and _cancelled_from_outside():
                     raise
                 episode.end(EpisodeStatus.FAILED, Failure.of(error))
-                failure = error if isinstance(error, Exception) else RuntimeError(f"episode raised {error!r}")
-                errors.append(failure)
+                errors.append(error if isinstance(error, Exception) else RuntimeError(f"episode raised {error!r}"))
                 if self.on_error == "drop_episode":
                     return None
-                raise failure from error
+                if errors[-1] is error:
+                    raise
+                raise errors[-1] from error
             return returned
 
         dropped = False
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(run_one(episode)) for episode in episodes]
-        except* Exception as failures:
-            _drop(episodes)
-            if self.on_error == "raise":
-                raise errors[0] from failures
-            dropped = True
-        if dropped:
-            return []
-        kept = [returned for task in tasks if (returned := task.result()) is not None]
-        if not kept and errors:
-            raise errors[0]
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(run_one(episode)) for episode in episodes]
+            except* Exception as failures:
+                _drop(episodes)
+                if self.on_error == "raise":
+                    raise errors[0] from failures
+                dropped = True
+            if dropped:
+                return []
+            kept = [returned for task in tasks if (returned := task.result()) is not None]
+            if not kept and errors:
+                raise errors[0]
+        finally:
+            errors.clear()  # their frames refer to this list: a cycle that would keep the group's tokens
         with attributed_to(FailureKind.OUTPUT):
             check_same_keys([returned for returned in kept if not is_interactions(returned)])
         return kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -21,6 +22,9 @@ _FORMS = (
     "give a RolloutWorkflow instance, a class with workflow_kwargs, a dotted path 'package.module.Name', "
     "or any class or object with `async def run(self, data, **extra_kwargs)`"
 )
+
+_signature: Callable[[Any], inspect.Signature] = functools.lru_cache(32)(inspect.signature)
+"""Made once per class: the signature of one without ``__init__`` costs 50 KB of cyclic garbage."""
 
 _PATH_TYPES = {"str", "Path", "PathLike", "None", "Optional", "Union", "pathlib", "os", "typing"}
 
@@ -117,7 +121,7 @@ def check_workflow(
 
 def _with_tokenizer(cls: type[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the kwargs with the tokenizer itself instead of its path, unless the class wants the path."""
-    path, parameter = kwargs.get("tokenizer"), inspect.signature(cls).parameters.get("tokenizer")
+    path, parameter = kwargs.get("tokenizer"), _signature(cls).parameters.get("tokenizer")
     if not isinstance(path, str) or parameter is None:
         return dict(kwargs)
     named = set(re.findall(r"\w+", inspect.formatannotation(parameter.annotation)))
@@ -148,7 +152,7 @@ def _check_constructor(cls: type[Any], kwargs: Mapping[str, Any], name: str) -> 
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
         raise ConfigError(f"workflow {name} does not define {missing}: write `async def {missing}(self, engine, data)`")
-    signature = inspect.signature(cls)
+    signature = _signature(cls)
     try:
         signature.bind(**kwargs)
     except TypeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 from typing import Any
@@ -316,6 +317,26 @@ def test_the_work_of_a_turn_does_not_grow_with_the_turns(monkeypatch: pytest.Mon
 
     asyncio.run(play())
     assert len(set(rendered[1:])) == 1
+
+
+def test_an_ended_session_is_freed_without_a_garbage_collection() -> None:
+    async def play() -> None:
+        session, _ = make_session(["ok"] * 3)
+        messages: list[Any] = []
+        for turn in range(3):
+            messages.append(user(f"{turn}"))
+            messages.append(answer_of(await create(session, {"messages": messages})))
+        assert (session.clean_turns, len(session.export("concat"))) == (3, 1)
+
+    asyncio.run(play())  # warms up
+    gc.collect()
+    gc.disable()
+    try:
+        with asyncio.Runner() as runner:
+            runner.run(play())
+            assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("sends_reasoning", [True, False])

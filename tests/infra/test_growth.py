@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 import tracemalloc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -21,7 +23,9 @@ from areal_lite.infra import reconciler, server_pool
 from areal_lite.infra.backends.dialect import Chunk, ServerInfo
 from areal_lite.infra.engine_client import EngineClient
 from areal_lite.infra.partial_rollout import record_answers
-from tests.infra.scripted import on_a_loop, tensors_of
+from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from tests.infra.scripted import OneTurn, on_a_loop, tensors_of
+from tests.stub_server import StubThread
 
 SERVERS = 100
 
@@ -171,3 +175,31 @@ def test_numbers_that_nobody_takes_need_no_memory() -> None:
         tracemalloc.stop()
     assert scalars.take(is_eval=False) == {"a": (sum(range(10)) + sum(range(5000))) / 5010}
     assert scalars.take(is_eval=False) == {}
+
+
+def test_batches_and_weight_updates_leave_no_cyclic_garbage(
+    start_stub: Callable[..., StubThread], start_engine: Callable[..., RemoteInfEngine]
+) -> None:
+    engine = start_engine(start_stub(), consumer_batch_size=4, max_head_offpolicyness=1)
+    rows = [{"n": n} for n in range(8)]
+
+    def train(first: int, last: int) -> None:
+        for version in range(first, last):
+            engine.prepare_batch(rows, OneTurn)
+            engine.rollout_batch(
+                [{"do": do} for do in ("reject", "raise", "exit", "bad", "odd")], OneTurn, group_size=2
+            )
+            engine.update_weights_from_disk("folder", version)
+
+    train(1, 4)  # warms up
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        train(4, 14)
+        gc.collect()
+        garbage = gc.garbage.copy()
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert not any(isinstance(one, Episode) for one in garbage)
+    assert sum(map(sys.getsizeof, garbage)) < 200_000  # that of each class's signature is 50 KB
