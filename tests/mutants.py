@@ -270,17 +270,16 @@ def killer(number: int, mutant: Mutant, chosen: dict[str, float]) -> str:
     lines = original.splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[: mutant.first], mutant.after.encode(), *lines[mutant.end :]]))
     os.utime(path, (number, number))  # no compiled file is of this time
-    slowest = f"--timeout={30 + 3 * max(chosen.values()):.0f}"
 
     def timed(names: list[str]) -> int:
-        return run_tests(TREE, [slowest, *names], 30 + 3 * sum(chosen[name] for name in names)) if names else 0
+        return run_tests(TREE, ["--timeout=0", *names], 60 + 5 * sum(chosen[name] for name in names)) if names else 0
 
     for names in ([*chosen][:NEAREST], [*chosen][NEAREST:]):
         if code := timed(names):
             break
     failed = failures(TREE) if code else []
     found = [name for name in chosen if failed and (name == failed[-1] or name.startswith(f"{failed[-1]}::"))]
-    hung = not found or "from pytest-timeout" in (TREE / "output.txt").read_text()
+    hung = not found
     found = found[:1] or names
     code = code and timed(found)  # a test that failed by chance passes now
     path.write_bytes(original)
