@@ -342,9 +342,11 @@ def _eval(config: RunConfig) -> None:
 
 
 def _supervised(config: SFTConfig | DPOConfig | RewardModelConfig) -> None:
+    from areal_lite.api.quick_import import quick_import
     from areal_lite.launch.progress import progress_line
-    from areal_lite.launch.supervised import run_supervised
 
+    with quick_import():
+        from areal_lite.launch.supervised import run_supervised
     if _is_first_rank():
         _config(config)
     summary = run_supervised(config, on_step=lambda step, metrics: print(progress_line(step, metrics), flush=True))
