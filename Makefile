@@ -22,7 +22,7 @@ demo: install
 	$(BIN)/python examples/demo.py
 
 test: install
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: install
 	$(TEST_ENV) $(BIN)/python -m pytest -m slow

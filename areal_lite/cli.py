@@ -295,8 +295,11 @@ def _show_next(command: str, path: str, config: RunConfig) -> None:
 
 
 def _train(config: RunConfig) -> None:
-    from areal_lite.launch.progress import TrainingProgress, server_table, summary_table
-    from areal_lite.launch.run import run_training
+    from areal_lite.api.quick_import import quick_import
+
+    with quick_import():
+        from areal_lite.launch.progress import TrainingProgress, server_table, summary_table
+        from areal_lite.launch.run import run_training
 
     with TrainingProgress(config.trainer.total_steps) as progress:
         summary = run_training(config, on_step=progress.on_step)
@@ -342,9 +345,11 @@ def _eval(config: RunConfig) -> None:
 
 
 def _supervised(config: SFTConfig | DPOConfig | RewardModelConfig) -> None:
-    from areal_lite.launch.progress import progress_line
-    from areal_lite.launch.supervised import run_supervised
+    from areal_lite.api.quick_import import quick_import
 
+    with quick_import():
+        from areal_lite.launch.progress import progress_line
+        from areal_lite.launch.supervised import run_supervised
     if _is_first_rank():
         _config(config)
     summary = run_supervised(config, on_step=lambda step, metrics: print(progress_line(step, metrics), flush=True))

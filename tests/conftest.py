@@ -1,5 +1,6 @@
 """Settings of all tests, and the model and server that most runs of tests share."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,44 @@ from tests.fixtures.tiny_model import build_tiny_model
 # A loaded machine is no bug; pytest-timeout bounds each test.
 settings.register_profile("areal_lite", deadline=None)
 settings.load_profile("areal_lite")
+
+
+# Nothing that imports and collection leave is garbage; to scan it again and again takes as long as many tests.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+LONGEST = (
+    "e2e/test_stopping.py",
+    "e2e/test_training_run.py",
+    "e2e/test_supervised.py",
+    "examples/test_examples.py",
+    "infra/test_workers.py",
+    "e2e/test_exact_resume.py",
+    "e2e/test_smollm2.py",
+    "e2e/test_resume.py",
+    "benchmarks/test_smoke.py",
+    "trainer/test_distributed.py",
+    "trainer/test_crash_resume.py",
+    "agents/test_agent_isolation.py",
+    "cli/test_commands.py",
+    "verify/test_verify.py",
+    "e2e/test_started_servers.py",
+    "launch/test_server_group.py",
+    "embedded/test_process.py",
+    "e2e/test_dumps.py",
+)
+"""Files that start many processes, the longest first."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start with the longest files, so that no worker is left with one at the end (with ``--no-loadscope-reorder``)."""
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(scope="session")

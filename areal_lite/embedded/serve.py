@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from aiohttp import web
 
 from areal_lite.api.config import EmbeddedServerConfig
+from areal_lite.api.quick_import import quick_import
 from areal_lite.embedded.settings import check_model_path, check_port, check_text_model, cpu_threads
 from areal_lite.errors import ConfigError
 
@@ -80,7 +81,7 @@ def serve(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     load = partial(build, config, directory, seed=seed, weight_version=weight_version, deterministic=deterministic)
     # Torch has threads for each thread that computes; more of them than cores sleep between operations. These end.
-    with ThreadPoolExecutor(1) as loading:
+    with quick_import(), ThreadPoolExecutor(1) as loading:
         dialect, scheduler = loading.submit(load).result()
     add_routes = None if extend is None else partial(extend, directory)
     asyncio.run(_serve_until_signal(config, dialect, scheduler, on_ready, add_routes))

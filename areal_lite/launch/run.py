@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from areal_lite.api.config import RunConfig
 from areal_lite.api.generation import GenerationHyperparameters
+from areal_lite.api.quick_import import quick_import
 from areal_lite.api.trajectory import EpisodeStatus, Group
 from areal_lite.data.rows.load_rows import check_held_out
 from areal_lite.embedded.settings import check_model_path, check_text_model
@@ -35,12 +36,15 @@ def run_training(
         ConfigError: Before anything expensive starts, for anything in the config that cannot work.
         Stopped: On SIGINT or SIGTERM, with a checkpoint of the last whole step if the run makes any.
     """
+    check_model_path(config.model_path)  # before torch is loaded
+    with quick_import():
+        from areal_lite.launch.rl import run_rl
+        from areal_lite.trainer.policy_model import resolve_device
+        from areal_lite.trainer.ranks import join_ranks
+
     check_trainable(config, workflow)
     if workflow is not None:
         config = workflow.recorded(config)
-    from areal_lite.launch.rl import run_rl
-    from areal_lite.trainer.policy_model import resolve_device
-    from areal_lite.trainer.ranks import join_ranks
 
     with join_ranks(resolve_device(config.trainer.device)):
         return run_rl(config, on_step, workflow=workflow)

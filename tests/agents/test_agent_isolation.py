@@ -10,16 +10,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import anthropic
-import numpy as np
-import openai
 import pytest
 
 from areal_lite.agents.agent_access import AgentAccess
@@ -27,17 +23,37 @@ from areal_lite.agents.agent_processes import AgentProcesses, pickled_agent
 from areal_lite.agents.agent_program import ProcessLimits
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.api.episode_context import EpisodeContext
-from areal_lite.api.scalars import record_reward_facts
 from areal_lite.api.trajectory import Group
 from areal_lite.errors import ConfigError
-from areal_lite.infra import workflow_context
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from tests.agents.isolated_agents import (
+    MESSAGES,
+    AsyncAgent,
+    BlockingAgent,
+    Bystander,
+    Hanging,
+    OneConversation,
+    PlainAgent,
+    ProgramAgent,
+    Reader,
+    RecordingAgent,
+    Unloadable,
+)
 from tests.agents.scripted_engine import tokenizer
 from tests.stub_server import StubServer, StubThread
 
-MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
 Start = Callable[..., RemoteInfEngine]
 ISOLATIONS = pytest.mark.parametrize("isolation", ["thread", "process"])
+
+
+class BlockingAnthropicAgent:
+    """Uses another sync SDK inside its coroutine."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        """Return 1 if the call answers."""
+        with anthropic.Anthropic() as client:
+            client.messages.create(model="m", max_tokens=5, messages=MESSAGES)
+        return 1.0
 
 
 @pytest.fixture(scope="module")
@@ -68,121 +84,6 @@ def start(tokenizer_path: str, tmp_path: Path) -> Iterator[Start]:
 
 def end_of(group: Group) -> str:
     return group.status if group.failure is None else group.failure.summary
-
-
-class AsyncAgent:
-    """Calls the model with the client it is given, streamed and whole."""
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """Return 1 if both calls answer."""
-        client = openai.AsyncOpenAI(**extra_kwargs)
-        await client.chat.completions.create(model="m", messages=MESSAGES)
-        stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
-        chunks = [chunk async for chunk in stream]
-        assert len(chunks) > 1 and workflow_context.get().task_id is not None
-        if "wait" in data:
-            show_pid(data["wait"])
-            await asyncio.Event().wait()
-        return 1.0
-
-
-def show_pid(path: str) -> None:
-    """Write the id of this process to a file."""
-    Path(path).write_text(str(os.getpid()))
-
-
-class BlockingAgent:
-    """Uses the sync SDK inside its coroutine."""
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """Return 1 if the call answers."""
-        openai.OpenAI().chat.completions.create(model="m", messages=MESSAGES)
-        return 1.0
-
-
-class BlockingAnthropicAgent:
-    """Uses another sync SDK inside its coroutine."""
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """Return 1 if the call answers."""
-        with anthropic.Anthropic() as client:
-            client.messages.create(model="m", max_tokens=5, messages=MESSAGES)
-        return 1.0
-
-
-class PlainAgent:
-    """A plain function with the sync SDK."""
-
-    def run(self, data: dict[str, Any], **extra_kwargs: Any) -> dict[str, float]:
-        """Return the reward of its completion."""
-        with openai.OpenAI(**extra_kwargs) as client:
-            completion = client.chat.completions.create(model="m", messages=MESSAGES)
-        if data.get("do") == "raise":
-            raise ZeroDivisionError("the agent's own bug")
-        if data.get("do") == "own error":
-            raise OwnError("a class of its own")
-        if data.get("do") == "exit":
-            os._exit(3)
-        if data.get("do") == "hang":
-            time.sleep(60)
-        record_reward_facts({"acc": 1.0, "pred": "yes"})
-        return {completion.id: 0.5}
-
-
-class RecordingAgent(PlainAgent):
-    """Records a number."""
-
-    def run(self, data: dict[str, Any], **extra_kwargs: Any) -> dict[str, float]:
-        """Return the reward of its completion."""
-        workflow_context.record(number=data["number"])
-        return super().run(data, **extra_kwargs)
-
-
-class OwnError(Exception):
-    """Known to the agent's module only."""
-
-
-class Hanging:
-    """Never returns."""
-
-    def run(self, data: dict[str, Any], **extra_kwargs: Any) -> None:
-        """Show the process and hang."""
-        show_pid(data["path"])
-        while True:
-            pass
-
-
-class Reader:
-    """Calls no model."""
-
-    def run(self, data: dict[str, Any], **extra_kwargs: Any) -> np.float32:
-        """Return 0.5 from another process than the row's."""
-        return np.float32(0.5 if Path(data["path"]).read_text() != str(os.getpid()) else 0)
-
-
-class Unloadable:
-    """Cannot be made in another process."""
-
-    def __reduce__(self) -> Any:
-        return fail_to_load, ()
-
-
-def fail_to_load() -> None:
-    """Raise."""
-    raise LookupError("no such model folder here")
-
-
-class OneConversation:
-    """Uses the event loop as it should."""
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """Return 1 after one call through the listener."""
-        async with openai.AsyncOpenAI() as client:
-            await client.chat.completions.create(model="m", messages=MESSAGES)
-            if data.get("sleep"):
-                time.sleep(data["sleep"])  # noqa: ASYNC251 -- what the test is about
-            await client.chat.completions.create(model="m", messages=MESSAGES)
-        return 1.0
 
 
 @ISOLATIONS
@@ -273,7 +174,7 @@ def test_a_thread_that_does_not_end_is_left_behind_counted_and_named(
     assert "episode_timeout_s" in end_of(group)
     assert engine.rollout_metrics()["abandoned_threads"] == 1
     (record,) = [record for record in caplog.records if "left behind" in record.message]
-    assert "PlainAgent, task 0" in record.message and "test_agent_isolation.py:" in record.message
+    assert "PlainAgent, task 0" in record.message and "isolated_agents.py:" in record.message
 
 
 def test_what_cannot_be_isolated_is_refused_with_the_fix(start: Start) -> None:
@@ -299,7 +200,7 @@ def test_a_sync_client_that_waits_for_the_loop_it_blocks_fails_with_the_reason(
     assert group.failure.type == ("InternalServerError" if agent is BlockingAgent else "ServiceUnavailableError")
     for part in (
         f"{agent.__name__}.run blocks the event loop",
-        "test_agent_isolation.py:",
+        f"{agent.__module__.rpartition('.')[2]}.py:",
         "isolation: thread",
     ):
         assert part in group.failure.message
@@ -317,40 +218,6 @@ def test_a_blocked_loop_is_named_and_serves_the_others_later(start: Start, caplo
     wait_until(lambda: engine.rollout_metrics()["blocked_s"] > 1)
 
 
-class Bystander:
-    """Blocks the loop while a thread calls the model with another episode's key."""
-
-    keys: list[tuple[str, str]] = []
-    opened = asyncio.Event()
-    answered = asyncio.Event()
-    answers: list[int] = []
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """The first episode lends its key; the second blocks."""
-        client = openai.AsyncOpenAI(**extra_kwargs)
-        await client.chat.completions.create(model="m", messages=MESSAGES)
-        if data["n"] == 0:
-            self.keys.append((extra_kwargs["base_url"], extra_kwargs["api_key"]))
-            self.opened.set()
-            await self.answered.wait()
-            return 1.0
-        await self.opened.wait()
-        url, key = self.keys[0]
-        loop = asyncio.get_running_loop()
-
-        def call() -> None:
-            request = urllib.request.Request(f"{url}/models", headers={"Authorization": f"Bearer {key}"})
-            with urllib.request.urlopen(request) as response:
-                self.answers.append(response.status)
-            loop.call_soon_threadsafe(self.answered.set)
-
-        thread = threading.Thread(target=call)
-        thread.start()
-        time.sleep(2.5)  # noqa: ASYNC251 -- what the test is about
-        assert not self.answers  # it waits, and is not refused
-        return 1.0
-
-
 def test_a_call_of_another_episode_waits_for_a_blocked_loop_and_is_answered(start: Start) -> None:
     groups = start().rollout_batch([{"n": 0}, {"n": 1}], Bystander)
     assert [end_of(group) for group in groups] == ["accepted"] * 2
@@ -363,7 +230,7 @@ import asyncio
 from areal_lite.agents.agent_access import AgentAccess
 from areal_lite.agents.agent_processes import AgentProcesses, pickled_agent
 from areal_lite.api.episode_context import EpisodeContext
-from tests.agents.test_agent_isolation import Hanging
+from tests.agents.isolated_agents import Hanging
 async def main():
     processes, agent, context = AgentProcesses(2), pickled_agent(Hanging()), EpisodeContext()
     access = AgentAccess(base_url="http://x/v1", anthropic_base_url="http://x", api_key="k", http_client=None)
@@ -380,19 +247,6 @@ asyncio.run(main())
 
 
 # -- programs ---------------------------------------------------------------------------------
-
-
-class ProgramAgent:
-    """Runs what the row says in another program."""
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """Return 1 if the program exits with 0."""
-        agent = workflow_context.get().agent
-        done = await agent.run_process(data["command"], **data.get("options", {}))
-        if data.get("call", True):
-            client = openai.AsyncOpenAI(**extra_kwargs)
-            await client.chat.completions.create(model="m", messages=MESSAGES)
-        return float(done.returncode == 0)
 
 
 CALL = (

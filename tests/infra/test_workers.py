@@ -27,8 +27,8 @@ from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuf
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.infra import workers, workflow_context
 from areal_lite.infra.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
+from tests.agents.isolated_agents import AsyncAgent, OneConversation, RecordingAgent
 from tests.agents.scripted_engine import tokenizer
-from tests.agents.test_agent_isolation import AsyncAgent, OneConversation, RecordingAgent
 from tests.infra.scripted import until
 from tests.infra.worker_episodes import Judged, OutOfReach, Scripted, number_of_tokens
 from tests.stub_server import StubThread, answer_tokens
