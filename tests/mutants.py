@@ -36,6 +36,11 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "build" / "mutants.json"
 KILLED = ROOT / "build" / "mutants_killed.json"
 TESTS = "agents api data e2e infra launch replay trainer verify workflows"
+ELSEWHERE = {
+    "areal_lite/infra/worker_process.py": "tests/infra/test_workers.py",
+    "areal_lite/infra/dump_writer.py": "tests/infra/test_trajectory_dumper.py",
+}
+"""Files that run in processes of their own, where calls are not recorded, and their tests."""
 NEAREST = 10
 """Tests that run before the others are collected."""
 TREE = Path()
@@ -243,6 +248,8 @@ def chosen_tests(mutant: Mutant, tests: dict[str, dict[str, Any]], seconds: floa
     functions.
     """
     exact = [name for name, test in tests.items() if f"{mutant.path}:{mutant.function}" in test["calls"]]
+    if home := ELSEWHERE.get(mutant.path):
+        exact += [name for name in tests if name.startswith(f"{home}::") and name not in exact]
     by_file = (n for n, test in tests.items() if any(call.startswith(f"{mutant.path}:") for call in test["calls"]))
     package = mutant.path.split("/")[1]
 
