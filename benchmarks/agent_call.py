@@ -8,10 +8,10 @@ counted. `bare` POSTs to the stub's /v1/chat/completions. `session` is an episod
 transport, session with exact tokens, and a keep-alive POST of the token ids to the stub's /generate.
 `listener` is the same through the loopback listener. `no engine` is `session` without the POST. Eight calls
 have the same messages, as the episodes of a group have. All run on uvloop and with the garbage collector's
-pace of a run. In `bare`
-and `listener` every concurrent agent has an HTTP client of its own, as separate programs have; one pool for
-all would cost more per call the more of its connections are idle. The arms take turns, the best round of
-each counts. A second table shows the cost of turn 1, 10, 100, ... of one session.
+pace of a run. In `bare` and `listener` every concurrent agent has an HTTP client of its own, as separate programs
+have; one pool for all would cost more per call the more of its connections are idle. Connections are open before a
+round is measured. The arms take turns, the best round of each counts. A second table shows the cost of turn 1, 10,
+100, ... of one session.
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ async def cpu_per_call(call: Callable[[], Awaitable[Any]], calls: int) -> float:
         for _ in range(calls // CONCURRENCY):
             await call()
 
+    await asyncio.gather(*(call() for _ in range(CONCURRENCY)))  # opens the connections
     gc.collect()
     start = time.process_time()
     await asyncio.gather(*(worker() for _ in range(CONCURRENCY)))
@@ -148,7 +149,10 @@ async def measure(args: argparse.Namespace, renderer: ChatRenderer, output_ids: 
     access = doors.access("")
     connector = aiohttp.TCPConnector(limit=CONCURRENCY)
     timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as http:
+    jar = aiohttp.DummyCookieJar()
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, auto_decompress=False, cookie_jar=jar
+    ) as http:
         engine = HttpEngine(http, f"http://127.0.0.1:{port}/generate", output_ids)
         no_engine = HttpEngine(None, "", output_ids)
 

@@ -29,7 +29,7 @@ class AgentNames:
         """
         system = list(takewhile(lambda message: message["role"] == "system", request.messages))
         given = request.agent or next((message["name"] for message in system if "name" in message), "")
-        if given := _shortened(given.split()):
+        if given and (given := _shortened(given.split())):
             return given
         key = tuple(message["content"] for message in system)
         if key not in self._names:

@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import secrets
 import time
-import uuid
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
 
@@ -129,7 +128,7 @@ class AgentService:
                 raise
             if path == _COUNT_TOKENS:
                 return _json({"input_tokens": await session.count_tokens(request)})
-            answer_id = f"{api.id_prefix}{uuid.uuid4().hex}"
+            answer_id = api.id_prefix + secrets.token_hex(16)
             if request.stream:
                 return await _stream(api, request, session, answer_id)
             return _json(api.reply(request, await session.answer(request, answer_id), session))

@@ -9,6 +9,7 @@ from areal_lite.agents.request_fields import RequestError, json_bytes, short
 
 _SERVER_FIELDS = {"regex": "regex", "ebnf": "ebnf", "guided_regex": "regex", "guided_grammar": "ebnf"}
 """Fields of SGLang and vLLM that hold a grammar as text, and the grammar's kind."""
+_FIELDS = {"response_format", "tool_choice", "structured_outputs", "guided_json", "guided_choice", *_SERVER_FIELDS}
 
 
 def answer_grammar(body: dict[str, Any], tools: list[dict[str, Any]] | None) -> dict[str, str]:
@@ -20,6 +21,8 @@ def answer_grammar(body: dict[str, Any], tools: list[dict[str, Any]] | None) -> 
     Raises:
         RequestError: If there are several, or one has another form.
     """
+    if body.keys().isdisjoint(_FIELDS):
+        return {}
     found = [
         grammar
         for grammar in (

@@ -187,29 +187,27 @@ def request_options(body: dict[str, Any]) -> dict[str, Any]:
     Raises:
         RequestError: For an unknown field or an unsupported value.
     """
-    sampling = _sampling(body)
-    limits = [whole(name, body.get(name), 1) for name in ("max_completion_tokens", "max_tokens")]
-    stream_options = typed("stream_options", body.get("stream_options"), dict, "send an object") or {}
-    return {
-        "model": typed("model", body.get("model"), str, "send any string") or "default",
-        "agent": _agent(body.get("metadata")),
-        "n": whole("n", body.get("n"), 1, MAX_CHOICES) or 1,
-        "max_tokens": limits[0] or limits[1],
-        "min_tokens": whole("min_tokens", body.get("min_tokens"), 0) or 0,
-        "stop": _stop(body.get("stop")),
-        "stop_token_ids": _ids("stop_token_ids", body.get("stop_token_ids")),
-        "ignore_eos": bool(typed("ignore_eos", body.get("ignore_eos"), bool, "send true or false")),
-        "seed": whole("seed", body.get("seed"), -(2**63)),
-        "stream": bool(typed("stream", body.get("stream"), bool, "send true or false")),
-        "stream_usage": stream_options.get("include_usage") is True,
-        "logit_bias": _logit_bias(body.get("logit_bias")),
-        "sampling": sampling,
-    }
+    options: dict[str, Any] = {"sampling": _sampling(body)}
+    for name, value in body.items():
+        if value is not None and (option := _OPTIONS.get(name)) is not None:
+            options[option[0]] = option[1](value)
+    if body.get("max_completion_tokens") is not None:
+        options["max_tokens"] = whole("max_completion_tokens", body["max_completion_tokens"], 1)
+    return options
 
 
 def _agent(metadata: Any) -> str:
     agent = metadata.get("agent") if isinstance(metadata, dict) else None
     return agent if isinstance(agent, str) else ""
+
+
+def _flag(name: str) -> Callable[[Any], bool | None]:
+    return lambda value: typed(name, value, bool, "send true or false")
+
+
+def _has_usage(stream_options: Any) -> bool:
+    options = typed("stream_options", stream_options, dict, "send an object") or {}
+    return options.get("include_usage") is True
 
 
 def _sampling(body: dict[str, Any]) -> dict[str, float]:
@@ -345,23 +343,19 @@ def _template_kwargs(raw: Any) -> dict[str, Any]:
 
 
 def _stop(raw: Any) -> list[str]:
-    stop = [raw] if isinstance(raw, str) else [] if raw is None else raw
+    stop = [raw] if isinstance(raw, str) else raw
     if not isinstance(stop, list) or len(stop) > 4 or not all(isinstance(s, str) and s for s in stop):
         raise RequestError(f"stop is {short(raw)}: send a string or up to 4 strings", param="stop")
     return stop
 
 
 def _ids(name: str, raw: Any) -> list[int]:
-    if raw is None:
-        return []
     if not isinstance(raw, list) or not all(is_token_id(token) for token in raw):
         raise RequestError(f"{name} is {short(raw)}: send a list of token ids", param=name)
     return raw
 
 
 def _logit_bias(raw: Any) -> dict[int, float]:
-    if raw is None:
-        return {}
     try:
         return {int(token): number("logit_bias", value, -100, 100) for token, value in raw.items()}
     except (AttributeError, ValueError):
@@ -369,6 +363,23 @@ def _logit_bias(raw: Any) -> dict[int, float]:
             f"logit_bias is {short(raw)}: send an object of token ids and numbers from -100 to 100",
             param="logit_bias",
         ) from None
+
+
+_OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "model": ("model", lambda value: typed("model", value, str, "send any string") or "default"),
+    "metadata": ("agent", _agent),
+    "n": ("n", lambda value: whole("n", value, 1, MAX_CHOICES)),
+    "max_tokens": ("max_tokens", lambda value: whole("max_tokens", value, 1)),
+    "min_tokens": ("min_tokens", lambda value: whole("min_tokens", value, 0)),
+    "stop": ("stop", _stop),
+    "stop_token_ids": ("stop_token_ids", lambda value: _ids("stop_token_ids", value)),
+    "ignore_eos": ("ignore_eos", _flag("ignore_eos")),
+    "seed": ("seed", lambda value: whole("seed", value, -(2**63))),
+    "stream": ("stream", _flag("stream")),
+    "stream_options": ("stream_usage", _has_usage),
+    "logit_bias": ("logit_bias", _logit_bias),
+}
+"""By field of a body: the field of :class:`ChatRequest`, and what checks its value."""
 
 
 def _canonical(value: Any) -> bytes:

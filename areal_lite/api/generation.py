@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import field
@@ -87,7 +86,7 @@ class GenerationHyperparameters:
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
         """Return a copy with ``changes``, validated like the constructor's arguments."""
-        return dataclasses.replace(self, **changes)
+        return type(self)(**{**vars(self), **changes})  # dataclasses.replace() takes twice the time
 
     def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
         """Return a copy whose ``stop_token_ids`` include the tokenizer's end and pad ids."""

@@ -98,7 +98,12 @@ class ServerRequests:
         )
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_timeout_s)
         self._session = aiohttp.ClientSession(
-            connector=connector, timeout=timeout, trust_env=False, read_bufsize=2**18, auto_decompress=False
+            connector=connector,
+            timeout=timeout,
+            trust_env=False,
+            read_bufsize=2**18,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
 
     async def close(self) -> None:
