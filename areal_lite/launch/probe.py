@@ -99,6 +99,9 @@ class _Probe(TrainingRun[Any]):
         """Return the tokens sampled so far."""
         return 0.0
 
+    def flush_files(self) -> None:
+        """Wait for the files of the step."""
+
     def run(self) -> Summary[Any]:
         """Run, and measure what is there at the end."""
         summary = super().run()
@@ -110,6 +113,7 @@ class _Probe(TrainingRun[Any]):
         super().record_step(metrics, began=began)
         measured, folder = self.measured, self.files.run_dir
         measured.step_s.append(time.monotonic() - began)
+        self.flush_files()
         before = measured.totals[-1]["trained"] if measured.totals else 0.0
         measured.totals.append(
             {
@@ -155,6 +159,11 @@ class _RLProbe(_Probe, RLRun):
         """Return the tokens that the servers answered with."""
         metrics = self.driver.engine.server_metrics() if self.driver is not None else {}
         return sum(value for name, value in metrics.items() if name.endswith("/tokens"))
+
+    def flush_files(self) -> None:
+        """Wait for the dumps of the groups that have ended."""
+        if self.driver is not None:
+            self.driver.engine.flush_dumps()
 
     def generate(self) -> Batch:
         """Return the next batch; count tokens before the weights are published, when the batch after it starts."""
