@@ -1,6 +1,8 @@
 """`areal-lite train` from Python: load a YAML, override values, train, look at the result.
 
 OMP_WAIT_POLICY=PASSIVE python examples/03_train_from_yaml.py [MODEL_FOLDER] [key=value ...]
+
+PASSIVE lets idle threads of the trainer and the server sleep, not spin; `areal-lite` sets it by itself.
 """
 
 from __future__ import annotations
