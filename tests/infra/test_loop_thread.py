@@ -15,6 +15,7 @@ from areal_lite.infra.loop_thread import LoopThread
 def test_an_interrupt_that_does_not_wake_the_waiting_thread_is_not_lost() -> None:
     """A signal that another thread takes is like one that comes just before the main thread begins to wait."""
     loop, cancelled = LoopThread("test"), threading.Event()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 
     async def waits() -> None:
         threading.Thread(target=lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT)).start()
@@ -22,8 +23,11 @@ def test_an_interrupt_that_does_not_wake_the_waiting_thread_is_not_lost() -> Non
             await asyncio.sleep(60)
         cancelled.set()
 
-    with pytest.raises(KeyboardInterrupt):
-        loop.call(waits())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loop.call(waits())
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert cancelled.wait(10)
     loop.stop()
 

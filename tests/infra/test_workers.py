@@ -386,7 +386,8 @@ def test_an_odd_number_of_workers_is_a_config_error(number: int) -> None:
 
 
 PROGRAM = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from tests.infra.worker_episodes import Scripted
