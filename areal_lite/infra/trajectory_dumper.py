@@ -52,6 +52,7 @@ PIPE_BYTES = 2**20
 REPORT_S = 10.0
 """Seconds between the log lines of a :meth:`TrajectoryDumper.close` that waits."""
 FLUSH_S = 10.0
+"""Most seconds of a :meth:`TrajectoryDumper.flush`."""
 STALLED_S = 60.0
 """Seconds without a written group after which :meth:`TrajectoryDumper.close` gives up."""
 _MAX_DIGITS = 15
