@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import wait
 from typing import Any, Generic, TypeVar
 
 import uvloop
 
 T = TypeVar("T")
+WAKE_S = 1.0
+"""A waiting thread wakes this often: a signal that came just before it began to wait is handled then."""
 
 
 class LoopThread:
@@ -58,6 +61,8 @@ class LoopThread:
         pending = _PendingCall(self._failing(coroutine), unclaimed)
         future = asyncio.run_coroutine_threadsafe(pending.run(), self._loop)
         try:
+            while not wait([future], WAKE_S).done:
+                pass
             return future.result()
         except BaseException:
             future.cancel()
