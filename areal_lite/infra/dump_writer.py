@@ -57,9 +57,9 @@ def main(descriptor: int) -> None:
 
         path, extra = receive()
         tokenizer, extra = _tokenizer(path), orjson.loads(extra)
-        while (batch := receive()) is not None:
-            if not _write_batch(batch, tokenizer, extra):
-                return
+        while (batch := receive()) is not None and _write_batch(batch, tokenizer, extra):
+            pass
+        os._exit(0)  # every file and report is written; an orderly exit would only keep the run waiting
 
 
 def _tokenizer(path: str | None) -> Any:

@@ -41,9 +41,9 @@ _PROGRAM = (
 )
 MAX_QUEUED = 2**26
 """Bytes of queued groups at which no further group may start; those that run still join the queue."""
-GATHER_S = 0.02
+GATHER_S = 0.1
 """Seconds in which ended groups gather, unless many wait already: each batch interrupts the event loop."""
-MANY = 128
+MANY = 1024
 """Groups that are many."""
 BATCH_BYTES = 2**20
 """Packed groups of one batch, beyond one group."""

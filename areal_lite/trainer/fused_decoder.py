@@ -7,20 +7,21 @@ product, and the last layer computes the chosen tokens only.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 FAMILIES = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
 """Decoders whose layers have this form."""
 _PRODUCTS = 256
-"""Longest bin whose attention has its gradient by plain products; torch's kernel is faster above."""
+"""Longest bin whose attention is plain products; torch's kernel is faster above."""
 _SCORES = 1 << 18
 """Attention scores that are computed at once, unless those of one bin are more."""
-_LEAST = -80.0
-"""Smallest logarithm of an attention weight; exponentials that underflow take ten times as long."""
 
 
 class FusedDecoder:
@@ -48,22 +49,25 @@ class FusedDecoder:
             and all(type(linear) is nn.Linear for layer in decoder.layers for linear in _linears(layer))
         )
 
-    def states(self, input_ids: Tensor, position_ids: Tensor, seen: Tensor | None, at: Tensor) -> Tensor:
+    def states(
+        self, input_ids: Tensor, position_ids: Tensor, lengths: Sequence[int], seen: Tensor | None, at: Tensor
+    ) -> Tensor:
         """Return the states ``[N, hidden]`` at the chosen tokens, float32.
 
         Args:
             input_ids: ``[B, L]``.
             position_ids: ``[B, L]``.
+            lengths: Tokens of each bin; the padding after them costs nothing.
             seen: ``[B, 1, L, L]`` bool, True where a query sees a key; None if causal.
             at: ``[N]`` flat positions.
         """
-        hidden = self._decoder.embed_tokens(input_ids)
-        cos, sin = self._decoder.rotary_emb(hidden, position_ids)
-        angles = _Angles(cos, sin, seen)
-        hidden = hidden.flatten(0, 1)
+        used = (torch.arange(input_ids.shape[1]) < torch.tensor(lengths)[:, None]).flatten().nonzero()[:, 0]
+        at = torch.searchsorted(used, at)
+        hidden = self._decoder.embed_tokens(input_ids.flatten()[used])
+        cos, sin = self._decoder.rotary_emb(hidden, position_ids.flatten()[used][None])
+        tokens = _Tokens(cos[0], sin[0], lengths, seen, self._layers[0].queries)
         for layer in self._layers:
-            states = layer.qkv(hidden, layer.input_norm)
-            read = layer.attend(states, angles)
+            read = layer.attend(layer.qkv(hidden, layer.input_norm), tokens)
             if layer is self._layers[-1]:
                 hidden, read = hidden[at], read[at]
             hidden = layer.output.add_to(hidden, read)
@@ -86,15 +90,16 @@ class _Layer:
         self.qkv, self.output = _Product(dtype, query, key, value), _Product(dtype, output)
         self.gate_up, self.down = _Product(dtype, gate, up), _Product(dtype, down)
 
-    def attend(self, states: Tensor, angles: _Angles) -> Tensor:
-        attention = self.attention
-        queries, keys, _ = (size // attention.head_dim for size in self.qkv.sizes)
+        self.queries, self.keys, _ = (size // self.attention.head_dim for size in self.qkv.sizes)
+
+    def attend(self, states: Tensor, tokens: _Tokens) -> Tensor:
+        attention, queries, keys = self.attention, self.queries, self.keys
         if hasattr(attention, "q_norm"):
             query, key, value = torch.split(states.view(len(states), -1, attention.head_dim), [queries, keys, keys], 1)
             with torch.autocast("cpu", enabled=False):
                 query, key = attention.q_norm(query), attention.k_norm(key)
             states = torch.cat([query, key, value], 1).flatten(1)
-        read: Tensor = _Attention.apply(states, angles, queries, keys, attention.scaling)  # type: ignore[no-untyped-call]
+        read: Tensor = _Attention.apply(states, tokens, queries, keys, attention.scaling)  # type: ignore[no-untyped-call]
         return read
 
 
@@ -189,102 +194,177 @@ class _GatedSilu(torch.autograd.Function):
         return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), grad * active], -1)
 
 
-class _Angles:
-    """Rotary angles of each token, and the tokens that see one another."""
+class _Tokens:
+    """The tokens of all bins, one bin after another: their rotary angles, and which of them see one another."""
 
-    def __init__(self, cos: Tensor, sin: Tensor, seen: Tensor | None) -> None:
-        self.bins, self.length = cos.shape[:2]
-        self.cos, self.sin = (part.float()[:, :, None] for part in (cos, sin))
-        if seen is None:
-            seen = torch.ones(self.length, self.length, dtype=torch.bool).tril().expand(self.bins, 1, -1, -1)
-        self.mask = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
-        """``[B, 1, L, L]``, added to the scores."""
+    def __init__(self, cos: Tensor, sin: Tensor, lengths: Sequence[int], seen: Tensor | None, queries: int) -> None:
+        self._cos, self._sin = ([*part.float()[:, None].chunk(2, -1)] for part in (cos, sin))
+        self.pieces: list[_Piece] = []
+        """Bins whose attention scores fit into a core's cache."""
+        starts = np.cumsum([0, *lengths])
+        first = 0
+        for end in range(1, len(lengths) + 1):
+            if end == len(lengths) or queries * (end + 1 - first) * max(lengths[first : end + 1]) ** 2 > _SCORES:
+                self.pieces.append(_Piece.of(starts[first : end + 1], None if seen is None else seen[first:end]))
+                first = end
 
-    def turned(self, heads: Tensor, here: slice) -> Tensor:
-        """Return heads ``[b, L, heads, width]`` turned by the angles of the bins ``here``, float32."""
+    def turned(self, heads: Tensor, *, back: bool = False) -> Tensor:
+        """Return heads ``[T, heads, width]`` turned by the tokens' angles, float32; ``back`` turns a gradient."""
         first, second = heads.float().chunk(2, -1)
-        cos, sin = self.cos[here].chunk(2, -1), self.sin[here].chunk(2, -1)
-        return torch.cat(
-            [(first * cos[0]).addcmul_(second, sin[0], value=-1), (second * cos[1]).addcmul_(first, sin[1])], -1
+        cos, sin, sign = self._cos, self._sin[::-1] if back else self._sin, 1 if back else -1
+        first, second = (
+            (first * cos[0]).addcmul_(second, sin[0], value=sign),
+            (second * cos[1]).addcmul_(first, sin[1], value=-sign),
         )
+        return torch.cat([first, second], -1)
 
-    def turned_back(self, grad: Tensor, here: slice) -> Tensor:
-        """Return the gradient before :meth:`turned`."""
-        first, second = grad.chunk(2, -1)
-        cos, sin = self.cos[here].chunk(2, -1), self.sin[here].chunk(2, -1)
-        return torch.cat(
-            [(first * cos[0]).addcmul_(second, sin[1]), (second * cos[1]).addcmul_(first, sin[0], value=-1)], -1
-        )
+
+class _Piece(NamedTuple):
+    """``b`` bins padded to the longest, of ``l`` tokens."""
+
+    places: Tensor | slice
+    """``[b * l]``, the token at each place; where padding is, any token."""
+    used: Tensor | slice
+    """The places that are not padding."""
+    mask: Tensor
+    """``[b, 1, l, l]``, added to the scores."""
+
+    @classmethod
+    def of(cls, starts: NDArray[np.int64], seen: Tensor | None) -> _Piece:
+        lengths = np.diff(starts)
+        bins, longest = len(lengths), int(lengths.max())
+        if seen is None:
+            seen = torch.ones(longest, longest, dtype=torch.bool).tril().expand(bins, 1, -1, -1)
+        seen = seen[..., :longest, :longest]
+        mask = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+        if lengths.min() == longest:
+            return cls(slice(*starts[[0, -1]].tolist()), slice(None), mask)
+        places = (starts[:-1, None] + np.arange(longest)).clip(max=starts[-1] - 1)
+        used = np.flatnonzero(np.arange(longest) < lengths[:, None])
+        return cls(torch.from_numpy(places.ravel()), torch.from_numpy(used), mask)
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Return ``[b, heads, l, width]`` of ``[T, heads, width]``."""
+        return self._heads(rows[self.places])
+
+    def take_gradient(self, rows: Tensor) -> Tensor:
+        """Do as :meth:`take`, with 0 where padding is."""
+        if isinstance(self.used, slice):
+            return self.take(rows)
+        padded = rows.new_zeros(len(self.mask) * self.mask.shape[-1], *rows.shape[1:])
+        padded[self.used] = rows[self._tokens]
+        return self._heads(padded)
+
+    def put(self, rows: Tensor, heads: Tensor) -> None:
+        """Write ``[b, heads, l, width]`` back to ``[T, heads, width]``."""
+        rows[self._tokens] = heads.transpose(1, 2).flatten(0, 1)[self.used].to(rows.dtype)
+
+    def _heads(self, padded: Tensor) -> Tensor:
+        return padded.view(len(self.mask), -1, *padded.shape[1:]).transpose(1, 2)
+
+    @property
+    def _tokens(self) -> Tensor | slice:
+        return self.places if isinstance(self.places, slice) else self.places[self.used]
 
 
 class _Attention(torch.autograd.Function):
-    """Rotary attention of joined queries, keys and values ``[B * L, (queries + 2 * keys) * width]``."""
+    """Rotary attention of joined queries, keys and values ``[T, (queries + 2 * keys) * width]``."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, angles: _Angles, queries: int, keys: int, scale: float) -> Tensor:
-        heads = states.view(angles.bins, angles.length, queries + 2 * keys, -1)
-        turned = heads.clone()
-        for here in _pieces(angles, queries):
-            turned[here, :, :-keys] = angles.turned(heads[here, :, :-keys], here)
-        read, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *_repeated(turned, queries, keys), attn_mask=angles.mask, scale=scale
-        )
-        ctx.save_for_backward(turned, read, normalizer)
-        ctx.angles, ctx.queries, ctx.keys, ctx.scale = angles, queries, keys, scale
-        joined: Tensor = read.transpose(1, 2).reshape(len(states), -1)
-        return joined
+    def forward(ctx: Any, states: Tensor, tokens: _Tokens, queries: int, keys: int, scale: float) -> Tensor:
+        turned = states.view(len(states), queries + 2 * keys, -1).clone()
+        turned[:, :-keys] = tokens.turned(turned[:, :-keys])
+        read = turned.new_empty(len(turned), queries, turned.shape[2])
+        saved = []
+        with torch.autocast("cpu", enabled=False):
+            for piece in tokens.pieces:
+                part, kept = _way(piece).read(piece.take(turned), piece.mask, keys, scale)
+                piece.put(read, part)
+                saved.append(kept)
+        ctx.save_for_backward(turned, read, *saved)
+        ctx.tokens, ctx.keys, ctx.scale = tokens, keys, scale
+        return read.flatten(1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        turned, read, normalizer = ctx.saved_tensors
-        angles: _Angles = ctx.angles
-        grad = grad.view(*turned.shape[:2], ctx.queries, -1).transpose(1, 2)
+        turned, read, *saved = ctx.saved_tensors
+        tokens: _Tokens = ctx.tokens
+        grad = grad.view_as(read)
         out = torch.empty_like(turned)
-        differentiate = _by_products if angles.length <= _PRODUCTS else _by_kernel
-        for here in _pieces(angles, ctx.queries):
-            saved = grad[here], turned[here], read[here], normalizer[here], angles.mask[here]
-            part = differentiate(*saved, ctx.keys, ctx.scale).transpose(1, 2)
-            out[here, :, : -ctx.keys] = angles.turned_back(part[:, :, : -ctx.keys].float(), here)
-            out[here, :, -ctx.keys :] = part[:, :, -ctx.keys :]
-        return out.flatten(0, 1).flatten(1), None, None, None, None
+        for piece, kept in zip(tokens.pieces, saved, strict=True):
+            parts = piece.take_gradient(grad), piece.take(turned), piece.take(read)
+            piece.put(out, _way(piece).gradient(*parts, kept, piece.mask, ctx.keys, ctx.scale))
+        out[:, : -ctx.keys] = tokens.turned(out[:, : -ctx.keys], back=True)
+        return out.flatten(1), None, None, None, None
 
 
-def _repeated(turned: Tensor, queries: int, keys: int) -> list[Tensor]:
-    """Return three times ``[b, queries, L, width]`` from joined heads ``[b, L, queries + 2 * keys, width]``."""
-    parts = torch.split(turned.transpose(1, 2), [queries, keys, keys], 1)
-    return [part.repeat_interleave(queries // part.shape[1], 1) for part in parts]
+def _way(piece: _Piece) -> type[_Products] | type[_Kernel]:
+    return _Products if piece.mask.shape[-1] <= _PRODUCTS else _Kernel
 
 
-def _by_kernel(
-    grad: Tensor, turned: Tensor, read: Tensor, normalizer: Tensor, mask: Tensor, keys: int, scale: float
-) -> Tensor:
-    """Return the gradient of joined heads ``[b, queries + 2 * keys, L, width]``; gradients and ``read`` come so."""
-    queries = read.shape[1]
-    parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, *_repeated(turned, queries, keys), read, normalizer, 0.0, False, attn_mask=mask, scale=scale
-    )
-    sums = [part.unflatten(1, (keys, -1)).sum(2) for part in parts[1:]]  # of the queries that share a key
-    return torch.cat([parts[0], *sums], 1)
+class _Kernel:
+    """Attention of long bins, by torch's kernel."""
+
+    @staticmethod
+    def read(heads: Tensor, mask: Tensor, keys: int, scale: float) -> tuple[Tensor, Tensor]:
+        """Return what is read ``[b, queries, l, width]`` and the normalizer, from ``[b, queries + 2 * keys, ...]``."""
+        read, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *_Kernel._repeated(heads, keys), attn_mask=mask, scale=scale
+        )
+        return read, normalizer
+
+    @staticmethod
+    def gradient(
+        grad: Tensor, heads: Tensor, read: Tensor, normalizer: Tensor, mask: Tensor, keys: int, scale: float
+    ) -> Tensor:
+        """Return the gradient of ``heads``."""
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, *_Kernel._repeated(heads, keys), read, normalizer, 0.0, False, attn_mask=mask, scale=scale
+        )
+        sums = [part.unflatten(1, (keys, -1)).sum(2) for part in parts[1:]]  # of the queries that share a key
+        return torch.cat([parts[0], *sums], 1)
+
+    @staticmethod
+    def _repeated(heads: Tensor, keys: int) -> list[Tensor]:
+        """Return three times ``[b, queries, l, width]``."""
+        queries = heads.shape[1] - 2 * keys
+        return [
+            part.repeat_interleave(queries // part.shape[1], 1) for part in torch.split(heads, [queries, keys, keys], 1)
+        ]
 
 
-def _by_products(
-    grad: Tensor, turned: Tensor, read: Tensor, normalizer: Tensor, mask: Tensor, keys: int, scale: float
-) -> Tensor:
-    """Do the work of :func:`_by_kernel` in whole matrices: three times as fast for short bins."""
-    bins, queries, length, width = read.shape
-    by_key = (bins * keys, -1, width)  # the heads that share a key are rows of one product
-    query, key, value = (part.reshape(by_key) for part in torch.split(turned.transpose(1, 2), [queries, keys, keys], 1))
-    below = grad.reshape(by_key)
-    scores = torch.bmm(query.float(), key.float().transpose(1, 2)).view(bins, queries, length, length)
-    weights = scores.mul_(scale).sub_(normalizer[..., None]).add_(mask).clamp_(min=_LEAST).exp_()
-    change = torch.bmm(below.float(), value.float().transpose(1, 2)).view_as(weights)
-    change.sub_((grad.float() * read).sum(-1, keepdim=True)).mul_(weights).mul_(scale)
-    weights, change = (part.to(turned.dtype).view(bins * keys, -1, length) for part in (weights, change))
-    parts = torch.bmm(change, key), torch.bmm(change.transpose(1, 2), query), torch.bmm(weights.transpose(1, 2), below)
-    return torch.cat([part.reshape(bins, -1, length, width) for part in parts], 1)
+class _Products:
+    """Attention of short bins in whole matrices, three times as fast; weights are kept, so memory is quadratic."""
 
+    @staticmethod
+    def read(heads: Tensor, mask: Tensor, keys: int, scale: float) -> tuple[Tensor, Tensor]:
+        """Return what is read ``[b, queries, l, width]`` and the weights, from ``[b, queries + 2 * keys, ...]``."""
+        query, key, value = _Products._by_key(heads, keys)
+        scores = torch.bmm(query.float() * scale, key.float().transpose(1, 2))
+        weights = scores.view(len(mask), -1, *mask.shape[2:]).add_(mask).softmax(-1).to(heads.dtype)
+        read = torch.bmm(weights.view(len(query), -1, weights.shape[-1]), value)
+        return read.view(len(mask), -1, *heads.shape[2:]), weights
 
-def _pieces(angles: _Angles, heads: int) -> list[slice]:
-    """Return slices of bins whose attention scores fit into a core's cache."""
-    step = max(1, _SCORES // (heads * angles.length**2))
-    return [slice(start, start + step) for start in range(0, angles.bins, step)]
+    @staticmethod
+    def gradient(
+        grad: Tensor, heads: Tensor, read: Tensor, weights: Tensor, mask: Tensor, keys: int, scale: float
+    ) -> Tensor:
+        """Return the gradient of ``heads``."""
+        query, key, value = _Products._by_key(heads, keys)
+        below, weights = grad.reshape(query.shape), weights.view(*query.shape[:2], -1)
+        scaled = below.float() * scale
+        change = torch.bmm(scaled, value.float().transpose(1, 2))
+        change.sub_((scaled * read.reshape(query.shape)).sum(-1, keepdim=True)).mul_(weights)
+        change = change.to(heads.dtype)
+        parts = (
+            torch.bmm(change, key),
+            torch.bmm(change.transpose(1, 2), query),
+            torch.bmm(weights.transpose(1, 2), below),
+        )
+        return torch.cat([part.view(len(mask), -1, *heads.shape[2:]) for part in parts], 1)
+
+    @staticmethod
+    def _by_key(heads: Tensor, keys: int) -> list[Tensor]:
+        """Return queries, keys and values; the heads that share a key are rows of one matrix."""
+        parts = torch.split(heads, [heads.shape[1] - 2 * keys, keys, keys], 1)
+        return [part.reshape(len(heads) * keys, -1, heads.shape[-1]) for part in parts]

@@ -18,8 +18,8 @@ from areal_lite.trainer.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.truncation import Truncation, truncate_
 
 LOGIT_BYTES = 64 << 20
-"""Size of the float32 logits that exist at once, with up to two copies: 341 positions for a vocabulary of 49,152,
-110 for 151,936."""
+"""Size of the logits that exist at once, with up to two copies: on a GPU, where the copies are float32, 341 positions
+for a vocabulary of 49,152 and 110 for 151,936; on a CPU twice as many in bfloat16."""
 _BLOCK_BYTES = 3 << 19
 """Size of the float32 logits that a CPU works on at once: a core's cache holds them, so that each is read once."""
 _PIECE = 4096
@@ -164,7 +164,8 @@ class _Head(NamedTuple):
     @property
     def chunk(self) -> int:
         """Positions whose logits exist at once."""
-        return max(1, LOGIT_BYTES // (4 * len(self.weight)))
+        itemsize = self.weight.itemsize if self.weight.device.type == "cpu" else 4
+        return max(1, LOGIT_BYTES // (itemsize * len(self.weight)))
 
     def logits(self, states: Tensor) -> Tensor:
         missing = max(0, MIN_ROWS - len(states))

@@ -45,8 +45,8 @@ class PackedSequences:
     """``[N]`` flat position of the token before each trained one."""
     targets: Tensor
     """``[N]`` the trained tokens, bin by bin, sequence by sequence."""
-    num_tokens: int
-    """Tokens without padding; a shared prefix counts once."""
+    lengths: list[int]
+    """Tokens of each block, without padding; a shared prefix counts once."""
     num_pairs: int
     """Pairs of a token and one that it sees."""
 
@@ -103,7 +103,7 @@ def pack(
         segments=_segments(own, device) if ragged else None,
         predicted_at=torch.from_numpy(np.concatenate(predicted_at)).to(device),
         targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device),
-        num_tokens=sum(lengths),
+        lengths=lengths,
         num_pairs=int(positions.sum()) + sum(lengths),
     )
 
@@ -198,8 +198,8 @@ class PackedModel(nn.Module):
     def states(self, packed: PackedSequences) -> Tensor:
         """Return the decoder's states ``[N, hidden]`` before each trained token."""
         if self._fused and torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16:
-            mask = packed.attention_mask
-            return self._fused[0].states(packed.input_ids, packed.position_ids, mask, packed.predicted_at)
+            layout = packed.lengths, packed.attention_mask
+            return self._fused[0].states(packed.input_ids, packed.position_ids, *layout, packed.predicted_at)
         states: Tensor = self._decoder[0](**self.inputs(packed))[0]
         return states.flatten(0, 1)[packed.predicted_at]
 
@@ -210,7 +210,7 @@ class PackedModel(nn.Module):
         """
         heads, layers = (getattr(self._config, f"num_{name}", 0) for name in ("attention_heads", "hidden_layers"))
         width = heads * (getattr(self._config, "head_dim", None) or self._config.hidden_size // max(1, heads))
-        products = self._num_weights * packed.num_tokens + self.num_head_weights * len(packed.targets)
+        products = self._num_weights * sum(packed.lengths) + self.num_head_weights * len(packed.targets)
         return float(2 * products + 4 * layers * width * packed.num_pairs)
 
     def _packing_is_exact(self) -> bool:

@@ -85,7 +85,8 @@ def test_any_number_of_ranks_gives_the_results_of_one_process(
     for name, tensor in expected.items():
         # bfloat16 has three digits, and rounds differently in a micro-batch of another shape.
         tolerance = 0.1 if case == "bfloat16" else 1e-4
-        near = tolerance * max(1e-3, tensor.abs().nan_to_num().max().item())
+        least = 0.1 if name.endswith("_pearson") else 1e-3  # a correlation near 0 is noise on the scale of 1
+        near = tolerance * max(least, tensor.abs().nan_to_num().max().item())
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=near, equal_nan=True, msg=name)
     assert any(tensor.any() for name, tensor in expected.items() if name.startswith("gradient/"))
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import ctypes
+import subprocess
+import sys
 from typing import Any, Literal
 
 import pytest
@@ -52,3 +55,26 @@ def test_norms_and_biases_do_not_decay() -> None:
     decaying, free = make_optimizer(model, config(weight_decay=0.1)).param_groups
     assert (len(decaying["params"]), decaying["weight_decay"]) == (1, 0.1)
     assert (len(free["params"]), free["weight_decay"]) == (3, 0.0)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library")
+def test_a_process_that_trains_on_a_cpu_keeps_the_memory_it_frees() -> None:
+    program = """
+import resource, torch
+from areal_lite.api.trainer_config import LearnerConfig
+from areal_lite.trainer.learner import Learner
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        torch.ones(50_000_000, dtype=torch.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+before = faults()
+config = LearnerConfig(learning_rate=0.5)
+Learner(torch.nn.Linear(2, 2), config, config, total_steps=1)
+faults()
+print(before, faults())
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    before, after = map(int, run.stdout.split())
+    assert before > 40_000
+    assert after < 1_000

@@ -514,7 +514,7 @@ def test_operations_of_a_pass_are_those_of_its_products(tiny: Path) -> None:
     model = make_trainer(tiny)._policy
     packed, _ = packed_together([sequence([5, 6, 7, 8], [2, 3]), sequence([5, 6, 9], [2])])
     weights = sum(p.numel() for name, p in model.model.named_parameters() if "embed" not in name)
-    assert (packed.num_tokens, packed.num_pairs) == (3 + 0, 1 + 2 + 3)
+    assert (sum(packed.lengths), packed.num_pairs) == (3 + 0, 1 + 2 + 3)
     head = model.model.get_input_embeddings().weight.numel()
     config = model.model.config
     attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * 6
