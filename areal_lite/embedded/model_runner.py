@@ -73,7 +73,7 @@ class ModelRunner:
         plan.set(slots, past, width)
         padded = [ids + [0] * (width - len(ids)) for ids in tokens]
         input_ids = torch.tensor(padded, device=self.device)
-        self._last = None if all_positions or width == 1 else torch.tensor(lengths, device=self.device) - 1
+        last = None if all_positions else torch.tensor(lengths, device=self.device) - 1
         mask = None
         if not plan.fresh:
             columns = torch.arange(plan.kv_length, device=self.device)
@@ -81,8 +81,9 @@ class ModelRunner:
             mask = torch.zeros(visible.shape, dtype=self.model.dtype, device=self.device)
             mask = mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)[:, None]
         positions = plan.columns.clamp(max=self.context_length - 1)
-        if width == 1 and mask is not None and self._lean is not None and not self._adapted:
-            return self._lean.forward(input_ids, positions, mask)
+        if self._lean is not None and not self._adapted and not self._min_width:
+            return self._lean.forward(input_ids, positions, mask, last)
+        self._last = last if width > 1 else None
         output = self.model(
             input_ids=input_ids,
             attention_mask=mask,
@@ -142,6 +143,8 @@ class ModelRunner:
     @torch.inference_mode()
     def load_tensors(self, tensors: Iterable[tuple[str, Tensor]], names: Collection[str]) -> None:
         """Copy ``tensors``, which have these ``names``, into the weights in place; check them first."""
+        if self._lean is not None:
+            self._lean.weights_changed()
         state = self.model.state_dict()
         _, tied = self.weight_shapes()
         for name, tensor in tensors:

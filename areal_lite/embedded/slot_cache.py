@@ -27,6 +27,7 @@ class ForwardPlan:
         self.kv_length = 0
         self.fresh = True
         self.leading = False
+        self._rows: dict[int, Tensor] = {}
 
     def set(self, used: list[int], past: list[int], query_length: int) -> None:
         """Plan a pass of ``query_length`` tokens per slot, right-padded.
@@ -41,7 +42,15 @@ class ForwardPlan:
         self.columns = columns.clamp(max=self.capacity)
         self.fresh = not any(past)
         self.leading = used == list(range(len(used)))
+        self._rows.clear()
         self.kv_length = min(max(past) + query_length, self.capacity + 1)
+
+    def rows(self, heads: int) -> Tensor:
+        """Return ``[n * heads * query]``, what the pass writes: numbers in a list of all columns of heads of slots."""
+        if heads not in self._rows:
+            first = (self.used[:, None] * heads + torch.arange(heads, device=self.device)) * (self.capacity + 1)
+            self._rows[heads] = (first[:, :, None] + self.columns[:, None]).flatten()
+        return self._rows[heads]
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -67,8 +76,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
         plan = self.plan
-        self.keys[plan.used[:, None], :, plan.columns] = key_states.transpose(1, 2)
-        self.values[plan.used[:, None], :, plan.columns] = value_states.transpose(1, 2)
+        for stored, new in ((self.keys, key_states), (self.values, value_states)):
+            stored.flatten(0, 2).index_copy_(0, plan.rows(new.shape[1]), new.flatten(0, 2))
         if plan.fresh:
             return key_states, value_states
         where = slice(len(plan.used)) if plan.leading else plan.used

@@ -1,4 +1,4 @@
-"""A lean decode step gives the logits of the model's own forward, in bfloat16 bit for bit."""
+"""A lean pass gives the logits of the model's own forward, in bfloat16 bit for bit."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ def tiny(family: str, dtype: torch.dtype) -> Any:
     return model
 
 
-def decoded(runner: ModelRunner, slots: list[int], *, steps: int = 6) -> torch.Tensor:
-    """Return ``[steps, n, vocab]`` logits of tokens that follow prompts of the lengths ``PAST``."""
-    runner.forward(slots, [TOKENS[i][: PAST[i]] for i in range(3)], [0] * 3, all_positions=False)
-    logits = []
-    for step in range(steps):
-        past = [length + step for length in PAST]
-        logits.append(runner.forward(slots, [[TOKENS[i][past[i]]] for i in range(3)], past, all_positions=False))
+def run(runner: ModelRunner, slots: list[int], *, steps: int = 6) -> torch.Tensor:
+    """Return ``[2 + steps, n, vocab]`` logits after prompts, after extensions by 3, 1 and 2 tokens, and decoded."""
+    past, logits = [0] * 3, []
+    for lengths in (PAST, [3, 1, 2], *[[1] * 3] * steps):
+        ends = [start + length for start, length in zip(past, lengths, strict=True)]
+        tokens = [TOKENS[i][past[i] : ends[i]] for i in range(3)]
+        logits.append(runner.forward(slots, tokens, past, all_positions=False))
+        past = ends
     return torch.stack(logits)
 
 
@@ -51,11 +52,11 @@ def test_logits_are_those_of_the_model(family: str, dtype: torch.dtype, slots: l
     model = tiny(family, dtype)
     own = ModelRunner(model, slots=5, context_length=32)
     own._lean = None
-    expected = decoded(own, slots)
+    expected = run(own, slots)
     passes: list[int] = []
     model.model.register_forward_pre_hook(lambda _model, _inputs: passes.append(1))
-    actual = decoded(ModelRunner(model, slots=5, context_length=32), slots)
-    assert len(passes) == 1, "only the prompts pass through the model's own forward"
+    actual = run(ModelRunner(model, slots=5, context_length=32), slots)
+    assert not passes, "a pass went through the model's own forward"
     torch.testing.assert_close(actual, expected, atol=1e-5 if dtype == torch.float32 else 0.0, rtol=0.0)
 
 
@@ -63,17 +64,31 @@ def test_every_family_is_tested() -> None:
     assert {type(tiny(family, torch.float32)).__name__ for family in MODELS} == FAMILIES
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", MODELS)
-def test_new_weights_act(family: str) -> None:
-    model, other = tiny(family, torch.float32), tiny(family, torch.float32)
+def test_logits_of_every_token(family: str, dtype: torch.dtype) -> None:
+    runner, tokens = ModelRunner(tiny(family, dtype), slots=5, context_length=32), [TOKENS[0], TOKENS[1][:7]]
+    actual = runner.forward([4, 1], tokens, [0, 0], all_positions=True)
+    runner._lean = None
+    expected = runner.forward([0, 3], tokens, [0, 0], all_positions=True)
+    for row, ids in enumerate(tokens):
+        atol = 1e-5 if dtype == torch.float32 else 0.0
+        torch.testing.assert_close(actual[row, : len(ids)], expected[row, : len(ids)], atol=atol, rtol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", MODELS)
+def test_new_weights_act(family: str, dtype: torch.dtype) -> None:
+    model, other = tiny(family, dtype), tiny(family, dtype)
     torch.manual_seed(1)
     tensors = {name: torch.randn_like(tensor) * 0.2 for name, tensor in model.named_parameters()}
     runner = ModelRunner(model, slots=5, context_length=32)
-    before = decoded(runner, [0, 1, 2])
+    before = run(runner, [0, 1, 2])
     runner.load_tensors(tensors.items(), tensors.keys())
     other.load_state_dict(tensors, strict=False)
     own = ModelRunner(other, slots=5, context_length=32)
     own._lean = None
-    after = decoded(runner, [0, 1, 2])
-    torch.testing.assert_close(after, decoded(own, [0, 1, 2]), atol=1e-5, rtol=0.0)
+    after = run(runner, [0, 1, 2])
+    atol = 1e-5 if dtype == torch.float32 else 0.0
+    torch.testing.assert_close(after, run(own, [0, 1, 2]), atol=atol, rtol=0.0)
     assert not torch.allclose(before, after, atol=0.1)
