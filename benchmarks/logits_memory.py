@@ -49,7 +49,7 @@ def measure(arguments: argparse.Namespace, way: str) -> float:
         segments=None,
         predicted_at=torch.arange(ids.numel()),
         targets=ids.flatten(),
-        num_tokens=ids.numel(),
+        lengths=[length] * 8,
         num_pairs=ids.numel() * (length + 1) // 2,
     )
     if "frozen" in way:

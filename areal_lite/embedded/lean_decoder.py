@@ -27,7 +27,7 @@ class _Linear:
         self._weight = weight
         self._bias = bias
         half = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-        self._packs = half and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        self._packs = half and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # type: ignore[no-untyped-call]
         self.packed: Tensor | None = None
 
     def __call__(self, states: Tensor) -> Tensor:

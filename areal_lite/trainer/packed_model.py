@@ -197,7 +197,8 @@ class PackedModel(nn.Module):
 
     def states(self, packed: PackedSequences) -> Tensor:
         """Return the decoder's states ``[N, hidden]`` before each trained token."""
-        if self._fused and torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16:
+        half = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+        if self._fused and half and packed.segments is None:
             layout = packed.lengths, packed.attention_mask
             return self._fused[0].states(packed.input_ids, packed.position_ids, *layout, packed.predicted_at)
         states: Tensor = self._decoder[0](**self.inputs(packed))[0]

@@ -93,6 +93,16 @@ def test_side_by_side_a_token_attends_only_to_its_own_sequence(name: str) -> Non
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-3, rtol=1e-3)
 
 
+def test_side_by_side_a_bfloat16_token_on_a_cpu_attends_only_to_its_own_sequence() -> None:
+    torch.manual_seed(0)
+    model = PackedModel(transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SMALL)).eval())
+    below, side_by_side = (packed_together(drawn_batch(3), ragged=ragged)[0] for ragged in (False, True))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model.states(below)
+        assert model.read_ragged()
+        torch.testing.assert_close(model.states(side_by_side), expected, atol=0.05, rtol=0.05)
+
+
 TREE = [  # forks inside trained tokens, a chain, nested forks, equal inputs, and a stranger without a common prefix
     sequence([5, 6, 7, 8, 9], [2, 3]),
     sequence([5, 6, 7, 8, 9, 10, 11], [4, 6]),
