@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import orjson
 
+from areal_lite.data.hub_name import is_hub_name
 from areal_lite.errors import ConfigError
 from areal_lite.infra.backends.dialect import ServerInfo
 
@@ -55,7 +56,7 @@ class ModelIdentity:
                 for key in _SHAPE
                 if key in theirs and key in self.config and theirs[key] != self.config[key]
             ]
-        elif info.model and _is_hub_name(info.model) and _is_hub_name(self.name) and info.model != self.name:
+        elif info.model and _names_an_owner(info.model) and _names_an_owner(self.name) and info.model != self.name:
             differences.append("another name")
         if differences:
             raise ConfigError(
@@ -76,5 +77,6 @@ def read_config(folder: str | None) -> dict[str, Any]:
     return text if isinstance(text, dict) else {}
 
 
-def _is_hub_name(name: str) -> bool:
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
+def _names_an_owner(name: str) -> bool:
+    """Return whether this is a model on the hub; a name without an owner may be what a server calls its model."""
+    return "/" in name and is_hub_name(name)

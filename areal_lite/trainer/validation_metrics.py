@@ -69,7 +69,7 @@ def _prompt_metrics(scores: NDArray[np.float64], votes: NDArray[np.int64] | None
     if count == 1:
         return
     yield f"std@{count}", scores.std()
-    for size in [*(2**power for power in range(1, count.bit_length()) if 2**power < count), count]:
+    for size in [*(2**power for power in range(1, (count - 1).bit_length())), count]:
         resamples = _resamples(count, size)
         drawn = scores[resamples]
         metrics = {"best": drawn.max(axis=1), "worst": drawn.min(axis=1)}

@@ -465,7 +465,9 @@ def test_a_cancelled_stream_closes_its_connection() -> None:
     asyncio.run(run())
 
 
-def test_an_interrupted_stream_keeps_its_tokens_for_the_next_run() -> None:
+def test_an_interrupted_stream_keeps_its_tokens_for_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "INTERRUPT_GRACE_S", 1000.0)
+
     async def run() -> None:
         server, receiver, first = ScriptedServer("sglang"), Receiver(), asyncio.Event()
         server.hold = asyncio.Event()

@@ -235,6 +235,8 @@ def test_a_full_batch_waits_for_the_group_that_the_next_one_could_not_train(
     assert (result.data["n"], result.head_version) == (1, 0)
     metrics = engine.rollout_metrics()
     assert metrics["discarded_tokens"] == 0 and metrics["waited_for_oldest_s"] > 0
+    engine.prepare_batch(source, OneTurn)  # waits for nothing
+    assert engine.rollout_metrics()["waited_for_oldest_s"] == metrics["waited_for_oldest_s"]
 
 
 def until_finished(engine: RemoteInfEngine, count: int) -> None:

@@ -30,6 +30,7 @@ from areal_lite.infra.remote_inf_engine import GroupedRolloutWorkflow, RemoteInf
 from tests.agents.isolated_agents import AsyncAgent, OneConversation, RecordingAgent
 from tests.agents.scripted_engine import tokenizer
 from tests.infra.scripted import until
+from tests.infra.test_partial_rollout import hold, let_go
 from tests.infra.worker_episodes import Judged, OutOfReach, Scripted, number_of_tokens
 from tests.stub_server import StubThread, answer_tokens
 
@@ -196,6 +197,27 @@ def test_workers_that_cannot_start_are_one_error(
         start_engine(stub, workers=2)
     with pytest.raises(EpisodeError, match="before it was ready, 3 times in a row"):
         engine.rollout_batch([{"do": "die", "mark": str(tmp_path / "mark")}, {"do": "hang"}], Scripted)
+
+
+def test_a_worker_that_does_not_get_ready_is_killed(
+    start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_PROGRAM", "import signal; signal.pause()")
+    monkeypatch.setattr(workers, "START_S", 0.1)
+    with pytest.raises(EpisodeError, match="was ended by SIGKILL before it was ready, 3 times"):
+        start_engine(start_stub(), workers=2)
+
+
+def test_a_call_that_its_episode_gives_up_ends_on_the_server(start_stub: StartStub, start_engine: StartEngine) -> None:
+    stub = start_stub()
+    hold(stub, lambda _: True)
+    engine = start_engine(stub, workers=2)
+    engine.submit({"do": "give up"}, Scripted)
+    stub.until_held(2)  # that call, and the episode's next one
+    until(lambda: len(engine._client._calls) == 1)
+    let_go(stub)
+    (group,) = engine.wait(1, timeout=10)
+    assert group.status is EpisodeStatus.ACCEPTED
 
 
 def test_stopped_episodes_clean_up_and_no_process_is_left(

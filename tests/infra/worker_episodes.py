@@ -66,6 +66,9 @@ async def misbehave(engine: InferenceEngine, data: dict[str, Any]) -> None:
         raise asyncio.CancelledError
     if do == "odd" and workflow_context.get().member_idx % 2:
         raise ValueError("odd member")
+    if do == "give up":
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(engine.agenerate(ModelRequest(input_ids=[9])), 0.5)
     if do == "hang":
         await asyncio.Event().wait()
     if do == "die" and is_new(data["mark"]):
