@@ -339,7 +339,7 @@ def test_a_dumped_config_loads_back_equal(tmp_path_factory, config):
     assert load_config(path) == resolved
 
 
-ascii_text = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=8)
+ascii_text = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=8).filter(lambda t: "${" not in t)
 
 
 @given(

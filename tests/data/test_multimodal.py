@@ -55,6 +55,13 @@ def processor() -> Any:
     return build_tiny_processor()
 
 
+def test_a_message_of_tool_calls_alone_stays_without_content() -> None:
+    calls = {"role": "assistant", "content": None, "tool_calls": []}
+    messages = messages_of({"prompt": [{"role": "user", "content": "<image>"}, calls], "images": [picture()]})
+    assert messages[0]["content"] == [{"type": "image"}]
+    assert messages[1] == calls
+
+
 def test_placeholders_become_parts_in_order() -> None:
     """V6."""
     row = {

@@ -422,6 +422,7 @@ def test_a_cache_that_is_full_or_not_writable_is_an_error_that_names_it(tmp_path
 
 
 def test_loading_prints_nothing_and_restores_progress_bars(tmp_path, load, capfd):
+    datasets.enable_progress_bars()
     load(parquet(tmp_path / "x.parquet"))
     with pytest.raises(ConfigError):
         load(arrow(tmp_path / "y.parquet"))
