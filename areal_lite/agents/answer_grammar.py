@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -125,7 +126,7 @@ def _structured(raw: Any) -> dict[str, str]:
         return {}
     for name, value in raw.items() if isinstance(raw, dict) else ():
         if name in ("json", "json_schema") and isinstance(value, dict | str):
-            return {"json_schema": value if isinstance(value, str) else json_bytes(value).decode()}
+            return {"json_schema": _schema_text(value)}
         if name in ("regex", "ebnf", "grammar") and isinstance(value, str):
             return {"regex" if name == "regex" else "ebnf": value}
         if name == "choice" and isinstance(value, list) and all(isinstance(choice, str) for choice in value):
@@ -134,3 +135,15 @@ def _structured(raw: Any) -> dict[str, str]:
         f"structured_outputs is {short(raw)}: send an object with json, regex, choice or grammar",
         param="structured_outputs",
     )
+
+
+def _schema_text(schema: dict[str, Any] | str) -> str:
+    if isinstance(schema, dict):
+        return json_bytes(schema).decode()
+    try:
+        read = json.loads(schema)
+    except (ValueError, RecursionError):
+        read = None
+    if not isinstance(read, dict | bool):
+        raise RequestError(f"the answer's schema is {short(schema)}: send a JSON schema, as an object or as its text")
+    return schema

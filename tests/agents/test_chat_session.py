@@ -223,6 +223,16 @@ def test_300_levels_of_nesting_in_arguments_are_a_call_and_continue_the_conversa
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("schema", ["\x1e>", "[]", "3", "[" * 100_000])
+@pytest.mark.parametrize("field", ["guided_json", "structured_outputs"])
+def test_a_schema_as_text_must_be_one(field: str, schema: str) -> None:
+    session, _ = make_session([])
+    value = {"json": schema} if field == "structured_outputs" else schema
+    with pytest.raises(RequestError, match="send a JSON schema, as an object or as its text") as refused:
+        asyncio.run(create(session, {"messages": [user("?")], field: value}))
+    assert refused.value.status == 400
+
+
 def test_a_readable_call_beside_an_unreadable_one_is_a_call() -> None:
     session, _ = make_session(["so: " + CALL + "<tool_call>[]</tool_call>"])
     message = answer_of(asyncio.run(create(session, {"messages": [user("?")], "tools": [TOOL]})))
