@@ -6,9 +6,10 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from areal_lite.api.generation import GenerationHyperparameters
+if TYPE_CHECKING:
+    from areal_lite.api.generation import GenerationHyperparameters
 
 _rids = random.Random()  # its own, seeded by the system: a user's seed must not repeat the ids of another run
 os.register_at_fork(after_in_child=_rids.seed)
@@ -17,6 +18,12 @@ os.register_at_fork(after_in_child=_rids.seed)
 def _fixed_length_rid() -> str:
     # SGLang aborts by prefix of the rid, so ids must all have one length.
     return f"{_rids.getrandbits(128):032x}"
+
+
+def _default_gconfig() -> GenerationHyperparameters:
+    from areal_lite.api.generation import GenerationHyperparameters  # pydantic, which the dump writer does not load
+
+    return GenerationHyperparameters()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +54,7 @@ class ModelRequest:
     """One call of the model; only ``input_ids`` is required."""
 
     input_ids: list[int]
-    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    gconfig: GenerationHyperparameters = field(default_factory=_default_gconfig)
     rid: str = field(default_factory=_fixed_length_rid)
     metadata: dict[str, Any] = field(default_factory=dict)
     """Passed on to the response; ``agent`` names the agent that calls (``Turn.agent``)."""
