@@ -2,11 +2,13 @@
 
 A pure controller of one number, the lead: the mean staleness of a run is the lead divided by the batch size. One
 batch ahead overlaps generation with training. A larger lead is tried while the trainer lacks finished groups, and
-kept only if steps get shorter; finished groups left over while the trainer is busy reduce it.
+kept only if steps get shorter; finished groups left over while the trainer is busy reduce it. Where a larger lead did
+not help, generation is the bottleneck, and less than one batch ahead is tried.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 WINDOW = 8
@@ -24,9 +26,9 @@ PATIENCE = (4, 64)
 
 @dataclass(slots=True)
 class Lead:
-    """Groups that may start before the batch that needs them, from one batch to ``max_staleness`` batches.
+    """Groups that may start before the batch that needs them, up to ``max_staleness`` batches.
 
-    It begins at half the staleness bound.
+    It begins at half the staleness bound, and at least one batch.
     """
 
     batch_size: int
@@ -87,18 +89,22 @@ class Lead:
             self._patience = PATIENCE[0]
         if self._waited_s <= IDLE * self._step_s:
             # Not while batches wait for their oldest groups: fast groups would overtake those even further.
-            self.groups = max(self._least, self.groups - spare)
+            self.groups = min(self.groups, max(self._least, self.groups - spare))
         elif self._starved_s > IDLE * self._step_s:
-            if self._hold:
-                self._hold -= 1
-            else:
-                self._try(step_s)
+            if not self._hold:
+                self._try(step_s, self._least)
+                return
+            self._hold -= 1
+            # Generation is the bottleneck if more did not help: it needs work for the time that the trainer is busy.
+            least = max(1, math.ceil((1 - self._waited_s / self._step_s) * self.batch_size))
+            if not self._grows and least < self.groups <= self._least:
+                self._try(step_s, least)
 
-    def _try(self, step_s: float) -> None:
+    def _try(self, step_s: float, least: int) -> None:
         """Begin a trial; at a limit of the lead, in the other direction."""
-        if self.groups in (self._least, self._most):
+        if not least < self.groups < self._most:
             self._grows = self.groups < self._most
         groups = int(self.groups * CHANGE) + 1 if self._grows else int(self.groups / CHANGE)
-        groups = min(self._most, max(self._least, groups))
+        groups = min(self._most, max(least, groups))
         if groups != self.groups:
             self._before, self.groups = (self.groups, step_s), groups

@@ -1,4 +1,4 @@
-"""The public names of areal_lite.api and areal_lite.data resolve, and imports load nothing heavy that they don't need."""
+"""The public names of areal_lite.api and areal_lite.data resolve; an import loads nothing heavy that it does not need."""
 
 import subprocess
 import sys

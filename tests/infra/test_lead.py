@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,12 +23,12 @@ def window(lead: Lead, *, step_s: float = 1.0, starved: float = 0.0, oldest: flo
         st.tuples(st.floats(0.01, 10), st.floats(0, 1), st.floats(0, 1), st.integers(0, 99)), max_size=200
     ),
 )
-def test_the_lead_stays_between_one_batch_and_the_staleness_bound(
+def test_the_lead_stays_within_the_staleness_bound(
     batch_size: int, max_staleness: int, batches: list[tuple[float, float, float, int]]
 ) -> None:
     lead = Lead(batch_size=batch_size, max_staleness=max_staleness)
-    least = batch_size if max_staleness else 0
-    assert least <= lead.groups <= max_staleness * batch_size
+    least = min(1, max_staleness)
+    assert least * batch_size <= lead.groups <= max_staleness * batch_size
     for step_s, waited, starved, spare in batches:
         lead.batch_cut(step_s=step_s, waited_s=step_s * waited, starved_s=step_s * waited * starved, spare=spare)
         assert least <= lead.groups <= max_staleness * batch_size
@@ -121,8 +122,9 @@ def simulated(lead: Lead, *, generation_s: float, train_s: float, saturated: boo
     """Return step times with groups that take ``generation_s`` each, or together ``generation_s`` per batch."""
     steps = []
     for _ in range(batches):
-        overlap = 1 + lead.groups / lead.batch_size
-        step_s = max(train_s, generation_s if saturated else (generation_s + train_s) / overlap)
+        ahead = lead.groups / lead.batch_size
+        alone_s = train_s - min(train_s, ahead * generation_s)  # a saturated server has nothing to do in this time
+        step_s = max(train_s, generation_s + alone_s if saturated else (generation_s + train_s) / (1 + ahead))
         spare = max(0, int(lead.groups - lead.batch_size * generation_s / train_s))
         starved_s = step_s - train_s
         lead.batch_cut(step_s=step_s, waited_s=starved_s, starved_s=starved_s, spare=0 if starved_s else spare)
@@ -136,6 +138,29 @@ def test_slow_generation_gets_the_lead_that_feeds_the_trainer_and_a_saturated_se
     assert steps[-1] <= 1.06 and latency.groups >= 40
     simulated(saturated, generation_s=2.0, train_s=1.0, saturated=True, batches=60 * WINDOW)
     assert saturated.groups <= 1.5 * 8 + 1
+
+
+@pytest.mark.parametrize(("train_s", "groups"), [(1.0, 4), (0.1, 1), (1.9, 8), (1.75, 7)])
+def test_a_saturated_server_gets_the_groups_that_keep_it_busy_while_the_trainer_is(train_s: float, groups: int) -> None:
+    lead = Lead(batch_size=8, max_staleness=2)
+    steps = simulated(lead, generation_s=2.0, train_s=train_s, saturated=True, batches=40 * WINDOW)
+    assert lead.groups == groups and set(steps) == {2.0}
+
+
+def test_less_than_a_batch_that_makes_steps_longer_is_taken_back_until_a_larger_lead_failed_again() -> None:
+    lead = Lead(batch_size=8, max_staleness=2)
+    assert [window(lead, starved=0.5) for _ in range(2)] == [13, 8]
+    assert window(lead, starved=0.5) == 5
+    assert window(lead, step_s=1.06, starved=0.5) == 8
+    assert [window(lead, starved=0.5) for _ in range(2 * PATIENCE[0])] == [8] * 2 * PATIENCE[0]
+    assert [window(lead, starved=0.5) for _ in range(3)] == [13, 8, 5]
+
+
+def test_a_busy_trainer_leaves_a_lead_of_less_than_a_batch_and_a_starving_one_raises_it() -> None:
+    lead = Lead(batch_size=8, max_staleness=2)
+    assert [window(lead, starved=0.5) for _ in range(3)][-1] == 5
+    assert [window(lead, spare=3) for _ in range(3)] == [5] * 3
+    assert [window(lead, starved=0.06) for _ in range(PATIENCE[0])] == [5] * (PATIENCE[0] - 1) + [8]
 
 
 def test_training_as_the_bottleneck_leaves_one_batch_of_lead() -> None:
