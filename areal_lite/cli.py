@@ -486,7 +486,7 @@ def _add_inspect(command: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="S", help="seed of --sample")
     add("--json", action="store_true", help="one JSON object per line: of an episode its dumped line with run and id")
     add("--diff", nargs=2, metavar="ID", help="where two episodes begin to differ; an ID is FILE:LINE, as listed")
-    add("--tokens", metavar="ID", help="the tokens of an episode: id, text, mask, log-prob, version")
+    add("--tokens", metavar="ID", help="each token of an episode: id, text, whether it trains, log-prob, version")
 
 
 def _add_selection(command: argparse.ArgumentParser) -> None:
@@ -624,7 +624,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("-h", "--help", action=_ConfigHelp)
         if name == "config":
-            command.add_argument("--explain", action=_Explain, metavar="KEY", help="say what a key means")
+            command.add_argument("--explain", action=_Explain, metavar="KEY", help="what a key means; no file needed")
         elif name not in ("rollout", "eval"):
             command.add_argument("--dry-run", action="store_true", help="check everything and start nothing")
         command.set_defaults(run=run, root=root)

@@ -84,7 +84,9 @@ def section_list(root: type[Any], width: int = 80) -> str:
     meanings[ALL], keys[ALL] = "All of them.", keys.total()
     indent = max(map(len, meanings)) + 2
     return "\n".join(
-        textwrap.fill(f"{name:{indent}}{meaning} {keys[name]} keys.", width, subsequent_indent=" " * indent)
+        textwrap.fill(
+            f"{name:{indent}}{meaning} {keys[name]} key{'s' * (keys[name] > 1)}.", width, subsequent_indent=" " * indent
+        )
         for name, meaning in meanings.items()
     )
 
