@@ -226,6 +226,8 @@ class _Piece(NamedTuple):
     """``[b * l]``, the token at each place; where padding is, any token."""
     used: Tensor | slice
     """The places that are not padding."""
+    tokens: Tensor | slice
+    """The tokens at those places."""
     mask: Tensor
     """``[b, 1, l, l]``, added to the scores."""
 
@@ -238,10 +240,11 @@ class _Piece(NamedTuple):
         seen = seen[..., :longest, :longest]
         mask = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
         if lengths.min() == longest:
-            return cls(slice(*starts[[0, -1]].tolist()), slice(None), mask)
-        places = (starts[:-1, None] + np.arange(longest)).clip(max=starts[-1] - 1)
-        used = np.flatnonzero(np.arange(longest) < lengths[:, None])
-        return cls(torch.from_numpy(places.ravel()), torch.from_numpy(used), mask)
+            tokens = slice(*starts[[0, -1]].tolist())
+            return cls(tokens, slice(None), tokens, mask)
+        places = torch.from_numpy((starts[:-1, None] + np.arange(longest)).clip(max=starts[-1] - 1).ravel())
+        used = torch.from_numpy(np.flatnonzero(np.arange(longest) < lengths[:, None]))
+        return cls(places, used, places[used], mask)
 
     def take(self, rows: Tensor) -> Tensor:
         """Return ``[b, heads, l, width]`` of ``[T, heads, width]``."""
@@ -252,19 +255,15 @@ class _Piece(NamedTuple):
         if isinstance(self.used, slice):
             return self.take(rows)
         padded = rows.new_zeros(len(self.mask) * self.mask.shape[-1], *rows.shape[1:])
-        padded[self.used] = rows[self._tokens]
+        padded[self.used] = rows[self.tokens]
         return self._heads(padded)
 
     def put(self, rows: Tensor, heads: Tensor) -> None:
         """Write ``[b, heads, l, width]`` back to ``[T, heads, width]``."""
-        rows[self._tokens] = heads.transpose(1, 2).flatten(0, 1)[self.used].to(rows.dtype)
+        rows[self.tokens] = heads.transpose(1, 2).flatten(0, 1)[self.used].to(rows.dtype)
 
     def _heads(self, padded: Tensor) -> Tensor:
         return padded.view(len(self.mask), -1, *padded.shape[1:]).transpose(1, 2)
-
-    @property
-    def _tokens(self) -> Tensor | slice:
-        return self.places if isinstance(self.places, slice) else self.places[self.used]
 
 
 class _Attention(torch.autograd.Function):
