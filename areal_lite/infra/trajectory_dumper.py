@@ -92,7 +92,7 @@ class TrajectoryDumper:
         if config.tokenizer_path is not None:
             load_tokenizer(config.tokenizer_path)  # the process does too, and has nobody to tell
         self._queue: deque[File] = deque()
-        self._wake, self._closing = threading.Event(), threading.Event()
+        self._wake, self._hurry, self._closing = threading.Event(), threading.Event(), threading.Event()
         self._advanced = threading.Condition()  # also locks ``behind``
         reads, writes = os.pipe()
         try:
@@ -136,6 +136,7 @@ class TrajectoryDumper:
     def flush(self) -> None:
         """Return once the groups that have ended are written, or nothing more can be, or after ``FLUSH_S``."""
         ended = self._ended
+        self._hurry.set()
         with self._advanced:
             self._advanced.wait_for(lambda: self._left <= self._ended - ended or self.error is not None, FLUSH_S)
 
@@ -146,6 +147,7 @@ class TrajectoryDumper:
             StorageError: If groups were not written, because the disk failed or stalled.
         """
         self._closing.set()
+        self._hurry.set()
         self._wake.set()
         try:
             self._join()
@@ -188,7 +190,9 @@ class TrajectoryDumper:
             self._wake.wait()
             self._wake.clear()
             if len(self._queue) < MANY:
-                self._closing.wait(GATHER_S)
+                self._hurry.wait(GATHER_S)
+            if not self._closing.is_set():
+                self._hurry.clear()
             files = self._next_batch()
             if files and self.error is None:
                 self._write(files)

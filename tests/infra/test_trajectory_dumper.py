@@ -323,8 +323,9 @@ def test_close_waits_for_a_slow_disk_and_says_so(
 
 
 def test_after_a_flush_the_groups_that_ended_are_files(
-    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
+    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(trajectory_dumper, "GATHER_S", 600.0)  # a flush does not wait for further groups
     engine = start_engine(start_stub(), dump_to_file=True)
     for ended in (3, 6):  # the first waits for the process to start
         engine.rollout_batch([{}] * 3, OneTurn)
