@@ -72,3 +72,18 @@ def test_the_heap_does_not_grow_with_requests() -> None:
         pool.start(server, 10, 0.0)
         pool.end(server, 10)
     assert len(pool._heap) < 200
+
+
+def test_the_figures_of_a_server_count_every_request() -> None:
+    pool = ServerPool(["s:0"])
+    server = pool.servers[0]
+    for latency_s in (0.5, 0.1, 0.3):
+        pool.start(server, 10, 0.0)
+        pool.succeeded(server, 4, latency_s, 1.0)
+        pool.end(server, 10)
+    pool.start(server, 10, 2.0)
+    assert not pool.failed(server, "reset") and not pool.failed(server, "reset")
+    assert server.metrics() == {
+        "up": 1.0, "version": -1.0, "requests": 4.0, "tokens": 12.0, "failures": 2.0, "bad_replies": 0.0,
+        "outstanding": 1.0, "latency_p50_s": 0.3, "latency_p95_s": 0.5,
+    }  # fmt: skip
