@@ -1,4 +1,4 @@
-"""The public names of areal_lite.api and areal_lite.data resolve; an import loads nothing heavy that it does not need."""
+"""Public names of areal_lite.api and areal_lite.data resolve, and an import loads nothing heavy without need."""
 
 import subprocess
 import sys
