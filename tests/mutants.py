@@ -29,6 +29,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -204,14 +205,16 @@ def run_tests(tree: Path, arguments: list[str], timeout_s: float) -> int:
         finally:
             os._exit(code)
     ended, status = 0, 0
-    for _ in range(int(timeout_s / 0.02)):  # counts no time in which all processes were stopped
-        if ended:
-            break
-        time.sleep(0.02)
-        ended, status = os.waitpid(child, os.WNOHANG)
-    if not ended:
-        os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    try:
+        for _ in range(int(timeout_s / 0.02)):  # counts no time in which all processes were stopped
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                break
+            time.sleep(0.02)
+    finally:
+        if not ended:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status) if ended else -1
 
 
@@ -295,6 +298,8 @@ def killer(number: int, mutant: Mutant, chosen: dict[str, float]) -> str:
 
 def failing(names: list[str]) -> set[str]:
     """Return the tests that fail without a change; all if the run breaks off."""
+    if not names:
+        return set()
     return set(failures(TREE) if run_tests(TREE, ["--maxfail=1000", *names], 3600) in (0, 1) else names)
 
 
@@ -362,9 +367,13 @@ def main() -> int:
     sample = sample_of(every, options.seed, options.count)
     record, killed = read(RECORD), read(KILLED)
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder, context.Pool(options.jobs, begin, [folder]) as pool:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(options.jobs, context, begin, (folder,)) as pool,  # its processes may have children
+    ):
         new = [name for name in test_files if record.get(name, {}).get("digest") != test_files[name]]
-        for name, calls in pool.imap_unordered(record_file, new):
+        for done in as_completed([pool.submit(record_file, name) for name in new]):
+            name, calls = done.result()
             print(f"recorded {name}", flush=True)
             record[name] = {"digest": test_files[name], "tests": calls}
             write(RECORD, record)
@@ -383,7 +392,8 @@ def main() -> int:
             for n, m in enumerate(left, 1)
         ]
         kills = len(kept)
-        for number, (mutant, ran, test) in enumerate(pool.imap_unordered(judge, jobs), len(kept) + 1):
+        for number, done in enumerate(as_completed([pool.submit(judge, job) for job in jobs]), len(kept) + 1):
+            mutant, ran, test = done.result()
             if test:
                 kills += 1
                 killed[repr(mutant)] = evidence(mutant, test)
@@ -394,7 +404,7 @@ def main() -> int:
                 print(f"- {mutant.before.strip()}\n+ {mutant.after.strip()}")
             print(f"{kills} of {number} killed", flush=True)
         killers = {repr(m): killed[repr(m)][0] for m in sample if repr(m) in killed}
-        for failed in pool.apply(failing, [sorted(set(killers.values()))]):
+        for failed in pool.submit(failing, sorted(set(killers.values()))).result():
             for mutant in [mutant for mutant, test in killers.items() if test == failed]:
                 print(f"{failed} fails without the change too: {mutant}")
                 del killed[mutant]
