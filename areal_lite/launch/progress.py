@@ -18,7 +18,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 
 from areal_lite.launch.evaluation import Evaluation
 
@@ -101,9 +101,10 @@ def server_table(metrics: Mapping[str, float], addresses: Sequence[str]) -> Tabl
             figures.setdefault(index, {})[key] = value
     if not figures:
         return None
-    columns = list(figures["0"])
+    columns = [key for key in figures["0"] if key != "outstanding"]  # nothing is at the end
     named = len(addresses) == len(figures) - ("router" in figures)
-    table = Table("server", *(column.replace("_", " ") for column in columns), title="servers")
+    headings = (Column(key.removeprefix("latency_").replace("_", " "), justify="right") for key in columns)
+    table = Table(Column("server", no_wrap=True), *headings, box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for index, server in figures.items():
         name = addresses[int(index)] if named and index != "router" else index if addresses else "embedded"
         table.add_row(name, *(f"{server[c]:.2f}" if c.endswith("_s") else f"{server[c]:.0f}" for c in columns))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from areal_lite.infra.server_pool import Server
 from areal_lite.launch.evaluation import Evaluation
 from areal_lite.launch.loop import StepMetrics, Summary
 from areal_lite.launch.progress import TrainingProgress, server_table, summary_table
@@ -80,6 +81,17 @@ def test_the_table_at_the_end_has_a_row_for_each_server() -> None:
     rows = [line.split() for line in captured.get().splitlines() if "a:1" in line or "b:2" in line]
     assert [[word for word in row if word not in "│|"] for row in rows] == [["a:1", "12", "0.25"], ["b:2", "3", "1.50"]]
     assert server_table({"train/loss": 1.0}, []) is None
+
+
+def test_the_table_of_servers_fits_80_columns() -> None:
+    figures = Server("10.11.12.13:30000").metrics() | {"tokens": 98765432.0, "latency_p95_s": 123.45}
+    table = server_table({f"servers/0/{name}": value for name, value in figures.items()}, ["10.11.12.13:30000"])
+    assert table is not None
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(table)
+    words = captured.get().split()
+    assert {"10.11.12.13:30000", "version", "requests", "failures", "98765432", "123.45"} <= {*words}
 
 
 def test_the_table_of_servers_names_a_router_and_the_servers_behind_it() -> None:
