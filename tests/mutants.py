@@ -282,7 +282,10 @@ def killer(number: int, mutant: Mutant, chosen: dict[str, float]) -> str:
     os.utime(path, (number, number))  # no compiled file is of this time
 
     def timed(names: list[str]) -> int:
-        return run_tests(TREE, ["--timeout=0", *names], 60 + 5 * sum(chosen[name] for name in names)) if names else 0
+        if not names:
+            return 0
+        longest, total = (60 + 5 * f(chosen[name] for name in names) for f in (max, sum))
+        return run_tests(TREE, [f"--timeout={longest}", "--timeout-method=thread", *names], total)
 
     for names in ([*chosen][:NEAREST], [*chosen][NEAREST:]):
         if code := timed(names):
