@@ -42,6 +42,8 @@ ELSEWHERE = {
     "areal_lite/infra/dump_writer.py": "tests/infra/test_trajectory_dumper.py",
 }
 """Files that run in processes of their own, where calls are not recorded, and their tests."""
+TEST_S = 120
+"""Most seconds of one test."""
 NEAREST = 10
 """Tests that run before the others are collected."""
 TREE = Path()
@@ -284,8 +286,8 @@ def killer(number: int, mutant: Mutant, chosen: dict[str, float]) -> str:
     def timed(names: list[str]) -> int:
         if not names:
             return 0
-        longest, total = (60 + 5 * f(chosen[name] for name in names) for f in (max, sum))
-        return run_tests(TREE, [f"--timeout={longest}", "--timeout-method=thread", *names], total)
+        limit_s = 60 + 5 * sum(chosen[name] for name in names)
+        return run_tests(TREE, [f"--timeout={TEST_S}", "--timeout-method=thread", *names], limit_s)
 
     for names in ([*chosen][:NEAREST], [*chosen][NEAREST:]):
         if code := timed(names):
