@@ -10,6 +10,7 @@ import ast
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import pickle
 import signal
@@ -46,6 +47,12 @@ def start_tied(
     finally:
         os.close(life_line)
     return process, held_open
+
+
+def main_command(module: str, descriptor: int) -> list[str]:
+    """Return the command that calls ``main(descriptor)`` of ``module``, which it finds where this process does."""
+    program = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main({descriptor})"
+    return [sys.executable, "-P", "-c", program, json.dumps(sys.path)]
 
 
 class PickledObject(NamedTuple):

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
 import marshal
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -24,7 +22,7 @@ from typing import Any
 
 import orjson
 
-from areal_lite.api.child_process import start_tied
+from areal_lite.api.child_process import main_command, start_tied
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.scalars import scope_name
 from areal_lite.api.trajectory import Group
@@ -35,10 +33,6 @@ from areal_lite.infra.packed_group import pack_group
 
 logger = logging.getLogger(__name__)
 
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from areal_lite.infra.dump_writer import main; main(int(sys.argv[1]))"
-)
 MAX_QUEUED = 2**26
 """Bytes of queued groups at which no further group may start; those that run still join the queue."""
 GATHER_S = 0.1
@@ -96,7 +90,7 @@ class TrajectoryDumper:
         self._advanced = threading.Condition()  # also locks ``behind``
         reads, writes = os.pipe()
         try:
-            command = [sys.executable, "-P", "-c", _PROGRAM, str(reads), json.dumps(sys.path)]
+            command = main_command("areal_lite.infra.dump_writer", reads)
             environment = {"OMP_NUM_THREADS": "1", **os.environ}
             self._process, self._tie = start_tied(command, pass_fds=[reads], stdout=subprocess.PIPE, env=environment)
         finally:

@@ -12,20 +12,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import logging
 import os
 import pickle
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from areal_lite.api import episode_context
-from areal_lite.api.child_process import ChildProcess, PickledObject, pickled_object
+from areal_lite.api.child_process import ChildProcess, PickledObject, main_command, pickled_object
 from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.episode_context import Episode, EpisodeContext
@@ -54,10 +52,6 @@ CLOSE_S = 10.0
 """Seconds for a worker to close what its episodes shared."""
 _MAX_WORKFLOWS = 64
 """Workflows that a worker keeps loaded."""
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from areal_lite.infra.worker_process import main; main(int(sys.argv[1]))"
-)
 
 
 class Workers:
@@ -262,7 +256,7 @@ class _Worker:
         with theirs:
             try:
                 self._process = ChildProcess(
-                    [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path)],
+                    main_command("areal_lite.infra.worker_process", theirs.fileno()),
                     environment={"OMP_NUM_THREADS": "1", **os.environ},
                     output=None,
                     pass_fds=[theirs.fileno()],

@@ -190,7 +190,7 @@ def test_workers_that_cannot_start_are_one_error(
 ) -> None:
     stub = start_stub()
     engine = start_engine(stub, workers=2)
-    monkeypatch.setattr(workers, "_PROGRAM", "raise SystemExit(3)")
+    monkeypatch.setattr(workers, "main_command", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"])
     with pytest.raises(
         EpisodeError, match=r"worker . \(process \d+\) ended with exit code 3 before it was ready, 3 times"
     ):
@@ -202,7 +202,7 @@ def test_workers_that_cannot_start_are_one_error(
 def test_a_worker_that_does_not_get_ready_is_killed(
     start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "_PROGRAM", "import signal; signal.pause()")
+    monkeypatch.setattr(workers, "main_command", lambda *_: [sys.executable, "-c", "import signal; signal.pause()"])
     monkeypatch.setattr(workers, "START_S", 0.1)
     with pytest.raises(EpisodeError, match="was ended by SIGKILL before it was ready, 3 times"):
         start_engine(start_stub(), workers=2)
