@@ -53,3 +53,7 @@ if not TYPE_CHECKING:
         from areal_lite.areal_names import missing_name
 
         raise missing_name(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -15,7 +15,7 @@ def test_a_public_name_resolves_to_the_object_of_that_name(package, name):
 
 @pytest.mark.parametrize("package", [api, data])
 def test_every_lazy_name_is_public(package):
-    assert set(package._MODULES) == set(package.__all__)
+    assert set(package._MODULES) == set(package.__all__) == set(dir(package))
 
 
 def test_an_unknown_name_is_an_attribute_error():
