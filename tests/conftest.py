@@ -47,8 +47,10 @@ LONGEST = (
 """Files that start many processes, the longest first."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Start with the longest files, so that no worker is left with one at the end (with ``--no-loadscope-reorder``)."""
+    if not hasattr(config, "workerinput"):
+        return
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
