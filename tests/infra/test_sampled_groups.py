@@ -66,6 +66,11 @@ def test_an_episode_is_truncated_if_its_last_answer_reached_the_limit(reasons: t
     assert [span.stop_reason for span in sample.spans] == list(reasons)
 
 
+def test_an_answer_that_goes_on_at_once_is_one_path() -> None:
+    (sample,) = samples_of(unfinished_trajectory([call([1], [2]), call([1, 2], [3])]))
+    assert sample.tokens == [1, 2, 3] and len(sample.spans) == 2
+
+
 def test_an_unfinished_episode_is_aborted_also_after_an_answer_at_the_limit() -> None:
     calls = [call([1], [2], "length")]
     (sample,) = samples_of(unfinished_trajectory(calls, member_idx=0, status=EpisodeStatus.CANCELLED))
