@@ -67,7 +67,8 @@ def test_an_episode_is_truncated_if_its_last_answer_reached_the_limit(reasons: t
 
 
 def test_an_answer_that_goes_on_at_once_is_one_path() -> None:
-    (sample,) = samples_of(unfinished_trajectory([call([1], [2]), call([1, 2], [3])]))
+    calls = [call([1], [2]), call([1, 2], [3])]
+    (sample,) = samples_of(unfinished_trajectory(calls, member_idx=0, status=EpisodeStatus.CANCELLED))
     assert sample.tokens == [1, 2, 3] and len(sample.spans) == 2
 
 
