@@ -40,6 +40,7 @@ TESTS = "agents api data e2e infra launch replay trainer verify workflows"
 ELSEWHERE = {
     "areal_lite/infra/worker_process.py": "tests/infra/test_workers.py",
     "areal_lite/infra/dump_writer.py": "tests/infra/test_trajectory_dumper.py",
+    "areal_lite/trainer/sharding.py": "tests/trainer/test_distributed.py",
 }
 """Files that run in processes of their own, where calls are not recorded, and their tests."""
 TEST_S = 120

@@ -24,6 +24,11 @@ def adapters(version: int) -> AdapterFolder:
     return AdapterFolder(f"weights/v{version}", version, SHAPE)
 
 
+@pytest.mark.parametrize(("rank", "flag"), [(1, 1), (8, 8), (9, 16), (512, 512), (600, 600)])
+def test_vllm_is_started_with_the_smallest_rank_it_knows_that_is_enough(rank: int, flag: int) -> None:
+    assert dialect_of("vllm").adapter_flags(AdapterShape(rank, ("q_proj",)))["max-lora-rank"] == flag
+
+
 def started(start_stub: StartStub) -> StubThread:
     stub = start_stub()
     stub.server.adapters = {"other": "kept", "areal-lite-7-aa": "of a run that ended"}

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 import pytest
@@ -490,6 +490,30 @@ def test_an_interrupted_stream_keeps_its_tokens_for_the_next_run(monkeypatch: py
 
 
 SCHEMA = '{"type": "object"}'
+
+
+@pytest.mark.parametrize("backend", ["sglang", "vllm", "embedded"])
+def test_only_the_embedded_server_is_asked_to_stream_new_tokens_alone(
+    backend: Literal["sglang", "vllm", "embedded"],
+) -> None:
+    for stream in (False, True):
+        body = dialect_of(backend).generate_body(
+            [1], GenerationHyperparameters(), rid="r", max_new_tokens=2, min_new_tokens=0, seed=None, stream=stream
+        )
+        assert body.get("incremental_streaming_output", False) == (stream and backend == "embedded")
+
+
+def test_a_request_that_is_woken_and_cancelled_at_once_wakes_the_next_one() -> None:
+    async def run() -> None:
+        async with connected(ScriptedServer("sglang", [])) as client:
+            first, second = (asyncio.create_task(client._until_usable()) for _ in range(2))
+            await asyncio.sleep(0)
+            client._wake_one()
+            first.cancel()
+            await asyncio.wait_for(second, 10)
+            assert first.cancelled()
+
+    asyncio.run(run())
 
 
 def test_unset_parameters_are_not_sent_and_set_ones_have_the_servers_names() -> None:

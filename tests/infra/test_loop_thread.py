@@ -42,3 +42,9 @@ def test_a_timeout_of_the_call_itself_is_raised() -> None:
     with pytest.raises(TimeoutError, match="late"):
         loop.call(late())
     loop.stop()
+
+
+def test_a_stopped_loop_is_closed_and_its_thread_has_ended() -> None:
+    loop = LoopThread("test")
+    loop.stop()
+    assert loop._loop.is_closed() and not loop.thread.is_alive()

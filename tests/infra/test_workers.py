@@ -398,6 +398,9 @@ def test_what_does_not_work_in_workers_is_refused_by_name(start_stub: StartStub,
     assert "rollout.workers is 2, and in a worker an episode can only generate" in group.failure.message
     (group,) = engine.rollout_batch([{"lock": threading.Lock()}], Scripted)
     assert group.failure is not None and group.failure.kind is FailureKind.DATA
+    (group,) = engine.rollout_batch([{"do": "not loadable"}], Scripted)
+    assert group.failure is not None and group.failure.kind is FailureKind.OUTPUT
+    assert group.failure.type == "ValueError" and "not here" in group.failure.message
 
 
 @pytest.mark.parametrize("number", [0, 257, -1])

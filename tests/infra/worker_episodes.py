@@ -34,10 +34,11 @@ class Scripted(RolloutWorkflow):
         workflow_context.record(member=context.member_idx, version=context.version, pid=os.getpid())
         workflow_context.record(engine_version=engine.get_version())
         await misbehave(engine, data)
-        if do == "tensors":
+        if do in ("tensors", "not loadable"):
             from tests.infra.scripted import TwoTurns
 
-            return await TwoTurns().arun_episode(engine, data)
+            tensors = await TwoTurns().arun_episode(engine, data)
+            return tensors if do == "tensors" else {**tensors, "multi_modal_input": [OfAnotherProcess()]}
         first = await engine.agenerate(ModelRequest(input_ids=data.get("ids", [1, 2, 3]), metadata={"agent": "main"}))
         if do == "reject":
             return None
@@ -115,6 +116,13 @@ class Judged(RolloutWorkflow):
 def number_of_tokens(prompt: str, completion: str, prompt_ids: list[int], ids: list[int], **row: Any) -> float:
     """Return the reward."""
     return float(len(ids))
+
+
+class OfAnotherProcess:
+    """Can be pickled, but not loaded."""
+
+    def __reduce__(self) -> Any:
+        return int, ("not here",)
 
 
 class OutOfReach:

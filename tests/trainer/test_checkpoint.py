@@ -125,6 +125,9 @@ def test_f56_the_newest_are_kept_and_found(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="resume is never, and .* already holds a training run"):
         find_checkpoint(tmp_path, "never")
     assert find_checkpoint(tmp_path / "another", "never") is None
+    for root, has in ((tmp_path, ".*step_00000002, .*step_00000011"), (tmp_path / "another", "none")):
+        with pytest.raises(ConfigError, match=f"'nowhere' is not a folder: .*; this run has {has}$"):
+            find_checkpoint(root, "nowhere")
     assert find_checkpoint(tmp_path, str(tmp_path / "step_00000011")) == tmp_path / "step_00000011"
 
 

@@ -94,11 +94,12 @@ def test_any_number_of_ranks_gives_the_results_of_one_process(
 @pytest.mark.parametrize("size", SIZES)
 def test_weights_and_optimizer_state_are_sharded_over_ranks(size: int, by_ranks: Path) -> None:
     held = [json.loads((by_ranks / str(size) / f"held_{rank}.json").read_bytes()) for rank in range(size)]
-    (num_weights,) = {total for _, _, total in held}
+    weights, states, (num_weights, *_), gathered = zip(*held, strict=True)
 
-    assert sum(weights for weights, _, _ in held) == num_weights
-    assert sum(state for _, state, _ in held) == 2 * num_weights
-    assert max(weights for weights, _, _ in held) < 1.05 * num_weights / size
+    assert sum(weights) == num_weights
+    assert sum(states) == 2 * num_weights
+    assert max(weights) < 1.05 * num_weights / size
+    assert set(gathered) == {3}  # each of two layers, and what is outside of layers
 
 
 @pytest.mark.parametrize(("size", "case"), [(2, "one_microbatch"), (2, "adapters"), (4, "one_microbatch")])

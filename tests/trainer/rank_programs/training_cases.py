@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from areal_lite.api.trainer_config import CriticConfig, KLConfig, LoRAConfig, TrainerConfig
@@ -188,14 +189,16 @@ def run_rank(out: Path, model_path: Path) -> None:
 
 
 def held(trainer: PolicyTrainer) -> list[int]:
-    """Return how many numbers of weights and of optimizer state this rank holds, and how many weights there are."""
+    """Return how many numbers of weights and of optimizer state this rank holds, how many weights there are, and in
+    how many parts they are gathered."""
     parameters = list(trainer.model.parameters())
     state = [value for values in trainer.learner.optimizer.state.values() for value in values.values()]
     counts = [
         sum(tensor.to_local().numel() for tensor in tensors if isinstance(tensor, DTensor))
         for tensors in (parameters, state)
     ]
-    return [*counts, sum(parameter.numel() for parameter in parameters)]
+    gathered = sum(isinstance(part, FSDPModule) for part in trainer.learner.module.modules())
+    return [*counts, sum(parameter.numel() for parameter in parameters), gathered]
 
 
 def generated_rows() -> DataProto:
