@@ -503,6 +503,19 @@ def test_only_the_embedded_server_is_asked_to_stream_new_tokens_alone(
         assert body.get("incremental_streaming_output", False) == (stream and backend == "embedded")
 
 
+@pytest.mark.parametrize("backend", ["sglang", "vllm", "embedded"])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [({"message": "too long", "code": 400}, 400), ({"message": "too long"}, 500), ("too long", 500)],
+)
+def test_an_error_in_a_stream_is_the_servers_answer(
+    backend: Literal["sglang", "vllm", "embedded"], error: Any, status: int
+) -> None:
+    with pytest.raises(ErrorReply, match="too long") as raised:
+        dialect_of(backend).parse_event({"error": error}, 0)
+    assert raised.value.status == status
+
+
 def test_a_request_that_is_woken_and_cancelled_at_once_wakes_the_next_one() -> None:
     async def run() -> None:
         async with connected(ScriptedServer("sglang", [])) as client:

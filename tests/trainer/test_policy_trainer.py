@@ -387,6 +387,15 @@ def test_no_advantages_are_computed_from_a_diverged_model(tiny: Path) -> None:
         trainer.train_step(training_batch(batch), version=0)
 
 
+def test_no_penalty_is_taken_from_a_diverged_reference(tiny: Path) -> None:
+    trainer = make_trainer(tiny, kl=KLConfig(coef=0.1, place="reward"))
+    assert trainer._reference is not None
+    with torch.no_grad():
+        next(trainer._reference.parameters())[:] = math.nan
+    with pytest.raises(TrainingError, match="reference of task .* must be finite"):
+        trainer.train_step(training_batch(drawn_batch(0)), version=0)
+
+
 def test_a_batch_without_trained_tokens_is_an_error(tiny: Path) -> None:
     with pytest.raises(TrainingError, match="none of the 1 sequences has a trained token"):
         make_trainer(tiny).train_step(training_batch([sequence([5, 6], [])]), version=0)
