@@ -383,6 +383,24 @@ def test_a_server_that_restarts_with_old_weights_gets_the_newest(
     assert stub.server.seen["update"] == 2
 
 
+@pytest.mark.parametrize(("version", "updates"), [("1", 1), ("default", 2)])
+def test_a_server_that_was_down_gets_the_newest_weights_only_if_it_has_others(
+    start_stub: StartStub, start_engine: StartEngine, version: str, updates: int
+) -> None:
+    out = [False]
+    stub = start_stub(fault=lambda n: "503" if out[0] else None)
+    engine = start_engine(stub)
+    engine.update_weights_from_disk("ckpt", 1)
+    out[0] = True
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(generate, engine)
+        until(lambda: servers(engine)[0].state == "down")
+        stub.server.version = version
+        out[0] = False
+        assert set(running.result(30).output_versions) == {1}
+    assert stub.server.seen["update"] == updates
+
+
 def test_old_weights_for_ever_end_the_run_instead_of_a_silent_loop(
     start_stub: StartStub, start_engine: StartEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
