@@ -248,7 +248,7 @@ class ServerRequests:
             ErrorReply: If none of its routes answers, with the status of the last.
             aiohttp.ClientError, TimeoutError, OSError: If it cannot be reached.
         """
-        info, known, status = ServerInfo(), False, 0
+        info, known = ServerInfo(), False
         for path in self._dialect.info_paths:
             status, body = await self._get(server, path)
             if status == 200:

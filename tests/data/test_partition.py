@@ -113,3 +113,7 @@ def test_a_balanced_order_by_hand():  # V43
     assert balance_order([9, 8, 2, 1], 2) == [0, 3, 1, 2]
     with pytest.raises(ValueError, match="3 sequences cannot be divided evenly among 2 ranks"):
         balance_order([1, 2, 3], 2)
+
+
+def test_a_part_takes_its_whole_share_while_it_is_the_lightest() -> None:
+    assert longest_processing_time([10, 5, 4, 3, 2, 1], 2, equal_size=True) == [[0, 4, 5], [1, 2, 3]]

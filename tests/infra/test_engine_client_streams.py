@@ -31,6 +31,7 @@ from areal_lite.infra.backends.token_stream import TokenStream
 from areal_lite.infra.backends.vllm import VLLM
 from areal_lite.infra.engine_client import EngineClient
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from areal_lite.infra.server_pool import Server
 from tests.stub_server import StubThread, answer_tokens
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -514,6 +515,13 @@ def test_an_error_in_a_stream_is_the_servers_answer(
     with pytest.raises(ErrorReply, match="too long") as raised:
         dialect_of(backend).parse_event({"error": error}, 0)
     assert raised.value.status == status
+
+
+def test_a_request_avoids_each_server_that_failed_it() -> None:
+    servers, failures = [Server("a"), Server("b")], engine_client._Failures(9)
+    for server in (servers[0], servers[1], servers[0]):
+        failures.record(server, OSError("reset"))
+    assert failures.servers == servers and failures.last == "a failed: OSError: reset"
 
 
 def test_a_request_that_is_woken_and_cancelled_at_once_wakes_the_next_one() -> None:

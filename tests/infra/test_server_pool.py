@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from areal_lite.infra import server_pool
 from areal_lite.infra.server_pool import Server, ServerPool
 
 
@@ -72,6 +73,20 @@ def test_the_heap_does_not_grow_with_requests() -> None:
         pool.start(server, 10, 0.0)
         pool.end(server, 10)
     assert len(pool._heap) < 200
+
+
+def test_each_rest_in_a_row_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_pool, "FIRST_REST_S", 1.0)
+    pool = ServerPool(["s:0"])
+    server, rests = pool.servers[0], []
+    for _ in range(9):
+        pool.rest(server, "down")
+        rests.append(server.rest_s)
+        pool.try_again(server)
+    assert rests == [1.0, 2.0, 4.0, 8.0, 16.0, *[server_pool.MAX_REST_S] * 4]
+    pool.recovered(server)
+    pool.rest(server, "down")
+    assert server.rest_s == 1.0
 
 
 def test_the_figures_of_a_server_count_every_request() -> None:

@@ -497,3 +497,10 @@ def test_numbers_of_a_data_source_come_with_the_batch_of_their_episodes(
         expected = sum(group.data["number"] for group in batch) / 2
         assert engine.take_scalars()["rollout/number"] == expected
         engine.set_version(engine.get_version() + 1)
+
+
+def test_a_negative_version_is_refused(start_stub: StartStub, start_engine: StartEngine) -> None:
+    engine = start_engine(start_stub())
+    with pytest.raises(ConfigError, match="the policy version is -1: it starts at 0 and grows"):
+        engine.set_version(-1)
+    assert engine.get_version() == 0

@@ -221,6 +221,7 @@ def test_a_turn_discount_must_be_between_0_and_1(gamma: float) -> None:
         ({"of_token": torch.tensor([0, 1, 3])}, "between 0 and 2"),
         ({"parents": torch.tensor([-1, -1, 3])}, "turns.parents must be turns of the same episode"),
         ({"parents": torch.tensor([-1, -1, 1])}, "turns.parents must be turns of the same episode"),
+        ({"parents": torch.tensor([-1, -1, 0])}, "turns.parents must be turns of the same episode"),
         ({"parents": torch.tensor([1, -1, -1])}, "with a smaller index"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.api.trainer_config import CorrectionConfig, CriticConfig, KLConfig, TrainerConfig
+from areal_lite.api.trainer_config import CorrectionConfig, CriticConfig, KLConfig, LoRAConfig, TrainerConfig
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.errors import ConfigError, TrainingError
 from areal_lite.trainer.estimators import Estimate, EstimatorInputs
@@ -279,6 +279,19 @@ def test_later_minibatches_are_clipped_around_the_weights_at_the_start_of_the_st
     assert metrics["seconds_proximal"] > 0
     assert metrics["approx_kl"] > 0
     assert trainer.learner.optimizer.state[next(trainer.model.parameters())]["step"] == 3
+
+
+def test_each_update_has_the_learning_rate_of_its_step(tiny: Path) -> None:
+    trainer, rates = make_trainer(tiny, warmup_steps=2, lr_schedule="linear", total_steps=4), []
+    for step in range(4):
+        trainer.train_step(training_batch(drawn_batch(step)), version=step)
+        rates += {group["lr"] for group in trainer.learner.optimizer.param_groups}
+    assert rates == pytest.approx([0.0, 5e-4, 1e-3, 5e-4])
+
+
+def test_a_frozen_weight_costs_no_gradient(tiny: Path) -> None:
+    assert make_trainer(tiny).learner.passes == 3
+    assert 2 < make_trainer(tiny, lora=LoRAConfig(rank=1)).learner.passes < 2.5
 
 
 def test_the_reference_keeps_the_initial_weights(tiny: Path) -> None:
