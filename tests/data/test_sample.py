@@ -176,3 +176,16 @@ def test_a_sibling_shares_the_row_and_no_sampled_tokens():
     assert (sibling.row, sibling.prompt, sibling.metadata) == ({"q": ["a"]}, "p", {"m": 1})
     assert (sibling.tokens, sibling.reward, sibling.status) == ([], None, "pending")
     assert sibling.metadata is not sample.metadata
+
+
+@pytest.mark.parametrize("versions", [[0, 0], [3, 4], None])
+def test_a_sequence_has_the_versions_that_were_recorded(versions):
+    sample = Sample(7, group_index=2)
+    sample.append([1])
+    sample.append([2, 3], sampled=True, logprobs=[-0.5, -0.25], versions=versions)
+    sample.reward = 1.0
+    sequence = sample.to_sequence()
+    found = None if sequence.versions is None else sequence.versions.tolist()
+    assert found == (None if versions is None else [-1, *versions])
+    assert sequence.logprobs.tolist() == [0.0, -0.5, -0.25]
+    assert (sequence.group_id, sequence.member_idx, sequence.reward) == ("2", 7, 1.0)
