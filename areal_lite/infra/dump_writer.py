@@ -36,7 +36,7 @@ REPORT_S = 0.1
 class Report:
     """What became of the next files of a batch."""
 
-    written: int = 0
+    written: int
     """Files that were written."""
     no_text: str | None = None
     """Why the file after them was left out: the traceback, if its group has no JSON form."""

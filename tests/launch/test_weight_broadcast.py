@@ -260,6 +260,7 @@ def test_weights_that_a_server_refuses_change_nothing(stack: ExitStack, engine: 
     lacking = WeightBucket({name: bucket.tensors[name] for name in list(bucket.tensors)[:-1]})
     with pytest.raises(ServerError, match="no server took policy version 2 by broadcast: .*lacks 'model"):
         engine.update_weights(WeightBroadcast(2, [lacking], sender))
+    assert all(group.closed for group in sender._groups)
     assert engine.get_version() == 1
     answer = generate(engine)
     assert set(answer.output_versions) == {1}
