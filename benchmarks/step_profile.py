@@ -5,40 +5,49 @@
 Decode: 64 requests in flight, 70 tokens each. Training: the step of benchmarks/train_step.py. torch's profiler gives
 each operation's own time; ``between`` is what is left of the step: Python, autograd and waking threads. The profiler's
 records take memory that the process has kept, so clearing large gradients is slow here; a plain step spends a few ms.
+The decode step is timed without the profiler too, beside its limit by benchmarks/roofline.py.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 import tempfile
 import time
+import timeit
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from areal_lite.api.trainer_config import TrainerConfig
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.training_batch import collate_sequences
+from areal_lite.embedded.decode_kernels import CompiledOperations
 from areal_lite.embedded.model_runner import ModelRunner, load_model
 from areal_lite.trainer.policy_trainer import PolicyTrainer
-from benchmarks.report import Figure, make_parser, write_figures
+from benchmarks.report import Figure, make_parser, of_limit, write_figures
+from benchmarks.roofline import decode_limit, limits
 from benchmarks.train_step import LEARNING_RATE, MAX_TOKENS, make_batch, make_model
 from tests.fixtures.tiny_model import build_tiny_model
 
 KINDS = {  # the first whose part is in an operation's name
     "matrix products": ("mm", "linear", "baddbmm"),
-    "attention": ("scaled_dot_product",),
+    "attention": ("scaled_dot_product", "attend"),
     "clearing memory": ("fill", "zero"),
     "softmax and exponentials": ("softmax", "exp", "silu"),
     "optimizer": ("adamw",),
     "casts and copies": ("copy", "cat", "index", "gather", "scatter", "clone", "embedding"),
-    "other operations": ("aten::",),
+    "other operations": ("aten::", "compiled::"),
 }
+CONTEXT = 70
+"""Tokens of each request in flight."""
 Profile = dict[str, float]
 """Milliseconds of a step by kind."""
 
@@ -55,27 +64,48 @@ def profiled(step: Callable[[], object], repeats: int) -> Profile:
     found: Counter[str] = Counter()
     for event in profiler.key_averages():
         for kind, parts in KINDS.items():
-            if event.key.startswith(("aten::", "mkldnn::")) and any(part in event.key for part in parts):
+            if event.key.startswith(("aten::", "mkldnn::", "compiled::")) and any(part in event.key for part in parts):
                 found[kind] += event.self_cpu_time_total / 1e3 / repeats
                 break
     found["between"] = max(0.0, 1e3 * total / repeats - found.total())
     return {kind: found[kind] for kind in (*KINDS, "between")}
 
 
-def decode_profiles(model: str, *, in_flight: int, repeats: int) -> dict[str, Profile]:
-    """Return a decode step with the model's own forward pass and with the lean one."""
-    length = 70
+def record_calls(library: Any) -> None:
+    """Show the compiled functions to the profiler."""
+
+    def recorded(name: str, function: Any) -> Callable[..., None]:
+        def call(*arguments: object) -> None:
+            with record_function(f"compiled::{name}"):
+                function(*arguments)
+
+        return call
+
+    for name in ("attend", "add_norm", "gated_silu"):
+        setattr(library, name, recorded(name, getattr(library, name)))
+
+
+def decode_profiles(model: str, *, in_flight: int, repeats: int) -> tuple[dict[str, Profile], list[float]]:
+    """Return a decode step with the model's own forward pass and with the lean one, and the seconds of plain ones."""
+    length = CONTEXT
     runner = ModelRunner(
         load_model(Path(model), dtype="bfloat16", device="cpu"), slots=in_flight, context_length=2 * length
     )
     slots, lean = list(range(in_flight)), runner._lean
     runner.forward(slots, [list(range(3, 3 + length))] * in_flight, [0] * in_flight, all_positions=False)
-    profiles = {}
+    profiles, seconds = {}, []
+
+    def step() -> None:
+        runner.forward(slots, [[5]] * in_flight, [length] * in_flight, all_positions=False)
+
     for name, chosen in (("the model's own", None), ("ours", lean)):
         runner._lean = chosen
-        step = lambda: runner.forward(slots, [[5]] * in_flight, [length] * in_flight, all_positions=False)  # noqa: E731
+        step()
+        seconds.append(statistics.median(timeit.repeat(step, number=1, repeat=2 * repeats)))
+        if chosen is not None and isinstance(chosen._operations, CompiledOperations):
+            record_calls(chosen._operations._library)
         profiles[name] = profiled(step, repeats)
-    return profiles
+    return profiles, seconds
 
 
 def training_profiles(model: str, *, threads: int, repeats: int) -> dict[str, Profile]:
@@ -127,8 +157,12 @@ def main() -> None:
         model = args.model or (str(build_tiny_model(Path(folder) / "tiny")) if args.smoke else make_model(folder))
         torch.set_num_threads(args.threads)
         in_flight, repeats = (2, 1) if args.smoke else (64, 5)
+        decode, seconds = decode_profiles(model, in_flight=in_flight, repeats=4 * repeats)
+        rates = limits(args.threads, torch.bfloat16, smoke=args.smoke)
+        config = AutoConfig.from_pretrained(model)
+        best_ms = 1e3 * in_flight / decode_limit(config, rates, in_flight=in_flight, context=CONTEXT)
         steps = {
-            "decode step": decode_profiles(model, in_flight=in_flight, repeats=4 * repeats),
+            "decode step": decode,
             "training step": training_profiles(model, threads=args.threads, repeats=repeats),
         }
     for title, profiles in steps.items():
@@ -138,7 +172,9 @@ def main() -> None:
         print(f"| in all | {' | '.join(f'{sum(profile.values()):.0f}' for profile in profiles.values())} |")
     if args.draw is not None:
         draw(steps, args.draw)
-    figures = []
+    own, ours = (1e3 * value for value in seconds)
+    figures = [Figure("decode step without the profiler, ours", ours, "ms", ratio=ours / own, limit=best_ms)]
+    print(f"\ndecode step without the profiler: {own:.1f} and {ours:.1f} ms, ours {of_limit(figures[0])} ms")
     for title, profiles in steps.items():
         own, ours = (sum(profile.values()) for profile in profiles.values())
         figures.append(Figure(f"{title}, ours", ours, "ms", ratio=ours / own))

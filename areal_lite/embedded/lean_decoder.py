@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from areal_lite.embedded.layer_operations import LayerOperations, Turn
 from areal_lite.embedded.slot_cache import SlotCache, SlotLayer
 
 FAMILIES = frozenset(
@@ -57,14 +58,15 @@ class LeanDecoder:
     Args:
         model: Of one of the ``FAMILIES``; its projections of one input become views of a joined weight.
         cache: Holds the keys and values of earlier tokens.
+        operations: What a layer computes between its matrix products.
     """
 
-    def __init__(self, model: Any, cache: SlotCache) -> None:
+    def __init__(self, model: Any, cache: SlotCache, operations: LayerOperations) -> None:
         self._cache = cache
         self._body = model.model
         self._head = _joined(model.get_output_embeddings())
         self._layers = [_lean(layer) for layer in self._body.layers]
-        self._one_is_added = "Gemma" in type(model).__name__  # to the weight of each norm
+        self._operations = operations
 
     def weights_changed(self) -> None:
         """Drop the packed copies; the next pass makes new ones."""
@@ -83,47 +85,22 @@ class LeanDecoder:
         Returns:
             ``[n, vocab]`` logits with ``last``, else ``[n, q, vocab]``.
         """
+        operations, groups = self._operations, self._layers[0].attention.num_key_value_groups
         hidden = self._body.embed_tokens(ids)
-        cos, sin = (part[:, :, None] for part in self._body.rotary_emb(hidden, positions))
-        half = sin.shape[-1] // 2
-        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)  # the turned half changes its sign
-        groups = self._layers[0].attention.num_key_value_groups
-        if mask is not None:
-            mask = mask.repeat_interleave(groups, 2)
-        for layer, cached in zip(self._layers, self._cache.layers, strict=True):
+        turn = Turn.of(self._body.rotary_emb(hidden, positions), mask, groups)
+        normed = operations.norm(hidden, self._layers[0].input_norm)
+        next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._body.norm]
+        for layer, next_norm, cached in zip(self._layers, next_norms, self._cache.layers, strict=True):
             assert isinstance(cached, SlotLayer)
-            states = layer.qkv(self._norm(layer.input_norm, hidden)).view(*ids.shape, -1, layer.attention.head_dim)
-            kv_heads = states.shape[2] // (groups + 2)
-            value = states[:, :, -kv_heads:]
-            if hasattr(layer.attention, "q_norm"):
-                query, key = states[:, :, : -2 * kv_heads], states[:, :, -2 * kv_heads : -kv_heads]
-                states = torch.cat([layer.attention.q_norm(query), layer.attention.k_norm(key)], 2)
-            else:
-                states = states[:, :, :-kv_heads]
-            states = (states * cos).add_(states.roll(half, -1).mul_(sin))
-            query, key = states[:, :, :-kv_heads], states[:, :, -kv_heads:]
-            keys, values = cached.update(key.transpose(1, 2), value.transpose(1, 2))
-            scale = layer.attention.scaling
-            if mask is None:
-                query = query.transpose(1, 2)
-                read = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=True)
-            else:  # the heads that share a key are queries of one head, so no key is copied
-                query = query.reshape(*ids.shape, kv_heads, groups, -1).transpose(1, 2).flatten(2, 3)
-                read = F.scaled_dot_product_attention(query, keys, values, mask, scale=scale)
-                read = read.reshape(len(ids), kv_heads, -1, groups, read.shape[-1])
-            hidden = layer.output(read.transpose(1, 2).flatten(2)).add_(hidden)
-            gate, up = layer.gate_up(self._norm(layer.mlp_norm, hidden)).chunk(2, -1)
-            hidden = layer.down(layer.activation(gate).mul_(up)).add_(hidden)
+            states = layer.qkv(normed).view(*ids.shape, -1, layer.attention.head_dim)
+            read = layer.output(operations.attend(states, layer.attention, cached, turn))
+            hidden, normed = operations.add_norm(hidden, read, layer.mlp_norm)
+            added = layer.down(operations.gated(layer.gate_up(normed), layer.activation))
+            hidden, normed = operations.add_norm(hidden, added, next_norm)
         if last is not None:
-            hidden = hidden[torch.arange(len(last), device=last.device), last]
-        logits: Tensor = self._head(self._norm(self._body.norm, hidden))
+            normed = normed[torch.arange(len(last), device=last.device), last]
+        logits: Tensor = self._head(normed)
         return logits
-
-    def _norm(self, norm: Any, hidden: Tensor) -> Tensor:
-        if self._one_is_added:
-            scaled: Tensor = norm(hidden)
-            return scaled
-        return F.rms_norm(hidden, hidden.shape[-1:], None, norm.variance_epsilon).mul_(norm.weight)
 
 
 def _lean(layer: Any) -> _Layer:

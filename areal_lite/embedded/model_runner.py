@@ -16,6 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM
 
 from areal_lite.embedded.adapter import Adapter
+from areal_lite.embedded.decode_kernels import layer_operations
+from areal_lite.embedded.layer_operations import LayerOperations
 from areal_lite.embedded.lean_decoder import FAMILIES, LeanDecoder
 from areal_lite.embedded.slot_cache import SlotCache
 from areal_lite.errors import ConfigError
@@ -27,9 +29,12 @@ class ModelRunner:
 
     Args:
         exact: Compute a token with the same bits as the trainer does, if it is alone in its batch.
+        compiled: Compile operations where that makes decoding faster.
     """
 
-    def __init__(self, model: Any, *, slots: int, context_length: int, exact: bool = False) -> None:
+    def __init__(
+        self, model: Any, *, slots: int, context_length: int, exact: bool = False, compiled: bool = True
+    ) -> None:
         self.model = model
         self.device: torch.device = model.device
         self.context_length = context_length
@@ -39,7 +44,10 @@ class ModelRunner:
         self._min_width = MIN_ROWS if exact and read_exactly(model) else 0
         capacity = context_length + self._min_width  # padding must not overwrite the last token
         self.cache = SlotCache(num_layers=layers, slots=slots, capacity=capacity, device=self.device)
-        self._lean = LeanDecoder(model, self.cache) if type(model).__name__ in FAMILIES else None
+        self._lean: LeanDecoder | None = None
+        if type(model).__name__ in FAMILIES:
+            operations = layer_operations(model) if compiled else LayerOperations(model)
+            self._lean = LeanDecoder(model, self.cache, operations)
         self._last: Tensor | None = None
         self._adapted: list[RemovableHandle] = []
         head: nn.Module = model.get_output_embeddings()

@@ -50,12 +50,12 @@ def run(runner: ModelRunner, slots: list[int], *, steps: int = 6) -> torch.Tenso
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_are_those_of_the_model(family: str, dtype: torch.dtype, slots: list[int]) -> None:
     model = tiny(family, dtype)
-    own = ModelRunner(model, slots=5, context_length=32)
+    own = ModelRunner(model, slots=5, context_length=32, compiled=False)
     own._lean = None
     expected = run(own, slots)
     passes: list[int] = []
     model.model.register_forward_pre_hook(lambda _model, _inputs: passes.append(1))
-    actual = run(ModelRunner(model, slots=5, context_length=32), slots)
+    actual = run(ModelRunner(model, slots=5, context_length=32, compiled=False), slots)
     assert not passes, "a pass went through the model's own forward"
     torch.testing.assert_close(actual, expected, atol=1e-5 if dtype == torch.float32 else 0.0, rtol=0.0)
 
@@ -67,7 +67,10 @@ def test_every_family_is_tested() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_of_every_token(family: str, dtype: torch.dtype) -> None:
-    runner, tokens = ModelRunner(tiny(family, dtype), slots=5, context_length=32), [TOKENS[0], TOKENS[1][:7]]
+    runner, tokens = (
+        ModelRunner(tiny(family, dtype), slots=5, context_length=32, compiled=False),
+        [TOKENS[0], TOKENS[1][:7]],
+    )
     actual = runner.forward([4, 1], tokens, [0, 0], all_positions=True)
     runner._lean = None
     expected = runner.forward([0, 3], tokens, [0, 0], all_positions=True)
@@ -82,11 +85,11 @@ def test_new_weights_act(family: str, dtype: torch.dtype) -> None:
     model, other = tiny(family, dtype), tiny(family, dtype)
     torch.manual_seed(1)
     tensors = {name: torch.randn_like(tensor) * 0.2 for name, tensor in model.named_parameters()}
-    runner = ModelRunner(model, slots=5, context_length=32)
+    runner = ModelRunner(model, slots=5, context_length=32, compiled=False)
     before = run(runner, [0, 1, 2])
     runner.load_tensors(tensors.items(), tensors.keys())
     other.load_state_dict(tensors, strict=False)
-    own = ModelRunner(other, slots=5, context_length=32)
+    own = ModelRunner(other, slots=5, context_length=32, compiled=False)
     own._lean = None
     after = run(runner, [0, 1, 2])
     atol = 1e-5 if dtype == torch.float32 else 0.0

@@ -1,0 +1,147 @@
+// What a decode step computes between its matrix products, in bfloat16: decode_kernels.py compiles this for one model.
+// WIDTH is that of a head, GROUPS the queries that share a key. Sums are float32; rounds where the model's own forward does.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+using Half = std::uint16_t;  // the bits of a bfloat16
+using Count = std::int64_t;
+
+static inline float wide(Half half) {
+    const std::uint32_t bits = static_cast<std::uint32_t>(half) << 16;
+    float number;
+    std::memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+static inline Half narrow(float number) {  // to the nearest, ties to even
+    std::uint32_t bits;
+    std::memcpy(&bits, &number, sizeof bits);
+    return static_cast<Half>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+static inline float rounded(float number) { return wide(narrow(number)); }
+
+// RMS norm of one row.
+static inline void norm_row(const Half* row, const Half* weight, float eps, Count width, Half* out) {
+    float power = 0;
+#pragma omp simd reduction(+ : power)
+    for (Count i = 0; i < width; i++) power += wide(row[i]) * wide(row[i]);
+    const float inverse = static_cast<float>(1 / std::sqrt(static_cast<double>(power / width + eps)));
+#pragma omp simd
+    for (Count i = 0; i < width; i++) out[i] = narrow(rounded(wide(row[i]) * inverse) * wide(weight[i]));
+}
+
+// Rotary position embedding of one head; the first half of sin has its sign changed.
+static inline void turn(const Half* head, const Half* cos, const Half* sin, Half* out) {
+    for (int side = 0; side < 2; side++) {
+        const int first = side * (WIDTH / 2), other = WIDTH / 2 - first;
+#pragma omp simd
+        for (int i = 0; i < WIDTH / 2; i++)
+            out[first + i] = narrow(rounded(wide(head[first + i]) * wide(cos[first + i])) +
+                                    rounded(wide(head[other + i]) * wide(sin[first + i])));
+    }
+}
+
+// Attention of the queries that share a key, over `length` keys and values.
+static inline void read(const Half (*queries)[WIDTH], const Half* keys, const Half* values, Count length, float scale,
+                        float* scores, Half* out) {
+    float query[GROUPS][WIDTH], sums[GROUPS][WIDTH] = {}, total[GROUPS];
+    for (int g = 0; g < GROUPS; g++)
+        for (int i = 0; i < WIDTH; i++) query[g][i] = wide(queries[g][i]) * scale;
+    for (Count t = 0; t < length; t++) {
+        float key[WIDTH];
+#pragma omp simd
+        for (int i = 0; i < WIDTH; i++) key[i] = wide(keys[t * WIDTH + i]);
+        for (int g = 0; g < GROUPS; g++) {
+            float score = 0;
+#pragma omp simd reduction(+ : score)
+            for (int i = 0; i < WIDTH; i++) score += key[i] * query[g][i];
+            scores[g * length + t] = score;
+        }
+    }
+    for (int g = 0; g < GROUPS; g++) {
+        float *row = scores + g * length, top = row[0], sum = 0;
+#pragma omp simd reduction(max : top)
+        for (Count t = 0; t < length; t++) top = std::max(top, row[t]);
+#pragma omp simd reduction(+ : sum)
+        for (Count t = 0; t < length; t++) {
+            row[t] = std::exp(row[t] - top);
+            sum += row[t];
+        }
+        total[g] = sum;
+    }
+    for (Count t = 0; t < length; t++) {
+        float value[WIDTH];
+#pragma omp simd
+        for (int i = 0; i < WIDTH; i++) value[i] = wide(values[t * WIDTH + i]);
+        for (int g = 0; g < GROUPS; g++) {
+            const float weight = scores[g * length + t];
+#pragma omp simd
+            for (int i = 0; i < WIDTH; i++) sums[g][i] += weight * value[i];
+        }
+    }
+    for (int g = 0; g < GROUPS; g++)
+        for (int i = 0; i < WIDTH; i++) out[g * WIDTH + i] = narrow(sums[g][i] / total[g]);
+}
+
+extern "C" {
+
+// One token of each of n slots: stores its keys and values at its column, and reads all columns up to that one.
+// states [n, (GROUPS + 2) * heads, WIDTH]: queries, keys, values; cos, sin [n, WIDTH]; keys, values [slots, heads,
+// capacity, WIDTH]; out [n, heads * GROUPS, WIDTH]. The norms of queries and keys may be null.
+void attend(const Half* states, const Half* cos, const Half* sin, const Half* query_norm, const Half* key_norm, float eps,
+            Half* keys, Half* values, const Count* slots, const Count* columns, Count n, Count heads, Count capacity,
+            float scale, Half* out, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> scores;
+#pragma omp for schedule(dynamic)
+        for (Count pair = 0; pair < n * heads; pair++) {
+            const Count row = pair / heads, head = pair % heads, length = columns[row] + 1;
+            const Half* own = states + row * (GROUPS + 2) * heads * WIDTH;
+            const auto turned = [&](Count number, const Half* norm, Half* target) {
+                Half normed[WIDTH];
+                const Half* source = own + number * WIDTH;
+                if (norm) norm_row(source, norm, eps, WIDTH, normed);
+                turn(norm ? normed : source, cos + row * WIDTH, sin + row * WIDTH, target);
+            };
+            const Count first = (slots[row] * heads + head) * capacity * WIDTH, last = first + (length - 1) * WIDTH;
+            turned(GROUPS * heads + head, key_norm, keys + last);
+            std::memcpy(values + last, own + ((GROUPS + 1) * heads + head) * WIDTH, WIDTH * sizeof(Half));
+            Half queries[GROUPS][WIDTH];
+            for (int g = 0; g < GROUPS; g++) turned(head * GROUPS + g, query_norm, queries[g]);
+            scores.resize(GROUPS * length);
+            read(queries, keys + first, values + first, length, scale, scores.data(), out + pair * GROUPS * WIDTH);
+        }
+    }
+}
+
+// hidden [n, width] += added, and its RMS norm.
+void add_norm(Half* hidden, const Half* added, const Half* weight, float eps, Count n, Count width, Half* out,
+              int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (Count row = 0; row < n; row++) {
+        Half* own = hidden + row * width;
+#pragma omp simd
+        for (Count i = 0; i < width; i++) own[i] = narrow(wide(own[i]) + wide(added[row * width + i]));
+        norm_row(own, weight, eps, width, out + row * width);
+    }
+}
+
+// silu(gate) * up of joined rows [n, 2 * width].
+void gated_silu(const Half* joined, Count n, Count width, Half* out, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (Count row = 0; row < n; row++) {
+        const Half *gate = joined + 2 * row * width, *up = gate + width;
+#pragma omp simd
+        for (Count i = 0; i < width; i++) {
+            const float x = std::max(wide(gate[i]), -80.0f);  // the result is 0 here; below, exp is infinite
+            out[row * width + i] = narrow(rounded(x / (1 + std::exp(-x))) * wide(up[i]));
+        }
+    }
+}
+}
