@@ -116,8 +116,8 @@ class Mutant(NamedTuple):
 def changes(node: Any) -> Iterator[tuple[Any, str]]:
     """Yield what may stand in the place of ``node``, or of a part of it.
 
-    Of numbers only 0, 1 and 2 change: larger ones, ``1 << 20`` too, are sizes and times, whose exact value no test should
-    depend on.
+    Of numbers only 0, 1 and 2 change: larger ones, such as ``1 << 20``, are sizes and times, whose exact value no test
+    should depend on.
     """
     new = copy.copy(node)
     match node:
