@@ -518,7 +518,7 @@ def test_an_error_in_a_stream_is_the_servers_answer(
 
 
 def test_a_request_avoids_each_server_that_failed_it() -> None:
-    servers, failures = [Server("a"), Server("b")], engine_client._Failures(9)
+    servers, failures = [Server("a", 0), Server("b", 1)], engine_client._Failures(9)
     for server in (servers[0], servers[1], servers[0]):
         failures.record(server, OSError("reset"))
     assert failures.servers == servers and failures.last == "a failed: OSError: reset"
