@@ -97,7 +97,7 @@ class Reconciler:
         self._others: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._outage_since: float | None = None
-        self._said_at = 0.0
+        self._said_at: float
         self._updating = False
         self._closed = False
 

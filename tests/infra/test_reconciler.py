@@ -219,7 +219,7 @@ async def test_a_server_without_control_routes_may_be_met_and_a_paused_one_is_to
     setup.requests.infos = [ServerInfo(paused=True), ServerInfo(paused=False)]
     for _ in range(2):
         assert await setup.it._meet(setup.server) is None
-    assert caplog.messages == ["server http://s:0 is paused: resuming it"]
+        assert caplog.messages == ["server http://s:0 is paused: resuming it"]
     assert setup.requests.asked["/continue_generation"] == 2
 
 
@@ -261,12 +261,48 @@ async def test_a_server_that_fails_before_the_first_update_needs_no_weights() ->
     setup = Setup()
     setup.requests.infos = [OSError(), ServerInfo(version=0)]
     for _ in range(3):
+        assert not setup.it._tasks
         setup.it.failed(setup.server, "reset")
     await setup.repaired()
     assert setup.server.trial and setup.requests.asked == {"info": 2, "/continue_generation": 1}
     setup.it.failed(setup.server, "reset")  # on trial, so once is enough
     await setup.repaired()
     assert setup.requests.asked["info"] == 3
+
+
+@on_a_loop
+async def test_a_server_that_fails_again_at_the_end_of_its_repair_is_repaired_again() -> None:
+    setup = Setup()
+
+    def fail_again(server: Server) -> None:
+        setup.changed.append(server)
+        if len(setup.changed) == 1:
+            setup.it.failed(server, "reset", at_once=True)
+        elif len(setup.changed) == 2:
+            setup.pool.set_behind(server, "old")
+
+    setup.it._on_change = fail_again
+    setup.it.failed(setup.server, "reset", at_once=True)
+    await setup.repaired()
+    assert len(setup.changed) == 3 and setup.server.trial
+
+
+@on_a_loop
+async def test_a_server_that_is_away_at_the_start_is_repaired_and_all_are_watched() -> None:
+    setup = Setup(2, request_retries=1)
+    setup.requests.infos = [OSError("reset"), ServerInfo()]
+    await setup.it.open()
+    assert [server.down for server in setup.pool.servers] == ["http://s:0: reset", None]
+    assert len(setup.it._others) == 1
+    await setup.repaired()
+    assert setup.pool.servers[0].trial
+    await setup.it.close()
+    await asyncio.sleep(0)
+    assert not setup.it._others
+    setup = Setup(2, request_retries=1)
+    setup.requests.infos = [OSError("reset"), OSError("refused")]
+    with pytest.raises(ServerError, match=r"answers: http://s:0: reset; http://s:1: refused\. Are they up"):
+        await setup.it.open()
 
 
 @pytest.mark.parametrize(
