@@ -263,6 +263,7 @@ async def test_a_server_that_fails_before_the_first_update_needs_no_weights() ->
     for _ in range(3):
         assert not setup.it._tasks
         setup.it.failed(setup.server, "reset")
+    assert setup.it._wake.is_set()  # the watch looks more often now
     await setup.repaired()
     assert setup.server.trial and setup.requests.asked == {"info": 2, "/continue_generation": 1}
     setup.it.failed(setup.server, "reset")  # on trial, so once is enough

@@ -213,7 +213,7 @@ def test_a_parameter_that_the_router_drops_is_an_error(routed: Routed) -> None:
     [
         ({"backend": "vllm", "addresses": ["a:1"]}, "rollout.backend is vllm"),
         ({"backend": "embedded", "addresses": ["a:1"]}, "rollout.backend is embedded"),
-        ({"backend": "sglang"}, "rollout.addresses is empty"),
+        ({"backend": "sglang"}, "rollout.router is set and rollout.addresses is empty"),
         ({"backend": "sglang", "addresses": ["a:1"], "weight_update": "adapter"}, "weight_update is adapter"),
     ],
 )
@@ -330,6 +330,7 @@ class Listed:
 @on_a_loop
 async def test_the_routers_list_becomes_that_of_the_servers_that_serve() -> None:
     listed = Listed()
+    assert listed.target.is_router
     assert not await listed.it.sync()  # added, and not listed yet
     assert (listed.target.waits, listed.changes) == (1, 1) and not listed.target.usable
     for _ in range(2):

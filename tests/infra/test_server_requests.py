@@ -262,3 +262,46 @@ def test_a_dialect_without_versions_of_empty_answers_needs_none(caplog: pytest.L
 
     asyncio.run(run())
     assert not caplog.messages
+
+
+@pytest.mark.parametrize(("addresses", "through", "connections"), [(1, None, 7), (3, None, 7), (3, "r:1", 21)])
+@on_a_loop
+async def test_a_router_gets_the_connections_of_all_its_servers(
+    addresses: int, through: str | None, connections: int
+) -> None:
+    names = [f"s:{index}" for index in range(addresses)]
+    settings = InferenceEngineConfig(
+        backend="sglang", addresses=names, router=through, max_connections_per_server=7, request_timeout_s=60
+    )
+    requests = ServerRequests(settings, SGLang())
+    await requests.close()  # nothing is open yet
+    requests.open()
+    session = requests._session
+    assert session is not None and session.connector is not None and not session.trust_env
+    assert (session.connector.limit, session.connector.limit_per_host) == (0, connections)
+    with pytest.raises(OSError):
+        await generate(requests, Server("http://127.0.0.1:9", 0))
+    await requests.close()
+    assert session.closed and requests._silences._timer is None
+
+
+@on_a_loop
+async def test_a_stream_must_end_its_answer_and_an_answer_has_tokens() -> None:
+    async with opened() as (site, requests, server):
+        usual: Any = ANSWER["meta_info"]
+        for finish, count, error in (
+            (None, 2, "a stream that ends before its answer does"),
+            ({"type": "stop"}, 0, "no tokens, with the finish reason 'stop'"),
+            ({"type": "stop"}, 2, None),
+        ):
+            meta = {**usual, "finish_reason": finish, "completion_tokens": count}
+            meta["output_token_logprobs"] = meta["output_token_logprobs"][:count]
+            event = json.dumps({"output_ids": [5, 0][:count], "meta_info": meta})
+            site.replies["/generate"] = 200, f"data: {event}\n\n"
+            stream = TokenStream(SGLang(), lambda *_: None, version=4, vocab_size=None)
+            if error is None:
+                chunk = await requests.generate(server, b"{}", stream, version=4, top_logprobs=0)
+                assert (chunk.tokens, chunk.versions) == ([5, 0], [4, 4])
+            else:
+                with pytest.raises(BadResponse, match=error):
+                    await requests.generate(server, b"{}", stream, version=4, top_logprobs=0)
