@@ -336,6 +336,11 @@ async def test_the_routers_list_becomes_that_of_the_servers_that_serve() -> None
     for _ in range(2):
         assert await listed.it.sync()
         assert (listed.target.waits, listed.changes) == (0, 2) and listed.target.usable
+    listed.it.failed(listed.target, "one error is no outage")
+    assert listed.target.usable and listed.it._wake.is_set()
+    listed.it._wake.clear()
+    listed.it.refresh()
+    assert listed.it._wake.is_set()
     for worker in listed.workers.values():
         worker["is_healthy"] = False
     for _ in range(2):
