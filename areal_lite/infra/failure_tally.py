@@ -52,7 +52,7 @@ class FailureTally:
         """Return the most common kind with the beginning of its most common cause; empty without failures."""
         if not self.episodes:
             return ""
-        kind = self.episodes.most_common(1)[0][0]
+        ((kind, _),) = self.episodes.most_common(1)
         causes = [(count, cause.summary) for cause, count in list(self._causes.items()) if cause.kind is kind]
         return f"{kind}, {max(causes)[1][:MAX_SHORT]}"
 

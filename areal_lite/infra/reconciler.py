@@ -97,7 +97,7 @@ class Reconciler:
         self._others: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._outage_since: float | None = None
-        self._said_at = 0.0
+        self._said_at: float
         self._updating = False
         self._closed = False
 
@@ -157,7 +157,7 @@ class Reconciler:
                                 "Does rollout.addresses name the right port?"
                             ) from None
                     except REQUEST_ERRORS as error:
-                        last = f"{server.url}: {error or type(error).__name__}"
+                        last = f"{server.url}: {str(error) or type(error).__name__}"
                     await asyncio.sleep(0.1 * 2 ** min(attempt, 4))
         return last
 
@@ -322,7 +322,8 @@ class Reconciler:
                 raise ServerError(f"no server took {weights}: {next(iter(errors.values()))}{self._hint(weights)}")
             for server, error in errors.items():
                 if error is not None:
-                    self.behind(server, f"version {weights.version} failed to load: {error or type(error).__name__}")
+                    reason = str(error) or type(error).__name__
+                    self.behind(server, f"version {weights.version} failed to load: {reason}")
             await self._until_one_has(weights)
         except BaseException:
             for task in loads:

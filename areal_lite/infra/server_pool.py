@@ -7,6 +7,7 @@ fails or serves old weights gets no requests, and that each change of a server's
 from __future__ import annotations
 
 import heapq
+import itertools
 import logging
 import math
 from collections import Counter, deque
@@ -36,7 +37,7 @@ class Server:
     """One inference server as the client sees it."""
 
     url: str
-    index: int = 0
+    index: int
     is_router: bool = False
     """Whether other servers answer for it."""
     info: ServerInfo = field(default_factory=ServerInfo)
@@ -134,7 +135,7 @@ class ServerPool:
         self.servers = [Server(_url(address, key), index) for index, address in enumerate(addresses)]
         self._heap: list[tuple[int, int, int]] = []
         """(load, order, index); an entry's load is at most that of its server."""
-        self._order = 0
+        self._orders = itertools.count()
         for server in self.servers:
             self._push(server)
 
@@ -146,13 +147,14 @@ class ServerPool:
         ``preferred`` wins while it is usable; ``avoid`` (servers that just failed this request) are taken only when
         nothing else is left.
         """
-        if preferred is None and len(self.servers) == 1:
-            preferred, avoid = self.servers[0], ()
+        if len(self.servers) == 1:
+            (only,) = self.servers
+            return only if only.outstanding < only.capacity else None
         if preferred is not None and preferred.outstanding < preferred.capacity and preferred not in avoid:
             return preferred
         avoided: list[Server] = []
         while (server := self._least_loaded()) is not None and server in avoid:
-            self._pop(server)
+            server.entry = None
             avoided.append(server)
         for one in avoided:
             self._push(one)
@@ -163,30 +165,27 @@ class ServerPool:
         while heap:
             entry = heap[0]
             server = self.servers[entry[2]]
-            if server.entry is not entry:  # superseded by one of less load
+            if server.entry is not entry:  # superseded by one of less load, or withdrawn
                 heapq.heappop(heap)
             elif server.outstanding >= server.capacity:
-                self._pop(server)
+                server.entry = None
             elif entry[0] < server.load:
-                self._order += 1
-                server.entry = (server.load, self._order, server.index)
-                heapq.heapreplace(heap, server.entry)
+                heapq.heapreplace(heap, self._new_entry(server))
             else:
                 return server
         return None
 
-    def _pop(self, server: Server) -> None:
-        heapq.heappop(self._heap)
-        server.entry = None
+    def _new_entry(self, server: Server) -> tuple[int, int, int]:
+        server.entry = (server.load, next(self._orders), server.index)
+        return server.entry
 
     def _push(self, server: Server) -> None:
-        self._order += 1
-        server.entry = (server.load, self._order, server.index)
+        entry = self._new_entry(server)
         if len(self._heap) > 4 * len(self.servers) + 64:
             self._heap = [s.entry for s in self.servers if s.entry is not None]
             heapq.heapify(self._heap)
         else:
-            heapq.heappush(self._heap, server.entry)
+            heapq.heappush(self._heap, entry)
 
     def start(
         self, server: Server, tokens: int, now: float, *, adapter: str | None = None, stays: bool = False
@@ -216,7 +215,7 @@ class ServerPool:
             server.adapters_in_use[adapter] -= 1
             if not server.adapters_in_use[adapter]:
                 del server.adapters_in_use[adapter]
-        if len(self.servers) > 1 and (server.usable if server.entry is None else server.load < server.entry[0]):
+        if server.usable if server.entry is None else server.load < server.entry[0]:
             self._push(server)
 
     # -- states ----------------------------------------------------------------------------------
@@ -226,8 +225,6 @@ class ServerPool:
         server.tokens += tokens
         server.latencies.append(latency_s)
         server.heard = now
-        if not server.unhealthy and server.limit is math.inf:
-            return
         if server.unhealthy and server.down is None and server.behind is None:
             self.recovered(server)
         if server.limit is not math.inf:
@@ -317,7 +314,7 @@ class ServerPool:
 
 def _url(address: str, key: str) -> str:
     url = address if "://" in address else f"http://{address}"
-    host, _, port = url.split("://", 1)[1].rstrip("/").rpartition(":")
+    host, _, port = url.partition("://")[2].rstrip("/").rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"{key} holds {address!r}: write host:port, for example 127.0.0.1:30000")
     return url.rstrip("/")

@@ -103,6 +103,52 @@ def test_a_passing_fault_is_retried_and_leaves_no_trace(
     assert response.attempts == 2
 
 
+def test_requests_that_took_several_tries_are_counted(start_stub: StartStub, start_engine: StartEngine) -> None:
+    engine = start_engine(start_stub(fault={0: "500", 2: "500", 3: "500"}.get))
+    assert [generate(engine).attempts for _ in range(3)] == [2, 3, 1]
+    assert engine._client.retried == 2
+
+
+def test_a_probe_returns_the_greedy_answer_of_each_server_that_is_up(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    stubs = [start_stub(), start_stub(fault={1: "500", 2: "abort"}.get)]
+    engine = start_engine(*stubs)
+    answer = answer_tokens([1, 2, 3], 0, 4), [-0.5 - i / 64 for i in range(4)]
+    both = [(f"http://{stub.address}", *answer) for stub in stubs]
+    assert engine.probe([1, 2, 3], 4) == both
+    sampling = {"temperature": 0.0, "skip_special_tokens": True, "max_new_tokens": 4, "ignore_eos": True}
+    (asked,) = stubs[0].server.requests
+    assert asked["sampling_params"] == sampling and "top_logprobs_num" not in asked
+    for failures in (1, 1):  # an error, then no token
+        assert engine.probe([1, 2, 3], 4) == both[:1]
+        assert engine._client.pool.servers[1].failed_requests == failures
+    stubs[0].server.fault = stubs[1].server.fault = lambda number: "500"
+    with pytest.raises(ServerError, match="no server answers: said HTTP 500: scheduled 500"):
+        engine.probe([1, 2, 3], 4)
+
+
+@pytest.mark.parametrize(("ids", "bad"), [([64], 64), ([3, 0, 70, -1], 70), ([0, -1, 64], -1), ([0, 63], None)])
+def test_ids_outside_the_vocabulary_are_refused(
+    start_stub: StartStub, start_engine: StartEngine, ids: list[int], bad: int | None
+) -> None:
+    stub = start_stub()
+    stub.server.told |= {"vocab_size": 64}
+    engine = start_engine(stub)
+    if bad is None:
+        assert generate(engine, ids).output_len == 8
+        return
+    with pytest.raises(ConfigError, match=f"input_ids holds {bad}: ids are .* below the vocabulary size 64;"):
+        generate(engine, ids)
+
+
+def test_the_smallest_answer_has_one_token(start_stub: StartStub, start_engine: StartEngine) -> None:
+    engine = start_engine(start_stub())
+    engine.update_weights_from_disk("ckpt", 1)
+    answer = generate(engine, [1] * 8, max_tokens=9)
+    assert (answer.output_len, answer.output_versions, answer.attempts) == (1, [1], 1)
+
+
 def test_an_answer_outside_the_vocabulary_is_refused(
     start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
 ) -> None:

@@ -517,8 +517,181 @@ def test_an_error_in_a_stream_is_the_servers_answer(
     assert raised.value.status == status
 
 
+def test_a_request_gives_up_after_its_tries_and_after_fewer_replies_that_cannot_be() -> None:
+    def last_error(max_tries: int, *errors: Exception) -> str | None:
+        failures = engine_client._Failures(max_tries)
+        for error in errors:
+            failures.record(Server("a", 0), error)
+        try:
+            failures.check()
+        except ServerError as raised:
+            return str(raised)
+        return None
+
+    bad, reset, away = BadResponse("no tokens"), OSError("reset"), ErrorReply(503, "busy")
+    assert last_error(2, reset) is None
+    assert "in 2 tries; the last: a failed: OSError: reset" in str(last_error(2, reset, reset))
+    assert "in 2 tries" in str(last_error(2, ErrorReply(500, "oops"), ErrorReply(408, "late")))
+    assert last_error(9, bad, bad) is None
+    assert "in 3 tries; the last: a sent no tokens" in str(last_error(9, bad, bad, bad))
+    outdated = engine_client.OutdatedReplyError("old")
+    silent = engine_client.SilentServerError("silent")
+    assert last_error(1, *[away, outdated, silent, ErrorReply(429, "slower")] * 9) is None
+    for status, kind in ((400, ConfigError), (413, ConfigError), (422, ConfigError), (501, ServerError)):
+        with pytest.raises(kind, match=f"a said HTTP {status}: refused"):
+            engine_client._Failures(9).record(Server("a", 0), ErrorReply(status, "refused"))
+
+
+def test_pauses_grow_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[float, float]] = []
+    uniform = SimpleNamespace(uniform=lambda low, high: drawn.append((low, high)) or 0.0)
+    monkeypatch.setattr(engine_client, "random", uniform)
+    failures = engine_client._Failures(9)
+    for sends in range(1, 10):
+        failures.pause_s(sends)
+    assert drawn == [(0, high) for high in (0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0, 5.0)]
+
+    async def run() -> None:
+        server = ScriptedServer("sglang", [("abort", 0)] * 99)
+        async with connected(server, request_retries=8) as client:
+            drawn.clear()
+            with pytest.raises(ServerError, match="9 times in a row without a token"):
+                await client.generate(request())
+            assert drawn == [(0, high) for high in (0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0)]
+            server.fates = [("abort", 0), ("abort", 0), ("abort", 1), ("abort", 0)]
+            drawn.clear()
+            assert (await client.generate(request())).output_tokens == truth()[0]
+            assert drawn == [(0, 0.02), (0, 0.04), (0, 0.02)]
+            server.fates = [("reset", 1)] * 99
+            drawn.clear()
+            with pytest.raises(ServerError, match="broke 8 times"):
+                await client.generate(request(Receiver()))
+            assert drawn == [(0, high) for high in (0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("min_new_tokens", [2, 8])
+def test_what_is_left_of_an_aborted_answer_is_asked_for(min_new_tokens: int) -> None:
+    async def run() -> None:
+        server, loads = ScriptedServer("sglang", [("abort", 3)]), []
+        async with connected(server) as client:
+            (target,) = client.pool.servers
+            asked = request(lambda *_: loads.append(target.load), min_new_tokens=min_new_tokens)
+            response = await client.generate(asked)
+            assert response.output_tokens == truth()[0]
+            assert set(loads) == {len(PROMPT) + LENGTH} and target.load == 0
+            sampling = [body["sampling_params"] for body in server.bodies]
+            assert [one["max_new_tokens"] for one in sampling] == [LENGTH, LENGTH - 3]
+            assert [one.get("min_new_tokens") for one in sampling] == [
+                min_new_tokens,
+                5 if min_new_tokens == 8 else None,
+            ]
+            assert 0 < response.ttft <= response.latency < 60
+            assert client.pool.metrics()["0/latency_p95_s"] < 60
+            assert not client._calls
+            for fields in ({}, {"regex": "a+"}):  # aborted after the last token
+                server.fates = [("abort", LENGTH)]
+                response = await client.generate(request(**fields))
+                assert (response.stop_reason, response.attempts) == ("length", 1)
+                assert 0 < response.ttft <= response.latency
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("with_top", [False, True])
+def test_a_recorded_answer_is_reused_if_it_has_all_that_is_asked_for(with_top: bool) -> None:
+    async def run() -> None:
+        server, episode = ScriptedServer("sglang"), Episode()
+        tokens, logprobs = truth()
+        top = [[(token, logprob)] for token, logprob in zip(tokens, logprobs, strict=True)] if with_top else []
+        recorded = {"output_tokens": tokens, "output_logprobs": logprobs, "output_versions": [7] * LENGTH}
+        for prompt in ([*PROMPT, 1], [2, 1, 4], PROMPT):
+            answer = ModelResponse(input_tokens=prompt, output_top_logprobs=top, stop_reason="stop", **recorded)
+            episode.record(answer)
+        async with connected(server) as client:
+            context.enter(EpisodeContext(episode=episode))
+            client.version = 5
+            if with_top:
+                response = await client.generate(request(top_logprobs=1))
+                assert response.output_top_logprobs == top
+            else:
+                with pytest.raises(ServerError, match="lists of top log-probs"):
+                    await client.generate(request(top_logprobs=1))
+                episode.record(ModelResponse(input_tokens=PROMPT, stop_reason="stop", **recorded))
+                response = await client.generate(request())
+            assert (response.output_tokens, response.output_versions) == (tokens, [7] * LENGTH)
+            assert (response.attempts, response.server, response.stop_reason) == (0, "", "stop")
+            assert episode.oldest_version == 5
+            client.version = 6
+            answer = await client.generate(ModelRequest(input_ids=[9], gconfig=request().gconfig))
+            assert (answer.attempts, answer.server) == (1, client.pool.servers[0].url)
+            assert episode.oldest_version == 5 and episode.server is client.pool.servers[0]
+            assert sum(map(len, episode.recorded.values())) == 2
+
+    asyncio.run(run())
+
+
+def client_alone(**more: Any) -> EngineClient:
+    return EngineClient(InferenceEngineConfig(backend="sglang", addresses=["a:1"]), **more)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_the_end_of_patience_fails_all_that_wait(told: bool) -> None:
+    async def run() -> None:
+        said: list[ServerError] = []
+        client = client_alone(on_outage=said.append) if told else client_alone()
+        left, *waiting = [asyncio.create_task(client._until_usable()) for _ in range(3)]
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.wait([left])
+        error = ServerError("all are away")
+        client.give_up(error)
+        for task in waiting:
+            with pytest.raises(ServerError, match="all are away"):
+                await task
+        assert said == [error] * told and not client._waiting
+
+    asyncio.run(run())
+
+
+def test_as_many_requests_are_woken_as_the_server_has_places() -> None:
+    async def run() -> None:
+        client = client_alone()
+        (server,) = client.pool.servers
+        gone, *waiting = [asyncio.create_task(client._until_usable()) for _ in range(6)]
+        await asyncio.sleep(0)
+        gone.cancel()  # wakes nobody
+        for limit, woken in ((1, 0), (3, 2), (4, 5)):
+            server.capacity, server.outstanding = limit, 1
+            client._wake_for(server)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert sum(task.done() for task in waiting) == woken
+        assert gone.cancelled()
+
+    asyncio.run(run())
+
+
+def test_holds_nest_and_nobody_waits_for_a_server_meanwhile() -> None:
+    client = client_alone()
+    assert (client.version, client.retried, client._is_waiting()) == (0, 0, False)
+    client._calls.add(object())  # type: ignore[arg-type]
+    assert client._is_waiting() and client._may_send.is_set()
+    client.hold()
+    client.hold()
+    client.release()
+    assert not client._may_send.is_set() and not client._is_waiting()
+    client.release()
+    assert client._may_send.is_set() and client._is_waiting()
+    server = client.pool.servers[0]
+    assert not client._must_stay(server)
+    client.pool.start(server, 1, 0.0, stays=True)
+    assert client._must_stay(server)
+
+
 def test_a_request_avoids_each_server_that_failed_it() -> None:
-    servers, failures = [Server("a"), Server("b")], engine_client._Failures(9)
+    servers, failures = [Server("a", 0), Server("b", 1)], engine_client._Failures(9)
     for server in (servers[0], servers[1], servers[0]):
         failures.record(server, OSError("reset"))
     assert failures.servers == servers and failures.last == "a failed: OSError: reset"

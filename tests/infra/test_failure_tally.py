@@ -31,6 +31,10 @@ def test_a_group_counts_its_failed_members_or_as_one_failure_if_it_failed_as_a_w
     tally.add(group(failure("no tool"), None, failure("no tool")))
     tally.add(group(failure("late", FailureKind.DEADLINE), failed=failure("a member failed")))
     tally.add(group(failed=failure("no input", FailureKind.DATA)))
+    stopped = group(failure("the run ended"))
+    stopped.end_as(EpisodeStatus.CANCELLED, failure=failure("the run ended"))
+    stopped.trajectories[0].status = EpisodeStatus.CANCELLED
+    tally.add(stopped)  # by the run, so it is no failure
     assert tally.metrics() == {
         "failed_episodes": 4.0,
         "failed_episodes/agent": 2.0,
@@ -45,6 +49,7 @@ def test_a_group_counts_its_failed_members_or_as_one_failure_if_it_failed_as_a_w
         "An example of the first:",
         "Traceback of no tool",
     ]
+    assert "other causes" not in tally.table(limit=3)
 
 
 def test_causes_beyond_the_limit_are_counted_together(monkeypatch) -> None:

@@ -9,14 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
+import orjson
 import pytest
 
 from areal_lite.api import InferenceEngineConfig, ModelRequest, RolloutWorkflow
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.infra import router
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from areal_lite.infra.server_pool import Server, ServerPool
 from tests.infra.router_stand_in import RouterStandIn
-from tests.infra.scripted import OneTurn, until
+from tests.infra.scripted import OneTurn, on_a_loop, until
 from tests.infra.test_server_faults import accepted, generate, servers
 from tests.stub_server import StubThread, answer_tokens
 
@@ -211,7 +213,7 @@ def test_a_parameter_that_the_router_drops_is_an_error(routed: Routed) -> None:
     [
         ({"backend": "vllm", "addresses": ["a:1"]}, "rollout.backend is vllm"),
         ({"backend": "embedded", "addresses": ["a:1"]}, "rollout.backend is embedded"),
-        ({"backend": "sglang"}, "rollout.addresses is empty"),
+        ({"backend": "sglang"}, "rollout.router is set and rollout.addresses is empty"),
         ({"backend": "sglang", "addresses": ["a:1"], "weight_update": "adapter"}, "weight_update is adapter"),
     ],
 )
@@ -278,3 +280,129 @@ def test_an_address_of_a_router_that_cannot_be_used_fails_the_start(
     thread = stack.enter_context(StubThread(stand_in))  # type: ignore[arg-type]
     with pytest.raises((ConfigError, ServerError), match=says):
         RemoteInfEngine(InferenceEngineConfig(backend="sglang", addresses=[thread.address, *beside])).initialize()
+
+
+class Listed:
+    """A router's list, without a router."""
+
+    def __init__(self, count: int = 2) -> None:
+        self.workers: dict[str, dict[str, Any]] = {}
+        self.error: Exception | None = None
+        self.bad: set[int] = set()
+        """Servers that an examination finds to be bad."""
+        self.examined: list[int] = []
+        self.changes = 0
+        self.outages: asyncio.Queue[str] = asyncio.Queue()
+        addresses = [f"s:{index}" for index in range(count)]
+        config = InferenceEngineConfig(backend="sglang", addresses=addresses, router="r:1", outage_patience_s=0.05)
+        self.pool = ServerPool(addresses)
+        self.it = router.Router(
+            config,
+            self.pool,
+            self,  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]
+            on_change=self.change,
+            is_waiting=lambda: True,
+            on_outage=lambda error: self.outages.put_nowait(str(error)),
+        )
+        (self.target,) = self.it.pool.servers
+
+    def change(self) -> None:
+        self.changes += 1
+
+    async def ask(self, server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        assert server is self.target
+        if self.error is not None:
+            raise self.error
+        if method == "POST":
+            assert body is not None
+            self.workers[body["url"]] = {"id": f"id-{body['url']}", "url": body["url"]}
+        elif method == "DELETE":
+            del self.workers[path.removeprefix("/workers/id-")]
+        return orjson.dumps({"workers": list(self.workers.values())})
+
+    async def examine(self, server: Server) -> bool:
+        self.examined.append(server.index)
+        await asyncio.sleep(0)
+        return server.index in self.bad
+
+
+@on_a_loop
+async def test_the_routers_list_becomes_that_of_the_servers_that_serve() -> None:
+    listed = Listed()
+    assert listed.target.is_router
+    assert not await listed.it.sync()  # added, and not listed yet
+    assert (listed.target.waits, listed.changes) == (1, 1) and not listed.target.usable
+    for _ in range(2):
+        assert await listed.it.sync()
+        assert (listed.target.waits, listed.changes) == (0, 2) and listed.target.usable
+    listed.it.failed(listed.target, "one error is no outage")
+    assert listed.target.usable and listed.it._wake.is_set()
+    listed.it._wake.clear()
+    listed.it.refresh()
+    assert listed.it._wake.is_set()
+    for worker in listed.workers.values():
+        worker["is_healthy"] = False
+    for _ in range(2):
+        assert not await listed.it.sync()
+        assert (listed.target.waits, listed.changes) == (1, 3)
+    listed.workers["http://s:1"]["is_healthy"] = True
+    assert await listed.it.sync()
+    assert (listed.target.waits, listed.changes) == (0, 4)
+    listed.pool.rest(listed.pool.servers[1], "reset")
+    assert not await listed.it.sync()
+    assert list(listed.workers) == ["http://s:0"]
+    listed.it.failed(listed.target, "reset", at_once=True)
+    assert listed.target.down == "reset"
+    changes = listed.changes
+    await listed.it.sync()
+    assert listed.target.trial and listed.changes > changes
+    listed.it.failed(listed.target, "reset")
+    assert listed.target.down == "reset"
+
+
+@on_a_loop
+async def test_a_server_behind_the_router_is_well_again_after_an_examination() -> None:
+    listed = Listed(4)
+    resting, good, bad, failed = listed.pool.servers
+    listed.bad = {2}
+    listed.pool.rest(resting, "reset")
+    for server in (good, bad):
+        listed.pool.rest(server, "reset")
+        listed.pool.try_again(server)
+    listed.pool.failed(failed, "reset")
+    await listed.it.update(3)
+    assert listed.target.version == 3
+    assert listed.examined == [1, 2]
+    assert [server.unhealthy for server in listed.pool.servers] == [True, False, True, False]
+    assert bad.trial and not good.trial
+    assert list(listed.workers) in (["http://s:1", "http://s:3"], ["http://s:3", "http://s:1"])
+    listed.examined.clear()
+    assert await asyncio.gather(listed.it.examine(), listed.it.examine()) == [False, False]
+    assert listed.examined == [1, 3]  # once for both
+    listed.bad = {3}
+    listed.error = OSError("reset")
+    assert await listed.it.examine()
+    assert listed.examined == [1, 3, 1, 3]
+
+
+@pytest.mark.parametrize(("error", "reason"), [(OSError("reset"), "reset"), (TimeoutError(), "TimeoutError")])
+@on_a_loop
+async def test_a_router_that_is_away_for_longer_than_the_patience_is_told_again_and_again(
+    error: Exception, reason: str
+) -> None:
+    listed = Listed()
+    await listed.it.sync()  # blocks it: none is listed yet
+    listed.error = error
+    began = time.monotonic()
+    watch = asyncio.create_task(listed.it._watch())
+    for count in (1, 2):
+        assert await listed.outages.get() == f"the router http://r:1 is unusable since 0.05 s: {reason}"
+        assert time.monotonic() - began >= 0.05 * count
+    listed.error = None
+    changed = asyncio.Event()
+    listed.it._on_change = changed.set
+    await asyncio.wait_for(changed.wait(), 10)
+    assert listed.target.usable
+    watch.cancel()
+    await asyncio.wait([watch])

@@ -84,7 +84,7 @@ def test_the_table_at_the_end_has_a_row_for_each_server() -> None:
 
 
 def test_the_table_of_servers_fits_80_columns() -> None:
-    figures = Server("10.11.12.13:30000").metrics() | {"tokens": 98765432.0, "latency_p95_s": 123.45}
+    figures = Server("10.11.12.13:30000", 0).metrics() | {"tokens": 98765432.0, "latency_p95_s": 123.45}
     table = server_table({f"servers/0/{name}": value for name, value in figures.items()}, ["10.11.12.13:30000"])
     assert table is not None
     console = Console(width=80)

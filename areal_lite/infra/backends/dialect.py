@@ -209,8 +209,6 @@ def checked_chunk(
     Raises:
         BadResponse: If a check fails.
     """
-    if versions is not None and len(versions) != len(tokens):
-        raise BadResponse(f"{len(tokens)} tokens, {len(versions)} versions")
     _check_tokens(tokens, logprobs, top_logprobs)
     if finish not in ("stop", "length", "abort"):
         raise BadResponse(f"the unknown finish reason {finish!r}")
