@@ -17,7 +17,8 @@ import torch
 
 from areal_lite.api import InferenceEngine, RolloutWorkflow
 from areal_lite.api.child_process import start_tied
-from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence, Trajectory, Turn, TurnRole
+from areal_lite.api.failure import Failure, FailureKind
+from areal_lite.api.trajectory import EpisodeStatus, Group, ProcessRecord, TokenSequence, Trajectory, Turn, TurnRole
 from areal_lite.errors import ConfigError, StorageError
 from areal_lite.infra import trajectory_dumper
 from areal_lite.infra.dump_lines import dump_lines, dump_text
@@ -25,6 +26,7 @@ from areal_lite.infra.dump_writer import File
 from areal_lite.infra.packed_group import pack_group
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.infra.trajectory_dumper import TrajectoryDumper, next_task_id
+from tests.agents.scripted_engine import tokenizer
 from tests.infra.scripted import OneTurn, TwoTurns, until
 from tests.stub_server import StubThread, answer_tokens
 
@@ -251,6 +253,73 @@ def test_a_shared_turn_has_the_columns_of_the_sequence_that_trains_it() -> None:
     answers = [line["turns"][1] for line in dump_lines(group)]
     assert [each["versions"].tolist() for each in answers] == [[5, 5], [3, 3], [3, 3]]
     assert [each["logprobs"].tolist() for each in answers] == [[-2, -2], [-1, -1], [-1, -1]]
+
+
+def turn_of(texts: Any, role: TurnRole, content: str, **given: Any) -> Turn:
+    ids = np.array(texts.encode(content))
+    return Turn(role=role, ids=ids, loss_mask=np.full(len(ids), role is TurnRole.ASSISTANT), **given)
+
+
+def test_each_line_is_of_its_own_sequence_and_the_first_one_of_an_episode_has_its_processes() -> None:
+    """And the first one of a group has the row."""
+    texts = tokenizer()
+    prompt = turn_of(texts, TurnRole.PROMPT, "Why?")
+    first = turn_of(texts, TurnRole.ASSISTANT, "So.<|im_end|>", parent=0, start=prompt.end, text="from the server")
+    asked = turn_of(texts, TurnRole.ENVIRONMENT, "And?", parent=1, start=first.end)
+    last = turn_of(texts, TurnRole.ASSISTANT, "Then.<|im_end|>", parent=2, start=asked.end)
+    turns, paths = [prompt, first, asked, last], [(0, 1), (0, 1, 2, 3)]
+
+    def sequence(path: tuple[int, ...]) -> TokenSequence:
+        parts = [turns[place] for place in path]
+        ids, mask = (np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "loss_mask"))
+        versions = np.where(mask, np.arange(len(ids)), -1)
+        rewards = np.arange(len(ids)) / 2 if len(path) == 4 else None
+        place = (path, path[-1])
+        return TokenSequence(
+            input_ids=ids, loss_mask=mask, versions=versions, token_rewards=rewards, reward=float(len(path)), place=place
+        )
+
+    process = ProcessRecord(command=["ls"], returncode=1, timed_out=False, seconds=0.5, stdout="", stderr="no")
+    accepted = Trajectory(
+        status=EpisodeStatus.ACCEPTED, turns=turns, sequences=[sequence(path) for path in paths], processes=[process]
+    )
+    fork = [prompt, first, turn_of(texts, TurnRole.ASSISTANT, "No.", parent=0, start=prompt.end)]
+    failures = Failure(FailureKind.AGENT, "KeyError", "'a'"), Failure(FailureKind.DEADLINE, "", "too late")
+    failed, late = (Trajectory(member_idx=1, status=EpisodeStatus.FAILED, failure=failure) for failure in failures)
+    failed.turns = fork
+    group = Group(
+        task_id=0, group_id="0", status=EpisodeStatus.ACCEPTED, data={}, trajectories=[accepted, failed, late],
+        queued_s=0.25, run_s=1.5,
+    )  # fmt: skip
+    lines = json.loads(b"[%b]" % b",".join(dump_text(dump_lines(group, texts, row=b"{}", extra={"a": 1})).splitlines()))
+    ends = [first.end, last.end, fork[2].end, 0]
+    assert [line["seqlen"] for line in lines] == ends
+    assert [line["prompt_len"] for line in lines] == [prompt.end] * 3 + [0]
+    assert [line["prompt"] for line in lines] == ["Why?"] * 3 + [""]
+    answers = ["So.<|im_end|>", "So.<|im_end|>And?Then.<|im_end|>", "No.", ""]
+    assert [line["completion"] for line in lines] == answers
+    assert [[turn["turn_idx"] for turn in line["turns"]] for line in lines] == [[0, 1], [0, 1, 2, 3], [0, 2], []]
+    assert lines[0]["turns"][1]["text"] == "So.<|im_end|>"
+    assert [set(turn["loss_mask"]) for turn in lines[1]["turns"]] == [{0}, {1}, {0}, {1}]
+    heads = [prompt.end] * 2 + [None] * 2
+    tails = [first.end - 1, last.end - 1, None, None]
+    assert [(line["head_version"], line["tail_version"]) for line in lines] == list(zip(heads, tails, strict=True))
+    assert [line["reward"] for line in lines] == [2.0, 4.0, None, None]
+    assert [line["error_type"] for line in lines] == [None, None, "KeyError", None]
+    assert [line["error_kind"] for line in lines] == [None, None, "agent", "deadline"]
+    assert [len(line["processes"]) for line in lines] == [1, 0, 0, 0]
+    assert [line.get("row", "none") for line in lines] == [{}, "none", "none", "none"]
+    assert [line.get("missing") for line in lines] == [["logprobs"]] * 2 + [None] * 2
+    assert [line["extra"] for line in lines] == [{"a": 1}] * 4
+    assert lines[0]["timings"] == {"queued_s": 0.25, "run_s": 1.5, "finished_at": group.finished_at}
+    assert all(turn["logprobs"] == [0.0] * len(turn["ids"]) for turn in lines[1]["turns"][1::2])
+    assert lines[2]["turns"][1]["versions"] == [-1] * len(fork[2].ids)
+    rewards = [reward for turn in lines[1]["turns"] for reward in turn["rewards"]]
+    assert rewards == [n / 2 for n in range(last.end)]
+    assert "rewards" not in lines[0]["turns"][1]
+    untold = next(dump_lines(group))
+    assert (untold["row"], untold["prompt"], untold["turns"][1]["text"]) == (None, None, "from the server")
+    assert "extra" not in untold
 
 
 def writer_of(engine: RemoteInfEngine) -> int:
