@@ -84,6 +84,13 @@ def test_masked_tokens_are_counted_and_a_group_without_any_other_is_stale() -> N
     assert (mixed.head_version, mixed.tail_version) == (3, 4)
 
 
+def test_tokens_of_an_unknown_version_are_not_masked_in_a_group_within_the_bound() -> None:
+    group = group_of(1, [-1, 3])
+    cut = cut_batch([group], 1, version=5, max_staleness=2, mask_off_policy=True)
+    assert (ids(cut.fresh), cut.masked_tokens) == ([1], 0)
+    assert group.sequences[0].loss_mask.tolist() == [False, True, True]
+
+
 @given(
     heads=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), max_size=12),
     count=st.integers(1, 5),

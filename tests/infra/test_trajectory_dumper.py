@@ -276,7 +276,12 @@ def test_each_line_is_of_its_own_sequence_and_the_first_one_of_an_episode_has_it
         rewards = np.arange(len(ids)) / 2 if len(path) == 4 else None
         place = (path, path[-1])
         return TokenSequence(
-            input_ids=ids, loss_mask=mask, versions=versions, token_rewards=rewards, reward=float(len(path)), place=place
+            input_ids=ids,
+            loss_mask=mask,
+            versions=versions,
+            token_rewards=rewards,
+            reward=float(len(path)),
+            place=place,
         )
 
     process = ProcessRecord(command=["ls"], returncode=1, timed_out=False, seconds=0.5, stdout="", stderr="no")
@@ -300,7 +305,7 @@ def test_each_line_is_of_its_own_sequence_and_the_first_one_of_an_episode_has_it
     assert [line["completion"] for line in lines] == answers
     assert [[turn["turn_idx"] for turn in line["turns"]] for line in lines] == [[0, 1], [0, 1, 2, 3], [0, 2], []]
     assert lines[0]["turns"][1]["text"] == "So.<|im_end|>"
-    assert [set(turn["loss_mask"]) for turn in lines[1]["turns"]] == [{0}, {1}, {0}, {1}]
+    assert [turn["loss_mask"] for turn in lines[1]["turns"]] == [[n % 2] * len(turn.ids) for n, turn in enumerate(turns)]
     heads = [prompt.end] * 2 + [None] * 2
     tails = [first.end - 1, last.end - 1, None, None]
     assert [(line["head_version"], line["tail_version"]) for line in lines] == list(zip(heads, tails, strict=True))
