@@ -98,6 +98,24 @@ def test_a_batch_whose_caller_left_while_it_was_cut_is_for_the_next_caller(
     assert rows_of(engine.prepare_batch(source, OneTurn)) == [1]
 
 
+def test_the_places_of_a_batch_whose_caller_left_are_for_the_next_source(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    engine = start_engine(start_stub(), consumer_batch_size=2)
+    left, other = source_of(6), source_of(4)
+
+    async def ask_and_leave() -> None:
+        asked = asyncio.ensure_future(engine.aprepare_batch(left, OneTurn))
+        await asyncio.sleep(0)
+        until_accepted(engine, 2)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    asyncio.run(ask_and_leave())
+    assert rows_of(engine.prepare_batch(other, OneTurn)) == [1, 2]
+
+
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_batch_whose_caller_left_when_it_was_ready_is_for_the_next_caller(
     start_stub: StartStub, start_engine: StartEngine, max_staleness: int
@@ -117,6 +135,7 @@ def test_a_batch_whose_caller_left_when_it_was_ready_is_for_the_next_caller(
     assert {1, 2} <= set(owed_rows(source))
     assert rows_of(engine.prepare_batch(source, OneTurn)) == [1, 2]
     assert engine.export_stats()["accepted"] == 2  # each was counted once
+    assert engine._executor.statistics.trained_tokens == 2 * 8
     engine.update_weights_from_disk("ckpt", 1)
     assert rows_of(engine.prepare_batch(source, OneTurn)) == [3, 4]
 
