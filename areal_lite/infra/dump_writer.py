@@ -47,7 +47,7 @@ class Report:
 
 
 def main(descriptor: int) -> None:
-    """Write what comes from the pipe ``descriptor`` until its end, or until a file cannot be written."""
+    """Write what comes from the pipe ``descriptor`` until its end."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a job: what is queued is still written
     with os.fdopen(descriptor, "rb") as pipe:
 
@@ -57,8 +57,8 @@ def main(descriptor: int) -> None:
 
         path, extra = receive()
         tokenizer, extra = _tokenizer(path), orjson.loads(extra)
-        while (batch := receive()) is not None and _write_batch(batch, tokenizer, extra):
-            pass
+        while (batch := receive()) is not None:
+            _write_batch(batch, tokenizer, extra)
         os._exit(0)  # every file and report is written; an orderly exit would only keep the run waiting
 
 
@@ -73,8 +73,8 @@ def _tokenizer(path: str | None) -> Any:
     return load_tokenizer(path)
 
 
-def _write_batch(batch: list[File], tokenizer: Any, extra: dict[str, Any] | None) -> bool:
-    """Write the files, and report; return whether the disk took them."""
+def _write_batch(batch: list[File], tokenizer: Any, extra: dict[str, Any] | None) -> None:
+    """Write the files, and report, until one cannot be written."""
     written, reported = 0, time.monotonic()
     for folder, name, packed in batch:
         try:
@@ -88,14 +88,13 @@ def _write_batch(batch: list[File], tokenizer: Any, extra: dict[str, Any] | None
             write_file(folder, name, text)
         except OSError as error:
             _report(Report(written=written, errno=error.errno or 1, size=len(text)))
-            return False
+            return
         written += 1
         if time.monotonic() > reported + REPORT_S:
             _report(Report(written=written))
             written, reported = 0, time.monotonic()
     if written:
         _report(Report(written=written))
-    return True
 
 
 def _report(report: Report) -> None:

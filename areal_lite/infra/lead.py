@@ -40,7 +40,7 @@ class Lead:
     _waited_s: float = 0.0
     _spare: int | None = None
     _before: tuple[int, float] | None = None
-    """Lead and step time before the running trial."""
+    """Lead and seconds of the window before the running trial."""
     _grows: bool = True
     """Whether the next trial raises the lead."""
     _hold: int = 0
@@ -74,7 +74,7 @@ class Lead:
         self._starved_s += starved_s
         self._spare = spare if self._spare is None else min(self._spare, spare)
         if self._batches == WINDOW:
-            self._decide(self._step_s / WINDOW, self._spare)
+            self._decide(self._step_s, self._spare)
             self._batches, self._step_s, self._waited_s, self._starved_s, self._spare = 0, 0.0, 0.0, 0.0, None
 
     def _decide(self, step_s: float, spare: int) -> None:

@@ -92,7 +92,7 @@ def must_wait(running: Mapping[int, int], finished: Mapping[int, int], count: in
         count: Groups per batch.
     """
     due = ready = 0
-    for slack in range(max(running, default=-1) + 1):
+    for slack in sorted({*running, *finished}):
         ready += finished.get(slack, 0)
         due += running.get(slack, 0) + finished.get(slack, 0)
         if min(due - slack * count, count) > ready:
@@ -147,7 +147,7 @@ class RowFeed:
 
     def end(self, error: Exception) -> None:
         """Stop drawing; whoever waits for a batch gets ``error``."""
-        self.error, self.exhausted = error, True
+        self.error = error
         self.box.changed()
 
     @property
@@ -205,7 +205,6 @@ class RowFeed:
     def mark_trained(self) -> None:
         """Mark the last batch as trained."""
         self.source.mark_trained(self._handed_over)
-        self._handed_over = []
 
     def owe(self, group: Group) -> None:
         """Return the row of a stale group to the source, to be drawn before all others."""

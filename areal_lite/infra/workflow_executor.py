@@ -161,8 +161,8 @@ class WorkflowExecutor:
     def _starts_nothing(self) -> bool:
         """Whether submissions wait, nothing runs, and the staleness bound admits none of them."""
         gate = self.gate
-        waits = bool(self._waiting) and not self._waiting_free
-        return waits and not gate.running and not gate.paused and not gate.held and not gate.may_start_training()
+        may_start = gate.running or gate.paused or gate.held or gate.may_start_training()
+        return bool(self._waiting) and not may_start
 
     def wait_unclaimed(self, groups: list[Group]) -> None:
         """Put back the groups of a :meth:`wait` whose caller left before they arrived."""
@@ -215,6 +215,7 @@ class WorkflowExecutor:
         if id(source) in self._feeds:
             feed, _ = self._feeds[id(source)]
             feed.take_back(batch)
+            self.gate.cut = False
             self._unclaimed.update(group.task_id for group in batch)
 
     async def _batch_of(self, feed: RowFeed) -> list[Group]:
@@ -338,7 +339,7 @@ class WorkflowExecutor:
         if version < 0:
             raise ConfigError(f"the policy version is {version}: it starts at 0 and grows")
         self.gate.set_version(version)
-        if self._feeds and self._asking.locked():  # a batch is being waited for: its oldest groups have changed
+        if self._feeds:  # the oldest groups of a batch that is waited for have changed
             feed, _ = next(reversed(self._feeds.values()))
             self._wait_for_oldest(feed)
             feed.box.changed()

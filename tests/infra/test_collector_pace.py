@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from areal_lite.infra import collector_pace
+from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 
 
 def test_the_first_engine_relaxes_the_pace_and_the_last_restores_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,3 +28,13 @@ def test_the_first_engine_relaxes_the_pace_and_the_last_restores_it(monkeypatch:
         assert gc.get_threshold() == (700, 10, 10)
     finally:
         gc.set_threshold(*before)
+
+
+def test_the_pace_is_relaxed_while_an_engine_runs(
+    start_stub: Callable[..., Any], start_engine: Callable[..., RemoteInfEngine]
+) -> None:
+    before = gc.get_threshold()
+    engine = start_engine(start_stub())
+    during = gc.get_threshold()[0]
+    engine.destroy()
+    assert during >= 50_000 and gc.get_threshold() == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 import weakref
 from typing import Any
 
@@ -73,6 +74,38 @@ def test_the_seeds_of_a_group_are_named_by_its_id_or_as_the_caller_says() -> Non
     runner, _ = make_runner()
     named = make(runner, {}, task_id=5), make(runner, {}, seed_name="row 3")
     assert [one.episodes[0].seed_name for one in named] == ["task 5", "row 3"]
+    runner.number_from(20)
+    assert make(runner, {}).episodes[0].seed_name == "task 0"  # as in a first run
+
+
+@on_a_loop
+async def test_a_running_group_alone_has_a_deadline() -> None:
+    runner, _ = make_runner()
+    waiting, running = make(runner, {"do": "stop"}), make(runner, {"do": "stop"})
+    runner.start(running, version=0)
+    assert runner.deadline_of(running.task_id) == running.started + 3600
+    assert runner.deadline_of(waiting.task_id) is runner.deadline_of("nobody") is None
+    await runner.close("closed")
+
+
+@pytest.mark.parametrize(("blocked_s_ago", "stopped"), [(-60.0, [False, True]), (60.0, [True, True])])
+@on_a_loop
+async def test_a_deadline_is_put_off_once_if_another_episode_blocked_the_loop(
+    blocked_s_ago: float, stopped: list[bool]
+) -> None:
+    runner, _ = make_runner()
+    submission = make(runner, {"do": "stop"})
+    runner.start(submission, version=0)
+    await asyncio.sleep(0)
+    runner.shared.blocked_at = time.monotonic() - blocked_s_ago
+    seen = []
+    for _ in range(2):
+        runner._deadlines.discard(submission)
+        runner._on_deadline(submission)
+        seen.append(submission.stopped_by is not None)
+        assert seen[-1] is not (submission in runner._deadlines.pending())
+    assert seen == stopped
+    await runner.close("closed")
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,11 @@ def test_it_keeps_growing_while_the_trainer_starves_and_steps_get_shorter() -> N
     # at the bound a smaller one is tried
 
 
+def test_a_larger_lead_that_gains_just_enough_stays() -> None:
+    lead = Lead(batch_size=4, max_staleness=4)
+    assert [window(lead, step_s=step_s, starved=0.5) for step_s in (20.0, 19.0)] == [13, 16]
+
+
 def test_a_larger_lead_that_gains_too_little_is_taken_back_and_not_tried_again_soon() -> None:
     lead = Lead(batch_size=4, max_staleness=3)
     assert [window(lead, step_s=step_s, starved=0.5) for step_s in (1.0, 0.96)] == [10, 6]

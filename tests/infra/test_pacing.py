@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence, Trajectory
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.infra.admission_gate import AdmissionGate
+from areal_lite.infra.lead import Lead
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.infra.rollout_statistics import RolloutStatistics, trained_shares
 from areal_lite.infra.row_feed import RowFeed, cut_batch, must_wait
@@ -82,6 +83,13 @@ def test_masked_tokens_are_counted_and_a_group_without_any_other_is_stale() -> N
     assert (ids(cut.fresh), ids(cut.stale), cut.masked_tokens) == ([1], [2], 3)
     assert mixed.sequences[0].loss_mask.tolist() == [False, False, False, False, True, True]
     assert (mixed.head_version, mixed.tail_version) == (3, 4)
+
+
+def test_tokens_of_an_unknown_version_are_not_masked_in_a_group_within_the_bound() -> None:
+    group = group_of(1, [-1, 3])
+    cut = cut_batch([group], 1, version=5, max_staleness=2, mask_off_policy=True)
+    assert (ids(cut.fresh), cut.masked_tokens) == ([1], 0)
+    assert group.sequences[0].loss_mask.tolist() == [False, True, True]
 
 
 @given(
@@ -281,6 +289,8 @@ def test_a_redrawn_group_is_discarded_and_its_row_comes_again(start_stub: StartS
         rows += rows_of(engine.prepare_batch(source, OneTurn))
         engine.set_version(version)
     assert rows[0] == 3 and rows.count(1) == 1
+    (feed, _) = engine._executor._feeds[id(source)]
+    assert engine._executor.gate.taken == 5 + feed.ahead  # the discarded group's place is free
     assert engine.rollout_metrics()["discarded_tokens"] == 8
 
 
@@ -346,6 +356,47 @@ def test_a_new_version_while_a_batch_waits_changes_what_it_waits_for(
         assert rows_of(batch.result(10)) == [1]
 
 
+def test_a_new_version_ends_a_wait_for_a_group_that_is_too_old_by_now(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    stub = start_stub(tell_version=False)
+    hold(stub, lambda ids: ids[0] not in (2, 3))
+    engine = start_engine(stub, consumer_batch_size=1, max_head_offpolicyness=1)
+    source = source_of(9)
+    assert rows_of(engine.prepare_batch(source, OneTurn)) == [2]
+    stub.until_held(1)
+    engine.set_version(1)
+    with ThreadPoolExecutor() as thread:
+        batch = thread.submit(engine.prepare_batch, source, OneTurn)
+        until_finished(engine, 2)
+        until(engine._executor._asking.locked)
+        assert not batch.done()
+        engine.set_version(2)
+        assert rows_of(batch.result(10)) == [3]
+    let_go(stub)
+
+
+def test_a_batch_that_is_asked_for_starts_its_groups_beside_those_of_the_lead(
+    start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lead, "batch_cut", lambda self, **_: setattr(self, "groups", 6))
+    stub = start_stub(tell_version=False)
+    hold(stub, lambda ids: ids[0] > 2)
+    engine = start_engine(stub, consumer_batch_size=1, max_head_offpolicyness=9)
+    source = source_of(20)
+    rows = rows_of(engine.prepare_batch(source, OneTurn))
+    until(lambda: len(engine._executor.statistics._drawn) == 2)
+    assert len(engine._executor._runner.live) == 3  # with one that has finished: the lead
+    rows += rows_of(engine.prepare_batch(source, OneTurn))
+    stub.until_held(6)  # the larger lead
+    with ThreadPoolExecutor() as thread:
+        batch = thread.submit(engine.prepare_batch, source, OneTurn)
+        stub.until_held(1)  # one for the batch
+        let_go(stub)
+        batch.result(10)
+    assert sorted(rows) == [1, 2]
+
+
 # -- admission -----------------------------------------------------------------------------------
 
 
@@ -382,6 +433,7 @@ def test_trained_shares_are_a_quarter_each_where_duration_does_not_decide() -> N
 
 def test_statistics_count_trained_and_discarded_tokens() -> None:
     statistics = RolloutStatistics()
+    assert statistics.metrics()["waited_for_oldest_s"] == 0
     statistics.train([group_of(1, [0, 0]), group_of(2, [1])])
     statistics.train([group_of(3, [1])])
     statistics.discard([], masked_tokens=2)

@@ -174,11 +174,14 @@ def test_s26_a_stopped_conversation_goes_on_in_another_process_from_its_tokens(
     assert again == [begun] * 2  # the first turns were not sampled again
 
 
+@pytest.mark.parametrize("stale_groups", ["wait", "redraw"])
 def test_sb17_finished_surplus_groups_are_accepted_later_without_generation(
-    start_stub: StartStub, start_engine: StartEngine
+    start_stub: StartStub, start_engine: StartEngine, stale_groups: str
 ) -> None:
     stub = start_stub()
-    engine = start_engine(stub, consumer_batch_size=1, max_head_offpolicyness=3, over_sampling_groups=2)
+    engine = start_engine(
+        stub, consumer_batch_size=1, max_head_offpolicyness=3, over_sampling_groups=2, stale_groups=stale_groups
+    )
     source = source_of(9)
     first = engine.prepare_batch(source, AskTwice)
     while engine._executor._runner.live:
@@ -187,6 +190,7 @@ def test_sb17_finished_surplus_groups_are_accepted_later_without_generation(
     statuses = [g[0].status for g in source.buffer]
     kept = [g[0].row["n"] for g in source.buffer]
     assert len(kept) >= 3
+    assert engine.export_stats()["cancelled"] == len(kept)
     assert set(statuses) == {"completed"}
     assert all(g[0].reward == 1.0 for g in source.buffer)
     asked = stub.server.seen["generate"]

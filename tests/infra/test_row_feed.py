@@ -15,7 +15,7 @@ from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory
 from areal_lite.data.source.buffered_data_source import IterableDataSource
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
-from areal_lite.errors import ConfigError, StarvationError
+from areal_lite.errors import ConfigError, ServerError, StarvationError
 from areal_lite.infra import row_feed
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.infra.row_feed import RowFeed, drop_reason
@@ -149,6 +149,23 @@ def test_an_error_stops_the_drawing_and_reaches_who_waits_even_with_a_full_batch
     assert caught.value is error
 
 
+def test_a_failed_row_is_retried_as_often_as_allowed_and_then_dropped() -> None:
+    feed = RowFeed(RolloutDataSource([{}]), retries=2)
+    attempts = []
+    for _ in range(3):
+        failed = drawn(feed, "failed")
+        attempts.append(failed.samples[0].attempts)
+        feed.miss(failed)
+    assert (attempts, feed.source.dropped.total()) == ([0, 1, 2], 1)
+
+
+def test_groups_that_run_and_groups_that_wait_are_ahead() -> None:
+    feed = RowFeed(RolloutDataSource([{}]), retries=0)
+    feed.running = 2
+    feed.accept(ended("accepted"))
+    assert feed.ahead == 3
+
+
 # -- when a wait ends --------------------------------------------------------------------------------
 
 
@@ -209,6 +226,52 @@ def test_misses_in_a_row_end_a_wait_and_stale_groups_count_even_between_accepted
     feed.check(1)
     feed.hand_over([])  # a batch was cut
     assert not woken(feed, lambda: feed.owe(drawn(feed)), count=9)
+
+
+@pytest.mark.parametrize(
+    ("before", "kinds", "may_pass"),
+    [
+        ([], [FailureKind.ENGINE, FailureKind.DEADLINE], True),
+        ([], [FailureKind.ENGINE, FailureKind.AGENT], False),
+        ([], [FailureKind.ENGINE, None], False),
+        ([], [], False),
+        (["accept"], [FailureKind.ENGINE], True),
+        (["hand over"], [FailureKind.ENGINE], True),
+        (["check"], [FailureKind.ENGINE], True),
+    ],
+)
+def test_a_run_without_training_data_may_succeed_later_if_only_servers_failed_since_the_last_accepted_group(
+    before: list[str], kinds: list[FailureKind | None], may_pass: bool
+) -> None:
+    feed = RowFeed(RolloutDataSource([{}]), retries=0)
+
+    def miss(kind: FailureKind | None) -> None:
+        feed.miss(drawn(feed, "failed" if kind else "rejected", failure=kind and Failure(kind, "", "")))
+
+    if before:
+        miss(FailureKind.AGENT)
+    if before == ["accept"]:
+        feed.accept(ended("accepted"))
+    elif before == ["hand over"]:
+        feed.hand_over([])
+    elif before:
+        with pytest.raises(StarvationError):
+            feed.check(9)
+    for kind in kinds:
+        miss(kind)
+    with pytest.raises(StarvationError) as caught:
+        feed.check(9)
+    assert (caught.value.exit_code == ServerError.exit_code) is may_pass
+
+
+def test_a_batch_waits_until_the_last_of_its_oldest_groups_has_ended() -> None:
+    feed = RowFeed(RolloutDataSource([{}]), retries=0)
+    feed.accept(ended("accepted", start_version=9))
+    feed.wait_for_oldest({7: 3, 8: 3}, 3)
+    feed.ended(ended("accepted", task_id=7))
+    assert not feed.ready(1, 10)()
+    feed.ended(ended("accepted", task_id=8))
+    assert feed.ready(1, 10)()
 
 
 class Clock:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from areal_lite.api.episode_context import Episode
 from areal_lite.api.io_struct import ModelResponse
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory
 from areal_lite.api.turn_tree import trajectory_of, unfinished_trajectory
 from areal_lite.data.source.sample import Sample
-from areal_lite.infra.partial_rollout import sampled_group
+from areal_lite.infra.partial_rollout import record_answers, sampled_group
 
 
 def call(prompt: list[int], answer: list[int], stop_reason: str = "stop") -> ModelResponse:
@@ -70,14 +71,26 @@ def test_an_answer_that_goes_on_at_once_is_one_path() -> None:
     calls = [call([1], [2]), call([1, 2], [3])]
     (sample,) = samples_of(unfinished_trajectory(calls, member_idx=0, status=EpisodeStatus.CANCELLED))
     assert sample.tokens == [1, 2, 3] and len(sample.spans) == 2
+    assert (list(sample.logprobs), list(sample.versions)) == ([0, -1, -1], [-1, 0, 0])
+
+
+def test_answers_are_reused_while_no_token_is_beyond_the_bound() -> None:
+    calls = [call([1], [2])]
+    samples = samples_of(unfinished_trajectory(calls, member_idx=0, status=EpisodeStatus.CANCELLED))
+    episode = Episode()
+    record_answers(samples, [episode], oldest_version=1)
+    assert episode.oldest_version is None
+    record_answers(samples, [episode], oldest_version=0)
+    assert episode.oldest_version == 0
 
 
 def test_an_unfinished_episode_is_aborted_also_after_an_answer_at_the_limit() -> None:
     calls = [call([1], [2], "length")]
     (sample,) = samples_of(unfinished_trajectory(calls, member_idx=0, status=EpisodeStatus.CANCELLED))
     assert (sample.status, sample.reward) == ("aborted", None)
-    (sample,) = samples_of(unfinished_trajectory([], member_idx=0, status=EpisodeStatus.CANCELLED))
-    assert (sample.status, sample.tokens) == ("pending", [])
+    for nothing in ([], [call([1], [])]):
+        (sample,) = samples_of(unfinished_trajectory(nothing, member_idx=0, status=EpisodeStatus.CANCELLED))
+        assert (sample.status, sample.tokens) == ("pending", [])
 
 
 def test_a_call_continues_the_longest_call_that_its_prompt_extends() -> None:

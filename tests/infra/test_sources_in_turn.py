@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
-from tests.infra.scripted import OneTurn
+from tests.infra.scripted import OneTurn, until
 from tests.infra.test_partial_rollout import hold, let_go, rows_of, source_of
 from tests.stub_server import StubServer, StubThread
 
@@ -98,6 +98,24 @@ def test_a_batch_whose_caller_left_while_it_was_cut_is_for_the_next_caller(
     assert rows_of(engine.prepare_batch(source, OneTurn)) == [1]
 
 
+def test_the_places_of_a_batch_whose_caller_left_are_for_the_next_source(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    engine = start_engine(start_stub(), consumer_batch_size=2)
+    left, other = source_of(6), source_of(4)
+
+    async def ask_and_leave() -> None:
+        asked = asyncio.ensure_future(engine.aprepare_batch(left, OneTurn))
+        await asyncio.sleep(0)
+        until(lambda: engine._executor.gate.cut)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    asyncio.run(ask_and_leave())
+    assert rows_of(engine.prepare_batch(other, OneTurn)) == [1, 2]
+
+
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_batch_whose_caller_left_when_it_was_ready_is_for_the_next_caller(
     start_stub: StartStub, start_engine: StartEngine, max_staleness: int
@@ -119,6 +137,7 @@ def test_a_batch_whose_caller_left_when_it_was_ready_is_for_the_next_caller(
     assert engine.export_stats()["accepted"] == 2  # each was counted once
     engine.update_weights_from_disk("ckpt", 1)
     assert rows_of(engine.prepare_batch(source, OneTurn)) == [3, 4]
+    assert engine._executor.statistics.trained_tokens == 4 * 8
 
 
 def test_results_whose_caller_left_when_they_were_ready_are_for_the_next_wait(

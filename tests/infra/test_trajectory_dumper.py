@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -15,17 +16,20 @@ import numpy as np
 import pytest
 import torch
 
-from areal_lite.api import InferenceEngine, RolloutWorkflow
+from areal_lite.api import InferenceEngine, InferenceEngineConfig, RolloutWorkflow
 from areal_lite.api.child_process import start_tied
-from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence, Trajectory, Turn, TurnRole
+from areal_lite.api.failure import Failure, FailureKind
+from areal_lite.api.trajectory import EpisodeStatus, Group, ProcessRecord, TokenSequence, Trajectory, Turn, TurnRole
 from areal_lite.errors import ConfigError, StorageError
-from areal_lite.infra import trajectory_dumper
+from areal_lite.infra import dump_writer, trajectory_dumper
 from areal_lite.infra.dump_lines import dump_lines, dump_text
-from areal_lite.infra.dump_writer import File
+from areal_lite.infra.dump_writer import File, Report, write_file
 from areal_lite.infra.packed_group import pack_group
 from areal_lite.infra.remote_inf_engine import RemoteInfEngine
 from areal_lite.infra.trajectory_dumper import TrajectoryDumper, next_task_id
+from tests.agents.scripted_engine import tokenizer
 from tests.infra.scripted import OneTurn, TwoTurns, until
+from tests.infra.test_row_feed import Clock
 from tests.stub_server import StubThread, answer_tokens
 
 StartStub = Callable[..., StubThread]
@@ -253,6 +257,80 @@ def test_a_shared_turn_has_the_columns_of_the_sequence_that_trains_it() -> None:
     assert [each["logprobs"].tolist() for each in answers] == [[-2, -2], [-1, -1], [-1, -1]]
 
 
+def turn_of(texts: Any, role: TurnRole, content: str, **given: Any) -> Turn:
+    ids = np.array(texts.encode(content))
+    return Turn(role=role, ids=ids, loss_mask=np.full(len(ids), role is TurnRole.ASSISTANT), **given)
+
+
+def test_each_line_is_of_its_own_sequence_and_the_first_one_of_an_episode_has_its_processes() -> None:
+    """And the first one of a group has the row."""
+    texts = tokenizer()
+    prompt = turn_of(texts, TurnRole.PROMPT, "Why?")
+    first = turn_of(texts, TurnRole.ASSISTANT, "So.<|im_end|>", parent=0, start=prompt.end, text="from the server")
+    asked = turn_of(texts, TurnRole.ENVIRONMENT, "And?", parent=1, start=first.end)
+    last = turn_of(texts, TurnRole.ASSISTANT, "Then.<|im_end|>", parent=2, start=asked.end)
+    turns, paths = [prompt, first, asked, last], [(0, 1), (0, 1, 2, 3)]
+
+    def sequence(path: tuple[int, ...]) -> TokenSequence:
+        parts = [turns[place] for place in path]
+        ids, mask = (np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "loss_mask"))
+        versions = np.where(mask, np.arange(len(ids)), -1)
+        rewards = np.arange(len(ids)) / 2 if len(path) == 4 else None
+        place = (path, path[-1])
+        return TokenSequence(
+            input_ids=ids,
+            loss_mask=mask,
+            versions=versions,
+            token_rewards=rewards,
+            reward=float(len(path)),
+            place=place,
+        )
+
+    process = ProcessRecord(command=["ls"], returncode=1, timed_out=False, seconds=0.5, stdout="", stderr="no")
+    accepted = Trajectory(
+        status=EpisodeStatus.ACCEPTED, turns=turns, sequences=[sequence(path) for path in paths], processes=[process]
+    )
+    fork = [prompt, first, turn_of(texts, TurnRole.ASSISTANT, "No.", parent=0, start=prompt.end)]
+    failures = Failure(FailureKind.AGENT, "KeyError", "'a'"), Failure(FailureKind.DEADLINE, "", "too late")
+    failed, late = (Trajectory(member_idx=1, status=EpisodeStatus.FAILED, failure=failure) for failure in failures)
+    failed.turns = fork
+    group = Group(
+        task_id=0, group_id="0", status=EpisodeStatus.ACCEPTED, data={}, trajectories=[accepted, failed, late],
+        queued_s=0.25, run_s=1.5,
+    )  # fmt: skip
+    lines = json.loads(b"[%b]" % b",".join(dump_text(dump_lines(group, texts, row=b"{}", extra={"a": 1})).splitlines()))
+    ends = [first.end, last.end, fork[2].end, 0]
+    assert [line["seqlen"] for line in lines] == ends
+    assert [line["prompt_len"] for line in lines] == [prompt.end] * 3 + [0]
+    assert [line["prompt"] for line in lines] == ["Why?"] * 3 + [""]
+    answers = ["So.<|im_end|>", "So.<|im_end|>And?Then.<|im_end|>", "No.", ""]
+    assert [line["completion"] for line in lines] == answers
+    assert [[turn["turn_idx"] for turn in line["turns"]] for line in lines] == [[0, 1], [0, 1, 2, 3], [0, 2], []]
+    assert lines[0]["turns"][1]["text"] == "So.<|im_end|>"
+    assert [turn["loss_mask"] for turn in lines[1]["turns"]] == [
+        [n % 2] * len(turn.ids) for n, turn in enumerate(turns)
+    ]
+    heads = [prompt.end] * 2 + [None] * 2
+    tails = [first.end - 1, last.end - 1, None, None]
+    assert [(line["head_version"], line["tail_version"]) for line in lines] == list(zip(heads, tails, strict=True))
+    assert [line["reward"] for line in lines] == [2.0, 4.0, None, None]
+    assert [line["error_type"] for line in lines] == [None, None, "KeyError", None]
+    assert [line["error_kind"] for line in lines] == [None, None, "agent", "deadline"]
+    assert [len(line["processes"]) for line in lines] == [1, 0, 0, 0]
+    assert [line.get("row", "none") for line in lines] == [{}, "none", "none", "none"]
+    assert [line.get("missing") for line in lines] == [["logprobs"]] * 2 + [None] * 2
+    assert [line["extra"] for line in lines] == [{"a": 1}] * 4
+    assert lines[0]["timings"] == {"queued_s": 0.25, "run_s": 1.5, "finished_at": group.finished_at}
+    assert all(turn["logprobs"] == [0.0] * len(turn["ids"]) for turn in lines[1]["turns"][1::2])
+    assert lines[2]["turns"][1]["versions"] == [-1] * len(fork[2].ids)
+    rewards = [reward for turn in lines[1]["turns"] for reward in turn["rewards"]]
+    assert rewards == [n / 2 for n in range(last.end)]
+    assert "rewards" not in lines[0]["turns"][1]
+    untold = next(dump_lines(group))
+    assert (untold["row"], untold["prompt"], untold["turns"][1]["text"]) == (None, None, "from the server")
+    assert "extra" not in untold
+
+
 def writer_of(engine: RemoteInfEngine) -> int:
     """Return the id of the process that writes the engine's dumps."""
     assert engine._dumper is not None
@@ -307,6 +385,7 @@ def test_close_waits_for_a_slow_disk_and_says_so(
     start_engine: StartEngine,
     resume_disk: Callable[[], None],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = start_engine(start_stub(), dump_to_file=True)
@@ -314,10 +393,12 @@ def test_close_waits_for_a_slow_disk_and_says_so(
     handler = logging.Handler()
     handler.emit = lambda record: resume_disk()  # type: ignore[method-assign]
     trajectory_dumper.logger.addHandler(handler)
+    monkeypatch.setattr(trajectory_dumper, "REPORT_S", 50.0)
     try:
         engine.destroy()
     finally:
         trajectory_dumper.logger.removeHandler(handler)
+    assert caplog.text.count("waiting for the disk") == 1
     assert f"waiting for the disk: 20 ended groups are not yet dumped below {tmp_path}" in caplog.text
     assert len(list(tmp_path.rglob("*.jsonl"))) == 20
 
@@ -326,6 +407,7 @@ def test_after_a_flush_the_groups_that_ended_are_files(
     start_stub: StartStub, start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trajectory_dumper, "GATHER_S", 600.0)  # a flush does not wait for further groups
+    monkeypatch.setattr(trajectory_dumper, "FLUSH_S", 600.0)
     engine = start_engine(start_stub(), dump_to_file=True)
     for ended in (3, 6):  # the first waits for the process to start
         engine.rollout_batch([{}] * 3, OneTurn)
@@ -346,6 +428,7 @@ def test_a_flush_gives_up_on_a_disk_that_hangs(
     engine.rollout_batch([{}], OneTurn)
     engine.flush_dumps()
     assert not list(tmp_path.rglob("*.jsonl"))
+    assert engine._dumper is not None and not engine._dumper.behind
 
 
 def test_a_stalled_disk_is_an_error_with_the_number_of_missing_groups(
@@ -362,8 +445,9 @@ def test_a_stalled_disk_is_an_error_with_the_number_of_missing_groups(
 
 
 def test_a_killed_writer_is_an_error_with_the_number_of_missing_groups(
-    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
+    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(trajectory_dumper, "pack_group", lambda group: pack_group(group).ljust(2 << 20))  # > the pipe
     engine = start_engine(start_stub(), dump_to_file=True)
     os.kill(writer_of(engine), signal.SIGKILL)
     with pytest.raises(StorageError, match=f"the process that writes dumps below {tmp_path}/.* was killed: free mem"):
@@ -453,3 +537,233 @@ def test_what_a_killed_run_left_stays_as_it_is(
     assert path.read_bytes() == b'{"whole": 1}\n{"tor'
     (added,) = lines(tmp_path, "rollout", "0", "8.jsonl")
     assert added["task_id"] == 8
+
+
+# -- without an engine ---------------------------------------------------------------------------
+
+
+def config_of(tmp_path: Path, **given: Any) -> InferenceEngineConfig:
+    return InferenceEngineConfig(fileroot=str(tmp_path), **given)
+
+
+def group_of(task_id: int, *turns: Turn, **given: Any) -> Group:
+    """Return a group of one failed episode."""
+    trajectory = Trajectory(status=EpisodeStatus.FAILED, turns=[*turns], **given)
+    return Group(task_id=task_id, group_id="0", status=EpisodeStatus.FAILED, data={}, trajectories=[trajectory])
+
+
+def files_in(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in tmp_path.rglob("*.jsonl"))
+
+
+def open_files() -> set[str]:
+    return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+
+def test_an_orderly_end_leaves_no_descriptor_and_kills_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trajectory_dumper, "STALLED_S", 30.0)
+    TrajectoryDumper(config_of(tmp_path)).close()  # what the first one opens stays open
+    before = open_files()
+    dumper = TrajectoryDumper(config_of(tmp_path))
+    held_by_a_child = os.dup(dumper._pipe.fileno())
+    dumper.put(group_of(0))
+    dumper.close()
+    os.close(held_by_a_child)
+    assert (dumper._process.returncode, open_files()) == (0, before)
+    assert "could not be dumped" not in caplog.text
+
+
+def test_groups_gather_until_a_flush_unless_there_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a thread that has nothing to do sleeps."""
+    loops: list[str] = []
+    next_batch = TrajectoryDumper._next_batch
+
+    def recorded(self: TrajectoryDumper) -> list[File]:
+        loops.append(self._thread.name)
+        return next_batch(self)
+
+    monkeypatch.setattr(TrajectoryDumper, "_next_batch", recorded)
+    monkeypatch.setattr(trajectory_dumper, "GATHER_S", 600.0)
+    monkeypatch.setattr(trajectory_dumper, "STALLED_S", 20.0)
+    monkeypatch.setattr(trajectory_dumper, "BATCH_BYTES", 1)
+
+    def let_time_pass() -> None:
+        other = TrajectoryDumper(config_of(tmp_path / "other"))
+        other._thread.name = "other"
+        other.put(group_of(9))
+        other.flush()
+        other.close()
+
+    dumper = TrajectoryDumper(config_of(tmp_path / "own"))
+    for number in range(2):
+        dumper.put(group_of(number))
+        let_time_pass()
+        assert len(dumper._queue) == 1
+        dumper.flush()
+        assert len(files_in(tmp_path / "own")) == number + 1
+    let_time_pass()
+    assert loops.count("areal-lite-dumper") == 2
+    monkeypatch.setattr(trajectory_dumper, "MANY", 1)
+    dumper.put(group_of(2))
+    until(lambda: len(files_in(tmp_path / "own")) == 3)
+    monkeypatch.setattr(trajectory_dumper, "MANY", 1024)
+    for number in (3, 4):
+        dumper.put(group_of(number))
+    dumper.close()
+    assert len(files_in(tmp_path / "own")) == 5
+
+
+def test_groups_that_cannot_be_packed_are_counted_and_the_others_are_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dumper = TrajectoryDumper(config_of(tmp_path))
+    for number in range(4):
+        extra: dict[str, Any] = {"lock": threading.Lock()} if number in (1, 2) else {}
+        dumper.put(group_of(number, reward_extra=extra))
+    dumper.close()
+    assert files_in(tmp_path) == ["0.jsonl", "3.jsonl"]
+    said = [record.message.partition(":")[0] for record in caplog.records]
+    assert [message for message in said if "waiting" not in message] == [
+        "group 1 could not be dumped; further failures are only counted",
+        f"2 ended groups could not be dumped below {tmp_path}/experiment/trial",
+    ]
+
+
+def test_groups_may_start_again_once_half_of_the_queue_is_written(
+    tmp_path: Path,
+    resume_disk: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(trajectory_dumper, "pack_group", lambda group: pack_group(group).ljust(2000))
+    monkeypatch.setattr(trajectory_dumper, "MAX_QUEUED", 4 * 2000)
+    monkeypatch.setattr(trajectory_dumper, "BATCH_BYTES", 2000)
+    changes: list[tuple[bool, int]] = []
+    dumper = TrajectoryDumper(config_of(tmp_path), lambda: changes.append((dumper.behind, dumper._left_bytes)))
+    for number in range(5):
+        dumper.put(group_of(number))
+        assert dumper.behind is (number >= 3)
+    assert caplog.text.count("rollout waits for the disk: 4 ended groups are not yet dumped") == 1
+    assert len(caplog.records) == 1
+    resume_disk()
+    dumper.close()
+    assert changes == [(False, 4000)]
+
+
+def test_the_first_error_of_the_disk_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trajectory_dumper, "BATCH_BYTES", 1)
+    (tmp_path / "experiment").write_text("a file where the folder should be")
+    dumper = TrajectoryDumper(config_of(tmp_path))
+    for number in range(3):
+        dumper.put(group_of(number))
+    dumper.flush()
+    with pytest.raises(StorageError, match=r"rollout/0/0.jsonl .* cannot be written: Not a directory"):
+        dumper.close()
+    assert dumper.behind
+
+
+def test_an_interrupt_of_the_end_kills_the_writer_and_says_what_is_missing(
+    tmp_path: Path,
+    resume_disk: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    dumper = TrajectoryDumper(config_of(tmp_path))
+    dumper.put(group_of(0))
+    monkeypatch.setattr(dumper, "_join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        dumper.close()
+    assert "stopped: 1 ended groups are not dumped below" in caplog.text
+    until(lambda: dumper._process.returncode == -signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("pace_s", "written"), [(50.0, 3), (1e9, 0)])
+def test_the_end_waits_while_the_disk_takes_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pace_s: float, written: int
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(trajectory_dumper, "time", clock)
+    dumper = TrajectoryDumper(config_of(tmp_path))
+    thread = dumper._thread
+    dumper._ended = 3
+
+    class Disk:
+        """A thread that writes a group each ``pace_s`` seconds."""
+
+        def is_alive(self) -> bool:
+            return dumper._left > 0
+
+        def join(self, timeout: float) -> None:
+            clock.now += timeout
+            dumper._written = min(3, int(clock.now / pace_s))
+
+    monkeypatch.setattr(dumper, "_thread", Disk())
+    dumper._join()
+    assert dumper._written == written
+    dumper._ended = dumper._written = 0
+    monkeypatch.setattr(dumper, "_thread", thread)
+    dumper.close()
+
+
+def test_a_batch_that_takes_long_is_reported_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ticks:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            self.now += 0.06
+            return self.now
+
+    reports: list[Report] = []
+    monkeypatch.setattr(dump_writer, "time", Ticks())
+    monkeypatch.setattr(dump_writer, "_report", reports.append)
+    batch = [(str(tmp_path), str(number), pack_group(group_of(number))) for number in range(5)]
+    dump_writer._write_batch(batch, None, None)
+    assert reports == [Report(written=2), Report(written=2), Report(written=1)]
+    assert len(files_in(tmp_path)) == 5
+
+
+def test_a_file_is_whole_or_absent_and_its_folder_may_come_from_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = open_files()
+    open_file = os.open
+
+    def open_late(path: str, *options: Any) -> int:
+        monkeypatch.setattr(os, "open", open_file)
+        Path(path).parent.mkdir()  # by another process
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "open", open_late)
+    write_file(str(tmp_path / "0"), "a", b"text")
+    with pytest.raises(OSError, match="No such file"):
+        write_file(str(tmp_path / "0"), "no/b", b"text")
+    assert {path.name for path in (tmp_path / "0").iterdir()} == {"a.jsonl"}
+    assert open_files() == before
+
+
+def test_the_writer_makes_text_of_ids_without_torch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    texts = tokenizer()
+    texts.save_pretrained(tmp_path)
+    dumper = TrajectoryDumper(config_of(tmp_path, tokenizer_path=str(tmp_path)))
+    dumper.put(group_of(0, turn_of(texts, TurnRole.PROMPT, "Why?")))
+    dumper.flush()
+    loaded = Path(f"/proc/{dumper._process.pid}/maps").read_text()
+    dumper.close()
+    (line,) = lines(tmp_path, "rollout", "0", "0.jsonl")
+    assert line["prompt"] == "Why?"
+    assert "libtorch" not in loaded and not capfd.readouterr().err
+
+
+def test_numbers_of_more_than_15_digits_are_names_that_a_user_chose(tmp_path: Path) -> None:
+    folder = tmp_path / "rollout" / "0"
+    folder.mkdir(parents=True)
+    for name in ("7", "9" * 16, "name"):
+        (folder / f"{name}.jsonl").touch()
+    assert next_task_id(tmp_path) == 8
+    (folder / f"{'8' * 15}.jsonl").touch()
+    assert next_task_id(tmp_path) == int("8" * 15) + 1

@@ -190,13 +190,21 @@ def test_workers_that_cannot_start_are_one_error(
 ) -> None:
     stub = start_stub()
     engine = start_engine(stub, workers=2)
-    monkeypatch.setattr(workers, "main_command", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"])
+    starts: list[str] = []
+
+    def broken(module: str, _: int) -> list[str]:
+        starts.append(module)
+        return [sys.executable, "-c", "raise SystemExit(3)"]
+
+    monkeypatch.setattr(workers, "main_command", broken)
     with pytest.raises(
         EpisodeError, match=r"worker . \(process \d+\) ended with exit code 3 before it was ready, 3 times"
     ):
         start_engine(stub, workers=2)
+    assert len(starts) == 2 * 3
     with pytest.raises(EpisodeError, match="before it was ready, 3 times in a row"):
         engine.rollout_batch([{"do": "die", "mark": str(tmp_path / "mark")}, {"do": "hang"}], Scripted)
+    assert len(starts) == 3 * 3
 
 
 def test_a_worker_that_does_not_get_ready_is_killed(
@@ -221,8 +229,9 @@ def test_a_call_that_its_episode_gives_up_ends_on_the_server(start_stub: StartSt
 
 
 def test_stopped_episodes_clean_up_and_no_process_is_left(
-    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path
+    start_stub: StartStub, start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(workers, "CLOSE_S", 3600.0)  # none has to be killed
     engine = start_engine(start_stub(), workers=2, consumer_batch_size=2)
     for n in range(2):
         engine.submit({"do": "clean up", "begun": f"{tmp_path}/begun{n}", "mark": f"{tmp_path}/{n}"}, Scripted)

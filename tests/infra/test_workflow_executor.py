@@ -6,16 +6,19 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from areal_lite.api import EpisodeStatus, InferenceEngine, RolloutWorkflow
-from areal_lite.errors import ConfigError, EpisodeError, StarvationError
+from areal_lite.data.source.rollout_data_source import RolloutDataSource
+from areal_lite.errors import ConfigError, EpisodeError, StarvationError, StorageError
 from areal_lite.infra import group_runner, workflow_context
 from areal_lite.infra.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
 from areal_lite.utils import stats_tracker
-from tests.infra.scripted import OneTurn, TwoTurns
+from tests.infra.scripted import OneTurn, TwoTurns, until
+from tests.infra.test_partial_rollout import hold, let_go, source_of
 from tests.stub_server import StubThread
 
 StartStub = Callable[..., StubThread]
@@ -83,6 +86,9 @@ def test_a_wait_for_more_than_was_submitted_is_refused_at_once(engine: RemoteInf
     engine.submit({}, OneTurn())
     with pytest.raises(ValueError, match="only 1 submissions are left"):
         engine.wait(2)
+    assert len(engine.wait(1)) == 1
+    with pytest.raises(ValueError, match="only 0 submissions are left"):
+        engine.wait(1)
 
 
 def test_a_task_id_in_use_is_refused_and_the_engine_goes_on(engine: RemoteInfEngine) -> None:
@@ -133,6 +139,30 @@ def test_destroy_ends_what_runs_and_what_waits_as_cancelled(start_stub: StartStu
     engine.destroy()
     assert [r.status for r in ended] == [EpisodeStatus.CANCELLED] * 5
     assert not thread.is_alive()
+
+
+def test_destroy_starts_no_group_in_the_place_of_one_that_it_stops(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    engine = start_engine(start_stub(), consumer_batch_size=2, max_head_offpolicyness=4)
+    rows = ({"do": "ok" if n < 2 else "hang"} for n in range(100))
+    engine.prepare_batch(rows, OneTurn)
+    assert engine._executor._runner.live
+    engine.destroy()
+    assert not engine._executor._runner.live
+    assert engine.export_stats()["abandoned"] == 0
+
+
+def test_the_end_of_a_batch_is_noticed_while_another_group_runs_on(engine: RemoteInfEngine) -> None:
+    engine.submit({"do": "hang"}, OneTurn(), is_eval=True)
+    assert len(engine.rollout_batch([{}] * 3, OneTurn)) == 3
+
+
+def test_a_batch_that_is_cut_stops_no_group_of_another_caller(start_stub: StartStub, start_engine: StartEngine) -> None:
+    engine = start_engine(start_stub())
+    engine.submit({"do": "hang"}, OneTurn(), is_eval=True)
+    engine.prepare_batch([{}], OneTurn)
+    assert engine.export_stats()["cancelled"] == 0
 
 
 # -- groups ------------------------------------------------------------------------------------
@@ -312,8 +342,9 @@ def test_a_filter_may_be_named_by_path_and_rejects_whole_groups(engine: RemoteIn
     rows = ({"reward": n % 2} for n in range(100))
     batch = engine.prepare_batch(rows, OneTurn, should_accept_fn=f"{__name__}.rewarded", group_size=2)
     assert all(r.rewards == [1.0, 1.0] for r in batch)
-    with pytest.raises(ConfigError, match="should_accept_fn is 'nowhere.f'"):
-        engine.prepare_batch(rows, OneTurn, should_accept_fn="nowhere.f")
+    for wrong in ("nowhere.f", 3):
+        with pytest.raises(ConfigError, match=f"should_accept_fn is {wrong!r}"):
+            engine.prepare_batch(rows, OneTurn, should_accept_fn=wrong)  # type: ignore[arg-type]
 
 
 def rewarded(trajectory: dict[str, Any]) -> bool:
@@ -336,8 +367,21 @@ def test_on_error_raise_stops_the_batch_with_the_episodes_error(
     start_stub: StartStub, start_engine: StartEngine
 ) -> None:
     engine = start_engine(start_stub(), consumer_batch_size=4, on_error="raise")
-    with pytest.raises(EpisodeError, match="broken agent"):
+    with pytest.raises(EpisodeError, match="rollout.on_error is raise:\n.*(.|\n)*broken agent"):
         engine.prepare_batch([{"do": "raise"}], OneTurn)
+
+
+def test_a_batch_counts_as_trained_once_the_next_is_asked_for_also_if_that_one_fails(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    engine = start_engine(start_stub(), on_error="raise", failed_group_retries=0)
+    source = RolloutDataSource([{"do": "ok"}, {"do": "raise"}])
+    engine.prepare_batch(source, OneTurn)
+    engine.set_version(1)
+    assert source.num_owed >= 1
+    with pytest.raises(EpisodeError):
+        engine.prepare_batch(source, OneTurn)
+    assert source.num_owed == 0
 
 
 def test_a_source_that_ends_short_of_a_batch_says_so(engine: RemoteInfEngine) -> None:
@@ -374,6 +418,8 @@ def test_pause_starts_nothing_but_delivers_what_finishes(start_stub: StartStub, 
         engine.wait(1, timeout=0.1)
     with pytest.raises(ConfigError, match="the engine is paused"):
         engine.rollout_batch([{}], OneTurn)
+    with pytest.raises(ConfigError, match="the engine is paused"):
+        engine.prepare_batch([{}], OneTurn)
     engine.resume()
     assert len(engine.wait(1, timeout=10)) == 1
 
@@ -413,6 +459,46 @@ def test_an_engine_that_is_not_running_says_how_to_start_it(start_stub: StartStu
         engine.submit({}, OneTurn())
 
 
+def test_an_error_that_ends_the_engine_ends_each_wait_and_starts_no_group(engine: RemoteInfEngine) -> None:
+    engine.fail(StorageError("disk full"))
+    engine.submit({}, OneTurn())
+    with pytest.raises(StorageError, match="disk full"):
+        engine.wait()
+    assert engine._executor.gate.paused
+
+
+def test_an_error_of_the_users_code_is_not_replaced_by_that_of_the_dumps(
+    start_stub: StartStub,
+    start_engine: StartEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, failure = start_engine(start_stub()), StorageError("disk full")
+
+    def fail() -> None:
+        raise failure
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "destroy", fail)
+        with pytest.raises(StorageError):
+            engine.__exit__(None, None, None)
+        engine.__exit__(StorageError, failure, None)
+        assert not caplog.records
+        engine.__exit__(KeyError, KeyError(), None)
+        assert [record.message for record in caplog.records] == ["disk full"]
+
+
+def test_no_thread_of_an_engine_outlives_it_or_keeps_the_process_alive(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    before = set(threading.enumerate())
+    engine = start_engine(start_stub(), dump_to_file=True)
+    own = [thread for thread in {*threading.enumerate()} - before if thread.name.startswith("areal-lite")]
+    assert len(own) == 3 and all(thread.daemon for thread in own)
+    engine.destroy()
+    assert not any(thread.is_alive() for thread in own)
+
+
 def test_versions_are_the_servers_and_mix_inside_a_trajectory(start_stub: StartStub, start_engine: StartEngine) -> None:
     engine = start_engine(start_stub(), max_head_offpolicyness=9)
     engine.update_weights_from_disk("ckpt", 4)
@@ -446,6 +532,22 @@ def test_a_wait_ends_with_an_error_once_what_runs_has_ended(start_stub: StartStu
     with pytest.raises(ConfigError, match=r"would never return: 2 of them ended and none is running"):
         engine.wait(3)
     assert len(engine.wait(2)) == 2
+
+
+def test_a_wait_ends_with_an_error_once_groups_of_a_data_source_have_taken_all_places(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    stub = start_stub()
+    hold(stub, lambda ids: ids[0] == 2)
+    engine = start_engine(stub, max_head_offpolicyness=1)
+    engine.prepare_batch(source_of(2), OneTurn)
+    engine.submit({}, OneTurn())
+    with ThreadPoolExecutor() as thread:
+        waits = thread.submit(engine.wait)
+        until(lambda: engine._executor._box._waiters)
+        let_go(stub)
+        with pytest.raises(ConfigError, match="would never return: 0 of them ended"):
+            waits.result(10)
 
 
 def test_a_wait_lasts_while_a_rejected_group_may_free_a_place(start_stub: StartStub, start_engine: StartEngine) -> None:
