@@ -33,15 +33,15 @@ from areal_lite.infra.packed_group import pack_group
 
 logger = logging.getLogger(__name__)
 
-MAX_QUEUED = 64 << 20
+MAX_QUEUED = 2**26
 """Bytes of queued groups at which no further group may start; those that run still join the queue."""
 GATHER_S = 0.1
 """Seconds in which ended groups gather, unless many wait already: each batch interrupts the event loop."""
 MANY = 1024
 """Groups that are many."""
-BATCH_BYTES = 1024 << 10
+BATCH_BYTES = 2**20
 """Packed groups of one batch, beyond one group."""
-PIPE_BYTES = 1024 << 10
+PIPE_BYTES = 2**20
 """Size of the pipe to the process."""
 REPORT_S = 10.0
 """Seconds between the log lines of a :meth:`TrajectoryDumper.close` that waits."""
