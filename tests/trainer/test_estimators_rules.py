@@ -276,6 +276,26 @@ def test_an_estimator_without_its_input_says_what_to_configure(name: str, hint: 
         run(name, make_step([1.0, 0.0], "aa"))
 
 
+@pytest.mark.parametrize(
+    ("name", "defaults"),
+    [
+        ("gae", {"gamma": 1.0, "lam": 1.0}),
+        ("reinforce", {"gamma": 1.0}),
+        ("reinforce_plus_plus", {"gamma": 1.0}),
+        ("optimal_token_baseline", {"credit_lone_tail": False}),
+        ("grpo", {"divide_by_std": True}),
+        ("grpo_passk", {"divide_by_std": True}),
+        ("gpg", {"f_norm": 1.0}),
+        ("turn_grpo", {"divide_by_std": True}),
+        ("turn_returns", {"gamma": 1.0, "divide_by_std": True}),
+    ],
+)
+def test_options_have_the_documented_defaults(name: str, defaults: dict[str, Any]) -> None:
+    step = with_whole_turns(with_probabilities(make_step([1.0, 0.0, 0.5], "aab", [3, 1, 2])))
+    step = replace(step, values=torch.arange(6) / 7)
+    assert torch.equal(run(name, step), run(name, step, **defaults))
+
+
 def test_unknown_estimator_options_are_refused() -> None:
     assert run("grpo", make_step([1.0, 0.0], "aa"), divide_by_std=False).tolist() == [0.5, -0.5]
     with pytest.raises(ConfigError, match="'dr_grpo' has no argument 'gamma'"):
