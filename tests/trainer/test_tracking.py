@@ -141,6 +141,15 @@ def test_trackio_resumes_the_same_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {(name, step) for _, name, step, _ in rows} == {("one", 1), ("one", 2)}
 
 
+def test_trackio_resumes_only_a_run_that_has_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+    fake = SimpleNamespace(init=lambda **options: started.append(options))
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    start_tracking(config("trackio"), tmp_path)
+    start_tracking(config("trackio"), tmp_path, last_step=1)
+    assert [(one["resume"], one["embed"]) for one in started] == [("never", False), ("allow", False)]
+
+
 @pytest.mark.parametrize(
     ("name", "module"),
     [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb"), ("trackio", "trackio")],
@@ -189,6 +198,7 @@ def test_a_failing_tracker_is_logged_once_and_stops_nothing_else(
     ):
         for step in (1, 2, 3):
             writer.write(step, {"train/loss": 0.5})
+            assert len(caplog.messages) == 1
     assert tracking.failures == {"far": 4}
     assert kept.steps == [1, 2, 3] and kept.closed
     assert [message.split(";")[0] for message in caplog.messages] == [
