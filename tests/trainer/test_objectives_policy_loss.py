@@ -405,6 +405,18 @@ def test_m2po_keeps_as_many_tokens_as_the_bound_allows() -> None:
     assert gradient[0] == 0
 
 
+def test_m2po_keeps_a_token_at_the_bound() -> None:
+    assert m2po(small([0.5]), max_second_moment=0.25).statistics["clip_fraction"].tolist() == [0]
+
+
+def test_a_band_may_have_no_width_but_not_less() -> None:
+    data = small([0.5, -0.5], advantages=[1.0, -1.0])
+    assert ppo(data, clip_eps=0.0, clip_eps_high=0.0).losses.tolist() == [-1.0, 1.0]
+    for settings in ({"clip_eps": -0.1, "clip_eps_high": 0.1}, {"clip_eps": 0.1, "clip_eps_high": -0.1}):
+        with pytest.raises(ConfigError, match="must not be below 0"):
+            ppo(data, **settings)
+
+
 def test_m2po_drops_nan_tokens_and_keeps_the_rest() -> None:
     data = small([0.1, 0.1, 0.1], behaviour=[float("nan"), float("-inf"), 0.0], episodes=[0, 0, 1])
     assert m2po(data).statistics["clip_fraction"].tolist() == [1, 1, 0]
