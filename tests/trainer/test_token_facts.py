@@ -75,9 +75,7 @@ def test_each_setting_has_its_columns() -> None:
     assert equal(made.columns["entropy"], [NAN] * 6)
 
 
-@pytest.mark.parametrize(
-    ("loss", "clipped"), [("ppo", [1, -1, 0, -1, NAN, NAN]), ("gspo", [1, 1, 0, -1, NAN, NAN])]
-)
+@pytest.mark.parametrize(("loss", "clipped"), [("ppo", [1, -1, 0, -1, NAN, NAN]), ("gspo", [1, 1, 0, -1, NAN, NAN])])
 def test_a_clipped_token_has_the_sign_of_its_bound(loss: str, clipped: list[float]) -> None:
     """The ratio of an episode has the sign of the advantage, that of a token its own."""
     upper, lower = [1.0, 1.0, 0.0, 0.0, NAN, NAN], [0.0, 0.0, 0.0, 1.0, NAN, NAN]
