@@ -267,7 +267,7 @@ class Algorithm:
         """Fill in ``needs``, and advantages for two toy answers of two turns and of one."""
         turns = Turns(
             of_token=torch.tensor([0, 0, 1, 2, 2]),
-            rewards=torch.tensor([0.5, 1.0, 0.0]),
+            rewards=torch.arange(3.0),
             episodes=torch.tensor([0, 0, 1]),
             index=torch.tensor([0, 1, 0]),
             parents=torch.tensor([-1, 0, -1]),
