@@ -14,7 +14,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from areal_lite.api.trainer_config import CorrectionConfig, KLConfig, TrainerConfig
+from areal_lite.api.trainer_config import CorrectionConfig, CriticConfig, KLConfig, TrainerConfig
 from areal_lite.errors import StorageError
 from areal_lite.trainer.algorithm import Algorithm
 from areal_lite.trainer.data_metrics import PhaseClock
@@ -73,6 +73,8 @@ def test_each_setting_has_its_columns() -> None:
     assert made.columns.keys() - facts({}).columns.keys() == more
     assert made.baselines == [0.5, 0.25, 0.0]
     assert equal(made.columns["entropy"], [NAN] * 6)
+    critic = facts({}, critic=CriticConfig(learning_rate=1e-3), advantage="gae")
+    assert critic.columns.keys() - facts({}).columns.keys() == {"values", "returns"}
 
 
 @pytest.mark.parametrize(("loss", "clipped"), [("ppo", [1, -1, 0, -1, NAN, NAN]), ("gspo", [1, 1, 0, -1, NAN, NAN])])
