@@ -33,10 +33,10 @@ def facts(statistics: dict[str, list[float]], log_kept: float = 0.0, **settings:
     tokens = StepTokens.zeros(torch.tensor([0, 0, 1, 1, 2, 2]))
     tokens.computed[:4] = True
     tokens.known[:5] = True
-    tokens.policy = torch.tensor([-1.0, -3.0, -1.0, -3.0, -1.0, -1.0])
+    tokens.policy = torch.tensor([-1.5, -3.0, -1.0, -3.0, -1.0, -1.0])
     tokens.proximal = torch.tensor([-2.0, -2.0, -2.0, -2.0, -2.0, -2.0])
     tokens.correction = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    tokens.advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 0.0])
+    tokens.advantages = torch.tensor([0.5, 0.5, -1.0, -1.0, 0.0, 0.0])
     tokens.log_kept.fill_(log_kept)
     step = Step(
         sequences=[sequence([1, 2, 3], [1, 2]) for _ in range(3)],
@@ -59,7 +59,7 @@ def equal(found: Any, expected: Sequence[float]) -> bool:
 def test_a_value_that_no_rank_computed_is_null_unless_all_ranks_have_it(early: bool) -> None:
     made = facts({"entropy": [1.0, 2.0, 3.0, 4.0, NAN, NAN]}, correction=CorrectionConfig(normalize=early))
     assert (made.step, made.baselines) == (7, None)
-    assert equal(made.columns["policy_logprobs"], [-1, -3, -1, -3, NAN, NAN])
+    assert equal(made.columns["policy_logprobs"], [-1.5, -3, -1, -3, NAN, NAN])
     assert equal(made.columns["proximal_logprobs"], [-2, -2, -2, -2, -2, -2 if early else NAN])
     assert equal(made.columns["importance_weights"], [1, 2, 3, 4, *([5, 6] if early else [NAN, NAN])])
     assert equal(made.columns["entropy"], [1, 2, 3, 4, NAN, NAN])
@@ -108,10 +108,12 @@ def test_a_failed_write_is_raised_once_by_the_next_call(tmp_path: Path) -> None:
 def test_baselines_and_lines_of_the_dump_are_columns(tmp_path: Path) -> None:
     """Episode 0 has two sequences, episode 1 none, which has one line too, and episode 2 two."""
     sequences = [replace(sequence([1, 2], [1]), task_id="t", member_idx=member) for member in (0, 0, 2, 2)]
-    columns = {"advantages": np.ones(4, np.float32)}
+    columns = {"clipped": np.ones(4, np.float32), "advantages": np.full(4, 0.5, np.float32)}
     path = tmp_path / "1.parquet"
     write_facts(path, TokenFacts(1, sequences, [0.5, 0.5, 1.0, 1.0], columns))
     rows = parquet.read_table(path).to_pydict()
     assert (rows["baseline"], rows["sample_idx"]) == ([0.5, 0.5, 1.0, 1.0], [0, 1, 3, 4])
+    assert (rows["clipped"], rows["advantages"]) == ([[1]] * 4, [[0.5]] * 4)
+    assert [str(parquet.read_schema(path).field(name).type.value_type) for name in columns] == ["int8", "float"]
     described = parquet.ParquetFile(path).metadata.row_group(0)
     assert [described.column(place).is_stats_set for place in (0, described.num_columns - 1)] == [True, False]
