@@ -40,6 +40,12 @@ def test_a_resumed_run_replaces_later_steps_and_a_torn_line(tmp_path: Path) -> N
     assert [(one["step"], one["loss"]) for one in records(tmp_path)] == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
+def test_a_torn_line_right_after_the_last_step_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
+    MetricsWriter(tmp_path, last_step=1).close()
+    assert records(tmp_path) == [{"step": 1}]
+
+
 @pytest.mark.parametrize("damaged", ["no JSON", '{"time": 2}', '{"step": null}', "3"])
 def test_a_damaged_line_is_named_by_its_place(tmp_path: Path, damaged: str) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + damaged + '\n{"step": 3}\n')
