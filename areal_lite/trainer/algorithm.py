@@ -100,10 +100,9 @@ class Algorithm:
         """
         metrics = {}
         if self.config.overlong_buffer:
+            assert self._max_new_tokens is not None
             lengths = torch.bincount(tokens.episodes, minlength=len(scores))
-            penalty = overlong_penalty(
-                lengths, max_length=self._max_new_tokens or 0, buffer=self.config.overlong_buffer
-            )
+            penalty = overlong_penalty(lengths, max_length=self._max_new_tokens, buffer=self.config.overlong_buffer)
             scores += penalty
             tokens.rewards[tokens.ends] += penalty[tokens.episodes[tokens.ends]]
             metrics = {
@@ -222,7 +221,7 @@ class Algorithm:
     def _dry_run(self) -> LossTerms:
         """Return the losses of two toy answers, so that bad options fail before the model loads."""
         config, episodes = self.config, torch.tensor([0, 0, 0, 1, 1])
-        logprobs, scores = torch.tensor([-1.0, -2.0, -0.5, -1.5, -0.25]), torch.tensor([1.0, 0.0])
+        logprobs, scores = torch.arange(-5.0, 0.0), torch.arange(2.0)
         tokens = StepTokens.zeros(episodes)
         tokens.proximal.copy_(logprobs)
         tokens.sum_squared_probs.fill_(0.5)
@@ -268,7 +267,7 @@ class Algorithm:
         """Fill in ``needs``, and advantages for two toy answers of two turns and of one."""
         turns = Turns(
             of_token=torch.tensor([0, 0, 1, 2, 2]),
-            rewards=torch.tensor([0.5, 1.0, 0.0]),
+            rewards=torch.arange(3.0),
             episodes=torch.tensor([0, 0, 1]),
             index=torch.tensor([0, 1, 0]),
             parents=torch.tensor([-1, 0, -1]),

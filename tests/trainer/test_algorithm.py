@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from areal_lite.api.trainer_config import CorrectionConfig, CriticConfig, KLConfig, TrainerConfig
 from areal_lite.errors import ConfigError
@@ -14,6 +15,7 @@ from areal_lite.trainer.algorithm import Algorithm
 from areal_lite.trainer.estimators import ESTIMATORS, Estimate, EstimatorInputs
 from areal_lite.trainer.objectives import LossTerms, PolicyInputs
 from areal_lite.trainer.objectives.policy_loss import POLICY_LOSSES
+from areal_lite.trainer.step_tokens import StepTokens
 
 CRITIC = CriticConfig(learning_rate=1e-3)
 
@@ -47,6 +49,7 @@ def test_every_estimator_goes_with_every_loss(advantage: str, loss: str) -> None
         ({"loss_kwargs": {"dual_clip": 0.5}}, "dual_clip is 0.5"),
         ({"loss": "gspo", "loss_aggregation": "token-mean"}, "trainer.loss_aggregation"),
         ({"overlong_buffer": 4}, "trainer.overlong_buffer"),
+        ({"overlong_buffer": 10, "max_new_tokens": 9}, "choose 1 to 9 tokens"),
         (
             {"advantage": "turn_grpo", "overlong_buffer": 4, "max_new_tokens": 9},
             "trainer.overlong_buffer .* 'turn_grpo'",
@@ -153,6 +156,104 @@ def plain(inputs: PolicyInputs) -> Any:
 def test_a_user_function_with_a_wrong_return_value_is_named(key: str, name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=rf"trainer\.{key} '{__name__}\.{name}' .*{says}"):
         algorithm(**{key: f"{__name__}.{name}"})
+
+
+def whitened(inputs: EstimatorInputs) -> Estimate:
+    return Estimate(inputs.token_rewards / inputs.token_rewards.std() / inputs.scores.std())
+
+
+def by_surprise(inputs: EstimatorInputs) -> Estimate:
+    return Estimate(1 / inputs.needed("proximal_logprobs"))
+
+
+def by_certainty(inputs: EstimatorInputs) -> Estimate:
+    certainty = inputs.needed("sum_squared_probs")
+    return Estimate((1 / certainty - 1).log())
+
+
+def by_weight(inputs: EstimatorInputs) -> Estimate:
+    return Estimate(1 / inputs.needed("importance_weights"))
+
+
+@pytest.mark.parametrize("name", ["whitened", "by_surprise", "by_certainty", "by_weight"])
+def test_a_user_function_that_is_finite_for_usual_inputs_is_accepted(name: str) -> None:
+    algorithm(advantage=f"{__name__}.{name}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "coupled"),
+    [
+        ({}, False),
+        ({"correction": CorrectionConfig(reject="token_k2", reject_bounds="1")}, False),
+        ({"correction": CorrectionConfig(reject="seq_mean_k2", reject_bounds="1")}, True),
+        ({"correction": CorrectionConfig(level="sequence")}, True),
+        ({"correction": CorrectionConfig(max_episode_kl=0.1)}, True),
+        ({"loss": "gspo"}, True),
+        ({"loss": "tests.trainer.training_data.squared_ratio"}, True),
+    ],
+)
+def test_tokens_of_an_episode_stay_together_where_a_loss_depends_on_them(
+    settings: dict[str, Any], coupled: bool
+) -> None:
+    assert algorithm(**settings).couples_tokens == coupled
+
+
+@pytest.mark.parametrize(
+    ("settings", "early"),
+    [
+        ({}, False),
+        ({"proximal": "behaviour"}, True),
+        ({"correction": CorrectionConfig(normalize=True)}, True),
+        ({"kl": KLConfig(coef=0.1)}, False),
+        ({"kl": KLConfig(coef=0.1, place="reward")}, True),
+    ],
+)
+def test_proximal_log_probs_are_computed_early_only_where_needed(settings: dict[str, Any], early: bool) -> None:
+    assert algorithm(**settings).needs_proximal_early == early
+
+
+def answers(*lengths: int) -> tuple[StepTokens, Tensor]:
+    """Return tokens of answers that earn 1 each."""
+    tokens = StepTokens.zeros(torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)))
+    tokens.rewards[tokens.ends] = 1.0
+    return tokens, torch.ones(len(lengths))
+
+
+def test_an_overlong_answer_loses_reward_at_its_last_token() -> None:
+    tokens, scores = answers(2, 4)
+    made = algorithm(overlong_buffer=2, max_new_tokens=5)
+    assert made.shape_rewards(scores, tokens) == {"overlong_penalty": -0.25, "overlong_fraction": 0.5}
+    assert scores.tolist() == [1.0, 0.5]
+    assert tokens.rewards.tolist() == [0, 1, 0, 0, 0, 0.5]
+    assert algorithm().shape_rewards(scores, tokens) == {}
+
+
+def test_the_kl_penalty_lowers_rewards_and_adapts_its_coefficient() -> None:
+    tokens, _ = answers(1, 2)
+    tokens.proximal = torch.tensor([-1.0, -1.0, -1.0])
+    tokens.reference = torch.tensor([-3.0, -1.0, -2.0])
+    kl = KLConfig(coef=0.5, place="reward", estimator="k1", target=0.1, horizon=10)
+    made = algorithm(kl=kl)
+    assert made.penalize(tokens, 2) == {"reward_kl": 1.25, "reward_kl_coef": 0.5}
+    assert tokens.rewards.tolist() == [0.0, 0.0, 0.5]
+    assert made.kl_controller.coef == pytest.approx(0.5 * (1 + 0.2 * 2 / 10))
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        (CorrectionConfig(level="none"), [1.0, 1.0, 1.0]),
+        (CorrectionConfig(max_weight=2.0), [2.0, 0.25, 1.0]),
+        (CorrectionConfig(outside="mask", min_weight=0.5, max_weight=2.0), [0.0, 0.0, 1.0]),
+        (CorrectionConfig(level="sequence", max_weight=9.0), [1.0, 1.0, 1.0]),
+        (CorrectionConfig(level="none", reject="token_k1", reject_bounds="0.2_2"), [0.0, 1.0, 1.0]),
+    ],
+)
+def test_off_policy_tokens_are_weighted_as_configured(settings: CorrectionConfig, weights: list[float]) -> None:
+    """Ratios 4 and 1/4 in one episode, 1 in the other."""
+    ratios = torch.tensor([4.0, 0.25, 1.0]).log()
+    found = algorithm(correction=settings).correction(ratios, torch.zeros(3), torch.tensor([0, 0, 1]))
+    assert found.tolist() == pytest.approx(weights)
 
 
 def test_inputs_that_an_estimator_needs_are_computed_before_the_update() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 
-from areal_lite.trainer.data_metrics import batch_metrics, timing_metrics
+from areal_lite.trainer import data_metrics
+from areal_lite.trainer.data_metrics import PhaseClock, batch_metrics, timing_metrics
 from tests.trainer.training_data import sequence
 
 SAMPLES = [
@@ -90,7 +94,21 @@ def test_v60_a_sequence_is_clipped_if_an_answer_reaches_the_length_limit(max_new
 def test_a_batch_without_trained_tokens_has_no_lengths_or_advantages() -> None:
     metrics = batch_metrics(SAMPLES[2:], [0], np.zeros(0), version=5, max_new_tokens=4)
     assert metrics["advantage_zero_fraction"] == 1
+    assert metrics["advantage_std"] == metrics["staleness_mean"] == metrics["staleness_max"] == 0
     assert not [name for name in metrics if name.endswith("_length_mean") or name == "advantage_mean"]
+
+
+def test_an_episode_in_two_sequences_counts_once() -> None:
+    metrics = batch_metrics([SAMPLES[0], SAMPLES[0], SAMPLES[1]], [0, 0, 1], np.ones(9), version=5)
+    assert (metrics["episodes"], metrics["sequences"]) == (2, 3)
+    assert (metrics["reward_mean"], metrics["turns_max"], metrics["advantage_zero_fraction"]) == (0.5, 2, 0)
+
+
+def test_equal_returns_have_no_variance_to_explain() -> None:
+    metrics = batch_metrics(SAMPLES, EPISODES, ADVANTAGES, version=5, returns=np.ones(6), values=ADVANTAGES)
+    assert "value_explained_variance" not in metrics
+    metrics = batch_metrics(SAMPLES, EPISODES, ADVANTAGES, version=5, returns=2 * ADVANTAGES, values=np.ones(6))
+    assert metrics["value_explained_variance"] == 0
 
 
 def test_values_of_the_wrong_length_are_refused() -> None:
@@ -111,5 +129,33 @@ def test_v60_timing_by_phase_and_tokens_per_second() -> None:
             "ms_per_token_forward": 1.5,
             "ms_per_token_backward": 2.0,
             "tokens_per_second": 250.0,
+        }
+    )
+
+
+@pytest.mark.parametrize(("device", "forward"), [("cpu", 5), ("cuda", 11)])
+def test_a_phase_on_a_gpu_ends_when_its_work_is_done(
+    monkeypatch: pytest.MonkeyPatch, device: str, forward: float
+) -> None:
+    seconds = [100.0]
+
+    def pass_by(some: float) -> None:
+        seconds[0] += some
+
+    monkeypatch.setattr(data_metrics, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda which: pass_by(3))
+    clock = PhaseClock(torch.device(device))
+    with clock("forward"):
+        pass_by(1)
+    pass_by(7)
+    with pytest.raises(KeyError), clock("forward"):
+        pass_by(4)
+        raise KeyError
+    assert clock.metrics(num_tokens=1000) == pytest.approx(
+        {
+            "seconds_forward": forward,
+            "ms_per_token_forward": forward,
+            "seconds_step": forward + 7,
+            "tokens_per_second": 1000 / (forward + 7),
         }
     )

@@ -187,6 +187,35 @@ def test_advantages_of_a_group_sum_to_0_and_ignore_a_bonus_for_all(
         torch.testing.assert_close(raised, ours, rtol=1e-6, atol=1e-8)
 
 
+def test_a_lone_reward_is_scaled_up_by_the_number_of_episodes() -> None:
+    """A10."""
+    step = make_step([1.0, 0.0, 0.0, 0.0], "aaaa")
+    assert run("gpg", step).tolist() == [3.0, -1.0, -1.0, -1.0]
+    assert run("gpg", step, f_norm=2.0).tolist() == [1.5, -0.5, -0.5, -0.5]
+    assert run("gpg", make_step([0.0, 0.0], "aa")).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_passk", "turn_grpo", "turn_returns"])
+def test_rewards_that_differ_by_a_rounding_error_get_small_advantages(name: str) -> None:
+    ours = run(name, with_whole_turns(make_step([1e-8, 0.0], "aa")))
+    assert 0 <= ours.max() < 0.02
+
+
+def test_equal_negative_rewards_are_not_whitened() -> None:
+    """A6."""
+    ours = run("reinforce_plus_plus_baseline", make_step([-2.0, -2.0, 1.0, 0.0, 3.0], "aabbb"))
+    assert ours[:2].tolist() == [0.0, 0.0] and (ours[2:] != 0).all()
+
+
+@pytest.mark.parametrize("credited", [True, False])
+def test_the_tail_of_the_longest_episode_gets_its_return_on_request(credited: bool) -> None:
+    """A11: not in a group of one."""
+    step = with_probabilities(make_step([2.0, 0.0, 5.0], "aab", [3, 1, 2]))
+    ours = run("optimal_token_baseline", step, credit_lone_tail=credited)
+    assert ours[1:3].tolist() == ([2.0, 2.0] if credited else [0.0, 0.0])
+    assert ours[0] != 0 and ours[4:].tolist() == [0.0, 0.0]
+
+
 def test_a_kl_penalty_lowers_the_reward_of_its_episode() -> None:
     step = make_step([1.0, 1.0], "aa", [2, 1])
     penalised = replace(step, token_rewards=step.token_rewards - torch.tensor([0.25, 0.25, 0.0]))
@@ -247,6 +276,26 @@ def test_an_estimator_without_its_input_says_what_to_configure(name: str, hint: 
         run(name, make_step([1.0, 0.0], "aa"))
 
 
+@pytest.mark.parametrize(
+    ("name", "defaults"),
+    [
+        ("gae", {"gamma": 1.0, "lam": 1.0}),
+        ("reinforce", {"gamma": 1.0}),
+        ("reinforce_plus_plus", {"gamma": 1.0}),
+        ("optimal_token_baseline", {"credit_lone_tail": False}),
+        ("grpo", {"divide_by_std": True}),
+        ("grpo_passk", {"divide_by_std": True}),
+        ("gpg", {"f_norm": 1.0}),
+        ("turn_grpo", {"divide_by_std": True}),
+        ("turn_returns", {"gamma": 1.0, "divide_by_std": True}),
+    ],
+)
+def test_options_have_the_documented_defaults(name: str, defaults: dict[str, Any]) -> None:
+    step = with_whole_turns(with_probabilities(make_step([1.0, 0.0, 0.5], "aab", [3, 1, 2])))
+    step = replace(step, values=torch.arange(6) / 7)
+    assert torch.equal(run(name, step), run(name, step, **defaults))
+
+
 def test_unknown_estimator_options_are_refused() -> None:
     assert run("grpo", make_step([1.0, 0.0], "aa"), divide_by_std=False).tolist() == [0.5, -0.5]
     with pytest.raises(ConfigError, match="'dr_grpo' has no argument 'gamma'"):
@@ -257,7 +306,7 @@ def test_unknown_estimator_options_are_refused() -> None:
     ("change", "message"),
     [
         ({"scores": torch.tensor([1.0, torch.inf])}, "scores holds inf in episode 1"),
-        ({"token_rewards": torch.tensor([0.0, torch.nan, 1.0])}, "token_rewards holds nan in episode 1"),
+        ({"token_rewards": torch.tensor([0.0, 1.0, torch.nan])}, "token_rewards holds nan in episode 1"),
         ({"scores": torch.ones(3)}, r"scores is \[3\]: give \[2\], one for each episode"),
         ({"values": torch.ones(2)}, r"values is \[2\]: give \[3\], one for each token"),
         ({"episodes": torch.tensor([0, 1, 0])}, "sort the tokens by episode"),

@@ -223,6 +223,7 @@ def test_a_turn_discount_must_be_between_0_and_1(gamma: float) -> None:
         ({"parents": torch.tensor([-1, -1, 1])}, "turns.parents must be turns of the same episode"),
         ({"parents": torch.tensor([-1, -1, 0])}, "turns.parents must be turns of the same episode"),
         ({"parents": torch.tensor([1, -1, -1])}, "with a smaller index"),
+        ({"parents": torch.tensor([-1, 1, -1])}, "with a smaller index"),
     ],
 )
 def test_inconsistent_turns_are_refused(change: dict[str, Tensor], message: str) -> None:

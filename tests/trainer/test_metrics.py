@@ -20,10 +20,11 @@ def records(run_dir: Path) -> list[dict[str, float | None]]:
 
 
 def test_each_record_is_one_json_line_after_those_already_there(tmp_path: Path) -> None:
+    run_dir = tmp_path / "experiment" / "run"
     for step in (1, 2):
-        with MetricsWriter(tmp_path) as writer:
+        with MetricsWriter(run_dir) as writer:
             writer.write(step, {"loss": 0.5, "entropy": math.nan})
-    first, second = records(tmp_path)
+    first, second = records(run_dir)
     assert (first["step"], first["loss"], first["entropy"], second["step"]) == (1, 0.5, None, 2)
     assert first["time"] is not None and first["time"] > 1e9
 
@@ -37,6 +38,19 @@ def test_a_resumed_run_replaces_later_steps_and_a_torn_line(tmp_path: Path) -> N
     with MetricsWriter(tmp_path, last_step=2) as writer:
         writer.write(3, {"loss": 2.0})
     assert [(one["step"], one["loss"]) for one in records(tmp_path)] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+
+def test_a_torn_line_right_after_the_last_step_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
+    MetricsWriter(tmp_path, last_step=1).close()
+    assert records(tmp_path) == [{"step": 1}]
+
+
+@pytest.mark.parametrize("damaged", ["no JSON", '{"time": 2}', '{"step": null}', "3"])
+def test_a_damaged_line_is_named_by_its_place(tmp_path: Path, damaged: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + damaged + '\n{"step": 3}\n')
+    with pytest.raises(StorageError, match="damaged: the line at byte 12 is not a record"):
+        MetricsWriter(tmp_path, last_step=3)
 
 
 @contextmanager

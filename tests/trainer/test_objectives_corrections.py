@@ -122,6 +122,12 @@ def test_whole_episodes_are_rejected(option: str, bounds: str, kept: list[bool])
     assert keep.tolist() == kept
 
 
+@pytest.mark.parametrize(("option", "bounds"), [("token_k1", "1_2"), ("token_k1", "0.5_1"), ("token_k3", "0")])
+def test_a_token_at_a_bound_is_kept(option: str, bounds: str) -> None:
+    episodes = torch.zeros(2).long()
+    assert rejection_mask(log(0.3, 0.7), log(0.3, 0.7), episodes, option=option, bounds=bounds).all()
+
+
 @pytest.mark.parametrize(("option", "bounds"), [("token_k1", "0.1_9"), ("token_k2", "9"), ("token_k3", "9")])
 def test_a_token_with_a_nan_log_prob_is_rejected(option: str, bounds: str) -> None:
     keep = rejection_mask(log(1, 1), log(float("nan"), 1), torch.zeros(2).long(), option=option, bounds=bounds)
@@ -145,15 +151,15 @@ def test_invalid_options_and_bounds_are_errors(option: str, bounds: str, text: s
 
 
 def test_only_episodes_with_negative_advantage_and_large_kl_are_masked() -> None:
-    """Episodes: negative and drifted, negative and approached, positive and drifted."""
+    """Episodes: negative and drifted, negative and approached, positive, neutral, and drifted as far as allowed."""
     drifted = drifted_episodes(
-        torch.tensor([-1.0, -1.0, 1.0, -1.0]),
-        torch.zeros(4),
-        torch.tensor([-1.0, -1.0, -1.0, 1.0]),
-        torch.tensor([0, 0, 1, 2]),
+        torch.tensor([-1.0, -1.0, 1.0, -1.0, -1.0, -0.5]),
+        torch.zeros(6),
+        torch.tensor([-1.0, -1.0, -1.0, 1.0, 0.0, -1.0]),
+        torch.tensor([0, 0, 1, 2, 3, 4]),
         max_kl=0.5,
     )
-    assert drifted.tolist() == [True, True, False, False]
+    assert drifted.tolist() == [True, True, False, False, False, False]
 
 
 def test_an_empty_step_has_no_weights() -> None:

@@ -41,6 +41,12 @@ def test_metrics_by_hand() -> None:
     assert figures == pytest.approx({f"engine_mismatch/{name}": value for name, value in expected.items()}, abs=1e-6)
 
 
+def test_opposite_probabilities_have_a_correlation_of_minus_1() -> None:
+    proximal, behaviour = torch.tensor([0.5, 0.2]).log(), torch.tensor([0.2, 0.4]).log()
+    figures = mismatch_statistics(proximal, behaviour, torch.tensor([1, 1]), torch.tensor([0, 0]), 1)
+    assert figures["engine_mismatch/prob_pearson"] == pytest.approx(-1)
+
+
 def test_older_tokens_count_as_drift_not_mismatch() -> None:
     proximal = torch.tensor([-1.0, -1.0, -2.0])
     behaviour = torch.tensor([-1.0, -1.5, -1.0])

@@ -12,6 +12,7 @@ from areal_lite.trainer.estimators.reward_penalties import overlong_penalty
 def test_the_penalty_is_linear_within_the_buffer() -> None:
     penalty = overlong_penalty(torch.tensor([0, 6, 7, 8, 10, 12]), max_length=10, buffer=4)
     assert penalty.tolist() == [0, 0, -0.25, -0.5, -1, -1]
+    assert overlong_penalty(torch.tensor([9, 10]), max_length=10, buffer=1).tolist() == [0, -1]
 
 
 @pytest.mark.parametrize("buffer", [0, 11])

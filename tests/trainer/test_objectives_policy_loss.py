@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from areal_lite.trainer.objectives.policy_loss import (
     clip_cov,
     gmpo,
     gspo,
+    kl_cov,
     m2po,
     ppo,
 )
@@ -324,6 +326,58 @@ def test_statistics_by_hand() -> None:
     assert not any(values.requires_grad for values in {**statistics, **ppo(data).statistics}.values())
 
 
+@pytest.mark.parametrize("name", ["ppo", "gspo", "gmpo", "cispo"])
+def test_clipped_tokens_are_counted_by_the_bound_they_left(name: str) -> None:
+    data = small(
+        [math.log(1.5), math.log(0.5), 0.0], proximal=[0.0] * 3, advantages=[0.5, -0.5, 0.5], episodes=[0, 1, 2]
+    )
+    statistics = loss_called(name)(data, clip_eps=0.25, clip_eps_high=0.25).statistics
+    assert statistics["clip_fraction"].tolist() == [1, 1, 0]
+    assert statistics["clip_fraction_low"].tolist() == [0, 1, 0]
+    assert statistics["clip_fraction_high"].tolist() == [1, 0, 0]
+
+
+def test_only_a_ratio_above_the_dual_clip_is_capped() -> None:
+    data = small([1.0, 1.0, 1.0], proximal=[0.0] * 3, advantages=[-1.0, 0.0, 1.0])
+    ratio = data.policy.detach().exp()[0].item()
+    for dual_clip, capped in ((ratio, 0), (1.5, 1)):
+        assert ppo(data, dual_clip=dual_clip).statistics["clip_fraction_lower"].tolist() == [capped, 0, 0]
+
+
+def test_kl_cov_penalises_one_token_of_a_small_batch() -> None:
+    terms = kl_cov(small([0.0, 1.0, 3.0], advantages=[0.0, 1.0, 3.0]))
+    assert terms.chosen is not None and terms.chosen.tolist() == [False, False, True]
+
+
+def test_defaults_are_those_of_the_papers() -> None:
+    defaults = {
+        name: {
+            option.name: option.default
+            for option in inspect.signature(loss_called(name)).parameters.values()
+            if option.kind is option.KEYWORD_ONLY
+        }
+        for name in POLICY_LOSSES.names()
+    }
+    assert defaults == {
+        "ppo": {"clip_eps": 0.2, "clip_eps_high": None, "dual_clip": None},
+        "gspo": {"clip_eps": 3e-4, "clip_eps_high": 4e-4},
+        "gmpo": {"clip_eps": 0.4, "clip_eps_high": None},
+        "cispo": {"clip_eps": 1.0, "clip_eps_high": 0.28},
+        "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
+        "reinforce": {},
+        "gpg": {},
+        "clip_cov": {
+            "clip_eps": 0.2,
+            "clip_eps_high": None,
+            "token_share": 2e-4,
+            "min_covariance": 1.0,
+            "max_covariance": 5.0,
+        },
+        "kl_cov": {"token_share": 2e-4, "kl_coef": 1.0},
+        "m2po": {"max_second_moment": 0.04},
+    }
+
+
 def test_an_episodes_ratio_is_clamped_at_exp_10() -> None:
     """L2: the loss of a bad episode that the policy now favours is bounded, without gradient."""
     data = small([15.0, 15.0], advantages=[-1.0, -1.0])
@@ -349,6 +403,18 @@ def test_m2po_keeps_as_many_tokens_as_the_bound_allows() -> None:
     assert terms.statistics["clip_fraction"].tolist() == [1, 0, 0, 0, 0]
     (gradient,) = torch.autograd.grad(terms.losses.sum(), data.policy)
     assert gradient[0] == 0
+
+
+def test_m2po_keeps_a_token_at_the_bound() -> None:
+    assert m2po(small([0.5]), max_second_moment=0.25).statistics["clip_fraction"].tolist() == [0]
+
+
+def test_a_band_may_have_no_width_but_not_less() -> None:
+    data = small([0.5, -0.5], advantages=[1.0, -1.0])
+    assert ppo(data, clip_eps=0.0, clip_eps_high=0.0).losses.tolist() == [-1.0, 1.0]
+    for settings in ({"clip_eps": -0.1, "clip_eps_high": 0.1}, {"clip_eps": 0.1, "clip_eps_high": -0.1}):
+        with pytest.raises(ConfigError, match="must not be below 0"):
+            ppo(data, **settings)
 
 
 def test_m2po_drops_nan_tokens_and_keeps_the_rest() -> None:

@@ -33,6 +33,12 @@ def test_label_smoothing_is_the_expected_loss_of_randomly_swapped_pairs() -> Non
     torch.testing.assert_close(smoothed, 0.8 * right + 0.2 * wrong)
 
 
+def test_by_default_no_label_is_smoothed_and_beta_is_a_tenth() -> None:
+    zero = torch.zeros(1)
+    loss = dpo_loss(torch.tensor([20.0]), torch.tensor([-10.0]), zero, zero).losses.item()
+    assert loss == pytest.approx(math.log1p(math.exp(-3)))
+
+
 def test_reward_model_loss_by_hand() -> None:
     terms = reward_model_loss(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 2.0]))
     assert terms.losses.tolist() == pytest.approx([math.log(2), math.log1p(math.exp(2))])

@@ -78,7 +78,7 @@ class FakeWandB:
 
     def __init__(self, mode: str, has_key: bool) -> None:
         self.setup = lambda: SimpleNamespace(settings=SimpleNamespace(mode=mode))
-        self.login = lambda *, prompt: has_key
+        self.login = lambda *, prompt: has_key or prompt
         self.calls: list[Any] = []
         self.options: list[dict[str, Any]] = []
 
@@ -141,6 +141,38 @@ def test_trackio_resumes_the_same_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {(name, step) for _, name, step, _ in rows} == {("one", 1), ("one", 2)}
 
 
+def test_trackio_gets_each_step_and_resumes_only_a_run_that_has_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    started = SimpleNamespace(
+        log=lambda metrics, step: calls.append((step, metrics)), finish=lambda: calls.append("finish")
+    )
+
+    def init(*, project: str, name: str, config: Any, resume: str, embed: bool) -> SimpleNamespace:
+        calls.append((project, name, resume, embed))
+        return started
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+    run(tmp_path, "trackio", 1)
+    run(tmp_path, "trackio", 2)
+    start_tracking(config("trackio"), tmp_path)
+    assert calls == [
+        ("exp", "one", "never", False), (1, {"train/loss": 0.5}), (1, {"eval/reward": 1.0}), "finish",
+        ("exp", "one", "allow", False), (2, {"train/loss": 1.0}), (2, {"eval/reward": 1.0}), "finish",
+        ("exp", "one", "never", False),
+    ]  # fmt: skip
+
+
+def test_a_tracker_is_closed_if_the_next_one_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = FakeWandB("offline", False)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(ConfigError, match="pip install trackio"):
+        start_tracking(config("wandb", "trackio"), tmp_path)
+    assert wandb.calls[-1] == "finish"
+
+
 @pytest.mark.parametrize(
     ("name", "module"),
     [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb"), ("trackio", "trackio")],
@@ -189,6 +221,7 @@ def test_a_failing_tracker_is_logged_once_and_stops_nothing_else(
     ):
         for step in (1, 2, 3):
             writer.write(step, {"train/loss": 0.5})
+            assert len(caplog.messages) == 1
     assert tracking.failures == {"far": 4}
     assert kept.steps == [1, 2, 3] and kept.closed
     assert [message.split(";")[0] for message in caplog.messages] == [

@@ -130,6 +130,12 @@ def test_tokens_that_tie_with_the_last_kept_one_are_kept() -> None:
     assert (plain >= Truncation(top_k=2).smallest_kept(plain)).sum() == 3
 
 
+def test_without_top_p_the_tail_of_a_sure_token_is_kept() -> None:
+    """Probabilities may add up to more than 1, by rounding."""
+    plain = torch.tensor([[0.0, -20.0, -21.0, -22.0]])
+    assert (plain >= Truncation(top_k=3).smallest_kept(plain)).sum() == 3
+
+
 def test_a_model_that_caps_logits_truncates_too() -> None:
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
