@@ -134,6 +134,7 @@ def test_s17_missing_keys_default_to_a_fresh_start():
     source.get_samples(2)
     source.load_state_dict({})
     assert (source.epoch_id, source.sample_offset, source.sample_index, source.metadata) == (0, 0, 0, {})
+    assert source.get_samples(1)[0][0].group_index == 0
 
 
 @given(size=st.integers(1, 5), before=st.integers(0, 12), shuffle=st.booleans())
@@ -170,6 +171,7 @@ def test_sb10_the_order_depends_on_seed_and_epoch_only():
     state = random.getstate()
     first = drawn(make(50), 100)
     assert random.getstate() == state
+    assert drawn(RolloutDataSource(rows(50), shuffle=True), 100) == first
     random.seed(7)
     assert drawn(make(50), 100) == first
     assert first[:50] != first[50:]
@@ -467,6 +469,7 @@ def test_a_used_source_forgets_what_it_has_read_when_it_loads_a_state():
     state = saved.state_dict()
     drawn(used, 2)
     used.load_state_dict(state)
+    assert used.num_owed == 0
     assert drawn(used, 9) == [*expected, *drawn(saved, 4)]
 
 
