@@ -50,6 +50,7 @@ def test_s3_epoch_0_is_shuffled_too():
 
 def test_s4_s10_without_a_dataset_samples_are_empty_but_counted():
     source = RolloutDataSource(None, n_samples_per_prompt=2)
+    assert len(source) == 0
     groups = source.get_samples(3)
     assert [[s.index for s in group] for group in groups] == [[0, 1], [2, 3], [4, 5]]
     assert all(s.row == {} and s.prompt == "" for group in groups for s in group)
@@ -508,6 +509,8 @@ def test_the_source_is_an_endless_iterable_of_groups():
 def test_an_iterable_starts_over_and_an_iterator_ends():
     again = IterableDataSource(rows(2))
     assert drawn(again, 5) == [0, 1, 0, 1, 0]
+    assert (again.epoch_id, again.sample_offset) == (2, 1)
+    assert len(again.get_samples(1)[0]) == 1
     once = IterableDataSource(iter(rows(2)))
     assert drawn(once, 5) == [0, 1]
     assert once.ended
@@ -526,11 +529,18 @@ def test_a_loader_of_lists_gives_its_rows_one_by_one(sizes, count):
 
 
 def test_an_error_of_an_iterable_loses_no_row_before_it():
-    def broken():
-        yield from rows(2)
-        raise OSError("net")
+    class Broken:
+        left = rows(2)
 
-    source = IterableDataSource(broken())
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if not self.left:
+                raise OSError("net")
+            return self.left.pop(0)
+
+    source = IterableDataSource(Broken())
     with pytest.raises(OSError, match="net"):
         source.get_samples(4)
     assert drawn(source, 4) == [0, 1]
