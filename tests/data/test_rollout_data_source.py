@@ -116,6 +116,8 @@ def test_s16_s17_without_a_dataset_or_a_directory_nothing_is_saved_or_loaded(tmp
     assert list(tmp_path.iterdir()) == []
     assert RolloutDataSource(None, shuffle=True).load(1, tmp_path) is False  # S-B11 too
     assert make().load(1, None) is False
+    with pytest.raises(ConfigError, match=r"save\(1\): no directory is given: pass one"):
+        make().save(1)
 
 
 def test_s16_s19_a_saved_step_is_loaded_by_its_number(tmp_path):
@@ -267,6 +269,9 @@ def test_a_dropped_group_is_counted_and_owed_no_longer():
     source.drop(group, "all rewards are 0")
     source.drop(group, "again")
     assert (source.num_owed, source.dropped) == (0, {"all rewards are 0": 1})
+    resumed = make()
+    resumed.load_state_dict(source.state_dict())
+    assert resumed.dropped == {"all rewards are 0": 1}
 
 
 def test_marking_an_old_hand_out_does_not_end_a_newer_one_of_the_same_group():
@@ -381,6 +386,18 @@ def test_mini_batches_are_the_same_after_a_restart_and_owed_rows_are_one_of_thei
     resumed.load_state_dict(source.state_dict())
     assert collated(resumed, 2) == [[5, 6]] * 2
     assert collated(resumed, 2) == [[4, 5, 6, 7], [8, 9]]
+
+
+def test_mini_batches_are_the_same_after_a_restart_over_many_rows():
+    def source():
+        return make(150, packer=Collating(), mini_batch_size=4, shuffle=False)
+
+    before, resumed = source(), source()
+    before.mark_trained(before.get_samples(5))
+    resumed.load_state_dict(before.state_dict())
+    first, second = collated(resumed, 70), collated(resumed, 75)
+    starts = [number // 4 * 4 for number in range(5, 150)]
+    assert first + second == [list(range(start, min(start + 4, 150))) for start in starts]
 
 
 def test_a_packer_that_collates_nothing_gets_each_row_when_it_is_needed():
@@ -503,7 +520,9 @@ def test_bad_arguments_are_refused():
 
 
 def test_the_source_is_an_endless_iterable_of_groups():
-    assert [group[0].row["n"] for group in itertools.islice(make(2, shuffle=False), 5)] == [0, 1, 0, 1, 0]
+    source = make(2, shuffle=False)
+    assert [group[0].row["n"] for group in itertools.islice(source, 5)] == [0, 1, 0, 1, 0]
+    assert source.num_owed == 5
 
 
 def test_an_iterable_starts_over_and_an_iterator_ends():
