@@ -443,6 +443,7 @@ def test_returned_rows_are_drawn_first_and_pending_again():
     first, second = source.get_samples(2)
     first[0].append([1], sampled=True)
     source.give_back([first])
+    assert source.num_owed == 1
     again, third = source.get_samples(2)
     assert [s.index for s in again] == [0, 1]
     assert [len(s.tokens) for s in again] == [0, 0]
