@@ -96,7 +96,7 @@ def test_sequences_without_a_trained_token_are_skipped_and_counted_by_reason(cha
 
 
 def test_a_question_of_the_maximum_length_leaves_no_token_to_train(chatml):
-    row = {"messages": conversation("hello world" * 9, "hello")}
+    row = {"messages": conversation("hello world" * 8, "hello")}
     [item] = SFTDataset([row], chatml, 1000)
     start = item["loss_mask"].tolist().index(1)
     assert len(SFTDataset([row], chatml, start + 1)) == 1
