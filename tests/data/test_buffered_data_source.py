@@ -102,7 +102,7 @@ def test_s23_pop_first_takes_at_most_what_the_buffer_has():
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ("text", "must be a list of lists"),
+        ("text", "must be a list of lists of Sample, got 'text'"),
         ([Sample(1)], r"'Sample'\]"),
         ([["no sample"]], r"holds \['str'\]"),
         ([[Sample(7)]], "group 1 has 1 members and n_samples_per_prompt is 2"),
@@ -135,6 +135,8 @@ def test_a_reward_that_is_not_finite_is_refused_with_group_and_sample():
 def test_a_group_is_in_the_buffer_once():
     source = make()
     groups = source.get_samples(1)
+    with pytest.raises(ValueError, match="group 0 is in the buffer already"):
+        source.add_samples(groups * 2)
     source.add_samples(groups)
     with pytest.raises(ValueError, match="group 0 is in the buffer already"):
         source.add_samples(groups)
@@ -188,6 +190,15 @@ def test_sb4_groups_without_a_reward_come_last():
     source = make(buffer_filter=highest_reward_first)
     source.add_samples(groups_with_rewards(source, None, -5.0, 0.2))
     assert drawn(source, 3) == [2, 1, 0]
+
+
+def test_a_group_is_worth_the_mean_of_its_rewards():
+    source = make(members=2, buffer_filter=highest_reward_first)
+    groups = source.get_samples(3)
+    for group, rewards in zip(groups, [(0.6, 0.6), (1.0, None), ({"acc": 9.0}, None)], strict=True):
+        group[0].reward, group[1].reward = rewards
+    source.add_samples(groups)
+    assert drawn(source, 3) == [1, 0, 2]
 
 
 @pytest.mark.parametrize("bad", [too_many, foreign, twice])

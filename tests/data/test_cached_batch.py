@@ -49,6 +49,14 @@ def test_batches_of_another_config_are_refused_with_the_differences(tmp_path):
         BatchCache(tmp_path, {"temperature": 0.5, "seed": 1})
 
 
+def test_the_folder_is_made_at_the_start(tmp_path):
+    BatchCache(tmp_path / "deep" / "cache", {})
+    assert (tmp_path / "deep" / "cache").is_dir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="rollout_cache '.*file' cannot be created: .*: choose another folder"):
+        BatchCache(tmp_path / "file", {})
+
+
 def test_a_rollout_that_fails_leaves_no_file(tmp_path):
     with pytest.raises(RuntimeError, match="server"):
         BatchCache(tmp_path, {}).batch(1, lambda: (_ for _ in ()).throw(RuntimeError("server")))

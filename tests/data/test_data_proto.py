@@ -235,6 +235,14 @@ def test_equal_values_may_be_shared_and_nan_is_equal_to_nan(value: Any) -> None:
         (torch.tensor([1.0]), torch.tensor([2.0])),
         (torch.tensor([1.0]), torch.tensor([1])),
         (torch.tensor([1.0]), torch.tensor([[1.0]])),
+        (torch.tensor([1.0]), torch.tensor([math.nan])),
+        (torch.tensor([1.0]), 1.0),
+        (1.0, torch.tensor([1.0])),
+        (np.array([1.0]), torch.tensor([1.0])),
+        (1, [1]),
+        ([1], 1),
+        (1, {"a": 1}),
+        ({"a": 1}, 1),
     ],
 )
 def test_a_union_with_different_values_is_an_error_and_changes_nothing(mine: Any, theirs: Any) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,23 @@ def test_a_batch_replaces_the_previous_one_and_leaves_no_other_file(tmp_path: Pa
         save_data_proto(DataProto(meta_info={"step": step}), path)
     assert load_data_proto(path).meta_info == {"step": 1}
     assert [file.name for file in path.parent.iterdir()] == ["b"]
+
+
+def test_a_file_is_readable_by_others(tmp_path: Path) -> None:
+    mask = os.umask(0o077)
+    try:
+        path = save_data_proto(DataProto(), tmp_path / "b")
+    finally:
+        os.umask(mask)
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_columns_of_unequal_length_are_not_saved(tmp_path: Path) -> None:
+    batch = DataProto({"x": torch.zeros(2)})
+    batch.batch["late"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="'late': 3"):
+        save_data_proto(batch, tmp_path / "b")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failed_write_keeps_the_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,14 @@ def test_messages_without_a_template_are_refused(tmp_path: Path) -> None:
         packer.get_rollout_input(MESSAGES)
 
 
+def test_messages_are_refused_if_the_template_is_off(tokenizer: Any) -> None:
+    packer = DecoderOnlyLLMDataPacker()
+    packer.setup(tokenizer=tokenizer, config=DatasetConfig(path="x", apply_chat_template=False))
+    assert packer.get_rollout_input("Tell a joke") == "Tell a joke"
+    with pytest.raises(ConfigError, match="apply_chat_template is false, and a row is .*: rows must be text then"):
+        packer.get_rollout_input(MESSAGES)
+
+
 def test_messages_the_template_refuses_are_named(tokenizer: Any) -> None:
     packer = DecoderOnlyLLMDataPacker()
     config = DatasetConfig(path="x", apply_chat_template_kwargs={"chat_template": "{{ messages[9].role.x }}"})

@@ -66,6 +66,13 @@ def test_the_methods_by_hand():
     assert longest_processing_time([8, 7, 6, 5, 4], 2) == [[0, 3, 4], [1, 2]]
     # Differences: 8-7=1, 6-5=1; 4-1=3 joins {4, 7} against {8}; 3-1=2: 4+7+5 against 8+6.
     assert sorted(totals([8, 7, 6, 5, 4], karmarkar_karp([8, 7, 6, 5, 4], 2))) == [14, 16]
+    # 9-7=2, 6-4=2 and 3: 3-2=1 and 2-1=1.
+    assert sorted(totals([7, 4, 9, 6, 3], karmarkar_karp([7, 4, 9, 6, 3], 2))) == [14, 15]
+    # Pairs 9-8=1, 7-5=2, 5-2=3 and 2 alone: 3-2=1, 2-1=1, 1-1=0.
+    assert totals([5, 2, 9, 7, 8, 5, 2], karmarkar_karp([5, 2, 9, 7, 8, 5, 2], 2, True)) == [19, 19]
+    assert sorted(totals([9, 1, 1, 1], karmarkar_karp([9, 1, 1, 1], 2))) == [3, 9]
+    assert sorted(totals([9, 1, 1, 1], longest_processing_time([9, 1, 1, 1], 2))) == [3, 9]
+    assert sorted(totals([9, 1, 1, 1], get_seqlen_balanced_partitions([9, 1, 1, 1], 2))) == [3, 9]
 
 
 @methods
@@ -79,6 +86,8 @@ def test_both_methods_balance_to_a_thousandth(items, k):  # R-B17
     lengths = log_normal(items)
     assert heaviest_by_mean(lengths, longest_processing_time(lengths, k)) < 1.001
     assert heaviest_by_mean(lengths, karmarkar_karp(lengths, k)) < 1.0001
+    chosen = karmarkar_karp if items == 1024 else longest_processing_time
+    assert get_seqlen_balanced_partitions(lengths, k) == chosen(lengths, k)
 
 
 def test_thousands_of_items_take_milliseconds():  # R-B17

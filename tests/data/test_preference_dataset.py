@@ -86,6 +86,18 @@ def test_rows_of_files_are_the_same_as_rows_in_memory(chatml: Any, tmp_path: Pat
     assert trained(dataset, "chosen") == ["hello<|im_end|>", "answer<|im_end|>"]
 
 
+def test_the_seed_chooses_rows_of_a_file(chatml: Any, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": "so", "chosen": "x" * number, "rejected": "the"} for number in range(1, 9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    few = PreferenceDatasetConfig(path="", max_length=1000, max_samples=3, cache_dir=str(tmp_path))
+    by_default, first, second = (
+        trained(PreferenceDataset(str(path), chatml, config=few, **seed), "chosen")
+        for seed in ({}, {"seed": 1}, {"seed": 2})
+    )
+    assert by_default == first != second
+
+
 def test_pairs_too_long_or_equal_are_skipped_and_counted(chatml: Any) -> None:
     rows = [
         {"prompt": "so", "chosen": "hello", "rejected": "world"},
@@ -97,6 +109,31 @@ def test_pairs_too_long_or_equal_are_skipped_and_counted(chatml: Any) -> None:
     assert dataset.dropped == {"a sequence longer than max_length": 1, "equal answers": 1}
     with pytest.raises(ConfigError, match="all 1 rows were skipped: 1 with a sequence longer than max_length"):
         PreferenceDataset(rows[1:2], chatml, 60)
+    longest = max(len(dataset[0][f"{name}_ids"]) for name in ("chosen", "rejected"))
+    assert len(PreferenceDataset(rows[:1], chatml, longest)) == 1
+    with pytest.raises(ConfigError, match="longer than max_length"):
+        PreferenceDataset(rows[:1], chatml, longest - 1)
+
+
+def test_a_pair_with_an_empty_answer_and_no_end_mark_is_skipped(chatml: Any) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role + ':\\n' + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
+    )
+    config = PreferenceDatasetConfig(path="", max_length=1000, apply_chat_template_kwargs={"chat_template": template})
+    rows = [{"prompt": "so", "chosen": "hello", "rejected": rejected} for rejected in ("", "world")]
+    dataset = PreferenceDataset(rows, chatml, config=config)
+    assert len(dataset) == 1
+    assert dataset.dropped == {"no assistant text": 1}
+
+
+@pytest.mark.parametrize(("better", "worse"), [("thoughts", "none"), ("none", "thoughts")])
+def test_what_the_template_leaves_out_of_either_answer_is_reported(
+    chatml: Any, better: str, worse: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = {"none": [GOOD], "thoughts": [GOOD | {"reasoning_content": "why", "content": "wide world"}]}
+    PreferenceDataset([{"prompt": "so", "chosen": answers[better], "rejected": answers[worse]}], chatml, 1000)
+    assert "row 0, and perhaps others: the chat template leaves out the thoughts" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -104,6 +141,8 @@ def test_pairs_too_long_or_equal_are_skipped_and_counted(chatml: Any) -> None:
     [
         ({"prompt": "so", "chosen": "a"}, r"row 0: 'rejected' is None: it must be text or messages"),
         ({"chosen": "a", "rejected": "b"}, r"'chosen' is an answer, but 'prompt' is None"),
+        ({"prompt": [], "chosen": "a", "rejected": "b"}, r"'prompt' is \[\]"),
+        ({"prompt": 3, "chosen": "a", "rejected": "b"}, r"'prompt' is 3"),
         ({"chosen": QUESTION, "rejected": QUESTION}, r"ends with a message of role 'user'"),
         (
             {"chosen": [*QUESTION, GOOD], "rejected": [QUESTION[0], GOOD]},

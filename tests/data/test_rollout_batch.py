@@ -13,7 +13,7 @@ from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
 from areal_lite.api.turn_tree import trajectory_of
 from areal_lite.data.batch.training_batch import check_training_batch, training_sequences
 from areal_lite.data.chat.tokenizer import load_tokenizer
-from areal_lite.data.packer.data_packer import rollout_inputs, row_of, training_batch
+from areal_lite.data.packer.data_packer import UnpreparedRow, rollout_inputs, row_of, training_batch
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
 from areal_lite.data.source.dynamic_filters import nonzero_reward_std
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
@@ -108,6 +108,35 @@ def test_the_packers_text_becomes_the_prompt(packer: DecoderOnlyLLMDataPacker) -
     assert source.rollout_input(group) == {"prompt": "A!", "answer": 1}
     assert group[0].row == rows[0]
     assert rollout_inputs(packer, ["text"]) == [{"prompt": "text"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "item", "prepared_from"),
+    [
+        ({"prompt": "a", "answer": 1}, "A", {"prompt": "A", "answer": 1}),
+        ([{"role": "user", "content": "a"}], "A", [{"role": "user", "content": "a"}]),
+        ([{"role": "user", "content": "a"}], {"prompt": "A"}, {"prompt": "A"}),
+        ("a", "A", "a"),
+    ],
+)
+def test_a_prompt_is_prepared_from_what_its_text_was_made_of(row: Any, item: Any, prepared_from: Any) -> None:
+    class Changing(DecoderOnlyLLMDataPacker):
+        def get_rollout_input(self, given: Any) -> Any:
+            return item
+
+    packer = Changing()
+    packer.prepare_prompt = lambda source: {"from": source, "prompt": "not used"}
+    (given,) = rollout_inputs(packer, [row])
+    assert isinstance(given, UnpreparedRow)
+    assert given["prompt"] == "A"
+    assert given.prepared() == {**given, "from": prepared_from}
+
+
+def test_the_row_of_a_group_is_that_of_its_samples_or_the_workflows_input() -> None:
+    group = result()
+    assert row_of(group) == {}
+    (group.samples,) = RolloutDataSource([{"prompt": "a"}]).get_samples(1)
+    assert row_of(group) == {"prompt": "a"}
 
 
 def test_a_collate_that_changes_the_number_of_inputs_is_refused(packer: DecoderOnlyLLMDataPacker) -> None:

@@ -50,6 +50,7 @@ def test_s3_epoch_0_is_shuffled_too():
 
 def test_s4_s10_without_a_dataset_samples_are_empty_but_counted():
     source = RolloutDataSource(None, n_samples_per_prompt=2)
+    assert len(source) == 0
     groups = source.get_samples(3)
     assert [[s.index for s in group] for group in groups] == [[0, 1], [2, 3], [4, 5]]
     assert all(s.row == {} and s.prompt == "" for group in groups for s in group)
@@ -115,6 +116,8 @@ def test_s16_s17_without_a_dataset_or_a_directory_nothing_is_saved_or_loaded(tmp
     assert list(tmp_path.iterdir()) == []
     assert RolloutDataSource(None, shuffle=True).load(1, tmp_path) is False  # S-B11 too
     assert make().load(1, None) is False
+    with pytest.raises(ConfigError, match=r"save\(1\): no directory is given: pass one"):
+        make().save(1)
 
 
 def test_s16_s19_a_saved_step_is_loaded_by_its_number(tmp_path):
@@ -134,6 +137,7 @@ def test_s17_missing_keys_default_to_a_fresh_start():
     source.get_samples(2)
     source.load_state_dict({})
     assert (source.epoch_id, source.sample_offset, source.sample_index, source.metadata) == (0, 0, 0, {})
+    assert source.get_samples(1)[0][0].group_index == 0
 
 
 @given(size=st.integers(1, 5), before=st.integers(0, 12), shuffle=st.booleans())
@@ -170,6 +174,7 @@ def test_sb10_the_order_depends_on_seed_and_epoch_only():
     state = random.getstate()
     first = drawn(make(50), 100)
     assert random.getstate() == state
+    assert drawn(RolloutDataSource(rows(50), shuffle=True), 100) == first
     random.seed(7)
     assert drawn(make(50), 100) == first
     assert first[:50] != first[50:]
@@ -264,6 +269,9 @@ def test_a_dropped_group_is_counted_and_owed_no_longer():
     source.drop(group, "all rewards are 0")
     source.drop(group, "again")
     assert (source.num_owed, source.dropped) == (0, {"all rewards are 0": 1})
+    resumed = make()
+    resumed.load_state_dict(source.state_dict())
+    assert resumed.dropped == {"all rewards are 0": 1}
 
 
 def test_marking_an_old_hand_out_does_not_end_a_newer_one_of_the_same_group():
@@ -380,6 +388,18 @@ def test_mini_batches_are_the_same_after_a_restart_and_owed_rows_are_one_of_thei
     assert collated(resumed, 2) == [[4, 5, 6, 7], [8, 9]]
 
 
+def test_mini_batches_are_the_same_after_a_restart_over_many_rows():
+    def source():
+        return make(150, packer=Collating(), mini_batch_size=4, shuffle=False)
+
+    before, resumed = source(), source()
+    before.mark_trained(before.get_samples(5))
+    resumed.load_state_dict(before.state_dict())
+    first, second = collated(resumed, 70), collated(resumed, 75)
+    starts = [number // 4 * 4 for number in range(5, 150)]
+    assert first + second == [list(range(start, min(start + 4, 150))) for start in starts]
+
+
 def test_a_packer_that_collates_nothing_gets_each_row_when_it_is_needed():
     seen = []
 
@@ -423,6 +443,7 @@ def test_returned_rows_are_drawn_first_and_pending_again():
     first, second = source.get_samples(2)
     first[0].append([1], sampled=True)
     source.give_back([first])
+    assert source.num_owed == 1
     again, third = source.get_samples(2)
     assert [s.index for s in again] == [0, 1]
     assert [len(s.tokens) for s in again] == [0, 0]
@@ -467,6 +488,7 @@ def test_a_used_source_forgets_what_it_has_read_when_it_loads_a_state():
     state = saved.state_dict()
     drawn(used, 2)
     used.load_state_dict(state)
+    assert used.num_owed == 0
     assert drawn(used, 9) == [*expected, *drawn(saved, 4)]
 
 
@@ -499,12 +521,16 @@ def test_bad_arguments_are_refused():
 
 
 def test_the_source_is_an_endless_iterable_of_groups():
-    assert [group[0].row["n"] for group in itertools.islice(make(2, shuffle=False), 5)] == [0, 1, 0, 1, 0]
+    source = make(2, shuffle=False)
+    assert [group[0].row["n"] for group in itertools.islice(source, 5)] == [0, 1, 0, 1, 0]
+    assert source.num_owed == 5
 
 
 def test_an_iterable_starts_over_and_an_iterator_ends():
     again = IterableDataSource(rows(2))
     assert drawn(again, 5) == [0, 1, 0, 1, 0]
+    assert (again.epoch_id, again.sample_offset) == (2, 1)
+    assert len(again.get_samples(1)[0]) == 1
     once = IterableDataSource(iter(rows(2)))
     assert drawn(once, 5) == [0, 1]
     assert once.ended
@@ -523,11 +549,18 @@ def test_a_loader_of_lists_gives_its_rows_one_by_one(sizes, count):
 
 
 def test_an_error_of_an_iterable_loses_no_row_before_it():
-    def broken():
-        yield from rows(2)
-        raise OSError("net")
+    class Broken:
+        left = rows(2)
 
-    source = IterableDataSource(broken())
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if not self.left:
+                raise OSError("net")
+            return self.left.pop(0)
+
+    source = IterableDataSource(Broken())
     with pytest.raises(OSError, match="net"):
         source.get_samples(4)
     assert drawn(source, 4) == [0, 1]

@@ -64,6 +64,7 @@ def test_a_bad_append_changes_nothing(arguments, message):
 def test_s13_to_dict_and_from_dict_are_inverse_through_json(appends):
     sample = filled(appends)
     sample.reward, sample.status = {"acc": 1.0}, Sample.Status.ABORTED
+    sample.response, sample.attempts = "the answer", 2
     again = Sample.from_dict(json.loads(json.dumps(sample.to_dict())))
     assert again.to_dict() == sample.to_dict()
     assert again.spans == sample.spans
@@ -75,6 +76,8 @@ def test_s11_defaults_are_pending_and_empty():
     assert (sample.index, sample.prompt, list(sample.tokens), sample.response) == (None, "", [], "")
     assert (sample.response_length, sample.label, sample.reward, sample.metadata) == (0, None, None, {})
     assert sample.status is Sample.Status.PENDING
+    assert sample.attempts == 0
+    assert Sample.from_dict({}).to_dict() == sample.to_dict()
 
 
 def test_s12_the_statuses_have_their_string_values():
@@ -83,18 +86,19 @@ def test_s12_the_statuses_have_their_string_values():
 
 
 def test_sb14_from_dict_keeps_unknown_keys_and_leaves_its_argument():
-    record = {"index": 1, "status": "completed", "metadata": {"a": [1]}, "odd": 5}
+    record = {"index": 1, "status": "completed", "metadata": {"a": [1]}, "odd": 5, "response_length": 3}
     sample = Sample.from_dict(record)
     sample.metadata["a"].append(2)
-    assert record == {"index": 1, "status": "completed", "metadata": {"a": [1]}, "odd": 5}
+    assert record == {"index": 1, "status": "completed", "metadata": {"a": [1]}, "odd": 5, "response_length": 3}
     assert sample.metadata == {"a": [1, 2], "odd": 5}
 
 
 def test_sb14_to_dict_shares_nothing_with_the_sample():
-    sample = Sample(row={"x": [1]}, metadata={"a": [1]})
+    sample = Sample(row={"x": [1], "pixels": np.zeros(1)}, metadata={"a": [1]})
     sample.to_dict()["metadata"]["a"].append(2)
     sample.to_dict()["row"]["x"].append(2)
-    assert (sample.metadata, sample.row) == ({"a": [1]}, {"x": [1]})
+    sample.to_dict()["row"]["pixels"][0] = 1
+    assert (sample.metadata, sample.row) == ({"a": [1]}, {"x": [1], "pixels": np.zeros(1)})
 
 
 @pytest.mark.parametrize(
@@ -169,13 +173,22 @@ def test_the_response_begins_at_the_first_sampled_token():
 
 def test_a_sibling_shares_the_row_and_no_sampled_tokens():
     sample = filled([([1, 2], True, True, True, True)])
-    sample.reward, sample.attempts = 1.0, 2
+    sample.reward, sample.attempts, sample.mini_batch = 1.0, 2, (object(), 1)
     sample.row["q"].append("b")
     sibling = sample.sibling(9)
     assert (sibling.index, sibling.group_index, sibling.attempts) == (9, 1, 2)
     assert (sibling.row, sibling.prompt, sibling.metadata) == ({"q": ["a"]}, "p", {"m": 1})
     assert (sibling.tokens, sibling.reward, sibling.status) == ([], None, "pending")
     assert sibling.metadata is not sample.metadata
+    assert sibling.mini_batch is sample.mini_batch
+
+
+def test_a_sibling_has_its_own_messages_and_label():
+    sample = Sample(prompt=[{"content": "p"}], label=["l"])
+    sibling = sample.sibling(1)
+    sibling.prompt[0]["content"] = "q"
+    sibling.label.append("m")
+    assert (sample.prompt, sample.label) == ([{"content": "p"}], ["l"])
 
 
 @pytest.mark.parametrize("versions", [[0, 0], [3, 4], None])

@@ -1,17 +1,19 @@
 """Rows become items in order, within the length, each with a trained token; skipped sequences are counted."""
 
 import json
+import multiprocessing
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers import ByT5Tokenizer
 
 from areal_lite.api.supervised_config import PreferenceDatasetConfig, SFTDatasetConfig
 from areal_lite.data.chat.chat_tokens import tokenize_messages
-from areal_lite.data.supervised import sft_dataset
+from areal_lite.data.supervised import sft_dataset, tokenized_dataset
 from areal_lite.data.supervised.preference_dataset import PreferenceDataset
 from areal_lite.data.supervised.sft_dataset import SFTDataset
-from areal_lite.data.supervised.tokenized_dataset import BaseDataset
+from areal_lite.data.supervised.tokenized_dataset import BaseDataset, surely_within
 from areal_lite.errors import ConfigError
 from tests.fixtures.chat_templates import family_tokenizer
 from tests.fixtures.tool_templates import tool_tokenizer
@@ -93,6 +95,22 @@ def test_sequences_without_a_trained_token_are_skipped_and_counted_by_reason(cha
     assert "some of 4 rows were skipped: 2 with no assistant text, 1 with no trained" in caplog.text
 
 
+def test_a_question_of_the_maximum_length_leaves_no_token_to_train(chatml):
+    row = {"messages": conversation("hello world" * 8, "hello")}
+    [item] = SFTDataset([row], chatml, 1000)
+    start = item["loss_mask"].tolist().index(1)
+    assert len(SFTDataset([row], chatml, start + 1)) == 1
+    with pytest.raises(ConfigError, match="1 with no trained token within max_length"):
+        SFTDataset([row], chatml, start)
+
+
+def test_an_empty_answer_is_skipped_without_the_template_too(chatml):
+    rows = [{"messages": conversation("so ", answer)} for answer in ("", "hello")]
+    dataset = SFTDataset(rows, chatml, config=config(apply_chat_template=False))
+    assert texts(dataset) == [("so hello", "hello")]
+    assert dataset.dropped == {"no assistant text": 1}
+
+
 def test_an_empty_result_is_an_error(chatml):
     # R-B7
     rows = [{"messages": conversation("so")}, {"messages": conversation("so", "hello")}]
@@ -100,11 +118,13 @@ def test_an_empty_result_is_an_error(chatml):
         SFTDataset(rows, chatml, 3)
 
 
-def test_a_conversation_that_splits_gives_several_items_in_order():
+def test_a_conversation_that_splits_gives_several_items_in_order_and_is_rendered_once(rendered):
     rows = [{"messages": conversation("so", "a", "so", "b")}, {"messages": conversation("so", "c")}]
     dataset = SFTDataset(rows, family_tokenizer("qwen_thinking"), 1000)
     assert len(dataset) == 3
+    rendered.clear()
     assert [trained.rpartition("\n\n")[2] for _, trained in texts(dataset)] == [f"{x}<|im_end|>" for x in "abc"]
+    assert len(rendered) == 2
 
 
 @pytest.mark.parametrize("prompt", ["so", [{"role": "user", "content": "so"}]])
@@ -182,6 +202,8 @@ def test_max_length_overrides_the_config_and_max_samples_chooses_rows_of_a_file(
     first, second = (SFTDataset(str(path), chatml, config=few, seed=seed) for seed in (1, 2))
     assert len(first) == len(second) == 3
     assert texts(first) != texts(second)
+    plain = BaseDataset(str(path), chatml, few, first._tokenize)
+    assert texts(SFTDataset(str(path), chatml, config=few)) == texts(plain) == texts(first)
     assert texts(SFTDataset(first.rows, chatml, 1000)) == texts(first)
     assert SFTDataset(first.rows, chatml, 999, few).max_length == 999
     assert SFTDataset(first.rows, chatml, config=few).max_length == 1000
@@ -214,8 +236,10 @@ def test_a_damaged_row_is_refused_with_its_number(chatml, row, message):
 def test_missing_rows_length_or_eos_are_refused(chatml):
     with pytest.raises(ConfigError, match="there are no rows"):
         SFTDataset([], chatml, 1000)
+    row = {"messages": conversation("so", "a")}
     with pytest.raises(ConfigError, match="max_length is 1"):
-        SFTDataset([{"messages": conversation("so", "a")}], chatml, 1)
+        SFTDataset([row], chatml, 1)
+    assert len(SFTDataset([row], chatml, 2, config(apply_chat_template=False))) == 1
 
     class NoEos:
         eos_token = None
@@ -287,6 +311,29 @@ def test_a_row_is_tokenized_when_it_is_read(chatml, tokenized):
     assert len(tokenized) == 1
 
 
+def test_a_text_is_surely_within_if_each_byte_may_be_a_token():
+    assert surely_within("é" * 46, 100)
+    assert not surely_within("é" * 46 + "e", 100)
+
+
+def test_a_long_check_logs_how_far_it_is(chatml, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(tokenized_dataset, "_CHUNK", 1)
+    rows = [{"messages": conversation("so", "hello")}] * 2
+    SFTDataset(rows, chatml, 1000)
+    assert "checked" not in caplog.text
+    monkeypatch.setattr(tokenized_dataset, "_LOG_EVERY_S", -1)
+    SFTDataset(rows, chatml, 1000)
+    assert "checked 1 of 2 rows" in caplog.text
+
+
+def test_a_tokenizer_without_a_fingerprint_stores_no_index(tmp_path):
+    path = lines(tmp_path / "rows.jsonl", [{"messages": conversation("so ", "hello")}])
+    settings = config(apply_chat_template=False, cache_dir=str(tmp_path))
+    assert texts(SFTDataset(path, ByT5Tokenizer(), config=settings)) == [("so hello", "hello")]
+    assert not (tmp_path / "indices").exists()
+
+
 def test_only_a_row_whose_length_may_matter_is_tokenized_at_the_start(chatml, tokenized):
     rows = [{"messages": conversation("so" * n, "hello")} for n in (1, 30, 2)]
     dataset = SFTDataset(rows, chatml, 80)
@@ -299,15 +346,17 @@ def test_rows_of_a_file_are_rendered_once_and_again_when_something_changes(chatm
     path = lines(tmp_path / "rows.jsonl", rows)
     here = {"cache_dir": str(tmp_path)}
 
-    def counted(**settings):
+    def counted(tokenizer=chatml, **settings):
         rendered.clear()
-        dataset = SFTDataset(path, chatml, config=config(**here, **settings))
+        dataset = SFTDataset(path, tokenizer, config=config(**here, **settings))
         return len(dataset), dict(dataset.dropped), len(rendered)
 
     assert counted() == (2, {"no assistant text": 1}, 3)
     assert counted() == counted(num_workers=1) == (2, {"no assistant text": 1}, 0)
     assert counted(max_samples=2) == (1, {"no assistant text": 1}, 2)
-    assert counted(apply_chat_template_kwargs={"x": 1}) == (2, {"no assistant text": 1}, 3)
+    assert counted(apply_chat_template_kwargs={"x": 1, "y": 2}) == (2, {"no assistant text": 1}, 3)
+    assert counted(apply_chat_template_kwargs={"y": 2, "x": 1}) == (2, {"no assistant text": 1}, 0)
+    assert counted(family_tokenizer("qwen_thinking")) == (2, {"no assistant text": 1}, 3)
     lines(tmp_path / "rows.jsonl", rows[1:])
     assert counted() == (2, {}, 2)
 
@@ -322,6 +371,7 @@ def test_a_damaged_row_of_a_file_is_refused_with_its_line(chatml, tmp_path, num_
     settings = config(cache_dir=str(tmp_path), num_workers=num_workers)
     with pytest.raises(ConfigError, match=r"^row 3 \(\S+/b.jsonl, line 3\): messages\[0\]"):
         SFTDataset([first, second], chatml, config=settings)
+    assert multiprocessing.active_children() == []
 
 
 def test_what_a_template_leaves_out_is_one_warning_with_the_fix(chatml, caplog, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer, highest_reward_first
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
+from areal_lite.data.source.slime_args import settings_of
 from areal_lite.errors import ConfigError
 
 
@@ -91,6 +92,24 @@ def test_the_switch_of_the_chat_template_and_the_longest_prompt(args):
     assert "What is 0?" in rendered and rendered != "What is 0?" and isinstance(rendered, str)
     args.apply_chat_template, args.rollout_max_prompt_len = False, len("What is 0?")
     assert len(RolloutDataSource(args)) == 10  # the tiny model has one token per byte
+
+
+def test_missing_arguments_have_slimes_defaults(args):
+    needed = {"rollout_global_dataset": False, "n_samples_per_prompt": 2}
+    expected = {
+        "n_samples_per_prompt": 2,
+        "seed": 42,
+        "shuffle": False,
+        "label_key": None,
+        "metadata_key": None,
+        "reward_key": None,
+        "prompt_key": "input",
+    }
+    assert settings_of(Namespace(**needed), buffers=False) == expected
+    assert settings_of(Namespace(**needed), buffers=True) == expected | {"buffer_filter": None}
+    del args.apply_chat_template, args.rollout_shuffle, args.rollout_max_prompt_len
+    source = RolloutDataSource(args)
+    assert (len(source), source.get_samples(1)[0][0].prompt) == (40, "What is 0?")
 
 
 def test_without_a_dataset_samples_are_empty_and_nothing_is_saved(args):

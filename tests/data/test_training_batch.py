@@ -38,6 +38,9 @@ def test_sequences_are_padded_on_the_right() -> None:
         logprobs=np.array([0, 0, -1.5], np.float32),
         versions=np.array([-1, -1, 4]),
         multi_modal_inputs={"pixel_values": torch.zeros(1)},
+        token_rewards=np.array([0, 0, 2], np.float32),
+        member_idx=1,
+        place=((0, 2), 3),
     )
     second = sequence(2, reward=1.0, group_id="h", task_id="u")
     columns = collate_sequences([first, second], 4, pad_token_id=2)
@@ -48,6 +51,7 @@ def test_sequences_are_padded_on_the_right() -> None:
         "versions": torch.tensor([[-1, -1, 4, -1], [-1, -1, -1, -1]]),
         "rewards": torch.tensor([0.5, 1.0]),
         "logprobs": torch.tensor([[0, 0, -1.5, 0], [0, math.nan, 0, 0]]),
+        "token_rewards": torch.tensor([[0, 0, 2, 0], [math.nan, math.nan, 0, 0]]),
     }
     tensors = {key: columns[key] for key in expected}
     torch.testing.assert_close(tensors, expected, rtol=0, atol=0, equal_nan=True)
@@ -56,6 +60,9 @@ def test_sequences_are_padded_on_the_right() -> None:
         "group_ids": ["g", "h"],
         "task_ids": ["t", "u"],
         "multi_modal_inputs": [first.multi_modal_inputs, None],
+        "member_idx": [1, None],
+        "turn_paths": [[0, 2], []],
+        "turn_idx": [3, 0],
     }
     check_training_batch(DataProto.from_single_dict(columns))
 

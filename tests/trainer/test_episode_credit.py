@@ -268,6 +268,16 @@ def test_a_data_proto_of_groups_trains_bit_for_bit_like_the_groups(
         assert torch.equal(gradients, found[0][1])
 
 
+def test_a_data_proto_of_groups_is_padded_with_0_and_has_the_baselines() -> None:
+    group = group_of("g", [5, 6], [Episode(line(2, joins=True), 1.0), Episode(line(1), 0.0)], baseline=0.25)
+    batch = data_proto_of([group]).batch
+    assert batch["baselines"].tolist() == [0.25, 0.25]
+    assert batch["input_ids"].shape[1] == len(group.sequences[0])
+    padding = batch["input_ids"][~batch["attention_mask"]]
+    assert len(padding) == len(group.sequences[0]) - len(group.sequences[1])
+    assert not padding.any()
+
+
 def test_paths_and_turns_of_a_fork_survive_a_data_proto_and_its_file(tiny: Path, tmp_path: Path) -> None:
     fork = [*line(2), Call(0, [30], [31], reward=0.5)]
     group = group_of("g", [5, 6], [Episode(fork, 1.0), Episode(line(1), 0.0)])

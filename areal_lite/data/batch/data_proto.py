@@ -130,7 +130,7 @@ class DataProto:
             )
         numbers: Any = items
         index: Any = items
-        if not isinstance(items, slice) or (items.step or 1) < 0:  # tensors do not support negative steps
+        if not isinstance(items, slice) or (items.step or 0) < 0:  # tensors do not support negative steps
             numbers = self._numbers(items)
             index = torch.from_numpy(numbers)
         return DataProto(

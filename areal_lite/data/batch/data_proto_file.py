@@ -191,8 +191,8 @@ class BatchCache:
             raise ConfigError(
                 f"rollout_cache {str(directory)!r} cannot be created: {error}: choose another folder"
             ) from error
-        for path in sorted(self._directory.glob("step_*.safetensors"))[:1]:
-            self._load(path)
+        if (first := min(self._directory.glob("step_*.safetensors"), default=None)) is not None:
+            self._load(first)
 
     def batch(self, step: int, make: Callable[[], DataProto]) -> DataProto:
         """Return the batch of a step; if there is no file, call ``make`` and store its result.

@@ -56,7 +56,7 @@ class GeneratedDataSource(RolloutDataSourceWithBuffer):
                     "needs a function that yields the same rows again"
                 )
             if drawn:  # the rest of a mini-batch
-                self._read_ahead(1)
+                self._read_ahead(drawn)
                 for _ in range(drawn):
                     self._ahead.popleft()
 

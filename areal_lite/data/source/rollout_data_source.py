@@ -459,11 +459,10 @@ class RolloutDataSource:
             ]
             for group in groups
         ]
-        if self._mini_batch_size > 1:
-            again = self._in_mini_batches([None] * len(loaded), [group[0].row for group in loaded])
-            for group, drawn in zip(loaded, again, strict=True):
-                for sample in group:
-                    sample.mini_batch = drawn.mini_batch
+        again = self._in_mini_batches([None] * len(loaded), [group[0].row for group in loaded])
+        for group, drawn in zip(loaded, again, strict=True):
+            for sample in group:
+                sample.mini_batch = drawn.mini_batch
         return loaded
 
 

@@ -105,10 +105,9 @@ class Sample:
     def sibling(self, index: int | None) -> Sample:
         """Return another pending sample of the same row and group, with ``metadata`` and ``attempts``."""
         sibling = Sample(index, group_index=self.group_index, position=self.position, row=self._shared_row)
-        prompt, label = self.prompt, self.label
         sibling.mini_batch = self.mini_batch
-        sibling.prompt = prompt if type(prompt) is str else deep_copy(prompt)
-        sibling.label = label if label is None or type(label) is str else deep_copy(label)
+        sibling.prompt = deep_copy(self.prompt)
+        sibling.label = deep_copy(self.label)
         if self.metadata:
             sibling.metadata = deep_copy(self.metadata)
         sibling.attempts = self.attempts
@@ -305,6 +304,9 @@ def with_own_containers(value: Any) -> Any:
     return value
 
 
+_CONSTANT = (str, int, float, bool, bytes, type(None))
+
+
 def deep_copy(value: Any) -> Any:
     """Return a deep copy; quick for JSON values."""
     kind = type(value)
@@ -312,6 +314,6 @@ def deep_copy(value: Any) -> Any:
         return {key: deep_copy(item) for key, item in value.items()}
     if kind is list:
         return [deep_copy(item) for item in value]
-    if value is None or kind in (str, int, float, bool, bytes):
+    if kind in _CONSTANT:
         return value
     return copy.deepcopy(value)

@@ -87,7 +87,7 @@ class _Conversation(RowTokenizer[ChatText]):
             return "no assistant text"
         start, end = text.spans[0]
         # The end mark is a token of its own; other tokens may cross the start.
-        trains = start < end and not text.joints and Shortfall.NO_END_MARK not in text.shortfalls
+        trains = not text.joints and Shortfall.NO_END_MARK not in text.shortfalls
         if trains and surely_within(text.text[: min(end, start + _LONGEST_TOKEN)], max_length):
             return None
         _, mask = tokens_of(self.tokenizer, text)

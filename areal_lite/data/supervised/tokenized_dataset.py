@@ -109,7 +109,7 @@ class BaseDataset(Dataset[Item], Generic[S]):
         self.rows = rows
         self._tokenize = tokenize
         self._padded = _padded_columns(rows)
-        self._latest: tuple[int, Sequence[S]] = -1, ()
+        self._latest: tuple[int | None, Sequence[S]] = None, ()
         self._index = self._stored_index(config, paths)
         self.dropped = Counter(self._index.dropped)
         """Skipped sequences by reason."""
@@ -157,7 +157,8 @@ class BaseDataset(Dataset[Item], Generic[S]):
         return index
 
     def _make_index(self, config: ConversationsConfig, paths: list[str]) -> _Index:
-        index = _Index.empty()
+        dropped = Counter[str]()
+        shortfalls: dict[str, int] = {}
         numbers: list[NDArray[np.int64]] = []
         places: list[NDArray[np.int32]] = []
         logged = time.monotonic()
@@ -170,13 +171,13 @@ class BaseDataset(Dataset[Item], Generic[S]):
                 if row.error is not None:
                     where = place_of_row(paths, self.rows[number], cache_dir=config.cache_dir)
                     raise ConfigError(f"row {number}{f' ({where})' if where else ''}: {row.error}")
-                index.dropped.update(reason for reason in row.reasons if reason)
+                dropped.update(reason for reason in row.reasons if reason)
                 kept += [(number, place) for place, reason in enumerate(row.reasons) if not reason]
                 for shortfall in row.shortfalls:
-                    index.shortfalls.setdefault(shortfall.name, number)
+                    shortfalls.setdefault(shortfall.name, number)
             numbers.append(np.array([number for number, _ in kept], np.int64))
             places.append(np.array([place for _, place in kept], np.int32))
-        return index._replace(rows=np.concatenate(numbers), places=np.concatenate(places))
+        return _Index(np.concatenate(numbers), np.concatenate(places), dropped, shortfalls)
 
     def _checked(self, num_workers: int) -> Iterator[tuple[int, list[_CheckedRow]]]:
         """Yield chunks of checked rows in order, with the number of the first row of each."""
@@ -222,10 +223,6 @@ class _Index(NamedTuple):
     dropped: Counter[str]
     shortfalls: dict[str, int]
     """Name of each shortfall, and the first row with it."""
-
-    @classmethod
-    def empty(cls) -> _Index:
-        return cls(np.zeros(0, np.int64), np.zeros(0, np.int32), Counter(), {})
 
     def save(self, path: Path) -> None:
         facts = json.dumps([self.dropped, self.shortfalls])
