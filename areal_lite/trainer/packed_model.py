@@ -27,6 +27,8 @@ from areal_lite.trainer.ragged_attention import RAGGED, Segments
 from areal_lite.trainer.ranks import Ranks
 
 logger = logging.getLogger(__name__)
+NO_CACHE = {"use_cache": False}
+"""Option of a forward pass that nobody continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,7 @@ class PackedModel(nn.Module):
 
     def inputs(self, packed: PackedSequences) -> dict[str, Any]:
         """Return the arguments of model or decoder."""
-        inputs: dict[str, Any] = {"input_ids": packed.input_ids, "use_cache": False}
+        inputs: dict[str, Any] = {"input_ids": packed.input_ids, **NO_CACHE}
         if packed.segments is not None:
             inputs |= {"segments": packed.segments, "position_ids": packed.position_ids}
         if packed.attention_mask is not None:
