@@ -80,7 +80,7 @@ def pack(
     targets: list[NDArray[Any]] = []
     for bin_idx, (block, start) in enumerate(zip(blocks, starts.tolist(), strict=False)):
         end = start
-        places = np.empty(0, np.int64)  # flat position of every token the model reads of a sequence
+        places = np.array([], np.int64)  # flat position of every token the model reads of a sequence
         for index, shared in zip(block.sequences, block.shared, strict=True):
             sequence = sequences[index]
             inputs = num_inputs(sequence)
@@ -99,8 +99,8 @@ def pack(
             targets.append(sequence.input_ids[trained])
     shape = (1 if ragged else len(blocks), -1)
     return PackedSequences(
-        input_ids=torch.from_numpy(ids.reshape(shape)).to(device),
-        position_ids=torch.from_numpy(positions.reshape(shape)).to(device),
+        input_ids=torch.from_numpy(ids).view(shape).to(device),
+        position_ids=torch.from_numpy(positions).view(shape).to(device),
         attention_mask=None if seen is None else _visible(seen)[:, None].to(device),
         segments=_segments(own, device) if ragged else None,
         predicted_at=torch.from_numpy(np.concatenate(predicted_at)).to(device),
@@ -112,7 +112,7 @@ def pack(
 
 def _visible(seen: Tensor) -> Tensor:
     """Let padding see itself: a query that sees nothing is NaN in some attention kernels."""
-    return seen | torch.eye(seen.shape[-1], dtype=torch.bool)
+    return seen | torch.eye(seen.shape[2], dtype=torch.bool)
 
 
 def _segments(own: Sequence[tuple[NDArray[np.int64], int, int]], device: torch.device) -> Segments:
@@ -138,7 +138,7 @@ class PackedModel(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+        decoder = model.get_decoder()
         self._decoder = (decoder,)  # a tuple, or the decoder would be registered twice
         self._config = model.config.get_text_config()
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])

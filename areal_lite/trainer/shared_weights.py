@@ -94,5 +94,4 @@ class _MappedFile:
         self._tensors[name].copy_(tensor.contiguous().flatten().view(torch.uint8))
 
     def close(self) -> None:
-        self._tensors.clear()
         os.close(self._descriptor)

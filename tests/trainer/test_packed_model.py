@@ -218,6 +218,17 @@ def test_the_varlen_kernel_computes_what_segments_one_by_one_give() -> None:
     torch.testing.assert_close(found.float(), expected, atol=0.03, rtol=0.03)
 
 
+def test_operations_without_a_head_are_those_of_the_layers(tiny: Path) -> None:
+    model = PackedModel(load_policy(str(tiny), device=CPU))
+    packed, _ = packed_together([sequence([5, 6, 7, 8], [2, 3])])
+    config = model.model.config
+    weights = sum(p.numel() for name, p in model.model.named_parameters() if "embed" not in name)
+    attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * (1 + 2 + 3)
+    assert model.flops(packed) == 2 * 3 * weights + attention
+    assert model.balance_length == 6 * config.hidden_size
+    assert model.vocab_size == VOCABULARY
+
+
 def test_the_decoder_is_registered_once(tiny: Path) -> None:
     model = load_policy(str(tiny), device=CPU)
     packed = PackedModel(model)
