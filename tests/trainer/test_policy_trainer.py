@@ -550,7 +550,7 @@ def test_tokens_that_nothing_can_have_sampled_are_refused(
 ) -> None:
     trainer = make_trainer(tiny)
     before = weights(trainer)
-    good = sequence([3, 4, 5], [1, 2], reward=0.0, behaviour=[0.0, 1e-6, -1.0], versions=[0, 2, 2])
+    good = sequence([0, 4, 258], [1, 2], reward=0.0, behaviour=[0.0, 1e-6, -1.0], versions=[0, 2, 2])
     bad = dataclasses.replace(sequence(ids, [1, 2], behaviour=behaviour, versions=versions), task_id="7")
     with pytest.raises(TrainingError, match=message):
         trainer.train_step(training_batch([good, bad]), version=2)
