@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +220,62 @@ def test_the_varlen_kernel_computes_what_segments_one_by_one_give() -> None:
     torch.testing.assert_close(found.float(), expected, atol=0.03, rtol=0.03)
 
 
+def zeros(query: Tensor, *_: Any) -> Tensor:
+    return torch.zeros_like(query)
+
+
+def without_prefix(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
+    ends = segments.query_ends.tolist()
+    own = [
+        end - (last - first) for (first, last), end in zip(pairwise(ends), segments.key_ends.tolist()[1:], strict=True)
+    ]
+    kept = torch.cat([torch.arange(start, end) for start, end in zip(own, segments.key_ends.tolist()[1:], strict=True)])
+    alone = dataclasses.replace(segments, key_ends=segments.query_ends)
+    return _one_by_one(query, key[kept], value[kept], alone, scale)
+
+
+def broken(*_: Any) -> Tensor:
+    raise RuntimeError("no such kernel")
+
+
+@pytest.mark.parametrize("attend", [zeros, without_prefix, broken])
+def test_a_model_that_would_read_other_things_side_by_side_keeps_padded_bins(
+    attend: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = PackedModel(load_policy(str(tiny), device=CPU))
+    before = model.model.config._attn_implementation
+    monkeypatch.setattr(ragged_attention, "_one_by_one", attend)
+    assert not model.read_ragged()
+    assert model.model.config._attn_implementation == before
+    assert model.balance_length < 10_000
+    monkeypatch.undo()
+    assert model.read_ragged()
+    assert model.balance_length > 10**9
+
+
+def test_a_model_that_ignores_masks_gets_a_bin_per_sequence(tiny: Path) -> None:
+    class IgnoresMasks(transformers.LlamaModel):
+        def forward(self, input_ids: Any, position_ids: Any = None, **_: Any) -> Any:
+            return super().forward(input_ids, position_ids=position_ids)
+
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | {"initializer_range": 0.02})).eval()
+    assert PackedModel(model).shares_prefixes
+    model.model.__class__ = IgnoresMasks
+    assert not PackedModel(model).shares_prefixes
+
+
+def test_operations_of_other_architectures() -> None:
+    mamba = PackedModel(transformers.MambaForCausalLM(transformers.MambaConfig(**ARCHITECTURES["mamba"][1])))
+    gpt2 = PackedModel(
+        transformers.GPT2LMHeadModel(transformers.GPT2Config(**ARCHITECTURES["gpt2"][1] | {"n_head": 1}))
+    )
+    packed, _ = packed_together([sequence([5, 6, 7, 8], [2, 3])])
+    for model, attention in ((mamba, 0), (gpt2, 4 * 2 * 32 * 6)):
+        decoder = model._decoder[0]
+        layers = sum(p.numel() for p in decoder.parameters()) - decoder.get_input_embeddings().weight.numel()
+        assert model.flops(packed) == 2 * 3 * layers + attention
+
+
 def test_operations_without_a_head_are_those_of_the_layers(tiny: Path) -> None:
     model = PackedModel(load_policy(str(tiny), device=CPU))
     packed, _ = packed_together([sequence([5, 6, 7, 8], [2, 3])])
@@ -227,6 +285,7 @@ def test_operations_without_a_head_are_those_of_the_layers(tiny: Path) -> None:
     assert model.flops(packed) == 2 * 3 * weights + attention
     assert model.balance_length == 6 * config.hidden_size
     assert model.vocab_size == VOCABULARY
+    assert not model.ragged
 
 
 def test_the_decoder_is_registered_once(tiny: Path) -> None:
