@@ -18,8 +18,8 @@ from areal_lite.errors import ConfigError
 from areal_lite.trainer import ragged_attention
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
-from areal_lite.trainer.microbatches import num_inputs, plan_blocks
-from areal_lite.trainer.packed_model import PackedModel, PackedSequences
+from areal_lite.trainer.microbatches import Block, num_inputs, plan_blocks
+from areal_lite.trainer.packed_model import PackedModel, PackedSequences, pack
 from areal_lite.trainer.policy_model import check_scorable, load_policy
 from areal_lite.trainer.ragged_attention import Segments, _by_kernel, _one_by_one
 from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sequence
@@ -141,6 +141,7 @@ def test_in_a_tree_a_token_attends_only_to_its_own_sequence(name: str, ragged: b
 def test_a_chain_needs_no_mask_and_a_fork_does() -> None:
     chain = [one for one in TREE if one.group_id == "chain"]
     assert packed_together(chain)[0].attention_mask is None
+    assert pack(chain, [Block((1,), (0,), 3)], device=CPU).attention_mask is None
     assert packed_together(chain)[0].input_ids.tolist() == [[30, 31, 32, 33, 34]]
     fork, _ = packed_together(TREE)
     assert fork.attention_mask is not None
@@ -195,7 +196,10 @@ def test_a_kernel_that_groups_no_heads_gets_repeated_keys(monkeypatch: pytest.Mo
     segments = Segments(*torch.tensor([[0, 3, 8, 9], [0, 3, 11, 12]], dtype=torch.int32), torch.arange(12), 5, 8)
     query, key, value = torch.randn(9, 8, 64), *torch.randn(2, 12, 2, 64)
 
-    def kernel(query: Any, key: Any, value: Any, *_: Any, enable_gqa: bool = False, scale: float, **__: Any) -> Any:
+    def kernel(
+        query: Any, key: Any, value: Any, *_: Any, enable_gqa: bool = False, scale: float, window_size: Any
+    ) -> Any:
+        assert window_size == (-1, 0)  # causal
         assert enable_gqa or key.shape[1] == query.shape[1]
         return _one_by_one(query, key, value, segments, scale)
 
@@ -248,7 +252,7 @@ def test_a_model_that_would_read_other_things_side_by_side_keeps_padded_bins(
     assert not model.read_ragged()
     assert model.model.config._attn_implementation == before
     assert model.balance_length < 10_000
-    monkeypatch.undo()
+    monkeypatch.setattr(ragged_attention, "_one_by_one", lambda *given: 1.05 * _one_by_one(*given))  # rounded otherwise
     assert model.read_ragged()
     assert model.balance_length > 10**9
 
@@ -266,11 +270,14 @@ def test_a_model_that_ignores_masks_gets_a_bin_per_sequence(tiny: Path) -> None:
 
 def test_operations_of_other_architectures() -> None:
     mamba = PackedModel(transformers.MambaForCausalLM(transformers.MambaConfig(**ARCHITECTURES["mamba"][1])))
-    gpt2 = PackedModel(
-        transformers.GPT2LMHeadModel(transformers.GPT2Config(**ARCHITECTURES["gpt2"][1] | {"n_head": 1}))
+    gpt2, single = (
+        PackedModel(
+            transformers.GPT2LMHeadModel(transformers.GPT2Config(**ARCHITECTURES["gpt2"][1] | {"n_head": heads}))
+        )
+        for heads in (4, 1)
     )
     packed, _ = packed_together([sequence([5, 6, 7, 8], [2, 3])])
-    for model, attention in ((mamba, 0), (gpt2, 4 * 2 * 32 * 6)):
+    for model, attention in ((mamba, 0), (gpt2, 4 * 2 * 32 * 6), (single, 4 * 2 * 32 * 6)):
         decoder = model._decoder[0]
         layers = sum(p.numel() for p in decoder.parameters()) - decoder.get_input_embeddings().weight.numel()
         assert model.flops(packed) == 2 * 3 * layers + attention
