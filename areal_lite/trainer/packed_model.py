@@ -231,8 +231,7 @@ class PackedModel(nn.Module):
 def _probe(device: torch.device, *, shared: bool = True, ragged: bool = False) -> PackedSequences:
     """Return two sequences of four tokens with a common prefix."""
     sequences = [
-        TokenSequence(input_ids=np.array([4, 3, *tail]), loss_mask=np.arange(4) >= 2)
-        for tail in ([3, 4], [4, 3])
+        TokenSequence(input_ids=np.array([4, 3, *tail]), loss_mask=np.arange(4) >= 2) for tail in ([3, 4], [4, 3])
     ]
     apart = [Block((index,), (0,), length=3) for index in (0, 1)]
     together = [Block((0, 1), (0, 2), length=4, is_chain=False)]
