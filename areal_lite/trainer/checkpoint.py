@@ -234,7 +234,6 @@ class CheckpointWriter:
         """
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
         self.check()
 
     def check(self) -> None:

@@ -20,7 +20,7 @@ FAMILIES = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
 """Decoders whose layers have this form."""
 _PRODUCTS = 256
 """Longest bin whose attention is plain products; torch's kernel is faster above."""
-_SCORES = 1 << 18
+_SCORES = 4 << 16
 """Attention scores that are computed at once, unless those of one bin are more."""
 
 
@@ -44,7 +44,7 @@ class FusedDecoder:
             type(decoder).__name__ in FAMILIES
             and config.hidden_act == "silu"
             and config.attention_dropout == 0
-            and not getattr(decoder, "gradient_checkpointing", False)
+            and not decoder.gradient_checkpointing
             and all(weight.device.type == "cpu" and weight.dtype == torch.float32 for weight in decoder.parameters())
             and all(type(linear) is nn.Linear for layer in decoder.layers for linear in _linears(layer))
         )
@@ -65,7 +65,7 @@ class FusedDecoder:
         at = torch.searchsorted(used, at)
         hidden = self._decoder.embed_tokens(input_ids.flatten()[used])
         cos, sin = self._decoder.rotary_emb(hidden, position_ids.flatten()[used][None])
-        tokens = _Tokens(cos[0], sin[0], lengths, seen, self._layers[0].queries)
+        tokens = _Tokens(cos[0], sin[0], lengths, seen, self._decoder.config.num_attention_heads)
         for layer in self._layers:
             read = layer.attend(layer.qkv(hidden, layer.input_norm), tokens)
             if layer is self._layers[-1]:
@@ -96,9 +96,7 @@ class _Layer:
         attention, queries, keys = self.attention, self.queries, self.keys
         if hasattr(attention, "q_norm"):
             query, key, value = torch.split(states.view(len(states), -1, attention.head_dim), [queries, keys, keys], 1)
-            with torch.autocast("cpu", enabled=False):
-                query, key = attention.q_norm(query), attention.k_norm(key)
-            states = torch.cat([query, key, value], 1).flatten(1)
+            states = torch.cat([attention.q_norm(query), attention.k_norm(key), value], 1).flatten(1)
         read: Tensor = _Attention.apply(states, tokens, queries, keys, attention.scaling)  # type: ignore[no-untyped-call]
         return read
 
@@ -142,8 +140,8 @@ class _NormProduct(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, scale: Tensor, eps: float, rounded: Tensor, sizes: list[int], *weights: Tensor
     ) -> Tensor:
-        power = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True).square_()
-        inverse = power.div_(hidden.shape[-1]).add_(eps).rsqrt_()
+        power = torch.linalg.vector_norm(hidden, dim=1, keepdim=True).square_()
+        inverse = power.div_(hidden.shape[1]).add_(eps).rsqrt_()
         normed = (hidden * inverse).mul_(scale).to(rounded.dtype)
         ctx.save_for_backward(hidden, scale, inverse, normed)
         ctx.rounded, ctx.sizes = rounded, sizes
@@ -156,7 +154,7 @@ class _NormProduct(torch.autograd.Function):
         grad_hidden = (grad @ ctx.rounded).float()
         unit = hidden * inverse
         product = grad_hidden * unit
-        radial = (product @ scale)[:, None].mul_(inverse).div_(-hidden.shape[-1])
+        radial = (product @ scale)[:, None].mul_(inverse).div_(-hidden.shape[1])
         grad_hidden.mul_(scale).mul_(inverse).addcmul_(unit, radial)
         return grad_hidden, product.sum(0), None, None, None, *own
 
@@ -182,7 +180,7 @@ class _GatedSilu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, joined: Tensor) -> Tensor:
-        gate, up = joined.chunk(2, -1)
+        gate, up = joined.chunk(2, 1)
         active = F.silu(gate)
         ctx.save_for_backward(joined, active)
         return active * up
@@ -190,15 +188,16 @@ class _GatedSilu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         joined, active = ctx.saved_tensors
-        gate, up = joined.chunk(2, -1)
-        return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), grad * active], -1)
+        gate, up = joined.chunk(2, 1)
+        return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), grad * active], 1)
 
 
 class _Tokens:
     """The tokens of all bins, one bin after another: their rotary angles, and which of them see one another."""
 
     def __init__(self, cos: Tensor, sin: Tensor, lengths: Sequence[int], seen: Tensor | None, queries: int) -> None:
-        self._cos, self._sin = ([*part.float()[:, None].chunk(2, -1)] for part in (cos, sin))
+        # Both halves of a head have the same angles.
+        self._cos, self._sin = (part.float()[:, None, : part.shape[1] // 2] for part in (cos, sin))
         self.pieces: list[_Piece] = []
         """Bins whose attention scores fit into a core's cache."""
         starts = np.cumsum([0, *lengths])
@@ -211,10 +210,10 @@ class _Tokens:
     def turned(self, heads: Tensor, *, back: bool = False) -> Tensor:
         """Return heads ``[T, heads, width]`` turned by the tokens' angles, float32; ``back`` turns a gradient."""
         first, second = heads.float().chunk(2, -1)
-        cos, sin, sign = self._cos, self._sin[::-1] if back else self._sin, 1 if back else -1
+        cos, sin, sign = self._cos, self._sin, 1 if back else -1
         first, second = (
-            (first * cos[0]).addcmul_(second, sin[0], value=sign),
-            (second * cos[1]).addcmul_(first, sin[1], value=-sign),
+            (first * cos).addcmul_(second, sin, value=sign),
+            (second * cos).addcmul_(first, sin, value=-sign),
         )
         return torch.cat([first, second], -1)
 
@@ -254,7 +253,7 @@ class _Piece(NamedTuple):
         """Do as :meth:`take`, with 0 where padding is."""
         if isinstance(self.used, slice):
             return self.take(rows)
-        padded = rows.new_zeros(len(self.mask) * self.mask.shape[-1], *rows.shape[1:])
+        padded = rows.new_zeros(len(self.mask) * self.mask.shape[3], *rows.shape[1:])
         padded[self.used] = rows[self.tokens]
         return self._heads(padded)
 
@@ -298,7 +297,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _way(piece: _Piece) -> type[_Products] | type[_Kernel]:
-    return _Products if piece.mask.shape[-1] <= _PRODUCTS else _Kernel
+    return _Products if piece.mask.shape[3] <= _PRODUCTS else _Kernel
 
 
 class _Kernel:
@@ -341,7 +340,7 @@ class _Products:
         query, key, value = _Products._by_key(heads, keys)
         scores = torch.bmm(query.float() * scale, key.float().transpose(1, 2))
         weights = scores.view(len(mask), -1, *mask.shape[2:]).add_(mask).softmax(-1).to(heads.dtype)
-        read = torch.bmm(weights.view(len(query), -1, weights.shape[-1]), value)
+        read = torch.bmm(weights.view(len(query), -1, weights.shape[3]), value)
         return read.view(len(mask), -1, *heads.shape[2:]), weights
 
     @staticmethod
@@ -366,4 +365,4 @@ class _Products:
     def _by_key(heads: Tensor, keys: int) -> list[Tensor]:
         """Return queries, keys and values; the heads that share a key are rows of one matrix."""
         parts = torch.split(heads, [heads.shape[1] - 2 * keys, keys, keys], 1)
-        return [part.reshape(len(heads) * keys, -1, heads.shape[-1]) for part in parts]
+        return [part.reshape(len(heads) * keys, -1, heads.shape[3]) for part in parts]

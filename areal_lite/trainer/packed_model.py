@@ -27,6 +27,8 @@ from areal_lite.trainer.ragged_attention import RAGGED, Segments
 from areal_lite.trainer.ranks import Ranks
 
 logger = logging.getLogger(__name__)
+NO_CACHE = {"use_cache": False}
+"""Option of a forward pass that nobody continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ def pack(
     targets: list[NDArray[Any]] = []
     for bin_idx, (block, start) in enumerate(zip(blocks, starts.tolist(), strict=False)):
         end = start
-        places = np.empty(0, np.int64)  # flat position of every token the model reads of a sequence
+        places = np.array([], np.int64)  # flat position of every token the model reads of a sequence
         for index, shared in zip(block.sequences, block.shared, strict=True):
             sequence = sequences[index]
             inputs = num_inputs(sequence)
@@ -97,8 +99,8 @@ def pack(
             targets.append(sequence.input_ids[trained])
     shape = (1 if ragged else len(blocks), -1)
     return PackedSequences(
-        input_ids=torch.from_numpy(ids.reshape(shape)).to(device),
-        position_ids=torch.from_numpy(positions.reshape(shape)).to(device),
+        input_ids=torch.from_numpy(ids).view(shape).to(device),
+        position_ids=torch.from_numpy(positions).view(shape).to(device),
         attention_mask=None if seen is None else _visible(seen)[:, None].to(device),
         segments=_segments(own, device) if ragged else None,
         predicted_at=torch.from_numpy(np.concatenate(predicted_at)).to(device),
@@ -110,7 +112,7 @@ def pack(
 
 def _visible(seen: Tensor) -> Tensor:
     """Let padding see itself: a query that sees nothing is NaN in some attention kernels."""
-    return seen | torch.eye(seen.shape[-1], dtype=torch.bool)
+    return seen | torch.eye(seen.shape[2], dtype=torch.bool)
 
 
 def _segments(own: Sequence[tuple[NDArray[np.int64], int, int]], device: torch.device) -> Segments:
@@ -136,7 +138,7 @@ class PackedModel(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+        decoder = model.get_decoder()
         self._decoder = (decoder,)  # a tuple, or the decoder would be registered twice
         self._config = model.config.get_text_config()
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
@@ -188,7 +190,7 @@ class PackedModel(nn.Module):
 
     def inputs(self, packed: PackedSequences) -> dict[str, Any]:
         """Return the arguments of model or decoder."""
-        inputs: dict[str, Any] = {"input_ids": packed.input_ids, "use_cache": False}
+        inputs: dict[str, Any] = {"input_ids": packed.input_ids, **NO_CACHE}
         if packed.segments is not None:
             inputs |= {"segments": packed.segments, "position_ids": packed.position_ids}
         if packed.attention_mask is not None:
@@ -229,8 +231,7 @@ class PackedModel(nn.Module):
 def _probe(device: torch.device, *, shared: bool = True, ragged: bool = False) -> PackedSequences:
     """Return two sequences of four tokens with a common prefix."""
     sequences = [
-        TokenSequence(input_ids=np.array([1, 2, *tail]), loss_mask=np.array([False, False, True, True]))
-        for tail in ([3, 4], [4, 3])
+        TokenSequence(input_ids=np.array([4, 3, *tail]), loss_mask=np.arange(4) >= 2) for tail in ([3, 4], [4, 3])
     ]
     apart = [Block((index,), (0,), length=3) for index in (0, 1)]
     together = [Block((0, 1), (0, 2), length=4, is_chain=False)]

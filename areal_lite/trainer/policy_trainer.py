@@ -251,8 +251,9 @@ class PolicyTrainer:
     def update_critic(self, step: Step) -> None:
         """Fit the critic's values to the returns, one update per minibatch."""
         critic, config, tokens = self.critic, self.config.critic, step.tokens
-        if critic is None or config is None:
+        if critic is None:
             return
+        assert config is not None
         scorer: Any = critic.module
 
         def loss(microbatch: Microbatch, weights: Tensor) -> Tensor:

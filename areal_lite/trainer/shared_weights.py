@@ -49,7 +49,8 @@ class SharedWeights:
             return folder
         file = self._opened[folder]
         for name, tensor in full_tensors(plain_weights(model, self._dtype)):
-            if file is not None and tensor is not None:
+            if file is not None:
+                assert tensor is not None
                 file.write(name, tensor)
         return folder
 
@@ -76,7 +77,7 @@ class _MappedFile:
     def __init__(self, file: Path) -> None:
         self._descriptor = os.memfd_create(file.name)
         with file.open("rb") as stream, open(self._descriptor, "wb", closefd=False) as memory:
-            shutil.copyfileobj(stream, memory, 1 << 24)
+            shutil.copyfileobj(stream, memory, 16 << 20)
         file.unlink()
         file.symlink_to(f"/proc/{os.getpid()}/fd/{self._descriptor}")
         content = mmap.mmap(self._descriptor, 0)
@@ -93,5 +94,4 @@ class _MappedFile:
         self._tensors[name].copy_(tensor.contiguous().flatten().view(torch.uint8))
 
     def close(self) -> None:
-        self._tensors.clear()
         os.close(self._descriptor)

@@ -112,6 +112,15 @@ def test_every_random_generator_is_restored() -> None:
     assert [draw() for _ in range(3)] == drawn
 
 
+def test_a_rank_beyond_the_saved_number_keeps_its_random_state(tiny: Path, tmp_path: Path) -> None:
+    trainer = LoopTrainer(tiny)
+    folder = save(trainer, tmp_path, 1)
+    (folder / "rng.json").write_text("[]")
+    before = rng_state()
+    load_checkpoint(trainer, folder)
+    assert rng_state()["python"] == before["python"]
+
+
 # -- which one a run resumes from ---------------------------------------------------------------------
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from areal_lite.api.trainer_config import LearnerConfig
@@ -109,7 +111,6 @@ def test_under_autocast_it_is_as_close_to_float32_as_the_model(name: str) -> Non
         fused = error(by_model(model, packed))
         model._fused = ()
         own = error(by_model(model, packed))
-    print("RATIO", name, fused, own, fused / own)
     assert 1e-3 < fused < 1.3 * own
 
 
@@ -124,9 +125,46 @@ def test_pieces_hold_each_bin_once_and_as_many_scores_as_fit(monkeypatch: pytest
     assert rows.flatten().tolist() == [1] * 23 + [2] * 27
 
 
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8), most=st.integers(1, 300))
+def test_a_piece_is_one_bin_or_fits_and_the_next_bin_would_not(lengths: list[int], most: int) -> None:
+    angles = torch.zeros(sum(lengths), 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_decoder, "_SCORES", most)
+        pieces = fused_decoder._Tokens(angles, angles, lengths, None, queries=2).pieces
+    first = 0
+    for piece in pieces:
+        bins, _, longest, _ = piece.mask.shape
+        assert longest == max(lengths[first : first + bins])
+        assert bins == 1 or 2 * bins * longest**2 <= most
+        first += bins
+        if first < len(lengths):
+            assert 2 * (bins + 1) * max(longest, lengths[first]) ** 2 > most
+    assert first == len(lengths)
+
+
+def test_bins_of_the_longest_length_for_products_take_them() -> None:
+    longest = fused_decoder._PRODUCTS
+    for length, way in ((longest, fused_decoder._Products), (longest + 1, fused_decoder._Kernel)):
+        angles = torch.zeros(length, 8)
+        (piece,) = fused_decoder._Tokens(angles, angles, [length], None, queries=2).pieces
+        assert fused_decoder._way(piece) is way
+
+
+def test_weights_that_stay_the_same_are_rounded_once() -> None:
+    product = fused_decoder._Product(torch.bfloat16, torch.nn.Linear(4, 3))
+    rounded = product.rounded()
+    rounded.zero_()
+    assert not product.rounded().any()
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_models_of_another_form_keep_their_own_forward_pass(name: str) -> None:
     assert not packed_model(OTHERS[name])._fused
+
+
+def test_weights_of_another_dtype_keep_the_model_s_own_forward_pass() -> None:
+    assert not PackedModel(packed_model(FAMILIES["llama"]).model.bfloat16())._fused
 
 
 def test_recomputed_activations_keep_the_model_s_own_forward_pass() -> None:

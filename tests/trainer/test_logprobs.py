@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import ConfigError
+from areal_lite.exact_attention import MIN_ROWS
 from areal_lite.trainer import logprobs
 from areal_lite.trainer.logprobs import ChunkedScores, TokenScorer, TokenScores
 from areal_lite.trainer.policy_model import load_policy
@@ -63,7 +64,7 @@ def assert_scores_are_those_alone(model: Any, batch: list[TokenSequence], temper
 
 
 @settings(max_examples=20)
-@given(seed=st.integers(0, 1000), temperature=st.sampled_from([0.7, 1.0, 1.5]))
+@given(seed=st.integers(0, 1000), temperature=st.sampled_from([0.7, 1.0, 1.5, 2.0]))
 def test_packed_scores_equal_those_of_each_sequence_alone(model: Any, seed: int, temperature: float) -> None:
     assert_scores_are_those_alone(model, drawn_batch(seed), temperature)
 
@@ -163,6 +164,78 @@ def test_a_frozen_output_embedding_allocates_no_gradient(frozen: bool) -> None:
     assert (weight.grad is None, (7, 5) not in shapes.seen) == (frozen, frozen)
     assert (8, 7) not in shapes.seen  # logits of all positions
     assert (3, 7) in shapes.seen
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("tokens", [3, 4])
+def test_logits_of_a_single_chunk_are_computed_once(tokens: int) -> None:
+    states, weight = torch.randn(tokens, 5, requires_grad=True), torch.randn(7, 5)
+    scores = ChunkedScores.apply(states, weight, None, torch.zeros(tokens, dtype=torch.long), 1.0, None, False)
+    with Shapes() as shapes:
+        scores[0].sum().backward()
+    assert ((MIN_ROWS, 7) in shapes.seen) == (tokens > 3)
+
+
+@pytest.mark.parametrize("rows", [1, MIN_ROWS, MIN_ROWS + 3])
+def test_a_product_of_few_positions_has_as_many_rows_as_give_the_same_bits(rows: int) -> None:
+    head = logprobs._Head(torch.randn(7, 5), None, 1.0)
+    states = torch.randn(rows, 5)
+    with Shapes() as shapes:
+        logits = head.logits(states)
+    torch.testing.assert_close(logits, states @ head.weight.T)
+    assert max(shape[0] for shape in shapes.seen if shape[1:] == (7,)) == max(rows, MIN_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "vocabulary", "positions"),
+    [
+        ("meta", torch.bfloat16, 49_152, 341),  # as on a GPU
+        ("meta", torch.bfloat16, 151_936, 110),
+        ("cpu", torch.bfloat16, 49_152, 682),
+        ("cpu", torch.float32, 49_152, 341),
+        ("cpu", torch.bfloat16, 50_000_000, 1),
+    ],
+)
+def test_logits_that_exist_at_once_have_a_fixed_size(
+    device: str, dtype: torch.dtype, vocabulary: int, positions: int
+) -> None:
+    weight = torch.empty(1, 1, dtype=dtype, device=device).expand(vocabulary, 1)
+    assert logprobs._Head(weight, None, 1.0).chunk == positions
+
+
+@pytest.mark.parametrize(
+    ("device", "vocabulary", "rows"), [("cpu", 7, 4), ("cpu", 9, 3), ("cpu", 99, 1), ("meta", 7, 8)]
+)
+def test_a_cpu_works_on_as_many_rows_as_its_cache_holds(
+    device: str, vocabulary: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "_BLOCK_BYTES", 4 * 4 * 7)
+    monkeypatch.setattr(logprobs, "LOGIT_BYTES", 4 * 8 * 7)
+    head = logprobs._Head(torch.empty(vocabulary, 1, device=device), None, 1.0)
+    blocks = [*logprobs._blocks(slice(2, 10), head)]
+    assert [block.start for block in blocks] == list(range(2, 10, rows))
+    assert [block.stop for block in blocks] == [*range(2, 10, rows)][1:] + [10]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_cpu_adds_a_weight_gradient_in_pieces(device: str) -> None:
+    total, states = torch.zeros(5000, 2, device=device), torch.ones(3, 2, dtype=torch.bfloat16, device=device)
+    head = logprobs._Head(total.bfloat16(), None, 1.0)
+    with Shapes() as shapes:
+        head.add_weight_gradient(total, torch.ones(3, 5000, dtype=torch.bfloat16, device=device), states)
+    assert ((5000, 2) in shapes.seen) == (device == "meta")
+    assert device == "meta" or bool((total == 3).all())
+
+
+def test_without_a_request_entropies_carry_no_gradient(model: Any) -> None:
+    scores = packed_scores(TokenScorer(model, temperature=1.0), [sequence([5, 6, 7], [2])])
+    assert [one.requires_grad for one in scores] == [True, False, False, False]
+
+
+def test_no_cache_of_keys_and_values_is_made(model: Any) -> None:
+    scorer = TokenScorer(model, temperature=1.0)
+    packed, _ = packed_together([sequence([5, 6, 7], [2])])
+    assert model(**scorer.inputs(packed)).past_key_values is None
 
 
 def test_tokens_after_the_last_trained_one_are_not_read(model: Any) -> None:

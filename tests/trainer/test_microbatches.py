@@ -101,6 +101,29 @@ def test_siblings_are_separated_where_attention_costs_more_than_the_prompt_saves
     assert len(plan_blocks(group, range(3), max_tokens=1000, balance_length=10)) == 3
 
 
+def test_siblings_that_cost_the_same_together_and_apart_are_separated() -> None:
+    """They read 5 and 8 tokens, of which 2 are the same."""
+    group = [sequence([1, 2, *range(10, 14)], [5]), sequence([1, 2, *range(20, 27)], [8])]
+    for balance_length, joined in ((16, False), (17, True)):
+        assert (len(plan_blocks(group, range(2), max_tokens=100, balance_length=balance_length)) == 1) == joined
+
+
+def test_a_unit_is_one_block_where_that_is_cheaper_and_else_one_bundle() -> None:
+    group = [sequence([1, 2, 3, 4, 5, end, 9], [5, 6]) for end in (6, 7, 8, 9)]
+    for share, blocks in ((True, [[(0, 1)], [(2, 3)]]), (False, [[(0,), (1,)], [(2,), (3,)]])):
+        bundles = plan_blocks(group, range(4), max_tokens=7, balance_length=1000, share=share, units=[0, 0, 1, 1])
+        assert sorted([block.sequences for block in bundle] for bundle in bundles) == blocks
+
+
+def test_a_chain_continues_with_every_sequence() -> None:
+    ids = [1, 2, 3, 4, 5, 6, 7, 8]
+    chain = [sequence(ids[:length], [length - 1]) for length in (4, 6, 8)]
+    fork = [*chain[:2], sequence([*ids[:3], 9, 9, 9, 9], [6])]
+    for group, is_chain in ((chain, True), (fork, False)):
+        ((block,),) = plan_blocks(group, range(3), max_tokens=100, balance_length=1000)
+        assert block.is_chain == is_chain
+
+
 def test_models_that_cannot_share_get_a_block_per_sequence() -> None:
     group = [sequence([1, 2, 3], [2]) for _ in range(3)]
     bundles = plan_blocks(group, range(3), max_tokens=100, balance_length=1000, share=False)

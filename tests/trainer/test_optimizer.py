@@ -48,11 +48,14 @@ def test_the_learning_rate_equals_that_of_transformers(
 
 def test_the_learning_rate_stays_at_0_after_the_last_step() -> None:
     assert learning_rate(config(lr_schedule="linear"), 9, 6) == 0.0
+    assert learning_rate(config(lr_schedule="linear", warmup_steps=5), 6, 6) == 0.0
 
 
 def test_norms_and_biases_do_not_decay() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
-    decaying, free = make_optimizer(model, config(weight_decay=0.1)).param_groups
+    optimizer = make_optimizer(model, config(weight_decay=0.1))
+    assert optimizer.defaults["fused"]
+    decaying, free = optimizer.param_groups
     assert (len(decaying["params"]), decaying["weight_decay"]) == (1, 0.1)
     assert (len(free["params"]), free["weight_decay"]) == (3, 0.0)
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ from areal_lite.errors import ConfigError
 from areal_lite.trainer import ragged_attention
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
-from areal_lite.trainer.microbatches import num_inputs, plan_blocks
-from areal_lite.trainer.packed_model import PackedModel, PackedSequences
+from areal_lite.trainer.microbatches import Block, num_inputs, plan_blocks
+from areal_lite.trainer.packed_model import PackedModel, PackedSequences, pack
 from areal_lite.trainer.policy_model import check_scorable, load_policy
 from areal_lite.trainer.ragged_attention import Segments, _by_kernel, _one_by_one
 from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sequence
@@ -139,6 +141,7 @@ def test_in_a_tree_a_token_attends_only_to_its_own_sequence(name: str, ragged: b
 def test_a_chain_needs_no_mask_and_a_fork_does() -> None:
     chain = [one for one in TREE if one.group_id == "chain"]
     assert packed_together(chain)[0].attention_mask is None
+    assert pack(chain, [Block((1,), (0,), 3)], device=CPU).attention_mask is None
     assert packed_together(chain)[0].input_ids.tolist() == [[30, 31, 32, 33, 34]]
     fork, _ = packed_together(TREE)
     assert fork.attention_mask is not None
@@ -193,7 +196,10 @@ def test_a_kernel_that_groups_no_heads_gets_repeated_keys(monkeypatch: pytest.Mo
     segments = Segments(*torch.tensor([[0, 3, 8, 9], [0, 3, 11, 12]], dtype=torch.int32), torch.arange(12), 5, 8)
     query, key, value = torch.randn(9, 8, 64), *torch.randn(2, 12, 2, 64)
 
-    def kernel(query: Any, key: Any, value: Any, *_: Any, enable_gqa: bool = False, scale: float, **__: Any) -> Any:
+    def kernel(
+        query: Any, key: Any, value: Any, *_: Any, enable_gqa: bool = False, scale: float, window_size: Any
+    ) -> Any:
+        assert window_size == (-1, 0)  # causal
         assert enable_gqa or key.shape[1] == query.shape[1]
         return _one_by_one(query, key, value, segments, scale)
 
@@ -216,6 +222,77 @@ def test_the_varlen_kernel_computes_what_segments_one_by_one_give() -> None:
     expected = _one_by_one(query, key, value, segments, 0.125)
     found = _by_kernel(*(each.bfloat16() for each in (query, key, value)), segments, 0.125)
     torch.testing.assert_close(found.float(), expected, atol=0.03, rtol=0.03)
+
+
+def zeros(query: Tensor, *_: Any) -> Tensor:
+    return torch.zeros_like(query)
+
+
+def without_prefix(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
+    ends = segments.query_ends.tolist()
+    own = [
+        end - (last - first) for (first, last), end in zip(pairwise(ends), segments.key_ends.tolist()[1:], strict=True)
+    ]
+    kept = torch.cat([torch.arange(start, end) for start, end in zip(own, segments.key_ends.tolist()[1:], strict=True)])
+    alone = dataclasses.replace(segments, key_ends=segments.query_ends)
+    return _one_by_one(query, key[kept], value[kept], alone, scale)
+
+
+def broken(*_: Any) -> Tensor:
+    raise RuntimeError("no such kernel")
+
+
+@pytest.mark.parametrize("attend", [zeros, without_prefix, broken])
+def test_a_model_that_would_read_other_things_side_by_side_keeps_padded_bins(
+    attend: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = PackedModel(load_policy(str(tiny), device=CPU))
+    before = model.model.config._attn_implementation
+    monkeypatch.setattr(ragged_attention, "_one_by_one", attend)
+    assert not model.read_ragged()
+    assert model.model.config._attn_implementation == before
+    assert model.balance_length < 10_000
+    monkeypatch.setattr(ragged_attention, "_one_by_one", lambda *given: 1.05 * _one_by_one(*given))  # rounded otherwise
+    assert model.read_ragged()
+    assert model.balance_length > 10**9
+
+
+def test_a_model_that_ignores_masks_gets_a_bin_per_sequence(tiny: Path) -> None:
+    class IgnoresMasks(transformers.LlamaModel):
+        def forward(self, input_ids: Any, position_ids: Any = None, **_: Any) -> Any:
+            return super().forward(input_ids, position_ids=position_ids)
+
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | {"initializer_range": 0.02})).eval()
+    assert PackedModel(model).shares_prefixes
+    model.model.__class__ = IgnoresMasks
+    assert not PackedModel(model).shares_prefixes
+
+
+def test_operations_of_other_architectures() -> None:
+    mamba = PackedModel(transformers.MambaForCausalLM(transformers.MambaConfig(**ARCHITECTURES["mamba"][1])))
+    gpt2, single = (
+        PackedModel(
+            transformers.GPT2LMHeadModel(transformers.GPT2Config(**ARCHITECTURES["gpt2"][1] | {"n_head": heads}))
+        )
+        for heads in (4, 1)
+    )
+    packed, _ = packed_together([sequence([5, 6, 7, 8], [2, 3])])
+    for model, attention in ((mamba, 0), (gpt2, 4 * 2 * 32 * 6), (single, 4 * 2 * 32 * 6)):
+        decoder = model._decoder[0]
+        layers = sum(p.numel() for p in decoder.parameters()) - decoder.get_input_embeddings().weight.numel()
+        assert model.flops(packed) == 2 * 3 * layers + attention
+
+
+def test_operations_without_a_head_are_those_of_the_layers(tiny: Path) -> None:
+    model = PackedModel(load_policy(str(tiny), device=CPU))
+    packed, _ = packed_together([sequence([5, 6, 7, 8], [2, 3])])
+    config = model.model.config
+    weights = sum(p.numel() for name, p in model.model.named_parameters() if "embed" not in name)
+    attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * (1 + 2 + 3)
+    assert model.flops(packed) == 2 * 3 * weights + attention
+    assert model.balance_length == 6 * config.hidden_size
+    assert model.vocab_size == VOCABULARY
+    assert not model.ragged
 
 
 def test_the_decoder_is_registered_once(tiny: Path) -> None:

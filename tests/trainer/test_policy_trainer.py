@@ -17,10 +17,18 @@ from areal_lite.trainer.estimators import Estimate, EstimatorInputs
 from areal_lite.trainer.objectives.aggregation import AggregationMode
 from areal_lite.trainer.objectives.policy_loss import POLICY_LOSSES
 from areal_lite.trainer.policy_trainer import PolicyTrainer
+from areal_lite.trainer.truncation import Truncation
 from tests.trainer.training_data import drawn_batch, packed_together, sequence, training_batch
 
 
-def make_trainer(model_path: Path, *, seed: int = 1, temperature: float = 1.0, **changes: Any) -> PolicyTrainer:
+def make_trainer(
+    model_path: Path,
+    *,
+    seed: int = 1,
+    temperature: float = 1.0,
+    truncation: Truncation | None = None,
+    **changes: Any,
+) -> PolicyTrainer:
     given: dict[str, Any] = {
         "total_steps": 100,
         "learning_rate": 1e-3,
@@ -29,7 +37,7 @@ def make_trainer(model_path: Path, *, seed: int = 1, temperature: float = 1.0, *
         "device": "cpu",
     }
     config = TrainerConfig(**given | changes)
-    return PolicyTrainer(config, model_path=str(model_path), seed=seed, temperature=temperature)
+    return PolicyTrainer(config, model_path=str(model_path), seed=seed, temperature=temperature, truncation=truncation)
 
 
 def gradients(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
@@ -101,6 +109,31 @@ def test_no_loss_depends_on_the_cut_of_its_minibatches(tiny: Path, changes: dict
     if changes.get("loss") in ("clip_cov", "m2po"):
         assert 0 < expected["clip_fraction"] < 1
     assert ("seconds_choice" in expected) == (changes.get("loss") in CHOICES)
+
+
+@pytest.mark.parametrize("proximal", ["trainer", "behaviour"])
+def test_a_loss_chooses_among_a_later_minibatch_with_the_weights_of_then(tiny: Path, proximal: str) -> None:
+    """The first one is chosen by the pass ahead, or by one of its own if that pass is of other weights."""
+    changes: dict[str, Any] = {"loss": "clip_cov", "loss_kwargs": CHOICES["clip_cov"], "proximal": proximal}
+    trainer = make_trainer(tiny, minibatches_per_step=2, **changes)
+    updates: list[int] = []
+    trainer.learner.optimizer.register_step_post_hook(lambda *_: updates.append(1))
+    score, scored = trainer._scored, []
+
+    def spy(step: Any, chosen: Any, *rest: Any) -> dict[str, torch.Tensor]:
+        scored.append((list(chosen), len(updates)))
+        return score(step, chosen, *rest)
+
+    trainer._scored = spy  # type: ignore[method-assign]
+    step = trainer.begin(training_batch(drawn_batch(0)), version=5)
+    trainer.score_proximal(step)
+    trainer.estimate_advantages(step)
+    trainer.update_policy(step)
+    first, second = step.minibatches
+    assert scored == [(list(step.all_indices) if proximal == "trainer" else first, 0), (second, 1)]
+    assert step.choice is not None
+    assert bool(step.choice[step.tokens.chosen(second)].any())
+    assert not bool(step.choice[step.tokens.chosen(first)].any())
 
 
 def surprise(inputs: EstimatorInputs) -> Estimate:
@@ -191,8 +224,11 @@ def test_critic_metrics_are_means_over_the_critics_tokens(tiny: Path) -> None:
     critic = CriticConfig(learning_rate=1.0, updates_before_policy=1)
     trainer = make_trainer(tiny, advantage="gae", critic=critic, minibatches_per_step=3)
     metrics = trainer.train_step(training_batch(drawn_batch(0)), version=0)
-    assert metrics["computed_tokens"] == 0
+    assert (metrics["computed_tokens"], metrics["loss"], metrics["grad_norm"]) == (0, 0, 0)
     assert 0 < metrics["value_clip_fraction"] <= 1
+    assert "value_mean" in metrics
+    metrics = trainer.train_step(training_batch(drawn_batch(0)), version=0)
+    assert metrics["computed_tokens"] == metrics["trained_tokens"]
 
 
 def test_padding_in_a_micro_batch_changes_nothing(tiny: Path) -> None:
@@ -273,12 +309,15 @@ def test_fresh_data_has_no_mismatch_ratio_one_and_no_staleness(tiny: Path) -> No
     assert (metrics["staleness_max"], metrics["clip_fraction"], metrics["approx_kl"]) == (0, 0, 0)
 
 
-def test_later_minibatches_are_clipped_around_the_weights_at_the_start_of_the_step(tiny: Path) -> None:
-    trainer = make_trainer(tiny, minibatches_per_step=3, learning_rate=1e-2)
+@pytest.mark.parametrize("minibatches", [2, 3])
+def test_later_minibatches_are_clipped_around_the_weights_at_the_start_of_the_step(
+    tiny: Path, minibatches: int
+) -> None:
+    trainer = make_trainer(tiny, minibatches_per_step=minibatches, learning_rate=1e-2)
     metrics = trainer.train_step(training_batch(drawn_batch(4)), version=0)
     assert metrics["seconds_proximal"] > 0
     assert metrics["approx_kl"] > 0
-    assert trainer.learner.optimizer.state[next(trainer.model.parameters())]["step"] == 3
+    assert trainer.learner.optimizer.state[next(trainer.model.parameters())]["step"] == minibatches
 
 
 def test_each_update_has_the_learning_rate_of_its_step(tiny: Path) -> None:
@@ -289,6 +328,13 @@ def test_each_update_has_the_learning_rate_of_its_step(tiny: Path) -> None:
     assert rates == pytest.approx([0.0, 5e-4, 1e-3, 5e-4])
 
 
+def test_the_critic_has_a_learning_rate_of_its_own_step(tiny: Path) -> None:
+    critic = CriticConfig(learning_rate=1e-3, warmup_steps=4)
+    trainer = make_trainer(tiny, advantage="gae", critic=critic, minibatches_per_step=2)
+    metrics = [trainer.train_step(training_batch(drawn_batch(step)), version=step) for step in range(3)]
+    assert [one["critic_learning_rate"] for one in metrics] == pytest.approx([0.0, 2.5e-4, 5e-4])
+
+
 def test_a_frozen_weight_costs_no_gradient(tiny: Path) -> None:
     assert make_trainer(tiny).learner.passes == 3
     assert 2 < make_trainer(tiny, lora=LoRAConfig(rank=1)).learner.passes < 2.5
@@ -296,6 +342,8 @@ def test_a_frozen_weight_costs_no_gradient(tiny: Path) -> None:
 
 def test_the_reference_keeps_the_initial_weights(tiny: Path) -> None:
     trainer = make_trainer(tiny, kl=KLConfig(coef=0.1), learning_rate=1e-2)
+    assert trainer._reference is not None
+    assert not any(parameter.requires_grad for parameter in trainer._reference.parameters())
     first, second = (trainer.train_step(training_batch(drawn_batch(step)), version=step)["kl"] for step in range(2))
     assert first == pytest.approx(0.0, abs=1e-6)
     assert second > 1e-4
@@ -375,8 +423,19 @@ def test_f67_a_skipped_update_is_recorded_with_its_tasks(tiny: Path, caplog: pyt
     trainer.train_step(training_batch(batch), version=0)
     (skipped,) = skipped_updates
     assert sorted(skipped["task_ids"]) == sorted(one.task_id for one in batch)
-    assert skipped["step"] == 0 and not skipped["applied"]
+    assert (skipped["step"], skipped["role"], skipped["applied"]) == (0, "policy", False)
     assert "skipped a non-finite update" in caplog.text
+
+
+def test_f67_a_skipped_update_of_the_critic_is_recorded_as_such(tiny: Path) -> None:
+    skipped_updates: list[dict[str, Any]] = []
+    critic = CriticConfig(learning_rate=1e-3, updates_before_policy=1)
+    config = TrainerConfig(total_steps=2, learning_rate=1e-3, device="cpu", advantage="gae", critic=critic)
+    trainer = PolicyTrainer(config, model_path=str(tiny), seed=1, on_skip=skipped_updates.append)
+    step = trainer.begin(training_batch(drawn_batch(0)), version=0)
+    step.tokens.returns.fill_(math.inf)
+    trainer.update_critic(step)
+    assert [one["role"] for one in skipped_updates] == ["critic"]
 
 
 @pytest.mark.parametrize(("key", "value"), [("rewards", math.nan), ("baselines", math.inf), ("logprobs", -math.inf)])
@@ -471,6 +530,7 @@ def test_a_missing_gpu_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_metrics_are_flat_floats(tiny: Path) -> None:
     batch = drawn_batch(0)
     metrics = make_trainer(tiny).train_step(training_batch(batch), version=7)
+    assert not {"seconds_proximal", "value_mean", "kept_mass"} & metrics.keys()
     assert all(isinstance(value, float) and math.isfinite(value) for value in metrics.values())
     assert metrics["trained_tokens"] == sum(one.num_trained_tokens for one in batch)
     assert metrics["staleness_max"] == max(one.staleness(7) or 0 for one in batch)
@@ -490,7 +550,7 @@ def test_tokens_that_nothing_can_have_sampled_are_refused(
 ) -> None:
     trainer = make_trainer(tiny)
     before = weights(trainer)
-    good = sequence([3, 4, 5], [1, 2], reward=0.0, behaviour=[0.0, 1e-6, -1.0], versions=[0, 2, 2])
+    good = sequence([0, 4, 258], [1, 2], reward=0.0, behaviour=[0.0, 1e-6, -1.0], versions=[0, 2, 2])
     bad = dataclasses.replace(sequence(ids, [1, 2], behaviour=behaviour, versions=versions), task_id="7")
     with pytest.raises(TrainingError, match=message):
         trainer.train_step(training_batch([good, bad]), version=2)
@@ -499,7 +559,15 @@ def test_tokens_that_nothing_can_have_sampled_are_refused(
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"proximal": "behaviour"}, {"loss": "m2po"}, {"minibatches_per_step": 2}], ids=str
+    "changes",
+    [
+        {},
+        {"proximal": "behaviour"},
+        {"loss": "m2po"},
+        {"minibatches_per_step": 2},
+        {"truncation": Truncation(top_p=0.5)},
+    ],
+    ids=str,
 )
 def test_entropy_and_ratios_are_measured_where_all_groups_are_equal(tiny: Path, changes: dict[str, Any]) -> None:
     """They are those of a step that trains on the same tokens."""
@@ -512,6 +580,8 @@ def test_entropy_and_ratios_are_measured_where_all_groups_are_equal(tiny: Path, 
     assert (measured["computed_tokens"], measured["grad_norm"]) == (0, 0)
     names = {"entropy", "ratio", "approx_kl", "correction_weight", "clip_fraction"}
     names |= {name for name in computed if name.startswith(("engine_mismatch/", "staleness_drift/"))}
+    assert ("kept_mass" in measured) == ("kept_mass" in computed) == ("truncation" in changes)
+    names |= {"kept_mass"} & computed.keys()
     names -= {"clip_fraction"} if "proximal" in changes else set()  # whose side depends on the advantage
     assert {name: measured[name] for name in names} == pytest.approx(
         {name: computed[name] for name in names}, rel=1e-4, abs=1e-6
@@ -529,6 +599,71 @@ def test_tokens_are_counted_over_a_resume_and_operations_per_second_measured(tin
     assert resumed.train_step(batch, version=5)["total_tokens"] == 3 * first["tokens"]
     resumed.load_counters({"kl_controller": {}})  # of a checkpoint that does not have them
     assert resumed.total_tokens == 0
+
+
+def test_operations_of_all_passes_are_counted(tiny: Path) -> None:
+    trainer = make_trainer(
+        tiny,
+        advantage="gae",
+        critic=CriticConfig(learning_rate=1e-3),
+        kl=KLConfig(coef=0.1, place="reward"),
+        max_tokens_per_microbatch=64,
+    )
+    assert trainer.critic is not None
+    done, counted = [], []
+
+    def passed(model: Any, arguments: tuple[Any, ...], _: Any) -> None:
+        done.append((3 if torch.is_grad_enabled() else 1) * model.flops(*arguments))
+
+    for model in (trainer._policy, trainer._reference, trainer.critic.module):
+        assert model is not None
+        model.register_forward_hook(passed)
+    trainer._meter.count = counted.append  # type: ignore[method-assign]
+    trainer.train_step(training_batch(drawn_batch(0)), version=5)
+    assert len(done) > 10
+    assert sorted(counted) == pytest.approx(sorted(done))
+
+
+def test_log_probs_of_any_sequences_are_of_the_whole_vocabulary_at_temperature_1(tiny: Path) -> None:
+    trainer = make_trainer(tiny, temperature=0.7, truncation=Truncation(top_k=5))
+    found = trainer.logprobs_of([sequence([5, 6, 7, 8], [2, 3])])
+    with torch.no_grad():
+        every = trainer.model(torch.tensor([[5, 6, 7, 8]])).logits[0].log_softmax(-1)
+    torch.testing.assert_close(found, torch.stack([every[1, 7], every[2, 8]]))
+    assert trainer._policy.temperature == 0.7
+
+
+def test_the_process_is_seeded_and_the_temperature_is_1_by_default(tiny: Path) -> None:
+    config = TrainerConfig(total_steps=1, learning_rate=1e-3, dtype="float32", device="cpu", num_threads=1)
+    trainer = PolicyTrainer(config, model_path=str(tiny), seed=77)
+    assert torch.initial_seed() == 77
+    assert trainer._policy.temperature == 1.0
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_log_probs_are_exact_where_runs_are_deterministic_in_float32(
+    tiny: Path, deterministic: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    try:
+        trainer = make_trainer(tiny, deterministic=deterministic, dtype=dtype)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (trainer._policy.min_width > 0) == (deterministic and dtype == "float32")
+
+
+def test_the_entropy_term_is_as_strong_as_its_coefficient(tiny: Path) -> None:
+    """Nothing else has a gradient: all rewards are equal."""
+    batch = training_batch([sequence([5, 6, 7, 8], [2, 3]), sequence([5, 9, 7], [1, 2])])
+    found = []
+    for coef in (1.0, 0.1):
+        trainer = make_trainer(tiny, entropy_coef=coef, max_grad_norm=1e9, adam_eps=1e-3, learning_rate=1e-2)
+        entropy = trainer.train_step(batch, version=0)["entropy"]
+        found.append({name: value / coef for name, value in gradients(trainer).items()})
+    torch.testing.assert_close(*found)
+    assert any(bool(value.any()) for value in found[0].values())
+    assert trainer.train_step(batch, version=0)["entropy"] > entropy
 
 
 def test_operations_of_a_pass_are_those_of_its_products(tiny: Path) -> None:

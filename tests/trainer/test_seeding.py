@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,27 @@ def test_determinism_is_off_by_default() -> None:
     seed_process(1)
     assert not torch.are_deterministic_algorithms_enabled()
     assert WORKSPACE not in os.environ
+
+
+def test_threads_stay_as_they_are_unless_their_number_is_given() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        seed_process(1)
+        assert torch.get_num_threads() == 2
+        seed_process(1, num_threads=3)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_numpy_takes_the_lowest_32_bits_of_a_seed() -> None:
+    def drawn(seed: int) -> float:
+        seed_process(seed)
+        return float(np.random.rand())
+
+    assert drawn(2**32 + 5) == drawn(5)
+    assert len({drawn(seed) for seed in (5, 5 + 64, 2**32 - 1)}) == 3
 
 
 def test_deterministic_mode_enables_deterministic_algorithms() -> None:

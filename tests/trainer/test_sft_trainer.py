@@ -45,7 +45,8 @@ def test_loss_and_gradients_equal_those_of_each_sequence_alone(tiny: Path, avera
     metrics = trainer.train_step(items)
     assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert metrics["trained_tokens"] == sum(int(item["loss_mask"].sum()) for item in items)
-    assert metrics["tokens"] == sum(len(item["input_ids"]) for item in items)
+    assert metrics["tokens"] == metrics["total_tokens"] == sum(len(item["input_ids"]) for item in items)
+    assert metrics["truncated_sequences"] == 0
     for name, gradient in gradients(trainer).items():
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
 
@@ -79,6 +80,32 @@ def test_a_long_common_prefix_is_computed_once(tiny: Path) -> None:
         step = trainer._lay_out(sequences(1, 6, common=common))
         [microbatch] = trainer._cut(step, 10_000)
         assert len(microbatch.packed.input_ids) == rows
+        assert len([*trainer._cut(step, 70)]) > 1  # also of one group
+
+
+@pytest.mark.parametrize(("common", "shared"), [(3, False), (4, True)])
+def test_a_prefix_of_a_quarter_of_the_mean_length_is_computed_once(tiny: Path, common: int, shared: bool) -> None:
+    items = [
+        {"input_ids": torch.tensor([*range(5, 5 + common), *range(start, start + 17 - common)]), "loss_mask": mask}
+        for start, mask in ((50, torch.arange(17) == 16), (90, torch.arange(17) == 16))
+    ]
+    sequences = sft_trainer(tiny)._lay_out(items).sequences
+    assert (len({one.group_id for one in sequences}) == 1) == shared
+
+
+def test_the_process_is_seeded_and_operations_of_training_are_counted(tiny: Path) -> None:
+    trainer, counted, done = sft_trainer(tiny), [], []
+    assert torch.initial_seed() == 0
+    trainer._meter.count = counted.append  # type: ignore[method-assign]
+    trainer.scorer.register_forward_hook(lambda model, given, _: done.append(3 * model.flops(*given)))
+    trainer.train_step(sequences(2, 5))
+    assert done
+    assert counted == done
+    trainer.evaluate(sequences(2, 5))
+    assert counted == done[: len(counted)]
+    assert len(done) > len(counted)
+    trainer.load_counters({})  # of a checkpoint that does not have them
+    assert trainer.total_tokens == 0
 
 
 def test_evaluation_gives_the_loss_of_the_next_update_without_changing_weights(tiny: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +52,32 @@ def test_the_version_before_stays_as_it_was(tiny: Path, tmp_path: Path) -> None:
     after = load_file(newest / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
     shared.close()
+
+
+def test_closing_frees_the_memory_and_may_come_twice_or_after_the_folders_are_gone(tiny: Path, tmp_path: Path) -> None:
+    model = load_policy(str(tiny), device=CPU)
+    root = tmp_path / "shared"
+    (root / "shared-1").mkdir(parents=True)
+    (root / "shared-1" / "adapter_config.json").touch()  # of a run that was killed
+    descriptor = os.dup(0)
+    os.close(descriptor)
+    shared = SharedWeights(root, dtype=torch.float32)
+    folders = [shared.publish(model, version) for version in (1, 2)]
+    assert not (folders[0] / "adapter_config.json").exists()
+    assert "memfd:model.safetensors" in Path("/proc/self/maps").read_text()
+    shutil.rmtree(folders[1])
+    shared.close()
+    shared.close()
+    assert not list(root.iterdir())
+    assert "memfd:model.safetensors" not in Path("/proc/self/maps").read_text()
+    assert os.dup(0) == descriptor
+    os.close(descriptor)
+
+
+def test_weights_that_files_name_otherwise_are_not_shared(tiny: Path) -> None:
+    model = load_policy(str(tiny), device=CPU)
+    model._weight_conversions = ["one weight from several"]
+    assert not can_share(model)
 
 
 def test_another_process_reads_it_and_a_killed_run_leaves_no_memory(tiny: Path, tmp_path: Path) -> None:

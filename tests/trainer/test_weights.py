@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lite.errors import StorageError
 from areal_lite.trainer.policy_model import load_policy
-from areal_lite.trainer.weights import publish_weights, save_model
+from areal_lite.trainer.weights import _shards, publish_weights, save_model, write_model
 
 CPU = torch.device("cpu")
 
@@ -49,7 +49,9 @@ def test_weights_are_published_in_the_configured_dtype(model: Any, tmp_path: Pat
 
 def test_the_manifest_names_every_file_with_size_and_hash(model: Any, tmp_path: Path) -> None:
     folder = publish_weights(model, tmp_path, 3)
-    manifest = json.loads((folder / "manifest.json").read_text())
+    text = (folder / "manifest.json").read_text()
+    manifest = json.loads(text)
+    assert text == json.dumps(manifest, indent=2) + "\n"
     assert (manifest["schema"], manifest["version"]) == (1, 3)
     assert sorted(manifest["files"]) == ["config.json", "generation_config.json", "model.safetensors"]
     for name, entry in manifest["files"].items():
@@ -61,6 +63,26 @@ def test_the_newest_two_versions_are_kept(model: Any, tmp_path: Path) -> None:
     for version in range(4):
         publish_weights(model, tmp_path, version)
     assert names(tmp_path) == ["v00000002", "v00000003"]
+
+
+def test_files_of_weights_are_as_large_as_allowed_and_no_larger() -> None:
+    tensors = [(name, torch.zeros(2)) for name in "abcde"]
+    assert [sorted(one) for one in _shards(tensors, 16)] == [["a", "b"], ["c", "d"], ["e"]]
+    assert [sorted(one) for one in _shards(tensors, 15)] == [[name] for name in "abcde"]
+    assert [sorted(one) for one in _shards([("a", None), *tensors], 1e9)] == [[*"abcde"]]
+    assert list(_shards([("a", None)], 1e9)) == []
+
+
+def test_several_files_of_weights_load_in_transformers(model: Any, tmp_path: Path) -> None:
+    write_model(model, tmp_path, torch.float32, max_shard_bytes=40_000)
+    files = [name for name in names(tmp_path) if name.endswith(".safetensors")]
+    assert len(files) > 1
+    assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(again.state_dict()[name], weight) for name, weight in model.state_dict().items())
+    for name in ("config.json", "model.safetensors.index.json"):  # as transformers writes them
+        text = (tmp_path / name).read_text()
+        assert text == json.dumps(json.loads(text), indent=2) + "\n"
 
 
 def test_publishing_a_version_again_replaces_it(model: Any, tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""A learner: memory that runs out, weights outside of a loss, and several ranks."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from areal_lite.api.trainer_config import LearnerConfig
+from areal_lite.errors import TrainingError
+from areal_lite.trainer.learner import Learner
+from areal_lite.trainer.ranks import Ranks
+
+
+def learner_of(module: nn.Module, *, max_inference_tokens: int | None = None, **changes: Any) -> Learner:
+    config = LearnerConfig(**{"learning_rate": 0.1, "dtype": "float32", "max_grad_norm": 1e9} | changes)
+    return Learner(module, config, config, total_steps=1, max_inference_tokens=max_inference_tokens)
+
+
+class Memory:
+    """Runs out so many times."""
+
+    def __init__(self, times: int) -> None:
+        self.seen: list[int] = []
+        self._times = times
+
+    def __call__(self, tokens: int) -> int:
+        self.seen.append(tokens)
+        if len(self.seen) <= self._times:
+            raise MemoryError
+        return tokens
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_both_caps_are_halved_and_at_least_1(inference: bool) -> None:
+    learner = learner_of(nn.Linear(2, 2), max_tokens_per_microbatch=3, max_inference_tokens=2)
+    memory = Memory(1)
+    assert learner.within_memory(memory, inference=inference) == 1
+    assert memory.seen == ([2, 1] if inference else [3, 1])
+    assert (learner.max_tokens, learner.max_inference_tokens) == (1, 1)
+    learner = learner_of(nn.Linear(2, 2), max_tokens_per_microbatch=2, max_inference_tokens=3)
+    assert learner.within_memory(Memory(1)) == 1
+    assert (learner.max_tokens, learner.max_inference_tokens) == (1, 1)
+
+
+def test_a_single_token_is_not_halved_and_several_ranks_halve_nothing() -> None:
+    memory = Memory(1)
+    with pytest.raises(TrainingError, match="micro-batches of 1 tokens"):
+        learner_of(nn.Linear(2, 2), max_tokens_per_microbatch=1).within_memory(memory)
+    several = learner_of(nn.Linear(2, 2), max_tokens_per_microbatch=64)
+    several.ranks = Ranks(0, 2)
+    with pytest.raises(TrainingError, match="micro-batches of 64 tokens"):
+        several.within_memory(Memory(1))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_of_the_failed_pass_is_given_back_before_the_next(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = learner_of(nn.Linear(2, 2), max_tokens_per_microbatch=4)
+    learner._device = torch.device(device)
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    held: list[Any] = []
+
+    def compute(tokens: int) -> bool:
+        if held:
+            return held[0]() is None
+        module = nn.Linear(2, 2)
+        module.register_module("itself", module)  # a cycle
+        held.append(weakref.ref(module))
+        raise MemoryError
+
+    gc.disable()
+    try:
+        assert learner.within_memory(compute)
+    finally:
+        gc.enable()
+    assert emptied == ([True] if device == "cuda" else [])
+
+
+def test_weights_outside_of_the_loss_decay_too() -> None:
+    module = nn.ModuleDict({"used": nn.Linear(2, 2, bias=False), "idle": nn.Linear(2, 2, bias=False)})
+    before = module["idle"].weight.detach().clone()
+    learner = learner_of(module, weight_decay=0.5)
+    assert learner.update(lambda _: [module["used"].weight], lambda weight: weight.sum()).applied
+    torch.testing.assert_close(module["idle"].weight.detach(), before * (1 - 0.1 * 0.5))
+
+
+class TwoAlike(Ranks):
+    """Two ranks that compute the same."""
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        return tensor.mul_(2)
+
+
+def test_the_loss_of_several_ranks_is_the_sum_and_so_are_gradients_that_are_averaged() -> None:
+    module = nn.Linear(2, 2, bias=False)
+    learner = learner_of(module)
+    learner.ranks = TwoAlike(0, 2)
+    before = float(module.weight.detach().sum())
+    update = learner.update(lambda _: [module.weight] * 3, lambda weight: weight.sum())
+    assert update.loss == pytest.approx(2 * 3 * before)
+    assert module.weight.grad is not None
+    assert module.weight.grad.tolist() == [[6, 6], [6, 6]]
