@@ -54,6 +54,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, kind: Kind, ver
         files = {str(path.relative_to(temporary)): _digest(path) for path in paths if path.is_file()}
         manifest = {"schema": _SCHEMA, "version": version, "files": files}
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        (temporary / _MANIFEST).chmod(0o644)
         _flush(temporary / _MANIFEST)
         _flush(temporary)
         crash_point(f"{kind}:after_manifest")

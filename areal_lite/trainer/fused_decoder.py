@@ -20,7 +20,7 @@ FAMILIES = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
 """Decoders whose layers have this form."""
 _PRODUCTS = 256
 """Longest bin whose attention is plain products; torch's kernel is faster above."""
-_SCORES = 4 << 16
+_SCORES = 1 << 18
 """Attention scores that are computed at once, unless those of one bin are more."""
 
 
@@ -140,8 +140,8 @@ class _NormProduct(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, scale: Tensor, eps: float, rounded: Tensor, sizes: list[int], *weights: Tensor
     ) -> Tensor:
-        power = torch.linalg.vector_norm(hidden, dim=1, keepdim=True).square_()
-        inverse = power.div_(hidden.shape[1]).add_(eps).rsqrt_()
+        power = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True).square_()
+        inverse = power.div_(hidden.shape[-1]).add_(eps).rsqrt_()
         normed = (hidden * inverse).mul_(scale).to(rounded.dtype)
         ctx.save_for_backward(hidden, scale, inverse, normed)
         ctx.rounded, ctx.sizes = rounded, sizes
@@ -154,7 +154,7 @@ class _NormProduct(torch.autograd.Function):
         grad_hidden = (grad @ ctx.rounded).float()
         unit = hidden * inverse
         product = grad_hidden * unit
-        radial = (product @ scale)[:, None].mul_(inverse).div_(-hidden.shape[1])
+        radial = (product @ scale)[:, None].mul_(inverse).div_(-hidden.shape[-1])
         grad_hidden.mul_(scale).mul_(inverse).addcmul_(unit, radial)
         return grad_hidden, product.sum(0), None, None, None, *own
 
@@ -180,7 +180,7 @@ class _GatedSilu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, joined: Tensor) -> Tensor:
-        gate, up = joined.chunk(2, 1)
+        gate, up = joined.chunk(2, -1)
         active = F.silu(gate)
         ctx.save_for_backward(joined, active)
         return active * up
@@ -188,8 +188,8 @@ class _GatedSilu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         joined, active = ctx.saved_tensors
-        gate, up = joined.chunk(2, 1)
-        return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), grad * active], 1)
+        gate, up = joined.chunk(2, -1)
+        return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), grad * active], -1)
 
 
 class _Tokens:
@@ -253,7 +253,7 @@ class _Piece(NamedTuple):
         """Do as :meth:`take`, with 0 where padding is."""
         if isinstance(self.used, slice):
             return self.take(rows)
-        padded = rows.new_zeros(len(self.mask) * self.mask.shape[3], *rows.shape[1:])
+        padded = rows.new_zeros(len(self.mask) * self.mask.shape[-1], *rows.shape[1:])
         padded[self.used] = rows[self.tokens]
         return self._heads(padded)
 
@@ -297,7 +297,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _way(piece: _Piece) -> type[_Products] | type[_Kernel]:
-    return _Products if piece.mask.shape[3] <= _PRODUCTS else _Kernel
+    return _Products if piece.mask.shape[-1] <= _PRODUCTS else _Kernel
 
 
 class _Kernel:
@@ -340,7 +340,7 @@ class _Products:
         query, key, value = _Products._by_key(heads, keys)
         scores = torch.bmm(query.float() * scale, key.float().transpose(1, 2))
         weights = scores.view(len(mask), -1, *mask.shape[2:]).add_(mask).softmax(-1).to(heads.dtype)
-        read = torch.bmm(weights.view(len(query), -1, weights.shape[3]), value)
+        read = torch.bmm(weights.view(len(query), -1, weights.shape[-1]), value)
         return read.view(len(mask), -1, *heads.shape[2:]), weights
 
     @staticmethod
@@ -365,4 +365,4 @@ class _Products:
     def _by_key(heads: Tensor, keys: int) -> list[Tensor]:
         """Return queries, keys and values; the heads that share a key are rows of one matrix."""
         parts = torch.split(heads, [heads.shape[1] - 2 * keys, keys, keys], 1)
-        return [part.reshape(len(heads) * keys, -1, heads.shape[3]) for part in parts]
+        return [part.reshape(len(heads) * keys, -1, heads.shape[-1]) for part in parts]

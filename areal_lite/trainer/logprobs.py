@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from areal_lite.errors import ConfigError
 from areal_lite.exact_attention import MIN_ROWS
-from areal_lite.trainer.packed_model import NO_CACHE, PackedModel, PackedSequences
+from areal_lite.trainer.packed_model import PackedModel, PackedSequences
 from areal_lite.trainer.truncation import Truncation, truncate_
 
 LOGIT_BYTES = 64 << 20
@@ -79,8 +79,8 @@ class TokenScorer(PackedModel):
         if not isinstance(head, nn.Linear):
             return None
         ids = torch.arange(4, device=self.model.device)[None]
-        logits = self.model(input_ids=ids, **NO_CACHE).logits
-        states = self._decoder[0](input_ids=ids, **NO_CACHE)[0]
+        logits = self.model(input_ids=ids, use_cache=False).logits
+        states = self._decoder[0](input_ids=ids, use_cache=False)[0]
         # Bit-equal: a soft cap of 30 changes the small logits of a fresh model by no more than rounding.
         return head if states.shape[:2] == ids.shape and torch.equal(head(states), logits) else None
 
@@ -173,7 +173,7 @@ class _Head(NamedTuple):
 
     def logprobs(self, logits: Tensor) -> Tensor:
         logits = logits.float()
-        return torch.log_softmax(logits if self.temperature == 1.0 else logits / self.temperature, dim=1)
+        return torch.log_softmax(logits if self.temperature == 1.0 else logits / self.temperature, dim=-1)
 
     def add_weight_gradient(self, total: Tensor, grad_logits: Tensor, states: Tensor) -> None:
         if grad_logits.dtype == total.dtype:
@@ -228,7 +228,7 @@ def _row_gradient(
 def _score_logits(
     logits: Tensor, targets: Tensor, temperature: float, truncation: Truncation | None, entropy_grad: bool
 ) -> TokenScores:
-    logprobs = torch.log_softmax(logits.float() / temperature, dim=1)
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     log_kept = logprobs.new_zeros(len(logprobs))
     if truncation is not None:
         logprobs, log_kept = truncate_(logprobs.clone(), targets, truncation.smallest_kept(logprobs))

@@ -119,18 +119,18 @@ class _PrefixTree:
     def join(self, items: Sequence[list[int]], max_tokens: int, balance_length: int) -> list[list[int]]:
         """Join neighbouring items (lists of places in ``order``) while that is cheaper."""
         blocks: list[list[int]] = []
-        lengths: list[int] = []
+        open_length = 0
         for places in items:
             alone = self.length(places)
             if blocks:
                 joined = sorted(blocks[-1] + places)
                 length = self.length(joined)
-                added = _cost(length, balance_length) - _cost(lengths[-1], balance_length)
+                added = _cost(length, balance_length) - _cost(open_length, balance_length)
                 if length <= max_tokens and added < _cost(alone, balance_length):
-                    blocks[-1], lengths[-1] = joined, length
+                    blocks[-1], open_length = joined, length
                     continue
             blocks.append(places)
-            lengths.append(alone)
+            open_length = alone
         return blocks
 
     def block(self, places: Sequence[int]) -> Block:
@@ -181,11 +181,11 @@ def plan_microbatches(
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     longest = np.array([lengths[i] for i in order])
-    above = np.insert(np.cumsum([1 if num_blocks is None else num_blocks[i] for i in order]), 0, 0)
-    cost = np.zeros(len(above))  # [i]: cost of the best cut of the first i items
-    begin = np.zeros(len(above), np.int64)  # [i]: the start of that cut's last micro-batch
+    above = np.cumsum([0, *(1 if num_blocks is None else num_blocks[i] for i in order)])
+    cost = np.zeros(len(order) + 1)  # [i]: cost of the best cut of the first i items
+    begin = [0] * (len(order) + 1)  # [i]: the start of that cut's last micro-batch
     least = 0
-    for end in range(1, len(above)):
+    for end in range(1, len(order) + 1):
         while least < end - 1 and longest[least] * (above[end] - above[least]) > max_tokens:
             least += 1
         costs = cost[least:end] + longest[least:end] * (above[end] - above[least:end])
@@ -194,5 +194,5 @@ def plan_microbatches(
     microbatches, end = [], len(order)
     while end:
         microbatches.append(order[begin[end] : end])
-        end = int(begin[end])
+        end = begin[end]
     return microbatches[::-1]

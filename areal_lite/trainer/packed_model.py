@@ -27,8 +27,6 @@ from areal_lite.trainer.ragged_attention import RAGGED, Segments
 from areal_lite.trainer.ranks import Ranks
 
 logger = logging.getLogger(__name__)
-NO_CACHE = {"use_cache": False}
-"""Option of a forward pass that nobody continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ def pack(
     targets: list[NDArray[Any]] = []
     for bin_idx, (block, start) in enumerate(zip(blocks, starts.tolist(), strict=False)):
         end = start
-        places = np.array([], np.int64)  # flat position of every token the model reads of a sequence
+        places = np.empty(0, np.int64)  # flat position of every token the model reads of a sequence
         for index, shared in zip(block.sequences, block.shared, strict=True):
             sequence = sequences[index]
             inputs = num_inputs(sequence)
@@ -112,7 +110,7 @@ def pack(
 
 def _visible(seen: Tensor) -> Tensor:
     """Let padding see itself: a query that sees nothing is NaN in some attention kernels."""
-    return seen | torch.eye(seen.shape[2], dtype=torch.bool)
+    return seen | torch.eye(seen.shape[-1], dtype=torch.bool)
 
 
 def _segments(own: Sequence[tuple[NDArray[np.int64], int, int]], device: torch.device) -> Segments:
@@ -190,7 +188,7 @@ class PackedModel(nn.Module):
 
     def inputs(self, packed: PackedSequences) -> dict[str, Any]:
         """Return the arguments of model or decoder."""
-        inputs: dict[str, Any] = {"input_ids": packed.input_ids, **NO_CACHE}
+        inputs: dict[str, Any] = {"input_ids": packed.input_ids, "use_cache": False}
         if packed.segments is not None:
             inputs |= {"segments": packed.segments, "position_ids": packed.position_ids}
         if packed.attention_mask is not None:
@@ -231,7 +229,8 @@ class PackedModel(nn.Module):
 def _probe(device: torch.device, *, shared: bool = True, ragged: bool = False) -> PackedSequences:
     """Return two sequences of four tokens with a common prefix."""
     sequences = [
-        TokenSequence(input_ids=np.array([4, 3, *tail]), loss_mask=np.arange(4) >= 2) for tail in ([3, 4], [4, 3])
+        TokenSequence(input_ids=np.array([1, 2, *tail]), loss_mask=np.array([False, False, True, True]))
+        for tail in ([3, 4], [4, 3])
     ]
     apart = [Block((index,), (0,), length=3) for index in (0, 1)]
     together = [Block((0, 1), (0, 2), length=4, is_chain=False)]

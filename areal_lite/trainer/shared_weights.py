@@ -77,7 +77,7 @@ class _MappedFile:
     def __init__(self, file: Path) -> None:
         self._descriptor = os.memfd_create(file.name)
         with file.open("rb") as stream, open(self._descriptor, "wb", closefd=False) as memory:
-            shutil.copyfileobj(stream, memory, 16 << 20)
+            shutil.copyfileobj(stream, memory, 1 << 24)
         file.unlink()
         file.symlink_to(f"/proc/{os.getpid()}/fd/{self._descriptor}")
         content = mmap.mmap(self._descriptor, 0)

@@ -175,7 +175,7 @@ def split_groups(sequences: Sequence[TokenSequence], count: int, *, rng: np.rand
 
 
 def _by_number(name: str) -> tuple[int, str]:
-    return (len(name) * name.isdecimal(), name)
+    return (len(name) if name.isdecimal() else 0, name)
 
 
 class StepCut:

@@ -22,7 +22,7 @@ from areal_lite.trainer.lora import plain_weights
 from areal_lite.trainer.sharding import full_tensors
 from areal_lite.weight_group import STALL_S, Backend, broadcast, join_group, open_store
 
-MAX_BUCKET_BYTES = 1024 << 20
+MAX_BUCKET_BYTES = 1 << 30
 """Servers that load tensors as they arrive need this much memory besides their weights."""
 JOIN_TIMEOUT_S = 60.0
 _POLL_S = 0.01

@@ -36,8 +36,8 @@ def test_other_users_can_read_it(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "v1", *(tmp_path / "v1").rglob("*"))}
-    modes.pop("manifest.json")
-    assert modes == {"v1": 0o755, "layers": 0o755, "weights": 0o644, "config": 0o644}
+    files = dict.fromkeys(["weights", "config", "manifest.json"], 0o644)
+    assert modes == {"v1": 0o755, "layers": 0o755, **files}
 
 
 def test_parents_are_made(tmp_path: Path) -> None:
