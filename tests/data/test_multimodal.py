@@ -6,6 +6,7 @@ import base64
 import copy
 import io
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -18,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
 
 from areal_lite.api.config import DatasetConfig
 from areal_lite.data.chat.prompt_encoder import PromptEncoder
@@ -248,6 +250,12 @@ def test_an_image_that_cannot_be_downloaded_is_named(server: str) -> None:
         load_images([f"{server}/gone.png"])
 
 
+def test_images_without_pillow_are_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ConfigError, match="images need pillow: pip install pillow"):
+        load_images([b""])
+
+
 def test_a_video_is_a_list_of_frames() -> None:
     array = np.stack([np.full((4, 6, 3), n, np.uint8) for n in range(3)])
     first, second = load_videos([[picture(), png()], array])
@@ -271,6 +279,15 @@ def test_the_processor_writes_as_many_placeholders_as_there_are_patches(processo
     assert (int((ids == IMAGE_ID).sum()), int((ids == VIDEO_ID).sum())) == (2 + 6, 4)
     assert inputs["pixel_values"].shape[0] == 8 + 24
     assert all(isinstance(value, torch.Tensor) for value in inputs.values())
+
+
+def test_the_processor_adds_no_special_tokens_to_those_of_the_text() -> None:
+    eager = build_tiny_processor()
+    eager.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    assert eager.tokenizer("a")["input_ids"][0] == 0
+    assert processor_inputs(eager, "<|image_pad|>", [picture()], [])["input_ids"].tolist() == [[IMAGE_ID] * 2]
 
 
 def test_inputs_that_the_processor_rejects_are_an_error(processor: Any) -> None:

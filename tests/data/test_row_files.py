@@ -227,6 +227,16 @@ def test_integers_floats_and_nulls_may_share_a_column(write, load):
     assert [type(v) for v in load(write("y.jsonl", lines({"a": 1}, {"a": 2.5})))["a"]] == [int, float]
 
 
+def test_integers_have_64_bits_and_larger_ones_stay_exact(write, load):
+    rows = load(write("x.jsonl", lines({"a": -(2**63), "b": 2**63})))
+    assert list(rows) == [{"a": -(2**63), "b": 2**63}]
+    assert rows.features["a"].dtype == "int64"
+
+
+def test_a_cell_may_be_longer_than_the_default_limit_of_python(write, load):
+    assert len(load(write("x.csv", "a\n" + "x" * 200_000 + "\n"))[0]["a"]) == 200_000
+
+
 def test_a_missing_key_becomes_none(write, load):
     assert list(load(write("x.jsonl", '{"a": 1}\n{"b": "x"}\n'))) == [
         {"a": 1, "b": None},
@@ -313,6 +323,12 @@ def test_a_damaged_file_is_refused_with_file_and_line(write, load, name, content
         load(write(name, content))
 
 
+def test_only_the_last_line_may_be_truncated(write, load):
+    with pytest.raises(ConfigError) as refused:
+        load(write("x.jsonl", '{"a": \n{"a": 1}\n'))
+    assert "truncated" not in str(refused.value)
+
+
 def test_a_refused_file_leaves_nothing_in_the_cache(write, load, cache):
     with pytest.raises(ConfigError):
         load(write("x.jsonl", '{"a": 1}\n{'))
@@ -357,6 +373,16 @@ def test_a_missing_file_names_a_similar_one(write, load):
         load(path.with_name("trian.jsonl"))
     with pytest.raises(ConfigError, match=r"no file matches .*\*.csv"):
         load(path.with_name("*.csv"))
+
+
+def test_a_missing_relative_path_is_no_name_on_the_hub(write, load, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    write("d/train.jsonl", lines(*ROWS))
+    with pytest.raises(ConfigError, match=r"no such file or folder; did you mean d/train.jsonl\?"):
+        load("d/trian.jsonl")
+    with pytest.raises(ConfigError, match=r"no such file or folder \(looked in"):
+        load(tmp_path / "gone" / "folder")
 
 
 def test_a_file_of_unknown_type_names_the_known_ones(write, load):
