@@ -1,6 +1,7 @@
 """A conversation has the template's own tokens; each assistant message is trained once, and nothing else."""
 
 import json
+import logging
 
 import pytest
 from hypothesis import given, settings
@@ -252,6 +253,23 @@ def test_an_unknown_token_is_not_an_end_mark():
     [sequence] = tokenize_messages(tokenizer, messages)
     assert tokenizer.decode(sequence.input_ids).split() == ["so", "<eos>", *["add", "<unk>", "<eos>"] * 2][:-1]
     assert sequence.loss_mask == [False] * 2 + [True] * 5
+
+
+def test_the_first_character_of_a_question_is_not_trained():
+    # Its tokens have the same offsets.
+    bare = train_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}", special=("<eos>",), eos="<eos>")
+    [sequence] = tokenize_messages(bare, [user("🙂"), assistant("hello")])
+    assert trained_texts(bare, sequence) == ["hello"]
+    assert len(sequence.input_ids) > 2
+
+
+def test_a_conversation_longer_than_the_model_reads_is_no_warning(monkeypatch, caplog):
+    # Whoever cuts the sequences knows.
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    tokenizer = train_tokenizer(CHATML, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
+    tokenizer.model_max_length = 2
+    tokenize_messages(tokenizer, [user("so"), assistant("hello")])
+    assert caplog.text == ""
 
 
 def test_a_sequence_has_one_bos_and_never_trains_its_first_token():

@@ -312,6 +312,19 @@ def test_a_prompt_holds_the_frames_of_its_video(processor: Any) -> None:
     assert prompt.input_ids.count(VIDEO_ID) == 4
 
 
+def test_a_prompt_with_images_needs_a_processor_and_is_not_truncated(processor: Any) -> None:
+    row = {"prompt": "<image>?", "images": [picture()]}
+    template = {"chat_template": processor.chat_template}
+    text_only = PromptEncoder(DatasetConfig(path="", apply_chat_template_kwargs=template), processor.tokenizer)
+    with pytest.raises(ConfigError, match="the row has images or videos, which runs do not read: remove them"):
+        text_only.encode(row)
+    encoder = PromptEncoder(
+        DatasetConfig(path="", max_prompt_length=3, truncation="left"), processor.tokenizer, processor
+    )
+    with pytest.raises(ValueError, match="max_prompt_length is 3, and images cannot be truncated"):
+        encoder.forms(encoder.encode(row))
+
+
 def test_an_image_row_has_positions_on_three_axes(tmp_path: Path, processor: Any) -> None:
     """V11, V13: the model places padded tokens as the dataset does."""
     from areal_lite.api.config import DatasetConfig

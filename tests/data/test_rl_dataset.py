@@ -148,6 +148,8 @@ def test_the_tokenizer_adds_no_special_tokens_to_those_of_the_template(write, co
     path = write(*prompts("hi"))
     items = [RLHFDataset(path, each, config())[0] for each in (eager, tokenizer)]
     assert items[0]["raw_prompt_ids"] == items[1]["raw_prompt_ids"]
+    as_they_are = [RLHFDataset(path, each, config(apply_chat_template=False))[0] for each in (eager, tokenizer)]
+    assert as_they_are[0]["raw_prompt_ids"] == as_they_are[1]["raw_prompt_ids"]
 
 
 @pytest.mark.parametrize("truncation", ["left", "right", "middle"])

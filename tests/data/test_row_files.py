@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from areal_lite.api.config import DatasetConfig
 from areal_lite.data.rows.load_rows import load_rows
-from areal_lite.data.rows.row_files import load_dataset
+from areal_lite.data.rows.row_files import load_dataset, place_of_row
 from areal_lite.errors import ConfigError, StorageError
 
 
@@ -51,7 +51,7 @@ ROWS = [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
 
 
 def parquet(path, rows=ROWS):
-    pa.parquet.write_table(pa.Table.from_pylist(rows), path)
+    pa.parquet.write_table(rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows), path)
     return path
 
 
@@ -367,6 +367,31 @@ def test_files_with_different_types_are_widened_or_both_named(tmp_path, write, l
         load([whole, write("c.jsonl", lines({"p": "x"}))])
 
 
+def test_types_are_widened_only_where_files_differ(tmp_path, load):
+    same = [parquet(tmp_path / f"{n}.parquet", pa.table({"p": pa.array([n], pa.int32())})) for n in (1, 2)]
+    assert load(same).features["p"].dtype == "int32"
+    texts = [
+        parquet(tmp_path / f"{t}.parquet", pa.table({"p": pa.array(["x"], t)})) for t in (pa.utf8(), pa.large_utf8())
+    ]
+    assert load(texts)["p"][:] == ["x", "x"]
+
+
+def test_of_several_columns_the_one_that_differs_is_named(tmp_path, write, load):
+    first = parquet(tmp_path / "a.parquet", [{"same": 1, "none": None, "p": 1}])
+    with pytest.raises(ConfigError, match="b.jsonl: column 'p' is a text"):
+        load([first, write("b.jsonl", lines({"same": 1, "none": "x", "p": "x"}))])
+
+
+def test_the_place_of_a_row_is_its_first_in_the_text_files(tmp_path, cache, write, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    paths = [str(parquet(tmp_path / "a.parquet")), write("x.jsonl", lines(*ROWS)).as_uri()]
+    place = place_of_row(paths, ROWS[1], cache_dir=str(cache))
+    assert place.endswith("-x.jsonl, line 2")
+    assert place.startswith(str(cache))
+    assert place_of_row(paths, {"a": 1, "b": "y"}, cache_dir=str(cache)) == ""
+    assert not (tmp_path / "home").exists()
+
+
 def test_a_missing_file_names_a_similar_one(write, load):
     path = write("train.jsonl", lines(*ROWS))
     with pytest.raises(ConfigError, match=r"no such file or folder; did you mean .*train.jsonl\?"):
@@ -440,7 +465,7 @@ def test_a_cache_that_is_full_or_not_writable_is_an_error_that_names_it(tmp_path
     if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", cache], capture_output=True).returncode:
         pytest.skip("mounting needs root")
     try:
-        for path in (text, table):
+        for path in (text, table, text.as_uri()):
             with pytest.raises(StorageError, match=f"the cache {cache}.* cannot be written: .*or set cache_dir"):
                 load(path)
     finally:
@@ -449,11 +474,13 @@ def test_a_cache_that_is_full_or_not_writable_is_an_error_that_names_it(tmp_path
 
 def test_loading_prints_nothing_and_restores_progress_bars(tmp_path, load, capfd):
     datasets.enable_progress_bars()
+    level = datasets.logging.get_verbosity()
     load(parquet(tmp_path / "x.parquet"))
     with pytest.raises(ConfigError):
         load(arrow(tmp_path / "y.parquet"))
     assert capfd.readouterr() == ("", "")
     assert not datasets.are_progress_bars_disabled()
+    assert datasets.logging.get_verbosity() == level
 
 
 # --- load_rows
