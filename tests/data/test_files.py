@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 
-from areal_lite.data.files import cached_file, check_cache, write_whole
+from areal_lite.data.files import cached_file, check_cache, local_copies, write_whole
 from areal_lite.errors import StorageError
 
 
@@ -42,6 +44,20 @@ def test_a_cached_file_is_made_once_and_leaves_no_file_open(tmp_path: Path) -> N
     assert cached_file(path, lambda part: part.write_text("two") and None).read_text() == "one"
     assert names(path.parent) == ["file"]
     assert len(list(Path("/proc/self/fd").iterdir())) == len(opened)
+
+
+class Large(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """Files for which no disk has room."""
+
+    def get_file(self, *_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+
+def test_a_copy_for_which_there_is_no_room_is_an_error_of_the_cache(tmp_path: Path) -> None:
+    fsspec.register_implementation("large", Large, clobber=True)
+    with pytest.raises(StorageError, match="cannot be written: .*full: free disk space"):
+        local_copies("large://x.jsonl", tmp_path)
+    assert names(tmp_path / "files") == []
 
 
 @pytest.mark.parametrize(
