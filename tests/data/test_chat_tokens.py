@@ -1,6 +1,7 @@
 """A conversation has the template's own tokens; each assistant message is trained once, and nothing else."""
 
 import json
+import logging
 
 import pytest
 from hypothesis import given, settings
@@ -254,6 +255,23 @@ def test_an_unknown_token_is_not_an_end_mark():
     assert sequence.loss_mask == [False] * 2 + [True] * 5
 
 
+def test_the_first_character_of_a_question_is_not_trained():
+    # Its tokens have the same offsets.
+    bare = train_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}", special=("<eos>",), eos="<eos>")
+    [sequence] = tokenize_messages(bare, [user("🙂"), assistant("hello")])
+    assert trained_texts(bare, sequence) == ["hello"]
+    assert len(sequence.input_ids) > 2
+
+
+def test_a_conversation_longer_than_the_model_reads_is_no_warning(monkeypatch, caplog):
+    # Whoever cuts the sequences knows.
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    tokenizer = train_tokenizer(CHATML, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
+    tokenizer.model_max_length = 2
+    tokenize_messages(tokenizer, [user("so"), assistant("hello")])
+    assert caplog.text == ""
+
+
 def test_a_sequence_has_one_bos_and_never_trains_its_first_token():
     for name in ("llama", "mistral"):
         tokenizer = family_tokenizer(name)
@@ -359,6 +377,29 @@ def test_an_end_mark_that_only_a_further_message_brings_is_trained_after_every_a
     for messages in ([user("so"), assistant("why")], [user("so"), assistant("why"), user("so"), assistant("why")]):
         [text] = trained(tokenizer, messages)
         assert text == "why<end>" * (len(messages) // 2)
+        assert tokenizer.decode(tokenize_messages(tokenizer, messages)[0].input_ids).endswith("<assistant>why<end>")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{{ '<assistant>' if add_generation_prompt or messages[-1].role == 'assistant' }}",
+        "{% for m in messages %}{{ '<assistant>' if not loop.first }}{{ m.content }}{% endfor %}"
+        "{{ '<assistant>' if add_generation_prompt }}",
+    ],
+)
+def test_the_header_of_the_next_message_is_no_end_mark(template):
+    tokenizer = train_tokenizer(template, special=("<user>", "<assistant>", "<eos>"), eos="<eos>")
+    assert trained(tokenizer, [user("so"), assistant("why")]) == ["why"]
+    assert trained(tokenizer, [user("so"), assistant("why"), user("so")]) == ["why"]
+
+
+def test_tools_that_the_template_does_not_render_are_an_error():
+    template = "{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}"
+    tokenizer = train_tokenizer(template, special=("<|im_end|>",), eos="<|im_end|>")
+    with pytest.raises(ConfigError, match="the chat template does not render tools.*tools_in_system_prompt"):
+        tokenize_messages(tokenizer, [user("so"), assistant("why")], TOOLS)
 
 
 OPENS = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")

@@ -15,7 +15,7 @@ class Counting(AbstractDataGenerator):
     """Makes one row at a time, holding the number of rows so far."""
 
     def generate(self, dataset):
-        return [{"prompt": f"new {len(dataset)}"}]
+        return [{self.config.prompt_key: f"new {len(dataset)}"}]
 
 
 class Scripted(AbstractDataGenerator):

@@ -55,6 +55,10 @@ def odd():
     return [{"n": 1}, 3]
 
 
+def unordered():
+    return {"a", "b"}
+
+
 def lazily():
     yield {"n": 1}
 
@@ -77,6 +81,8 @@ def test_max_samples_takes_the_first_rows_or_a_seeded_choice_in_order():
 
     assert some(shuffle=False) == [0, 1, 2, 3]
     assert some() == sorted(some()) != some(shuffle=False)
+    config = DatasetConfig(path=f"{__name__}.numbers", kwargs={"count": 100}, max_samples=4)
+    assert load_rows(config, seed=1) == load_rows(config) != load_rows(config, seed=2)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +93,7 @@ def test_max_samples_takes_the_first_rows_or_a_seeded_choice_in_order():
         ("numbers", {"count": 0}, "there are no rows"),
         ("odd", {}, "row 2: a number"),
         ("lazily", {}, "it returned a generator: it must return a list"),
+        ("unordered", {}, "it returned a set: it must return a list"),
         ("NOT_CALLABLE", {}, "it must be a function"),
         ("nombers", {"count": 1}, "did you mean .*numbers"),
     ],
@@ -103,6 +110,7 @@ def test_a_function_that_does_not_return_rows_says_why(name, kwargs, message):
         ({"kwargs": {"seed": 1, "size": 10}}, {"kwargs": {"seed": 10, "size": 5}}, True),
         ({"kwargs": {"seed": 1, "size": 10}}, {"kwargs": {"seed": 11, "size": 5}}, False),
         ({"kwargs": {"seed": 1}}, {"kwargs": {"seed": 500}}, True),
+        ({}, {"kwargs": {"seed": 500}}, False),
         (
             {"kwargs": {"seed": 1, "size": 10}, "max_samples": 2, "shuffle": False},
             {"kwargs": {"seed": 3}},

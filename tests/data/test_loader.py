@@ -179,6 +179,15 @@ def test_a_thread_loads_one_batch_ahead_but_only_batches_handed_out_count():  # 
         assert ahead.state_dict() == plain.state_dict()
 
 
+def test_by_default_rows_are_loaded_in_this_thread():
+    class Watched(list):
+        def __getitem__(self, index):
+            return threading.get_ident()
+
+    loader = ResumableLoader(Watched(range(4)), batch_size=2, collate_fn=set)
+    assert list(loader) == [{threading.get_ident()}] * 2
+
+
 def test_a_loader_restored_after_the_last_batch_ends_at_once():  # V20
     loader = make(rows=6, batch_size=3)
     iteration = iter(loader)

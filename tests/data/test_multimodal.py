@@ -6,6 +6,7 @@ import base64
 import copy
 import io
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -18,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
 
 from areal_lite.api.config import DatasetConfig
 from areal_lite.data.chat.prompt_encoder import PromptEncoder
@@ -248,6 +250,12 @@ def test_an_image_that_cannot_be_downloaded_is_named(server: str) -> None:
         load_images([f"{server}/gone.png"])
 
 
+def test_images_without_pillow_are_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ConfigError, match="images need pillow: pip install pillow"):
+        load_images([b""])
+
+
 def test_a_video_is_a_list_of_frames() -> None:
     array = np.stack([np.full((4, 6, 3), n, np.uint8) for n in range(3)])
     first, second = load_videos([[picture(), png()], array])
@@ -273,6 +281,15 @@ def test_the_processor_writes_as_many_placeholders_as_there_are_patches(processo
     assert all(isinstance(value, torch.Tensor) for value in inputs.values())
 
 
+def test_the_processor_adds_no_special_tokens_to_those_of_the_text() -> None:
+    eager = build_tiny_processor()
+    eager.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    assert eager.tokenizer("a")["input_ids"][0] == 0
+    assert processor_inputs(eager, "<|image_pad|>", [picture()], [])["input_ids"].tolist() == [[IMAGE_ID] * 2]
+
+
 def test_inputs_that_the_processor_rejects_are_an_error(processor: Any) -> None:
     with pytest.raises(ConfigError, match="rejects a text with 1 images and 0 videos: .*"):
         processor_inputs(processor, "no placeholder", [picture()], [])
@@ -293,6 +310,19 @@ def test_a_prompt_holds_the_frames_of_its_video(processor: Any) -> None:
     assert [frame.getpixel((0, 0)) for frame in prompt.multi_modal_data["video"][0]] == [RED] * 4
     assert prompt.multi_modal_inputs["video_grid_thw"].tolist() == [[2, 2, 4]]
     assert prompt.input_ids.count(VIDEO_ID) == 4
+
+
+def test_a_prompt_with_images_needs_a_processor_and_is_not_truncated(processor: Any) -> None:
+    row = {"prompt": "<image>?", "images": [picture()]}
+    template = {"chat_template": processor.chat_template}
+    text_only = PromptEncoder(DatasetConfig(path="", apply_chat_template_kwargs=template), processor.tokenizer)
+    with pytest.raises(ConfigError, match="the row has images or videos, which runs do not read: remove them"):
+        text_only.encode(row)
+    encoder = PromptEncoder(
+        DatasetConfig(path="", max_prompt_length=3, truncation="left"), processor.tokenizer, processor
+    )
+    with pytest.raises(ValueError, match="max_prompt_length is 3, and images cannot be truncated"):
+        encoder.forms(encoder.encode(row))
 
 
 def test_an_image_row_has_positions_on_three_axes(tmp_path: Path, processor: Any) -> None:

@@ -101,3 +101,4 @@ def test_padding_to_a_length_is_on_the_right_by_default():
 def test_positions_count_tokens_and_right_padding_repeats_the_last(mask, positions):
     # V16, V-B1
     assert compute_position_id_with_mask(torch.tensor([mask])).tolist() == [positions]
+    assert compute_position_id_with_mask(torch.tensor(mask)).tolist() == positions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ from PIL import Image
 from torch import Tensor
 
 from areal_lite.api.config import DatasetConfig
+from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.training_batch import check_training_batch
 from areal_lite.data.source.sample import Sample
 from areal_lite.data.vision.multimodal import concatenate_inputs
-from areal_lite.data.vision.qwen2_5_vlm_packer import Qwen2_5_VLM_DataPacker
+from areal_lite.data.vision.qwen2_5_vlm_packer import Qwen2_5_VLM_DataPacker, expand_placeholders
 from areal_lite.errors import ConfigError
 from tests.fixtures.tiny_vlm import IMAGE_ID, VIDEO_ID, build_tiny_processor, build_tiny_vlm
 
@@ -134,8 +136,21 @@ def test_ids_and_text_follow_the_expanded_prompt(packer: Qwen2_5_VLM_DataPacker,
     trained = packer.get_policy_input(row, output, n_ignore_prefix_tokens=2)
     assert np.count_nonzero(trained.input_ids == IMAGE_ID) == 6
     assert trained.num_trained_tokens == 3
-    same = packer.get_policy_input(Sample(prompt=row), output)
+    sample = Sample(prompt=row)
+    sample.reward = 0.5
+    same = packer.get_policy_input(sample, output)
     assert trained.input_ids.tolist() == same.input_ids.tolist()
+    assert (trained.reward, same.reward) == (0.0, 0.5)
+
+
+def test_each_of_two_placeholders_side_by_side_is_expanded_to_the_size_of_its_image() -> None:
+    ids = np.array([7, IMAGE_ID, 7, IMAGE_ID])
+    grids = {"image_grid_thw": torch.tensor([[1, 3, 3], [1, 6, 3]])}
+    sequence = TokenSequence(input_ids=ids, loss_mask=np.zeros(4, bool), multi_modal_inputs=grids)
+    merging = SimpleNamespace(
+        image_processor=SimpleNamespace(merge_size=3), image_token_id=IMAGE_ID, video_token_id=VIDEO_ID
+    )
+    assert expand_placeholders(sequence, merging).input_ids.tolist() == [7, IMAGE_ID, 7, IMAGE_ID, IMAGE_ID]
 
 
 def test_a_placeholder_the_policy_sampled_is_refused(packer: Qwen2_5_VLM_DataPacker) -> None:

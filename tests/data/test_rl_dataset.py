@@ -148,6 +148,8 @@ def test_the_tokenizer_adds_no_special_tokens_to_those_of_the_template(write, co
     path = write(*prompts("hi"))
     items = [RLHFDataset(path, each, config())[0] for each in (eager, tokenizer)]
     assert items[0]["raw_prompt_ids"] == items[1]["raw_prompt_ids"]
+    as_they_are = [RLHFDataset(path, each, config(apply_chat_template=False))[0] for each in (eager, tokenizer)]
+    assert as_they_are[0]["raw_prompt_ids"] == as_they_are[1]["raw_prompt_ids"]
 
 
 @pytest.mark.parametrize("truncation", ["left", "right", "middle"])
@@ -343,6 +345,16 @@ def test_rows_of_a_function_are_filtered_too(config, tokenizer):
     assert dataset.rows == prompts("a")
 
 
+def uneven():
+    return prompts("a") + [{"promt": "b"}]
+
+
+def test_a_row_without_the_column_is_an_error_with_its_number(config, tokenizer):
+    dataset = RLHFDataset(f"{__name__}.uneven", tokenizer, config())
+    with pytest.raises(ConfigError, match=r"row 1: .*no column 'prompt'.*did you mean 'promt'"):
+        dataset[1]
+
+
 # --- which class
 
 
@@ -374,6 +386,16 @@ def test_the_default_is_rows_with_prompts_and_max_samples_limits_them(write, con
         assert list(dataset.rows) == prompts("a", "b")
     assert len(create_rl_dataset(path, config(), None, None)) == 3
     assert len(create_rl_dataset(path, config(max_samples=1), None, None)) == 1
+
+
+def test_without_a_seed_the_rows_are_those_of_seed_1(write, config):
+    path, settings = write(*prompts(*"abcdefghij")), config(max_samples=3, datagen=named("Generator"))
+    for make in (
+        lambda **seed: RLHFDataset(path, None, settings, **seed),
+        lambda **seed: DynamicGenDataset(path, None, settings, **seed),
+        lambda **seed: create_rl_dataset(path, settings, None, None, **seed),
+    ):
+        assert list(make().rows) == list(make(seed=1).rows) != list(make(seed=2).rows)
 
 
 def test_a_users_class_takes_precedence_over_a_generator(config):

@@ -151,6 +151,15 @@ def test_video_positions_follow_seconds_if_known() -> None:
     assert positions[0].tolist() == [0, 2, 5]
 
 
+def test_a_second_of_video_is_two_positions_by_default() -> None:
+    """As in the published Qwen2.5-VL models."""
+    inputs = {"video_grid_thw": torch.tensor([[3, 2, 2]]), "second_per_grid_ts": torch.tensor([1.5])}
+    ids = torch.full((3,), VIDEO_ID)
+    positions = multimodal_position_ids(processor_of("Qwen2_5_VL"), ids, torch.ones_like(ids), inputs)
+    assert positions is not None
+    assert positions[1].tolist() == [0, 3, 6]
+
+
 @given(
     st.lists(
         st.tuples(st.booleans(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 3)),

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import logging
 import lzma
 import os
 import subprocess
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from areal_lite.api.config import DatasetConfig
 from areal_lite.data.rows.load_rows import load_rows
-from areal_lite.data.rows.row_files import load_dataset
+from areal_lite.data.rows.row_files import load_dataset, place_of_row
 from areal_lite.errors import ConfigError, StorageError
 
 
@@ -51,7 +52,7 @@ ROWS = [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
 
 
 def parquet(path, rows=ROWS):
-    pa.parquet.write_table(pa.Table.from_pylist(rows), path)
+    pa.parquet.write_table(rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows), path)
     return path
 
 
@@ -227,6 +228,16 @@ def test_integers_floats_and_nulls_may_share_a_column(write, load):
     assert [type(v) for v in load(write("y.jsonl", lines({"a": 1}, {"a": 2.5})))["a"]] == [int, float]
 
 
+def test_integers_have_64_bits_and_larger_ones_stay_exact(write, load):
+    rows = load(write("x.jsonl", lines({"a": -(2**63), "b": 2**63})))
+    assert list(rows) == [{"a": -(2**63), "b": 2**63}]
+    assert rows.features["a"].dtype == "int64"
+
+
+def test_a_cell_may_be_longer_than_the_default_limit_of_python(write, load):
+    assert len(load(write("x.csv", "a\n" + "x" * 200_000 + "\n"))[0]["a"]) == 200_000
+
+
 def test_a_missing_key_becomes_none(write, load):
     assert list(load(write("x.jsonl", '{"a": 1}\n{"b": "x"}\n'))) == [
         {"a": 1, "b": None},
@@ -313,6 +324,12 @@ def test_a_damaged_file_is_refused_with_file_and_line(write, load, name, content
         load(write(name, content))
 
 
+def test_only_the_last_line_may_be_truncated(write, load):
+    with pytest.raises(ConfigError) as refused:
+        load(write("x.jsonl", '{"a": \n{"a": 1}\n'))
+    assert "truncated" not in str(refused.value)
+
+
 def test_a_refused_file_leaves_nothing_in_the_cache(write, load, cache):
     with pytest.raises(ConfigError):
         load(write("x.jsonl", '{"a": 1}\n{'))
@@ -351,12 +368,47 @@ def test_files_with_different_types_are_widened_or_both_named(tmp_path, write, l
         load([whole, write("c.jsonl", lines({"p": "x"}))])
 
 
+def test_types_are_widened_only_where_files_differ(tmp_path, load):
+    same = [parquet(tmp_path / f"{n}.parquet", pa.table({"p": pa.array([n], pa.int32())})) for n in (1, 2)]
+    assert load(same).features["p"].dtype == "int32"
+    texts = [
+        parquet(tmp_path / f"{t}.parquet", pa.table({"p": pa.array(["x"], t)})) for t in (pa.utf8(), pa.large_utf8())
+    ]
+    assert load(texts)["p"][:] == ["x", "x"]
+
+
+def test_of_several_columns_the_one_that_differs_is_named(tmp_path, write, load):
+    first = parquet(tmp_path / "a.parquet", [{"same": 1, "none": None, "p": 1}])
+    with pytest.raises(ConfigError, match="b.jsonl: column 'p' is a text"):
+        load([first, write("b.jsonl", lines({"same": 1, "none": "x", "p": "x"}))])
+
+
+def test_the_place_of_a_row_is_its_first_in_the_text_files(tmp_path, cache, write, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    paths = [str(parquet(tmp_path / "a.parquet")), write("x.jsonl", lines(*ROWS)).as_uri()]
+    place = place_of_row(paths, ROWS[1], cache_dir=str(cache))
+    assert place.endswith("-x.jsonl, line 2")
+    assert place.startswith(str(cache))
+    assert place_of_row(paths, {"a": 1, "b": "y"}, cache_dir=str(cache)) == ""
+    assert not (tmp_path / "home").exists()
+
+
 def test_a_missing_file_names_a_similar_one(write, load):
     path = write("train.jsonl", lines(*ROWS))
     with pytest.raises(ConfigError, match=r"no such file or folder; did you mean .*train.jsonl\?"):
         load(path.with_name("trian.jsonl"))
     with pytest.raises(ConfigError, match=r"no file matches .*\*.csv"):
         load(path.with_name("*.csv"))
+
+
+def test_a_missing_relative_path_is_no_name_on_the_hub(write, load, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    write("d/train.jsonl", lines(*ROWS))
+    with pytest.raises(ConfigError, match=r"no such file or folder; did you mean d/train.jsonl\?"):
+        load("d/trian.jsonl")
+    with pytest.raises(ConfigError, match=r"no such file or folder \(looked in"):
+        load(tmp_path / "gone" / "folder")
 
 
 def test_a_file_of_unknown_type_names_the_known_ones(write, load):
@@ -421,13 +473,18 @@ def test_a_cache_that_is_full_or_not_writable_is_an_error_that_names_it(tmp_path
         subprocess.run(["umount", cache], check=True)
 
 
-def test_loading_prints_nothing_and_restores_progress_bars(tmp_path, load, capfd):
+def test_loading_prints_nothing_and_restores_progress_bars(tmp_path, load, capfd, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("datasets"), "propagate", True)
     datasets.enable_progress_bars()
+    level = datasets.logging.get_verbosity()
     load(parquet(tmp_path / "x.parquet"))
-    with pytest.raises(ConfigError):
-        load(arrow(tmp_path / "y.parquet"))
+    for damaged in (arrow(tmp_path / "y.parquet"), parquet(tmp_path / "y.arrow")):
+        with pytest.raises(ConfigError):
+            load(damaged)
+    assert caplog.text == ""
     assert capfd.readouterr() == ("", "")
     assert not datasets.are_progress_bars_disabled()
+    assert datasets.logging.get_verbosity() == level
 
 
 # --- load_rows

@@ -49,6 +49,8 @@ def test_the_order_depends_only_on_seed_and_epoch():  # R9, R-B16
     np.random.seed(5)
     torch.manual_seed(5)
     assert epoch_order(100, seed=1, epoch=0) == first
+    assert epoch_order(100, seed=1 - 2**64, epoch=0) == first  # a seed counts modulo 2**64, and no less
+    assert epoch_order(100, seed=1 + 2**63, epoch=0) != first != epoch_order(100, seed=129, epoch=0)
     others = [epoch_order(100, seed=1, epoch=1), epoch_order(100, seed=2, epoch=0), range(100)]
     assert all(list(other) != first for other in others)
 

@@ -47,10 +47,9 @@ def drops_tools(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> bool:
 
     The answer is cached per tokenizer, template and ``template_kwargs``.
     """
-    template = getattr(tokenizer, "chat_template", None)
     return _drops_tools(
         tokenizer,
-        template if isinstance(template, str) else repr(template),
+        repr(getattr(tokenizer, "chat_template", None)),
         orjson.dumps(template_kwargs, option=orjson.OPT_NON_STR_KEYS, default=str) if template_kwargs else b"{}",
     )
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 import logging
 import multiprocessing
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -124,13 +124,13 @@ class ResumableLoader:
         """
         self._iteration = mine = object()
         rows: Any = self._dataset
-        position = np.random.SeedSequence([self._seed % 2**64, self._epoch, self._batches])
+        position = random.Random(f"{self._seed} {self._epoch} {self._batches}")
         loader = DataLoader[Any](
             rows,
             batch_sampler=BatchSampler(self._indices(), self._batch_size, self._drop_last),
             collate_fn=self._collate_fn,
             # By default torch draws the workers' seeds from the global state that training uses too.
-            generator=torch.Generator().manual_seed(int(position.generate_state(1)[0])),
+            generator=torch.Generator().manual_seed(position.getrandbits(63)),
             num_workers=self._num_workers,
             multiprocessing_context=_worker_context() if self._num_workers else None,
         )

@@ -176,7 +176,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         if isinstance(row, str | list):  # a prompt without columns
             return
         if key not in row:
-            close = difflib.get_close_matches(key, row, 1)
+            close = difflib.get_close_matches(key, row)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(
                 f"dataset {self.config.path}: no column {key!r} ({setting}); the columns are {sorted(row)}{hint}"

@@ -134,7 +134,7 @@ def _source(path: str, cache: Path) -> _Source:
 
 def _missing(path: Path) -> ConfigError:
     names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, names, 1)
+    close = difflib.get_close_matches(path.name, names)
     hint = f"; did you mean {path.with_name(close[0])}?" if close else f" (looked in {Path.cwd()})"
     return ConfigError(f"dataset {path}: no such file or folder{hint}")
 

@@ -162,7 +162,7 @@ def _type(value: Any) -> str:
             return "string"
         case bool():
             return "bool"
-        case int() if -(1 << 63) <= value < 1 << 63:
+        case int() if value < 1 << 63:  # none is below -(1 << 63)
             return "int64"
         case float():
             return "float64"
@@ -265,7 +265,7 @@ def _csv_rows(path: Path, compression: str) -> Iterator[tuple[str, Row]]:
 
 
 def _csv_cells(path: Path, compression: str) -> Iterator[tuple[str, dict[str, str]]]:
-    csv.field_size_limit(1 << 30)  # the default limit is 128 KiB
+    csv.field_size_limit(1_000_000_000)  # the default limit is 128 KiB
     with io.TextIOWrapper(_open(path, compression), encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, strict=True)
         header = next(reader, [])
