@@ -38,6 +38,7 @@ RECORD = ROOT / "build" / "mutants.json"
 KILLED = ROOT / "build" / "mutants_killed.json"
 TESTS = "agents api data e2e infra launch replay trainer verify workflows"
 ELSEWHERE = {
+    "areal_lite/data/hub_name.py": "tests/data/test_hub_name.py",
     "areal_lite/infra/worker_process.py": "tests/infra/test_workers.py",
     "areal_lite/infra/dump_writer.py": "tests/infra/test_trajectory_dumper.py",
     "areal_lite/trainer/sharding.py": "tests/trainer/test_distributed.py",

@@ -30,9 +30,8 @@ def _load(path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:  # transformers raises many types for a missing or broken folder
-        reason = str(error).strip().split("\n", 1)[0]
         raise ConfigError(
-            f"no tokenizer can be loaded from {path!r} ({reason}): name a folder with tokenizer.json and "
+            f"no tokenizer can be loaded from {path!r} ({_first_line(error)}): name a folder with tokenizer.json and "
             "tokenizer_config.json, such as the model's"
         ) from error
 
@@ -54,9 +53,8 @@ def load_processor(path: str) -> Any:
         try:
             return AutoProcessor.from_pretrained(path)  # type: ignore[no-untyped-call]
         except Exception as error:  # as for tokenizers
-            reason = str(error).strip().split("\n", 1)[0]
             raise ConfigError(
-                f"the processor of {path!r} cannot be loaded ({reason}): pip install pillow torchvision, or remove "
+                f"the processor of {path!r} cannot be loaded ({_first_line(error)}): pip install pillow torchvision, or remove "
                 "its preprocessor_config.json to use only text"
             ) from error
 
@@ -69,8 +67,11 @@ def model_type(path: str) -> str:
         try:
             config, _ = PretrainedConfig.get_config_dict(path)
         except Exception as error:  # as for tokenizers
-            reason = str(error).strip().split("\n", 1)[0]
             raise ConfigError(
-                f"no model config can be read from {path!r} ({reason}): name a folder with config.json"
+                f"no model config can be read from {path!r} ({_first_line(error)}): name a folder with config.json"
             ) from error
     return str(config.get("model_type", ""))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
