@@ -54,8 +54,8 @@ def load_processor(path: str) -> Any:
             return AutoProcessor.from_pretrained(path)  # type: ignore[no-untyped-call]
         except Exception as error:  # as for tokenizers
             raise ConfigError(
-                f"the processor of {path!r} cannot be loaded ({_first_line(error)}): pip install pillow torchvision, or remove "
-                "its preprocessor_config.json to use only text"
+                f"the processor of {path!r} cannot be loaded ({_first_line(error)}): pip install pillow torchvision, "
+                "or remove its preprocessor_config.json to use only text"
             ) from error
 
 
