@@ -219,50 +219,55 @@ class _Tokens:
 
 
 class _Piece(NamedTuple):
-    """``b`` bins padded to the longest, of ``l`` tokens."""
+    """Bins padded to the longest."""
 
+    bins: int
+    length: int
+    """Tokens of the longest."""
     places: Tensor | slice
-    """``[b * l]``, the token at each place; where padding is, any token."""
+    """``[bins * length]``, the token at each place; where padding is, any token."""
     used: Tensor | slice
     """The places that are not padding."""
     tokens: Tensor | slice
     """The tokens at those places."""
-    mask: Tensor
-    """``[b, 1, l, l]``, added to the scores."""
+    mask: Tensor | None
+    """``[bins, 1, length, length]``, added to the scores; None for long bins, if a token sees all before it."""
 
     @classmethod
     def of(cls, starts: NDArray[np.int64], seen: Tensor | None) -> _Piece:
         lengths = np.diff(starts)
         bins, longest = len(lengths), int(lengths.max())
-        if seen is None:
+        mask = None
+        if seen is None and longest <= _PRODUCTS:
             seen = torch.ones(longest, longest, dtype=torch.bool).tril().expand(bins, 1, -1, -1)
-        seen = seen[..., :longest, :longest]
-        mask = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+        if seen is not None:
+            seen = seen[..., :longest, :longest]
+            mask = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
         if lengths.min() == longest:
             tokens = slice(*starts[[0, -1]].tolist())
-            return cls(tokens, slice(None), tokens, mask)
+            return cls(bins, longest, tokens, slice(None), tokens, mask)
         places = torch.from_numpy((starts[:-1, None] + np.arange(longest)).clip(max=starts[-1] - 1).ravel())
         used = torch.from_numpy(np.flatnonzero(np.arange(longest) < lengths[:, None]))
-        return cls(places, used, places[used], mask)
+        return cls(bins, longest, places, used, places[used], mask)
 
     def take(self, rows: Tensor) -> Tensor:
-        """Return ``[b, heads, l, width]`` of ``[T, heads, width]``."""
+        """Return ``[bins, heads, length, width]`` of ``[T, heads, width]``."""
         return self._heads(rows[self.places])
 
     def take_gradient(self, rows: Tensor) -> Tensor:
         """Do as :meth:`take`, with 0 where padding is."""
         if isinstance(self.used, slice):
             return self.take(rows)
-        padded = rows.new_zeros(len(self.mask) * self.mask.shape[-1], *rows.shape[1:])
+        padded = rows.new_zeros(self.bins * self.length, *rows.shape[1:])
         padded[self.used] = rows[self.tokens]
         return self._heads(padded)
 
     def put(self, rows: Tensor, heads: Tensor) -> None:
-        """Write ``[b, heads, l, width]`` back to ``[T, heads, width]``."""
+        """Write ``[bins, heads, length, width]`` back to ``[T, heads, width]``."""
         rows[self.tokens] = heads.transpose(1, 2).flatten(0, 1)[self.used].to(rows.dtype)
 
     def _heads(self, padded: Tensor) -> Tensor:
-        return padded.view(len(self.mask), -1, *padded.shape[1:]).transpose(1, 2)
+        return padded.view(self.bins, -1, *padded.shape[1:]).transpose(1, 2)
 
 
 class _Attention(torch.autograd.Function):
@@ -297,27 +302,27 @@ class _Attention(torch.autograd.Function):
 
 
 def _way(piece: _Piece) -> type[_Products] | type[_Kernel]:
-    return _Products if piece.mask.shape[-1] <= _PRODUCTS else _Kernel
+    return _Products if piece.length <= _PRODUCTS else _Kernel
 
 
 class _Kernel:
     """Attention of long bins, by torch's kernel."""
 
     @staticmethod
-    def read(heads: Tensor, mask: Tensor, keys: int, scale: float) -> tuple[Tensor, Tensor]:
+    def read(heads: Tensor, mask: Tensor | None, keys: int, scale: float) -> tuple[Tensor, Tensor]:
         """Return what is read ``[b, queries, l, width]`` and the normalizer, from ``[b, queries + 2 * keys, ...]``."""
         read, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *_Kernel._repeated(heads, keys), attn_mask=mask, scale=scale
+            *_Kernel._repeated(heads, keys), is_causal=mask is None, attn_mask=mask, scale=scale
         )
         return read, normalizer
 
     @staticmethod
     def gradient(
-        grad: Tensor, heads: Tensor, read: Tensor, normalizer: Tensor, mask: Tensor, keys: int, scale: float
+        grad: Tensor, heads: Tensor, read: Tensor, normalizer: Tensor, mask: Tensor | None, keys: int, scale: float
     ) -> Tensor:
         """Return the gradient of ``heads``."""
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, *_Kernel._repeated(heads, keys), read, normalizer, 0.0, False, attn_mask=mask, scale=scale
+            grad, *_Kernel._repeated(heads, keys), read, normalizer, 0.0, mask is None, attn_mask=mask, scale=scale
         )
         sums = [part.unflatten(1, (keys, -1)).sum(2) for part in parts[1:]]  # of the queries that share a key
         return torch.cat([parts[0], *sums], 1)
@@ -335,8 +340,9 @@ class _Products:
     """Attention of short bins in whole matrices, three times as fast; weights are kept, so memory is quadratic."""
 
     @staticmethod
-    def read(heads: Tensor, mask: Tensor, keys: int, scale: float) -> tuple[Tensor, Tensor]:
+    def read(heads: Tensor, mask: Tensor | None, keys: int, scale: float) -> tuple[Tensor, Tensor]:
         """Return what is read ``[b, queries, l, width]`` and the weights, from ``[b, queries + 2 * keys, ...]``."""
+        assert mask is not None
         query, key, value = _Products._by_key(heads, keys)
         scores = torch.bmm(query.float() * scale, key.float().transpose(1, 2))
         weights = scores.view(len(mask), -1, *mask.shape[2:]).add_(mask).softmax(-1).to(heads.dtype)
@@ -345,9 +351,10 @@ class _Products:
 
     @staticmethod
     def gradient(
-        grad: Tensor, heads: Tensor, read: Tensor, weights: Tensor, mask: Tensor, keys: int, scale: float
+        grad: Tensor, heads: Tensor, read: Tensor, weights: Tensor, mask: Tensor | None, keys: int, scale: float
     ) -> Tensor:
         """Return the gradient of ``heads``."""
+        assert mask is not None
         query, key, value = _Products._by_key(heads, keys)
         below, weights = grad.reshape(query.shape), weights.view(*query.shape[:2], -1)
         scaled = below.float() * scale

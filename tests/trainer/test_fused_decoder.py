@@ -118,10 +118,10 @@ def test_pieces_hold_each_bin_once_and_as_many_scores_as_fit(monkeypatch: pytest
     monkeypatch.setattr(fused_decoder, "_SCORES", 2 * 4 * 12**2)
     angles = torch.zeros(50, 8)
     tokens = fused_decoder._Tokens(angles, angles, [12, 11, 9, 9, 9], None, queries=4)
-    assert [piece.mask.shape for piece in tokens.pieces] == [(2, 1, 12, 12), (3, 1, 9, 9)]
+    assert [(piece.bins, piece.length) for piece in tokens.pieces] == [(2, 12), (3, 9)]
     rows = torch.zeros(50, 1, 1)
     for number, piece in enumerate(tokens.pieces, 1):
-        piece.put(rows, torch.full((len(piece.mask), 1, piece.mask.shape[-1], 1), number) + piece.take(rows))
+        piece.put(rows, torch.full((piece.bins, 1, piece.length, 1), number) + piece.take(rows))
     assert rows.flatten().tolist() == [1] * 23 + [2] * 27
 
 
@@ -134,7 +134,7 @@ def test_a_piece_is_one_bin_or_fits_and_the_next_bin_would_not(lengths: list[int
         pieces = fused_decoder._Tokens(angles, angles, lengths, None, queries=2).pieces
     first = 0
     for piece in pieces:
-        bins, _, longest, _ = piece.mask.shape
+        bins, longest = piece.bins, piece.length
         assert longest == max(lengths[first : first + bins])
         assert bins == 1 or 2 * bins * longest**2 <= most
         first += bins
@@ -149,6 +149,7 @@ def test_bins_of_the_longest_length_for_products_take_them() -> None:
         angles = torch.zeros(length, 8)
         (piece,) = fused_decoder._Tokens(angles, angles, [length], None, queries=2).pieces
         assert fused_decoder._way(piece) is way
+        assert (piece.mask is None) is (way is fused_decoder._Kernel), "a mask of a long bin takes quadratic memory"
 
 
 def test_weights_that_stay_the_same_are_rounded_once() -> None:
