@@ -355,7 +355,8 @@ def test_the_command_prints_its_address_and_ends_at_once_with_a_page_open(run: P
                 assert stream.readline() == b"data: 0\n"
                 process.send_signal(signal.SIGINT)
                 assert process.wait(20) == 130
-            assert process.stderr.read() == "stopping; signal again to stop at once\n"
+            # Nothing where the command ends before the thread that says it has run.
+            assert process.stderr.read() in ("", "stopping; signal again to stop at once\n")
         finally:
             process.kill()
 
