@@ -412,8 +412,9 @@ async def test_an_update_that_is_cancelled_loads_no_longer() -> None:
     setup = Setup()
     setup.requests.hangs = setup.server.url
     update = asyncio.create_task(setup.it.update_weights(WeightFolder("folder", 1)))
-    while not setup.requests.asked[LOAD]:
+    for _ in range(10):
         await asyncio.sleep(0)
+    assert setup.requests.asked[LOAD] == 1
     update.cancel()
     await asyncio.wait([update, *setup.it._others])
     assert update.cancelled() and not setup.it._updating
