@@ -416,7 +416,7 @@ async def test_an_update_that_is_cancelled_loads_no_longer() -> None:
         await asyncio.sleep(0)
     assert setup.requests.asked[LOAD] == 1
     update.cancel()
-    await asyncio.wait([update, *setup.it._others])
+    await asyncio.wait([update, *setup.it._others], timeout=5)
     assert update.cancelled() and not setup.it._updating
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
