@@ -704,6 +704,13 @@ def test_holds_nest_and_nobody_waits_for_a_server_meanwhile() -> None:
     assert client._must_stay(server)
 
 
+def test_a_router_looks_at_once_at_a_server_that_is_back() -> None:
+    client = EngineClient(InferenceEngineConfig(backend="sglang", addresses=["a:1"], router="r:1"))
+    assert client._router is not None and not client._router._wake.is_set()
+    client._on_change(client.pool.servers[0])
+    assert client._router._wake.is_set()
+
+
 def test_a_request_avoids_each_server_that_failed_it() -> None:
     servers, failures = [Server("a", 0), Server("b", 1)], engine_client._Failures(9)
     for server in (servers[0], servers[1], servers[0]):
