@@ -458,7 +458,7 @@ class EngineClient:
         if not ids:
             raise ConfigError("input_ids is empty: a prompt has at least one token")
         vocab_size = self._requests.limits.vocab_size  # an id beyond it ends an SGLang server
-        new = ids[num_accepted:] if num_accepted else ids
+        new = ids[num_accepted:]
         if set(map(type, new)) - {int} or min(new, default=0) < 0 or (vocab_size and max(new, default=0) >= vocab_size):
             bad = next(i for i in new if type(i) is not int or i < 0 or (vocab_size and i >= vocab_size))
             raise ConfigError(

@@ -25,7 +25,7 @@ from areal_lite.api.published_weights import WeightFolder
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.infra import engine_client
 from areal_lite.infra.backends import dialect_of
-from areal_lite.infra.backends.dialect import BadResponse, Dialect, ErrorReply
+from areal_lite.infra.backends.dialect import BadResponse, Chunk, Dialect, ErrorReply
 from areal_lite.infra.backends.sglang import SGLang
 from areal_lite.infra.backends.token_stream import TokenStream
 from areal_lite.infra.backends.vllm import VLLM
@@ -613,8 +613,10 @@ def test_a_recorded_answer_is_reused_if_it_has_all_that_is_asked_for(with_top: b
             context.enter(EpisodeContext(episode=episode))
             client.version = 5
             if with_top:
-                response = await client.generate(request(top_logprobs=1))
+                receiver = Receiver()
+                response = await client.generate(request(receiver, top_logprobs=1))
                 assert response.output_top_logprobs == top
+                assert (receiver.tokens, receiver.logprobs) == (tokens, logprobs)
             else:
                 with pytest.raises(ServerError, match="lists of top log-probs"):
                     await client.generate(request(top_logprobs=1))
@@ -628,8 +630,20 @@ def test_a_recorded_answer_is_reused_if_it_has_all_that_is_asked_for(with_top: b
             assert (answer.attempts, answer.server) == (1, client.pool.servers[0].url)
             assert episode.oldest_version == 5 and episode.server is client.pool.servers[0]
             assert sum(map(len, episode.recorded.values())) == 2
+            again = await client.generate(ModelRequest(input_ids=[2, 1, 4]))
+            assert (again.attempts, again.server) == (0, "")
 
     asyncio.run(run())
+
+
+def test_an_answer_keeps_all_of_its_parts() -> None:
+    call = engine_client._Call(request(), None, must_stay=False)
+    parts = range(3)
+    for part in parts:
+        call.extend(Chunk([part], [-0.5 * part], [part], "abort", top_logprobs=[[(part, -0.5)]]))
+    assert call.tokens == call.versions == list(parts)
+    assert call.logprobs == [-0.5 * part for part in parts]
+    assert call.top_logprobs == [[(part, -0.5)] for part in parts]
 
 
 def client_alone(**more: Any) -> EngineClient:
@@ -688,6 +702,13 @@ def test_holds_nest_and_nobody_waits_for_a_server_meanwhile() -> None:
     assert not client._must_stay(server)
     client.pool.start(server, 1, 0.0, stays=True)
     assert client._must_stay(server)
+
+
+def test_a_router_looks_at_once_at_a_server_that_is_back() -> None:
+    client = EngineClient(InferenceEngineConfig(backend="sglang", addresses=["a:1"], router="r:1"))
+    assert client._router is not None and not client._router._wake.is_set()
+    client._on_change(client.pool.servers[0])
+    assert client._router._wake.is_set()
 
 
 def test_a_request_avoids_each_server_that_failed_it() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import itertools
 import time
 from collections import Counter
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,9 @@ class Requests:
         self.healthy: list[bool] = []
         self.asked: Counter[str] = Counter()
         self.errors: dict[str, Exception] = {}
+        """By path, or by URL with path."""
+        self.hangs = ""
+        """The server whose loads never end."""
         self.given_up: list[str] = []
 
     async def info(self, server: Server) -> ServerInfo:
@@ -45,7 +49,9 @@ class Requests:
 
     async def control(self, server: Server, call: ControlCall, *, timeout_s: float | None = None) -> None:
         self.asked[call.path] += 1
-        if error := self.errors.get(call.path):
+        if call.path == LOAD and server.url == self.hangs:
+            await asyncio.Event().wait()
+        if error := self.errors.get(call.path) or self.errors.get(server.url + call.path):
             raise error
 
     async def is_healthy(self, server: Server) -> bool:
@@ -350,20 +356,112 @@ async def test_an_update_that_all_refuse_leaves_the_servers_as_they_were() -> No
     assert not setup.it._tasks and not setup.it._others
 
 
+@pytest.mark.parametrize("repaired", [True, False])
 @on_a_loop
-async def test_an_update_that_no_server_takes_in_time_fails_with_the_reason(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    setup = Setup(outage_patience_s=0.2)
+async def test_an_update_that_no_server_takes_in_time_fails_with_the_reason(repaired: bool) -> None:
+    setup = Setup(outage_patience_s=30.0)
     setup.requests.errors[LOAD] = OSError("reset")
-    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(module, "OUTAGE_LINE_S", 0.05)
-        with pytest.raises(ServerError, match="no server took policy version 1 from f in 0.2 s: http://s:0: reset"):
+    if not repaired:
+        setup.pool.rest(setup.server, "reset")
+    said: list[tuple[Any, ...]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        seconds = itertools.count()
+        patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+        patch.setattr(module, "WATCH_S", 0)
+        patch.setattr(module, "logger", SimpleNamespace(warning=lambda line, *values: said.append(values)))
+        with pytest.raises(ServerError, match="no server took policy version 1 from f in 30 s: http://s:0: .*reset"):
             await setup.it.update_weights(WeightFolder("f", 1))
-    assert 1 <= sum("no server has taken version 1 for 0 s" in line for line in caplog.messages) <= 4
-    assert not setup.it._updating
+        assert next(seconds) == 32  # the beginnings of both waits, and 30
+    assert [(version, waited) for version, waited, _ in said] == [(1, 10), (1, 20)]
+    assert not setup.it._updating and bool(setup.it._tasks) == repaired
     await setup.it.close()
     assert not setup.it._tasks
+
+
+@pytest.mark.parametrize(("error", "reason"), [(OSError("reset"), "reset"), (OSError(), "OSError")])
+@on_a_loop
+async def test_only_servers_that_fail_an_update_are_behind(error: Exception, reason: str) -> None:
+    setup = Setup(3)
+    good, bad, away = setup.pool.servers
+    await setup.it.update_weights(WeightFolder("old", 1))
+    setup.pool.set_behind(good, "old")
+    setup.pool.rest(away, "away")
+    setup.requests.errors[bad.url + LOAD] = error
+    await setup.it.update_weights(WeightFolder("new", 2))
+    assert [server.behind for server in setup.pool.servers] == [None, f"version 2 failed to load: {reason}", None]
+    assert good.state == "up" and list(setup.it._loaded) == [good]  # the old weights are freed
+    await setup.it.close()
+
+
+@on_a_loop
+async def test_an_update_leaves_a_server_behind_that_takes_far_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STRAGGLER_S", 0.0)
+    setup = Setup(2)
+    setup.requests.hangs = "http://s:1"
+    await setup.it.update_weights(WeightFolder("folder", 1))
+    reason = "version 1 failed to load: it takes far longer than on other servers"
+    assert [server.last_failure for server in setup.pool.servers] == ["", ""]
+    assert [server.behind for server in setup.pool.servers] == [None, reason]
+    assert [setup.it._has_newest(server) for server in setup.pool.servers] == [True, False]
+    await setup.it.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@on_a_loop
+async def test_an_update_that_is_cancelled_loads_no_longer() -> None:
+    setup = Setup()
+    setup.requests.hangs = setup.server.url
+    update = asyncio.create_task(setup.it.update_weights(WeightFolder("folder", 1)))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert setup.requests.asked[LOAD] == 1
+    update.cancel()
+    await asyncio.wait([update, *setup.it._others], timeout=5)
+    assert update.cancelled() and not setup.it._updating
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@pytest.mark.parametrize(("what", "examined"), [("", 1), ("quick", 0), ("repaired", 0), ("updating", 0)])
+@on_a_loop
+async def test_only_silent_servers_that_nobody_repairs_are_examined(what: str, examined: int) -> None:
+    setup = Setup()
+    silent(setup.server, 30.0 if what == "quick" else 100.0)
+    setup.it._updating = what == "updating"
+    if what == "repaired":
+        setup.it._begin(setup.server, asyncio.Event().wait())  # type: ignore[arg-type]
+    watch = asyncio.create_task(setup.it._watch())
+    for turn in (1, 2):
+        setup.requests.healthy = [True]
+        setup.it._wake.set()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert setup.requests.asked["health"] == examined * turn
+        assert not setup.it._wake.is_set()
+    watch.cancel()
+    await asyncio.wait([watch])
+    await setup.it.close()
+
+
+@pytest.mark.parametrize("differs", [True, False])
+@on_a_loop
+async def test_servers_are_watched_closely_while_one_is_not_well(
+    monkeypatch: pytest.MonkeyPatch, differs: bool
+) -> None:
+    monkeypatch.setattr(module, "WATCH_S", 0.0 if differs else 1000.0)
+    monkeypatch.setattr(module, "IDLE_WATCH_S", 1000.0 if differs else 0.0)
+    setup, looks = Setup(), asyncio.Semaphore(0)
+
+    def look(now: float) -> bool:
+        looks.release()
+        return differs
+
+    monkeypatch.setattr(setup.it, "_look_for_outage", look)
+    watch = asyncio.create_task(setup.it._watch())
+    async with asyncio.timeout(10):
+        for _ in range(3):
+            await looks.acquire()
+    watch.cancel()
+    await asyncio.wait([watch])
 
 
 @pytest.mark.parametrize(

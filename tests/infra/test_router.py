@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -292,6 +294,7 @@ class Listed:
         """Servers that an examination finds to be bad."""
         self.examined: list[int] = []
         self.changes = 0
+        self.waiting = True
         self.outages: asyncio.Queue[str] = asyncio.Queue()
         addresses = [f"s:{index}" for index in range(count)]
         config = InferenceEngineConfig(backend="sglang", addresses=addresses, router="r:1", outage_patience_s=0.05)
@@ -302,7 +305,7 @@ class Listed:
             self,  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]
             on_change=self.change,
-            is_waiting=lambda: True,
+            is_waiting=lambda: self.waiting,
             on_outage=lambda error: self.outages.put_nowait(str(error)),
         )
         (self.target,) = self.it.pool.servers
@@ -389,15 +392,19 @@ async def test_a_server_behind_the_router_is_well_again_after_an_examination() -
 @pytest.mark.parametrize(("error", "reason"), [(OSError("reset"), "reset"), (TimeoutError(), "TimeoutError")])
 @on_a_loop
 async def test_a_router_that_is_away_for_longer_than_the_patience_is_told_again_and_again(
-    error: Exception, reason: str
+    monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
 ) -> None:
+    monkeypatch.setattr(router, "IDLE_SYNC_S", 1000.0)
     listed = Listed()
     await listed.it.sync()  # blocks it: none is listed yet
     listed.error = error
     began = time.monotonic()
     watch = asyncio.create_task(listed.it._watch())
     for count in (1, 2):
-        assert await listed.outages.get() == f"the router http://r:1 is unusable since 0.05 s: {reason}"
+        assert (
+            await asyncio.wait_for(listed.outages.get(), 20)
+            == f"the router http://r:1 is unusable since 0.05 s: {reason}"
+        )
         assert time.monotonic() - began >= 0.05 * count
     listed.error = None
     changed = asyncio.Event()
@@ -406,3 +413,40 @@ async def test_a_router_that_is_away_for_longer_than_the_patience_is_told_again_
     assert listed.target.usable
     watch.cancel()
     await asyncio.wait([watch])
+
+
+@pytest.mark.parametrize("sound", [False, True])
+@on_a_loop
+async def test_only_those_who_wait_for_a_router_that_is_away_run_out_of_patience(
+    monkeypatch: pytest.MonkeyPatch, sound: bool
+) -> None:
+    seconds = itertools.count()
+    monkeypatch.setattr(router, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    listed = Listed()
+    for _ in range(2):
+        await listed.it.sync()
+    listed.waiting = sound
+    if not sound:
+        listed.it.failed(listed.target, "reset", at_once=True)
+        listed.error = OSError("reset")
+    listed.it._watching = asyncio.create_task(listed.it._watch())
+    for _ in range(5):
+        listed.it.refresh()
+        for _ in range(10):
+            await asyncio.sleep(0)
+    assert next(seconds) >= 5 and listed.outages.empty()
+    await listed.it.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@pytest.mark.parametrize("reply", [{"workers": 3}, {}, [], {"workers": ["http://s:0"]}])
+@on_a_loop
+async def test_a_router_without_a_list_of_workers_is_an_error(monkeypatch: pytest.MonkeyPatch, reply: Any) -> None:
+    listed = Listed()
+
+    async def ask(*_: object) -> bytes:
+        return orjson.dumps(reply)
+
+    monkeypatch.setattr(listed, "ask", ask)
+    with pytest.raises(ServerError, match="http://r:1/workers sent no list of workers"):
+        await listed.it.sync()
