@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -359,6 +360,8 @@ def test_when_nothing_is_accepted_the_run_stops_with_the_reasons_counted(
     rows = [{"do": "raise"}, {"do": "reject"}, {"do": "raise"}]
     with pytest.raises(StarvationError) as caught:
         engine.prepare_batch(rows, OneTurn)
+    missed = re.match(r"no batch of 4 groups: (\d+) groups ended", str(caught.value))
+    assert missed is not None and 3 * 4 <= int(missed[1]) < 4 * 4
     assert "x failed: KeyError: 'broken agent'" in str(caught.value)
     assert "x the workflow returned None" in str(caught.value)
 
