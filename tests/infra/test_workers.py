@@ -531,12 +531,15 @@ def test_no_worker_outlives_the_run(start_stub: StartStub, sent: signal.Signals)
 @given(st.lists(st.binary(max_size=30)), st.lists(st.integers(0, 400)))
 def test_messages_arrive_whole_and_in_order_however_they_are_cut(sent: list[bytes], cuts: list[int]) -> None:
     arrived: list[tuple[int, bytes]] = []
-    reader = MessageReader(lambda *message: arrived.append(message), list)
+    ends: list[bool] = []
+    reader = MessageReader(lambda *message: arrived.append(message), lambda: ends.append(True))
     stream = b"".join(frame(message) for message in enumerate(sent))
     edges = [0, *sorted(cuts), len(stream)]
     for start, end in zip(edges, edges[1:], strict=False):
         reader.data_received(stream[start:end])
-    assert arrived == list(enumerate(sent)) and not reader._buffer
+    assert arrived == list(enumerate(sent)) and not reader._buffer and not ends
+    reader.connection_lost(None)
+    assert ends == [True]
 
 
 class Line:
@@ -596,6 +599,9 @@ def test_a_worker_answers_each_group_once_and_keeps_nothing_of_it(line: Line) ->
     assert logging.getLogger("areal_lite.of_a_worker").level == 37 and gc.get_threshold()[0] >= 50_000
     process._shared.while_blocked[0]("agent", "blocks")
     assert line.next() == ("blocked",)
+    logging.getLogger("areal_lite.of_a_worker").error("said")
+    kind, record = line.next()
+    assert (kind, record.getMessage()) == ("log", "said")
     line.send(("cancel", 99), ("answer", 99, ANSWER), ("tokens", 99, [4], [-1.0]))  # of what has ended
     line.send(*line.run(1, do="two turns"))
     kind, call_id, key, member, call = line.next()
