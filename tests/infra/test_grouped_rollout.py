@@ -241,3 +241,11 @@ def test_one_episode_may_return_what_it_made_of_no_group() -> None:
 
     trajectory = asyncio.run(main())
     assert (trajectory.status, [sequence.reward for sequence in trajectory.sequences]) == ("accepted", [4.0])
+
+
+def test_a_group_whose_episodes_all_fail_raises_the_first_error() -> None:
+    def fails(member: int) -> Any:
+        raise ValueError(f"member {member}")
+
+    with pytest.raises(ValueError, match="member 0"):
+        asyncio.run(run(fails, []))
