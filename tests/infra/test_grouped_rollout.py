@@ -249,3 +249,18 @@ def test_a_group_whose_episodes_all_fail_raises_the_first_error() -> None:
 
     with pytest.raises(ValueError, match="member 0"):
         asyncio.run(run(fails, []))
+
+
+def test_what_a_workflow_made_without_episodes_of_its_group_is_of_the_last_one() -> None:
+    async def main(outcome: Any, size: int) -> list[Any]:
+        episodes = [Episode(member_idx=n) for n in range(size)]
+        engine: Any = None
+        await run_group(ByMember(lambda _: outcome), engine, {}, episodes)
+        return [episode.trajectory and episode.trajectory.status for episode in episodes]
+
+    assert asyncio.run(main(tensors_of(ANSWER), 3)) == [None, None, "accepted"]
+    assert asyncio.run(main(None, 3)) == [None] * 3
+    assert asyncio.run(main(None, 1)) == ["rejected"]
+    with pytest.raises(ValueError) as raised:
+        asyncio.run(main("text", 1))
+    assert Failure.of(raised.value).kind is FailureKind.OUTPUT
