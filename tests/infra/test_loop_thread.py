@@ -132,3 +132,22 @@ def test_code_on_the_loop_knows_its_loop() -> None:
 
     assert loop.call(own()) and not loop.is_current() and loop.thread.daemon
     loop.stop()
+
+
+def test_tasks_that_run_clean_up_when_the_loop_stops() -> None:
+    loop, ended = LoopThread("test"), threading.Event()
+    tasks: list[asyncio.Task[None]] = []
+
+    async def hangs() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def begin() -> None:
+        tasks.append(asyncio.create_task(hangs()))
+        await asyncio.sleep(0)
+
+    loop.call(begin())
+    loop.stop()
+    assert ended.is_set()
