@@ -76,9 +76,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
                 errors.append(error if isinstance(error, Exception) else RuntimeError(f"episode raised {error!r}"))
                 if self.on_error == "drop_episode":
                     return None
-                if errors[-1] is error:
-                    raise
-                raise errors[-1] from error
+                raise errors[-1] from None
             return returned
 
         dropped = False

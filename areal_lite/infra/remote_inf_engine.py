@@ -153,7 +153,6 @@ class RemoteInfEngine(InferenceEngine):
         self._loop.call(self._client.close())
         if self._watchdog is not None:
             self._watchdog.stop()
-            self._watchdog = None
         self._loop.stop()
         self._loop = None
         collector_pace.restore()

@@ -183,13 +183,12 @@ class WorkerProcess(InferenceEngine):
         logging.getLogger().addHandler(_LogSender(self._send))
         for name, level in settings.log_levels.items():
             logging.getLogger(name).setLevel(level)
-        LoopWatchdog(self._loop, self._shared, self._deadline_of)
+        self._watchdog = LoopWatchdog(self._loop, self._shared, self._deadline_of)
         collector_pace.relax()
         self._loop.call(self._connect(connection))
 
     async def _connect(self, connection: socket.socket) -> None:
         reader = MessageReader(lambda kind, *rest: getattr(self, f"_on_{kind}")(*rest), self.ended.set)
-        connection.setblocking(False)
         await asyncio.get_running_loop().create_unix_connection(lambda: reader, sock=connection)
         self._send("ready")
 

@@ -50,6 +50,8 @@ START_TRIES = 3
 START_S = 120.0
 CLOSE_S = 10.0
 """Seconds for a worker to close what its episodes shared."""
+UNREAD_S = 1.0
+"""Seconds to read what a process that has ended sent."""
 _MAX_WORKFLOWS = 64
 """Workflows that a worker keeps loaded."""
 
@@ -177,7 +179,6 @@ class _Group:
         self.key = key
         self.end: asyncio.Future[tuple[bool, Failure | None]] = asyncio.get_running_loop().create_future()
         """Whether a cancellation ended it, and why it failed."""
-        self.calls: set[asyncio.Task[None]] = set()
         self._context = context
         assert context.episodes is not None
         self._episodes = context.episodes
@@ -205,8 +206,6 @@ class _Group:
 
     def finish(self, was_stopped: bool, failure: Failure | None, replies: list[EpisodeReply]) -> None:
         """Take over what its episodes left; none if the worker died."""
-        for call in self.calls:
-            call.cancel()
         for member_idx, reply in enumerate(replies):
             episode = self.member(member_idx)
             for name, value in reply.records.items():
@@ -230,7 +229,7 @@ class _Worker:
         self.groups: dict[int, _Group] = {}
         self.ended = asyncio.Event()
         """Set once the process has ended and all that it sent was read."""
-        self.end = f"worker {number} was not started"
+        self.end: str
         """How it ended, for people."""
         self._number = number
         self._engine = engine
@@ -327,9 +326,6 @@ class _Worker:
         task = asyncio.get_running_loop().create_task(self._answer(call_id, context, request))
         self._calls[call_id] = task
         task.add_done_callback(lambda _: self._calls.pop(call_id))
-        if group is not None:
-            group.calls.add(task)
-            task.add_done_callback(group.calls.discard)
 
     async def _answer(self, call_id: int, context: EpisodeContext, request: ModelRequest) -> None:
         episode_context.enter(context)
@@ -381,7 +377,7 @@ class _Worker:
         if self._transport is None or self._disconnected:
             self._finish()
         else:
-            asyncio.get_running_loop().call_later(1.0, self._transport.abort)
+            asyncio.get_running_loop().call_later(UNREAD_S, self._transport.abort)
 
     def _on_disconnect(self) -> None:
         self._disconnected = True
@@ -392,7 +388,8 @@ class _Worker:
 
     def _finish(self) -> None:
         assert self._process is not None
-        code = self._process.wait() or 0
+        code = self._process.wait()
+        assert code is not None
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         self.end = f"worker {self._number} (process {self._process.pid}) {how}"
         failure = Failure(
@@ -404,7 +401,6 @@ class _Worker:
         )
         for group in self.groups.values():
             group.finish(False, failure, [])
-        self.groups.clear()
         for call in self._calls.values():
             call.cancel()
         self._on_ready(False)

@@ -73,8 +73,9 @@ class Stuck(StubServer):
         return await super().abort(request)
 
 
+@pytest.mark.parametrize("asks_next", ["the same source", "another"])
 def test_a_batch_whose_caller_left_while_it_was_cut_is_for_the_next_caller(
-    stack: ExitStack, start_engine: StartEngine
+    stack: ExitStack, start_engine: StartEngine, asks_next: str
 ) -> None:
     server = Stuck()
     stub = stack.enter_context(StubThread(server))
@@ -92,8 +93,11 @@ def test_a_batch_whose_caller_left_while_it_was_cut_is_for_the_next_caller(
 
     asyncio.run(ask_and_leave())
     assert 2 in owed_rows(source)
-    assert rows_of(engine.prepare_batch(source, OneTurn)) == [2]
+    next_source = source if asks_next == "the same source" else source_of(4)
+    assert rows_of(engine.prepare_batch(next_source, OneTurn)) == [2]
     let_go(stub)
+    if asks_next == "another":
+        return
     engine.update_weights_from_disk("ckpt", 1)
     assert rows_of(engine.prepare_batch(source, OneTurn)) == [1]
 

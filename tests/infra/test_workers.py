@@ -3,33 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from areal_lite.api import (
-    EpisodeStatus,
-    InferenceEngineConfig,
-)
+from areal_lite.api import EpisodeStatus, InferenceEngineConfig, ModelRequest
+from areal_lite.api.child_process import PickledObject, pickled_object
+from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.api.failure import FailureKind
+from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.trajectory import Group
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.errors import ConfigError, EpisodeError
-from areal_lite.infra import workers, workflow_context
+from areal_lite.infra import collector_pace, group_runner, workers, workflow_context
 from areal_lite.infra.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
+from areal_lite.infra.worker_process import (
+    LENGTH,
+    RESPONSE_FIELDS,
+    EpisodeReply,
+    MessageReader,
+    WorkerProcess,
+    WorkerSettings,
+    frame,
+)
+from areal_lite.infra.workflow_resolution import pickled_workflow
 from tests.agents.isolated_agents import AsyncAgent, OneConversation, RecordingAgent
 from tests.agents.scripted_engine import tokenizer
-from tests.infra.scripted import until
+from tests.infra.scripted import on_a_loop, until
 from tests.infra.test_partial_rollout import hold, let_go
 from tests.infra.worker_episodes import Judged, OutOfReach, Scripted, number_of_tokens
 from tests.stub_server import StubThread, answer_tokens
@@ -185,6 +201,27 @@ def test_a_row_whose_worker_died_is_drawn_again(
     assert engine.failures.metrics()["failed_episodes/worker"] >= 2
 
 
+def test_calls_of_workers_that_died_end_on_the_server_and_new_groups_wait_for_their_successors(
+    start_stub: StartStub, start_engine: StartEngine
+) -> None:
+    stub = start_stub()
+    engine = start_engine(stub, workers=2, consumer_batch_size=2)
+    before = {scalar(group, "pid") for group in engine.rollout_batch([{}] * 4, Scripted)}
+    hold(stub, lambda _: True)
+    for _ in before:
+        engine.submit({}, Scripted)
+    stub.until_held(2)
+    for pid in before:
+        os.kill(int(pid), signal.SIGKILL)
+    assert [group.failure and group.failure.kind for group in engine.wait(2, timeout=20)] == [FailureKind.WORKER] * 2
+    until(lambda: not engine._client._calls)
+    let_go(stub)
+    assert [group.status for group in engine.rollout_batch([{}] * 2, Scripted)] == ["accepted"] * 2
+    assert engine._workers is not None
+    until(lambda: engine._workers is not None and len(engine._workers._workers) == 2)
+    assert not any(worker._calls for worker in engine._workers._workers)
+
+
 def test_workers_that_cannot_start_are_one_error(
     start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -207,13 +244,47 @@ def test_workers_that_cannot_start_are_one_error(
     assert len(starts) == 3 * 3
 
 
-def test_a_worker_that_does_not_get_ready_is_killed(
+NOT_READY = {
+    "hangs": ("import signal; signal.pause()", "was ended by SIGKILL"),
+    "hangs up": ("import os, signal; os.close({fd}); signal.pause()", "was ended by SIGKILL"),
+    "returns": ("pass", "ended with exit code 0"),
+    "leaves its connection": (
+        "import subprocess; subprocess.Popen(['sleep', '3'], pass_fds=[{fd}], start_new_session=True)",
+        "ended with exit code 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", NOT_READY)
+def test_a_worker_that_does_not_get_ready_has_ended(
+    start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    program, end = NOT_READY[how]
+    monkeypatch.setattr(workers, "main_command", lambda _, fd: [sys.executable, "-S", "-c", program.format(fd=fd)])
+    monkeypatch.setattr(workers, {"hangs": "START_S", "hangs up": "CLOSE_S"}.get(how, "UNREAD_S"), 0.1)
+    with pytest.raises(EpisodeError, match=f"{end} before it was ready, 3 times"):
+        start_engine(start_stub(), workers=2)
+
+
+def test_a_worker_whose_program_is_missing_is_an_error(
     start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "main_command", lambda *_: [sys.executable, "-c", "import signal; signal.pause()"])
-    monkeypatch.setattr(workers, "START_S", 0.1)
-    with pytest.raises(EpisodeError, match="was ended by SIGKILL before it was ready, 3 times"):
+    monkeypatch.setattr(workers, "main_command", lambda *_: ["/nowhere/python"])
+    with pytest.raises(EpisodeError, match=r"worker . could not be started \(.*No such file.* 3 times"):
         start_engine(start_stub(), workers=2)
+
+
+def test_a_blocked_worker_is_killed_at_the_end(
+    start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(group_runner, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(workers, "CLOSE_S", 0.05)
+    engine = start_engine(start_stub(), workers=2)
+    begun = tmp_path / "begun"
+    engine.submit({"do": "block", "begun": str(begun)}, Scripted)
+    until(lambda: begun.exists() and begun.read_text())
+    engine.destroy()
+    assert not alive(int(begun.read_text()))
 
 
 def test_a_call_that_its_episode_gives_up_ends_on_the_server(start_stub: StartStub, start_engine: StartEngine) -> None:
@@ -384,10 +455,17 @@ def test_agent_processes_and_reward_processes_work_in_workers(
 
 
 def test_what_workers_log_is_logged_by_the_run(
-    start_stub: StartStub, start_engine: StartEngine, caplog: pytest.LogCaptureFixture
+    start_stub: StartStub,
+    start_engine: StartEngine,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    start_engine(start_stub(), workers=2).rollout_batch([{"do": "log"}], Scripted)
+    engine = start_engine(start_stub(), workers=2)
+    (group,) = engine.rollout_batch([{"do": "log"}], Scripted)
     assert ("areal_lite.of_a_worker", logging.WARNING, "said in a worker") in caplog.record_tuples
+    engine.destroy()
+    assert "printed in a worker" in capfd.readouterr().out
+    assert scalar(group, "inherited") == 0  # programs of episodes do not keep the connection open
 
 
 def test_what_does_not_work_in_workers_is_refused_by_name(start_stub: StartStub, start_engine: StartEngine) -> None:
@@ -445,3 +523,217 @@ def test_no_worker_outlives_the_run(start_stub: StartStub, sent: signal.Signals)
         process.send_signal(sent)
         assert process.wait(20) != 0
     until(lambda: not any(map(alive, pids)))
+
+
+# -- one side of the connection ----------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=30)), st.lists(st.integers(0, 400)))
+def test_messages_arrive_whole_and_in_order_however_they_are_cut(sent: list[bytes], cuts: list[int]) -> None:
+    arrived: list[tuple[int, bytes]] = []
+    ends: list[bool] = []
+    reader = MessageReader(lambda *message: arrived.append(message), lambda: ends.append(True))
+    stream = b"".join(frame(message) for message in enumerate(sent))
+    edges = [0, *sorted(cuts), len(stream)]
+    for start, end in zip(edges, edges[1:], strict=False):
+        reader.data_received(stream[start:end])
+    assert arrived == list(enumerate(sent)) and not reader._buffer and not ends
+    reader.connection_lost(None)
+    assert ends == [True]
+
+
+class Line:
+    """A worker's object in this process, and the run's end of its connection."""
+
+    def __init__(self, **config: Any) -> None:
+        self.socket, theirs = socket.socketpair()
+        self._file = self.socket.makefile("rb")
+        self.config = InferenceEngineConfig(**config)
+        self.process = WorkerProcess(theirs, WorkerSettings(self.config, {"areal_lite.of_a_worker": 37}))
+
+    def send(self, *messages: tuple[Any, ...]) -> None:
+        """Send messages at once."""
+        self.socket.sendall(b"".join(map(frame, messages)))
+
+    def next(self) -> Any:
+        """Return what it sends next."""
+        (size,) = LENGTH.unpack(self._file.read(LENGTH.size))
+        return pickle.loads(self._file.read(size))
+
+    def run(self, key: int, task_id: int = 5, workflow: Any = Scripted, **row: Any) -> list[tuple[Any, ...]]:
+        """Return the messages that start a group of one episode."""
+        sent = pickled_workflow(workflow, None, 1, self.config)
+        place = {"is_eval": False, "task_id": task_id, "group_id": str(task_id), "version": 0}
+        return [("workflow", sent), ("run", key, sent.key, pickle.dumps(row), place, 1, float(key))]
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    handlers, pace = list(logging.getLogger().handlers), gc.get_threshold()
+    line = Line(workers=2)
+    try:
+        assert line.next() == ("ready",)
+        yield line
+    finally:
+        line.send(("close",))
+        assert line.process.ended.wait(20)
+        line.process._watchdog.stop()
+        line.socket.shutdown(socket.SHUT_RDWR)
+        line._file.close()
+        line.socket.close()
+        line.process._loop.stop()
+        line.process._sender.close()
+        logging.getLogger("areal_lite.of_a_worker").setLevel(logging.NOTSET)
+        logging.getLogger().handlers[:] = handlers
+        collector_pace.restore()
+        gc.set_threshold(*pace)
+
+
+ANSWER = ([4], [-1.0], [0], [], "stop", 0.1, 0.1, 0.0, 1, "server")
+"""What is sent as the answer to a call."""
+
+
+def test_a_worker_answers_each_group_once_and_keeps_nothing_of_it(line: Line) -> None:
+    process = line.process
+    assert process.get_version() == 0 and len(ANSWER) == len(RESPONSE_FIELDS)
+    assert logging.getLogger("areal_lite.of_a_worker").level == 37 and gc.get_threshold()[0] >= 50_000
+    process._shared.while_blocked[0]("agent", "blocks")
+    assert line.next() == ("blocked",)
+    logging.getLogger("areal_lite.of_a_worker").error("said")
+    kind, record = line.next()
+    assert (kind, record.getMessage()) == ("log", "said")
+    line.send(("cancel", 99), ("answer", 99, ANSWER), ("tokens", 99, [4], [-1.0]))  # of what has ended
+    line.send(*line.run(1, do="two turns"))
+    kind, call_id, key, member, call = line.next()
+    assert (kind, key, member, call.ids) == ("generate", 1, 0, [1, 2, 3])
+    line.send(("answer", call_id, ANSWER), ("answer", call_id, ANSWER), ("tokens", call_id, [4], [-1.0]))
+    kind, call_id, *_, call = line.next()
+    assert (kind, call.ids) == ("generate", [4, 5, 6])  # it has the others
+    assert len(process._groups[1].calls) == len(process._calls) == 1
+    line.send(("answer", call_id, ANSWER))
+    kind, key, left, _ = line.next()
+    was_stopped, failure, (reply,) = pickle.loads(left)
+    assert (kind, key, was_stopped, failure, reply.trajectory["own"]["reward"]) == ("ended", 1, False, None, 2.0)
+    assert not process._groups and not process._by_task and not process._calls
+    line.send(("forget_workflows",), ("cancel", 1))
+    until(lambda: not process._workflows)
+
+
+def test_a_group_that_has_the_task_of_another_keeps_its_deadline(line: Line) -> None:
+    line.send(*line.run(1, do="hang"), *line.run(2, do="hang"))
+    until(lambda: line.process._deadline_of(5) == 2)
+    line.send(("cancel", 1))
+    kind, key, left, _ = line.next()
+    assert (kind, key, pickle.loads(left)[:2]) == ("ended", 1, (True, None))
+    assert line.process._deadline_of(5) == 2
+    line.send(("cancel", 2))
+    assert line.next()[:2] == ("ended", 2)
+    assert line.process._deadline_of(5) is None
+
+
+class LeavesTask(Scripted):
+    """Returns while a task of its own waits for an answer."""
+
+    tasks: list[asyncio.Task[Any]] = []
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        """Start the call, and make another."""
+        self.tasks.append(asyncio.create_task(engine.agenerate(ModelRequest(input_ids=[7]))))
+        await asyncio.sleep(0)
+        return await super().arun_episode(engine, data)
+
+
+class ReturnsLock(Scripted):
+    """Returns what cannot be pickled."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        """Return it beside tensors."""
+        ids = torch.ones(1, 2, dtype=torch.int32)
+        return {"input_ids": ids, "attention_mask": ids, "lock": threading.Lock()}
+
+
+def test_calls_that_a_group_leaves_behind_are_dropped(line: Line) -> None:
+    line.send(*line.run(1, workflow=LeavesTask))
+    (_, left, *_), (_, waits, *_) = line.next(), line.next()
+    line.send(("answer", waits, ANSWER))
+    assert sorted([line.next()[:2], line.next()[:2]]) == [("drop", left), ("ended", 1)]
+
+
+def test_a_result_that_cannot_be_sent_is_a_failure_of_its_group(line: Line) -> None:
+    line.send(*line.run(1, workflow=ReturnsLock))
+    kind, key, left, _ = line.next()
+    was_stopped, failure, replies = pickle.loads(left)
+    assert (kind, key, was_stopped, failure.kind) == ("ended", 1, False, FailureKind.OUTPUT)
+    assert replies == [EpisodeReply(None, {})]
+
+
+def test_an_error_of_the_receiver_of_tokens_ends_the_call(line: Line) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("full")
+
+    async def ask() -> None:
+        await line.process.agenerate(ModelRequest(input_ids=[7], on_tokens=fail))
+
+    with ThreadPoolExecutor() as thread:
+        asked = thread.submit(asyncio.run, ask())
+        _, call_id, key, _, call = line.next()
+        assert (key, call.streams, call.ids, call.prefix) == (None, True, [7], None)
+        line.send(("tokens", call_id, [4], [-1.0]), ("tokens", call_id, [4], [-1.0]))
+        with pytest.raises(KeyError, match="full"):
+            asked.result(20)
+    assert line.next() == ("drop", call_id)
+
+
+def test_a_message_waits_until_it_is_read(line: Line) -> None:
+    with ThreadPoolExecutor() as thread:
+        sent = thread.submit(line.process._send, "log", b" " * 10_000_000)
+        assert len(line.next()[1]) == 10_000_000
+        sent.result(20)
+
+
+def a_worker(shared: SharedResources | None = None) -> workers._Worker:
+    engine: Any = RemoteInfEngine(InferenceEngineConfig(backend="sglang", addresses=["nowhere:1"]))
+    return workers._Worker(0, engine, shared or SharedResources())
+
+
+@on_a_loop
+async def test_what_workers_counted_is_summed_and_each_of_their_groups_gets_its_end() -> None:
+    shared = SharedResources()
+    for _ in range(2):
+        worker = a_worker(shared)
+        for key, (count, left) in enumerate([(2.0, (False, None, [])), (5.0, (True, None, [])), (5.0, b"")]):
+            worker.groups[key] = group = workers._Group(key, EpisodeContext(episodes=[Episode()]))
+            worker._on_ended(key, left if isinstance(left, bytes) else pickle.dumps(left), {"calls": count})
+            was_stopped, failure = group.end.result()
+            assert (was_stopped, failure and failure.kind) == (key == 1, FailureKind.OUTPUT if key == 2 else None)
+    assert shared.counts["calls"] == 10
+
+
+@on_a_loop
+async def test_a_worker_has_each_workflow_that_it_is_to_run_and_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_MAX_WORKFLOWS", 3)
+    worker, sent, held = a_worker(), [], set()
+    monkeypatch.setattr(worker, "send", lambda *message: sent.append(message))
+    for number in [0, 1, 2, 0, 3, 0, 1, 2, 2, 3]:
+        worker.run(PickledObject(bytes([number]), {}, b""), b"", EpisodeContext(episodes=[Episode()]), 1.0)
+    for kind, *rest in sent:
+        if kind == "workflow":
+            assert rest[0].key not in held
+            held.add(rest[0].key)
+        elif kind == "forget_workflows":
+            assert len(held) == 3
+            held.clear()
+        else:
+            assert rest[1] in held and len(held) <= 3
+    assert [message[0] for message in sent].count("forget_workflows") == 2
+
+
+@on_a_loop
+async def test_a_worker_that_is_closed_before_it_runs_ends() -> None:
+    worker = a_worker()
+    worker.close()
+    levels: dict[str, int] = {}
+    settings = pickled_object(WorkerSettings(InferenceEngineConfig(workers=2), levels), name="settings", hint="")
+    await worker.open(settings)
+    await worker.ended.wait()
+    assert "ended with exit code 0" in worker.end

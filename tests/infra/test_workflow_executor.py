@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,8 +14,8 @@ import pytest
 
 from areal_lite.api import EpisodeStatus, InferenceEngine, RolloutWorkflow
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
-from areal_lite.errors import ConfigError, EpisodeError, StarvationError, StorageError
-from areal_lite.infra import group_runner, workflow_context
+from areal_lite.errors import ConfigError, EpisodeError, ServerError, StarvationError, StorageError
+from areal_lite.infra import group_runner, remote_inf_engine, workflow_context
 from areal_lite.infra.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
 from areal_lite.utils import stats_tracker
 from tests.infra.scripted import OneTurn, TwoTurns, until
@@ -359,6 +360,8 @@ def test_when_nothing_is_accepted_the_run_stops_with_the_reasons_counted(
     rows = [{"do": "raise"}, {"do": "reject"}, {"do": "raise"}]
     with pytest.raises(StarvationError) as caught:
         engine.prepare_batch(rows, OneTurn)
+    missed = re.match(r"no batch of 4 groups: (\d+) groups ended", str(caught.value))
+    assert missed is not None and 3 * 4 <= int(missed[1]) < 4 * 4
     assert "x failed: KeyError: 'broken agent'" in str(caught.value)
     assert "x the workflow returned None" in str(caught.value)
 
@@ -497,6 +500,26 @@ def test_no_thread_of_an_engine_outlives_it_or_keeps_the_process_alive(
     assert len(own) == 3 and all(thread.daemon for thread in own)
     engine.destroy()
     assert not any(thread.is_alive() for thread in own)
+
+
+def test_an_engine_that_could_not_start_leaves_no_thread_and_may_start_again(
+    start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_engine(start_stub())
+    engine.destroy()
+    before = set(threading.enumerate())
+
+    def unreachable(config: Any) -> Any:
+        raise ServerError("no server answers")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(remote_inf_engine, "servers_behind", unreachable)
+        with pytest.raises(ServerError, match="no server answers"):
+            engine.initialize()
+    assert not any(thread.name.startswith("areal-lite") for thread in {*threading.enumerate()} - before)
+    engine.initialize()
+    engine.resume()  # the end of the first run paused it
+    assert engine.rollout_batch([{}], OneTurn)[0].status == "accepted"
 
 
 def test_versions_are_the_servers_and_mix_inside_a_trajectory(start_stub: StartStub, start_engine: StartEngine) -> None:

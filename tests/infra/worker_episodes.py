@@ -70,6 +70,9 @@ async def misbehave(engine: InferenceEngine, data: dict[str, Any]) -> None:
     if do == "give up":
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(engine.agenerate(ModelRequest(input_ids=[9])), 0.5)
+    if do == "block":
+        is_new(data["begun"])
+        signal.pause()
     if do == "hang":
         await asyncio.Event().wait()
     if do == "die" and is_new(data["mark"]):
@@ -78,6 +81,8 @@ async def misbehave(engine: InferenceEngine, data: dict[str, Any]) -> None:
         engine.submit({}, Scripted)
     if do == "log":
         logging.getLogger("areal_lite.of_a_worker").warning("said in a worker")
+        print("printed in a worker", end="")
+        workflow_context.record(inherited=number_of_inheritable_sockets())
     while do == "spin":
         try:
             sum(range(1000))
@@ -85,11 +90,21 @@ async def misbehave(engine: InferenceEngine, data: dict[str, Any]) -> None:
             continue
     if do == "clean up":
         is_new(data["begun"])
+        threading.Thread(target=threading.Event().wait).start()  # the process does not wait for it
         try:
             await asyncio.Event().wait()
         finally:
             await asyncio.sleep(0.05)
             is_new(data["mark"])
+
+
+def number_of_inheritable_sockets() -> int:
+    """Return how many sockets beside stdin, stdout and stderr a program started here could get."""
+    count = 0
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the folder itself, which is closed by now
+            count += int(path.name) > 2 and path.is_socket() and os.get_inheritable(int(path.name))
+    return count
 
 
 def is_new(path: str) -> bool:
