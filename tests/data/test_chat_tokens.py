@@ -317,7 +317,7 @@ def test_a_first_answer_without_a_prompt_begins_with_the_text():
         "{% for m in messages %}{{ m.content }}<eos>{% endfor %}", special=("<eos>",), eos="<eos>"
     )
     [rendered] = render_conversation(tokenizer, [assistant("hello")])
-    assert rendered.spans == ((0, len("hello<eos>")),)
+    assert (rendered.spans, rendered.shortfalls) == (((0, len("hello<eos>")),), frozenset())
 
 
 def test_a_template_that_strips_thoughts_gives_one_sequence_per_answer():

@@ -40,7 +40,7 @@ def test_the_results_of_one_turn_share_a_message_after_the_system_text():
         {"role": "tool", "content": "3"},
     ]
     system, *plain = in_hermes_form(messages, [name])
-    assert system["content"].startswith("Be kind.\n\n# Tools")
+    assert (system["role"], system["content"][:17]) == ("system", "Be kind.\n\n# Tools")
     call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
     results = [f"<tool_response>\n{number}\n</tool_response>" for number in (1, 2, 3)]
     assert plain == [
