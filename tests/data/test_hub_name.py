@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 
 from areal_lite.data import hub_name
 from areal_lite.errors import ConfigError
 
 CHECK = """
-import huggingface_hub
+import huggingface_hub.constants
 from areal_lite.errors import ConfigError
 from areal_lite.data.hub_name import check_hub_name
 message = ""
@@ -34,7 +34,7 @@ def check(home: Path, endpoint: str, **variables: str) -> str:
     """Return the error of the check in a new process."""
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     environment |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, **variables}
-    done = subprocess.run([sys.executable, "-c", CHECK], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", CHECK], env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
