@@ -53,7 +53,7 @@ def check_hub_name(name: str, *, key: str = "model_path") -> None:
     error = answers[0] if answers else TimeoutError(f"no answer in {TIMEOUT_S:g} s")
     if error is None or (isinstance(error, HfHubHTTPError) and error.response.status_code in (429, 500, 502, 503, 504)):
         return  # the download tries these again
-    reason = (str(error).strip().splitlines() or [""])[0][:200]
+    reason = str(error).strip().partition("\n")[0][:200]
     raise ConfigError(
         f"{key} {name!r} is neither a directory nor in the cache of the Hugging Face Hub, and {constants.ENDPOINT} "
         f"does not give it ({type(error).__name__}: {reason}): check the name and the network, or give a directory "

@@ -140,6 +140,8 @@ def test_a_group_is_in_the_buffer_once():
     source.add_samples(groups)
     with pytest.raises(ValueError, match="group 0 is in the buffer already"):
         source.add_samples(groups)
+    source.add_samples(source.get_samples(1))
+    assert source.get_buffer_length() == 1
 
 
 def test_samples_that_share_an_index_are_one_member():

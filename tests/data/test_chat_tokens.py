@@ -312,6 +312,14 @@ def test_a_default_system_text_before_a_first_answer_is_not_trained():
     assert trained(tokenizer, [assistant(content), user("so")]) == [f"{content}<|im_end|>"]
 
 
+def test_a_first_answer_without_a_prompt_begins_with_the_text():
+    tokenizer = train_tokenizer(
+        "{% for m in messages %}{{ m.content }}<eos>{% endfor %}", special=("<eos>",), eos="<eos>"
+    )
+    [rendered] = render_conversation(tokenizer, [assistant("hello")])
+    assert (rendered.spans, rendered.shortfalls) == (((0, len("hello<eos>")),), frozenset())
+
+
 def test_a_template_that_strips_thoughts_gives_one_sequence_per_answer():
     tokenizer = family_tokenizer("qwen_thinking")
     thought = {"reasoning_content": "why"}
@@ -451,6 +459,12 @@ def test_a_template_that_writes_only_parts_or_only_texts_gets_them():
             assert trained(tokenizer, messages) == ["hello<|im_end|>"]
 
 
+def test_a_first_answer_in_parts_ends_with_the_mark_of_answers_in_parts():
+    tokenizer = train_tokenizer(PARTS, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
+    messages = [assistant([{"type": "text", "text": "hello"}]), user([{"type": "text", "text": "so"}])]
+    assert trained(tokenizer, messages) == ["hello<|im_end|>"]
+
+
 def test_an_image_is_never_dropped_for_a_template_that_writes_only_texts():
     tokenizer = train_tokenizer(CHATML, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
     question = user([{"type": "text", "text": "so"}, {"type": "image"}])
@@ -477,6 +491,8 @@ def test_what_a_template_leaves_out_beside_a_written_answer_is_noted():
     assert thought.shortfalls == {Shortfall.NO_THOUGHT}
     [text] = render_conversation(tokenizer, [user("so"), assistant("hello", tool_calls=[CALL])])
     assert text.shortfalls == {Shortfall.NO_TEXT_WITH_CALLS}
+    [header] = render_conversation(tokenizer, [user("so"), assistant("hello", reasoning_content="assistant")])
+    assert header.shortfalls == {Shortfall.NO_THOUGHT}
     [blank] = render_conversation(tokenizer, [user("so"), assistant(" ", tool_calls=[CALL])])
     assert blank.shortfalls == frozenset()
 
@@ -507,6 +523,9 @@ def test_without_the_template_contents_are_joined_unchanged():
     pieces = [tokenizer.encode(text, add_special_tokens=False) for text in (" so\n", "\nhello", "x")]
     assert ids == sum(pieces, [])
     assert mask == [False] * len(pieces[0]) + [True] * len(pieces[1]) + [False] * len(pieces[2])
+    [joined] = render_conversation(tokenizer, messages, apply_chat_template=False)
+    assert joined.spans == ((4, 4), (4, 10), (10, 10))
+    assert joined.joints == (0, 4, 4, 10, 10)
     with pytest.raises(ConfigError, match=r"messages\[0\] has content that is not text"):
         tokenize_messages(tokenizer, [assistant(None, tool_calls=[CALL])], None, False)
 

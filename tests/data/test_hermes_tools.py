@@ -26,3 +26,45 @@ def test_a_template_may_write_tools_with_the_prompt_for_an_answer():
     assert not drops_tools(tokenizer, {"chat_template": prompted})
     tokenizer.chat_template = {"default": prompted}
     assert not drops_tools(tokenizer, {})
+
+
+def test_the_results_of_one_turn_share_a_message_after_the_system_text():
+    name = {"name": "add"}
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "so"},
+        {"role": "assistant", "content": "first", "tool_calls": [name | {"arguments": "{}"}, {"function": name}]},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": None},
+        {"role": "tool", "content": "3"},
+    ]
+    system, *plain = in_hermes_form(messages, [name])
+    assert (system["role"], system["content"][:17]) == ("system", "Be kind.\n\n# Tools")
+    call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+    results = [f"<tool_response>\n{number}\n</tool_response>" for number in (1, 2, 3)]
+    assert plain == [
+        messages[1],
+        {"role": "assistant", "content": f"first\n{call}\n{call}"},
+        {"role": "user", "content": "\n".join(results[:2])},
+        messages[5],
+        {"role": "user", "content": results[2]},
+    ]
+    assert in_hermes_form([], [name]) == [{"role": "system", "content": plain_tools(system)}]
+    assert in_hermes_form(messages[:2], None) == messages[:2]
+
+
+def plain_tools(system):
+    return system["content"].removeprefix("Be kind.\n\n")
+
+
+def test_a_template_that_refuses_a_probe_is_asked_with_another():
+    tokenizer = train_tokenizer("{{ messages[0].content }}", special=("<end>",), eos="<end>")
+    refuses = "{{ raise_exception('no') if %s }}"
+    for template, drops in (
+        (refuses % "true", False),
+        (refuses % "messages | length == 1", True),
+        (refuses % "messages | length == 1" + "{{ tools }}", False),
+        ("{{ tools if messages | length > 1 }}", False),
+    ):
+        assert drops_tools(tokenizer, {"chat_template": template}) == drops

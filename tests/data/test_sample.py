@@ -50,6 +50,7 @@ def test_columns_have_equal_length_after_every_append(appends):
         ({"tokens": [True]}, "an int from 0"),
         ({"tokens": [1], "logprobs": [-1.0]}, "only sampled tokens"),
         ({"tokens": [1], "trained": True}, "only sampled tokens"),
+        ({"tokens": [1], "versions": [1]}, "only sampled tokens"),
     ],
 )
 def test_a_bad_append_changes_nothing(arguments, message):
@@ -202,3 +203,35 @@ def test_a_sequence_has_the_versions_that_were_recorded(versions):
     assert found == (None if versions is None else [-1, *versions])
     assert sequence.logprobs.tolist() == [0.0, -0.5, -0.25]
     assert (sequence.group_id, sequence.member_idx, sequence.reward) == ("2", 7, 1.0)
+
+
+def test_an_empty_record_is_a_new_sample():
+    assert Sample.from_dict({}).to_dict() == Sample().to_dict()
+
+
+@pytest.mark.parametrize(
+    "spans", [[[0, 1, "stop"], [1, 3, "stop"]], [[0, 2, "stop"], [1, 2, "stop"]], [[-1, 1, "stop"]]]
+)
+def test_spans_that_overlap_or_leave_the_tokens_are_refused(spans):
+    sample = Sample()
+    sample.append([0, 1], sampled=True)
+    assert Sample.from_dict(sample.to_dict()).spans == [Span(0, 2, "stop")]
+    with pytest.raises(ValueError, match="does not fit 2 tokens"):
+        Sample.from_dict(sample.to_dict() | {"spans": spans})
+
+
+def test_of_a_sequence_only_a_trained_token_may_lack_its_log_prob():
+    sample = Sample(4)
+    sample.append([1])
+    sample.append([2], sampled=True, trained=False)
+    sample.append([3, 4], sampled=True, logprobs=[-0.5, -1.0])
+    sample.append([5], sampled=True)
+    sample.reward = 1.0
+    sequence = sample.to_sequence()
+    np.testing.assert_array_equal(sequence.logprobs, np.array([0, 0, -0.5, -1, np.nan], np.float32))
+    assert (sequence.group_id, sequence.task_id, sequence.member_idx) == ("", "", 4)
+    unrecorded = Sample()
+    unrecorded.append([1])
+    unrecorded.append([2], sampled=True)
+    unrecorded.reward = 0.0
+    assert unrecorded.to_sequence().logprobs is None
