@@ -369,6 +369,7 @@ class WorkflowExecutor:
         for feed, _ in list(self._feeds.values()):
             await self._set_aside(feed, reason)
         await self._runner.close(reason)
+        self.gate.paused = False  # the engine may be initialized again
 
     # -- starting and ending -------------------------------------------------------------------
 

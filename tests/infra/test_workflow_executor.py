@@ -518,7 +518,6 @@ def test_an_engine_that_could_not_start_leaves_no_thread_and_may_start_again(
             engine.initialize()
     assert not any(thread.name.startswith("areal-lite") for thread in {*threading.enumerate()} - before)
     engine.initialize()
-    engine.resume()  # the end of the first run paused it
     assert engine.rollout_batch([{}], OneTurn)[0].status == "accepted"
 
 
