@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from areal_lite.api.trajectory import TokenSequence
+from areal_lite.api.trajectory import EpisodeStatus, TokenSequence
 from areal_lite.errors import TrainingError
 from areal_lite.trainer.policy_step import ROUNDING, Step
 from areal_lite.trainer.ranks import Ranks
+from tests.trainer.episode_data import Episode, group_of, line
 from tests.trainer.training_data import sequence, training_batch
 
 
@@ -64,6 +65,22 @@ def test_the_parent_of_a_turn_is_the_longest_that_it_extends() -> None:
     assert step.turns().parents.tolist() == [-1, 0, 1, 2, -1, 4]
     step.episodes = [0, 0, 0, 1, 1, 1]
     assert step.turns().parents.tolist() == [-1, 0, 1, -1, -1, 4]
+
+
+@pytest.mark.parametrize(
+    ("baselines", "expected"), [((0.25, 0.5), [0.25, 0.25, 0.5]), ((0.25, None), None), ((None, None), None)]
+)
+def test_greedy_rewards_are_there_if_all_accepted_groups_have_one(
+    baselines: tuple[float | None, ...], expected: list[float] | None
+) -> None:
+    members = [Episode(line(1), 1.0), Episode(line(1), 0.0)]
+    groups = [
+        group_of(name, [5, 6], members[place:], baseline=baseline)
+        for place, (name, baseline) in enumerate(zip("ab", baselines, strict=True))
+    ]
+    rejected = replace(group_of("c", [5, 6], members), status=EpisodeStatus.REJECTED)
+    step = Step.of([*groups, rejected], version=1, device=torch.device("cpu"))
+    assert (None if step.baselines is None else step.baselines.tolist()) == expected
 
 
 def metrics_of(step: Step, *, has_critic: bool = False, penalized: bool = False) -> dict[str, float]:
