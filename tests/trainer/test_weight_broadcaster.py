@@ -39,6 +39,14 @@ def test_a_bucket_is_as_large_as_allowed_and_no_larger(
     assert ["".join(bucket.tensors) for bucket in sender.publish(1).buckets] == names
 
 
+def test_training_on_does_not_change_what_was_published(sender: WeightBroadcaster) -> None:
+    (bucket,) = sender.publish(1).buckets
+    with torch.no_grad():
+        for parameter in sender._model.parameters():
+            parameter += 1
+    assert not any(bool(tensor.any()) for tensor in bucket.tensors.values())
+
+
 @pytest.mark.parametrize(
     ("own", "device", "backend"),
     [
@@ -64,6 +72,12 @@ def test_closed_groups_are_forgotten(sender: WeightBroadcaster) -> None:
     first.close()
     third = opened(sender)
     assert sender._groups == [second, third]
+
+
+def test_closing_ends_all_groups(sender: WeightBroadcaster) -> None:
+    groups = opened(sender), opened(sender)
+    sender.close()
+    assert all(group.closed for group in groups)
 
 
 def test_a_server_that_does_not_join_in_time_is_an_error(
