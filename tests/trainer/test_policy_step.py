@@ -99,11 +99,11 @@ def test_a_statistic_is_the_mean_of_the_tokens_that_have_it() -> None:
 
 
 def test_a_computed_token_without_a_weight_is_rejected() -> None:
-    step = step_of([sequence([5, 6, 7, 8], [1, 2, 3])])
-    step.tokens.computed[:2] = True
+    step = step_of([sequence([5, 6, 7, 8, 9], [1, 2, 3, 4])])
+    step.tokens.computed[:3] = True
     step.tokens.correction[1] = 1.0
     metrics = metrics_of(step)
-    assert (metrics["rejected_tokens"], metrics["computed_tokens"], metrics["trained_tokens"]) == (1, 2, 3)
+    assert (metrics["rejected_tokens"], metrics["computed_tokens"], metrics["trained_tokens"]) == (2, 3, 4)
 
 
 def test_engine_and_trainer_are_compared_at_computed_tokens_or_at_all_that_were_measured() -> None:
