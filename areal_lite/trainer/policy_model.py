@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
@@ -80,7 +81,7 @@ def load_pretrained(auto_class: Any, model_path: str, *, what: str, **options: A
             model, report = auto_class.from_pretrained(
                 model_path, dtype=torch.float32, output_loading_info=True, **options
             )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"model_path {model_path!r} cannot be loaded as a {what} ({_first_line(error)}): "
             "give a folder with config.json and model.safetensors, or a hub name"

@@ -70,6 +70,16 @@ def test_later_training_does_not_change_a_snapshot(tiny: Path) -> None:
     assert not all(torch.equal(own[name], taken.learners["policy"].weights[name]) for name in own)
 
 
+def test_a_snapshot_has_every_weight_once_and_of_adapters_nothing_else(tiny: Path) -> None:
+    trainer, adapted = LoopTrainer(tiny), LoopTrainer(tiny, lora={"rank": 2})
+    trainer.train_step(BATCHES[0])
+    weights = list(trainer.model.parameters())
+    assert snapshot(trainer).num_bytes == sum(3 * weight.nbytes + 4 for weight in weights)  # 4: number of updates
+    trainer.model.model.norm.weight.requires_grad_(False)
+    assert "model.norm.weight" in snapshot(trainer).learners["policy"].weights
+    assert all(".lora_" in name for name in snapshot(adapted).learners["policy"].weights)
+
+
 def test_a_checkpoint_holds_an_ordinary_model_and_an_optimizer_by_name(tiny: Path, tmp_path: Path) -> None:
     trainer = LoopTrainer(tiny)
     trainer.train_step(BATCHES[0])
@@ -94,9 +104,12 @@ def test_a_checkpoint_with_adapters_holds_only_adapters(tiny: Path, tmp_path: Pa
 
 
 def test_a_trainer_that_never_updated_can_be_saved(tiny: Path, tmp_path: Path) -> None:
-    folder = save(LoopTrainer(tiny), tmp_path, 1)
+    trainer = LoopTrainer(tiny)
+    trainer.learners["policy"].skipped_in_a_row = 2
+    folder = save(trainer, tmp_path, 1)
     resumed = LoopTrainer(tiny)
     load_checkpoint(resumed, folder)
+    assert resumed.learners["policy"].skipped_in_a_row == 2
     assert resumed.train_step(BATCHES[0]) == LoopTrainer(tiny).train_step(BATCHES[0])
 
 
@@ -236,6 +249,7 @@ CONFIG: dict[str, Any] = {
         "loss_kwargs": {},
     },  # fmt: skip
     "rollout": {"group_size": 4, "consumer_batch_size": 8, "addresses": []},
+    "train_dataset": {"path": "rows.jsonl", "shuffle": True},
     "checkpoint": {"every_steps": 1},
 }
 
@@ -258,6 +272,7 @@ def with_change(change: dict[str, Any]) -> str:
         {"trainer.total_steps": 20, "trainer.num_threads": 2, "trainer.a_new_field": 3},
         {"trainer.correction.a_new_field": 3},
         {"rollout.addresses": ["a:1"], "checkpoint.every_steps": 5, "fileroot": "elsewhere"},
+        {"train_dataset.path": "elsewhere/rows.jsonl"},
     ],
 )
 def test_settings_that_do_not_affect_weights_may_change(change: dict[str, Any], tmp_path: Path) -> None:
@@ -269,13 +284,14 @@ def test_every_setting_that_affects_weights_must_match(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     change = {"model_path": "b", "seed": 2, "trainer.lora": {"rank": 4}, "rollout.group_size": 8}
     change |= {"trainer.correction.max_weight": 2.0, "trainer.loss_kwargs.clip_eps": 0.1}
+    change |= {"train_dataset.shuffle": False}
     with pytest.raises(ConfigError) as refused:
         check_config(tmp_path, with_change(change | {"trainer.total_steps": 20}))
     assert str(refused.value) == (
         f"{tmp_path} was made with another config: model_path was 'models/small' and is 'b'; rollout.group_size was 4 "
-        "and is 8; seed was 1 and is 2; trainer.correction.max_weight was 5.0 and is 2.0; trainer.lora was None and is "
-        "{'rank': 4}; trainer.loss_kwargs was {} and is {'clip_eps': 0.1}. Restore these values to resume, or start "
-        "another trial_name"
+        "and is 8; seed was 1 and is 2; train_dataset.shuffle was True and is False; trainer.correction.max_weight was "
+        "5.0 and is 2.0; trainer.lora was None and is {'rank': 4}; trainer.loss_kwargs was {} and is {'clip_eps': 0.1}"
+        ". Restore these values to resume, or start another trial_name"
     )
 
 

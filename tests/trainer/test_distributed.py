@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import json
 import os
@@ -10,9 +11,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -207,6 +210,28 @@ def test_a_single_process_broadcasts_to_itself(monkeypatch: pytest.MonkeyPatch) 
         assert ranks == Ranks(rank=0, size=1)
         assert (broadcast_json({"stop": False}), gather_json(1)) == ({"stop": False}, [1])
         assert_same(broadcast_batch(batch), batch)
+
+
+@pytest.mark.parametrize(("device", "backend", "gpus"), [("cpu", "gloo", []), ("cuda", "cpu:gloo,cuda:nccl", [3])])
+def test_a_rank_takes_the_gpu_of_its_number_and_its_stack_is_shown_at_a_crash(
+    device: str, backend: str, gpus: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    taken: list[int] = []
+    begun: list[str] = []
+    handlers: list[bool] = []
+
+    def begin(backend: str, **_: Any) -> None:
+        begun.append(backend)
+        raise ConnectionError
+
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(faulthandler, "enable", lambda **_: handlers.append(True))
+    monkeypatch.setattr(dist, "init_process_group", begin)
+    with pytest.raises(ConnectionError), join_ranks(torch.device(device)):
+        pass
+    assert (taken, begun, handlers) == (gpus, [backend], [True])
 
 
 def test_broadcasting_without_a_batch_is_refused() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -87,6 +89,26 @@ def test_weights_outside_of_the_loss_decay_too() -> None:
     learner = learner_of(module, weight_decay=0.5)
     assert learner.update(lambda _: [module["used"].weight], lambda weight: weight.sum()).applied
     torch.testing.assert_close(module["idle"].weight.detach(), before * (1 - 0.1 * 0.5))
+
+
+@pytest.mark.parametrize(
+    "loss_of", [lambda weight: weight.sqrt().sum(), lambda weight: weight.sum() + math.inf], ids=["gradient", "loss"]
+)
+def test_an_update_is_applied_only_if_loss_and_gradient_are_finite(loss_of: Callable[[Tensor], Tensor]) -> None:
+    module = nn.Linear(2, 2, bias=False)
+    nn.init.zeros_(module.weight)
+    update = learner_of(module).update(lambda _: [module.weight], loss_of)
+    assert math.isfinite(update.loss) != math.isfinite(update.grad_norm)
+    assert not update.applied
+    assert not bool(module.weight.any())
+
+
+def test_only_updates_skipped_in_a_row_end_the_run() -> None:
+    module = nn.Linear(2, 2)
+    learner = learner_of(module)
+    for extra in (math.inf, math.inf, 0.0, math.inf, math.inf):
+        learner.check(learner.update(lambda _: [module.bias], lambda bias, extra=extra: bias.sum() + extra))
+    assert learner.skipped_in_a_row == 2
 
 
 class TwoAlike(Ranks):

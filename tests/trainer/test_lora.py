@@ -11,11 +11,20 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areal_lite.api.published_weights import AdapterShape
 from areal_lite.api.trainer_config import LearnerConfig, LoRAConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.logprobs import TokenScorer
-from areal_lite.trainer.lora import adapters_off, add_adapters, load_adapters, plain_weights, write_adapters
+from areal_lite.trainer.lora import (
+    adapter_shape,
+    adapters_off,
+    add_adapters,
+    load_adapters,
+    plain_weights,
+    planned_shape,
+    write_adapters,
+)
 from areal_lite.trainer.packed_model import PackedSequences
 from areal_lite.trainer.policy_model import load_policy
 from areal_lite.trainer.weights import publish_weights, save_model
@@ -217,7 +226,9 @@ def test_adapters_of_another_shape_are_refused(untied: Path, adapted: Any, tmp_p
 
 
 def test_only_the_named_layers_get_adapters(untied: Path) -> None:
-    model = load(untied, LoRAConfig(target_modules=["q_proj", "layers.1.mlp.up_proj"]))
+    config = LoRAConfig(rank=4, target_modules=["q_proj", "layers.1.mlp.up_proj"])
+    model = load(untied, config)
+    assert planned_shape(str(untied), config) == adapter_shape(model) == AdapterShape(4, ("q_proj", "up_proj"))
     names = {name for name, module in model.named_modules() if hasattr(module, "base_layer")}
     assert names == {f"model.layers.{i}.self_attn.q_proj" for i in (0, 1)} | {"model.layers.1.mlp.up_proj"}
 

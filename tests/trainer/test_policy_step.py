@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from areal_lite.api.trajectory import TokenSequence
+from areal_lite.api.trajectory import EpisodeStatus, TokenSequence
 from areal_lite.errors import TrainingError
 from areal_lite.trainer.policy_step import ROUNDING, Step
 from areal_lite.trainer.ranks import Ranks
+from tests.trainer.episode_data import Episode, group_of, line
 from tests.trainer.training_data import sequence, training_batch
 
 
@@ -66,6 +67,22 @@ def test_the_parent_of_a_turn_is_the_longest_that_it_extends() -> None:
     assert step.turns().parents.tolist() == [-1, 0, 1, -1, -1, 4]
 
 
+@pytest.mark.parametrize(
+    ("baselines", "expected"), [((0.25, 0.5), [0.25, 0.25, 0.5]), ((0.25, None), None), ((None, None), None)]
+)
+def test_greedy_rewards_are_there_if_all_accepted_groups_have_one(
+    baselines: tuple[float | None, ...], expected: list[float] | None
+) -> None:
+    members = [Episode(line(1), 1.0), Episode(line(1), 0.0)]
+    groups = [
+        group_of(name, [5, 6], members[place:], baseline=baseline)
+        for place, (name, baseline) in enumerate(zip("ab", baselines, strict=True))
+    ]
+    rejected = replace(group_of("c", [5, 6], members), status=EpisodeStatus.REJECTED)
+    step = Step.of([*groups, rejected], version=1, device=torch.device("cpu"))
+    assert (None if step.baselines is None else step.baselines.tolist()) == expected
+
+
 def metrics_of(step: Step, *, has_critic: bool = False, penalized: bool = False) -> dict[str, float]:
     return step.all_metrics(
         ranks=Ranks(), has_critic=has_critic, penalized=penalized, compares_engine=True, max_new_tokens=None
@@ -82,11 +99,11 @@ def test_a_statistic_is_the_mean_of_the_tokens_that_have_it() -> None:
 
 
 def test_a_computed_token_without_a_weight_is_rejected() -> None:
-    step = step_of([sequence([5, 6, 7, 8], [1, 2, 3])])
-    step.tokens.computed[:2] = True
+    step = step_of([sequence([5, 6, 7, 8, 9], [1, 2, 3, 4])])
+    step.tokens.computed[:3] = True
     step.tokens.correction[1] = 1.0
     metrics = metrics_of(step)
-    assert (metrics["rejected_tokens"], metrics["computed_tokens"], metrics["trained_tokens"]) == (1, 2, 3)
+    assert (metrics["rejected_tokens"], metrics["computed_tokens"], metrics["trained_tokens"]) == (2, 3, 4)
 
 
 def test_engine_and_trainer_are_compared_at_computed_tokens_or_at_all_that_were_measured() -> None:

@@ -16,7 +16,7 @@ from areal_lite.errors import ConfigError, TrainingError
 from areal_lite.trainer.estimators import Estimate, EstimatorInputs
 from areal_lite.trainer.objectives.aggregation import AggregationMode
 from areal_lite.trainer.objectives.policy_loss import POLICY_LOSSES
-from areal_lite.trainer.policy_trainer import PolicyTrainer
+from areal_lite.trainer.policy_trainer import PolicyTrainer, zero_loss
 from areal_lite.trainer.truncation import Truncation
 from tests.trainer.training_data import drawn_batch, packed_together, sequence, training_batch
 
@@ -229,6 +229,7 @@ def test_critic_metrics_are_means_over_the_critics_tokens(tiny: Path) -> None:
     assert "value_mean" in metrics
     metrics = trainer.train_step(training_batch(drawn_batch(0)), version=0)
     assert metrics["computed_tokens"] == metrics["trained_tokens"]
+    assert {name: learner.steps_done for name, learner in trainer.learners.items()} == {"policy": 2, "critic": 2}
 
 
 def test_padding_in_a_micro_batch_changes_nothing(tiny: Path) -> None:
@@ -599,6 +600,9 @@ def test_tokens_are_counted_over_a_resume_and_operations_per_second_measured(tin
     assert resumed.train_step(batch, version=5)["total_tokens"] == 3 * first["tokens"]
     resumed.load_counters({"kl_controller": {}})  # of a checkpoint that does not have them
     assert resumed.total_tokens == 0
+    penalized = make_trainer(tiny, kl=KLConfig(coef=0.1, target=1.0, place="reward"))
+    penalized.load_counters({"kl_controller": {"coef": 0.5}})
+    assert penalized.algorithm.kl_controller.coef == 0.5
 
 
 def test_operations_of_all_passes_are_counted(tiny: Path) -> None:
@@ -664,6 +668,14 @@ def test_the_entropy_term_is_as_strong_as_its_coefficient(tiny: Path) -> None:
     torch.testing.assert_close(*found)
     assert any(bool(value.any()) for value in found[0].values())
     assert trainer.train_step(batch, version=0)["entropy"] > entropy
+
+
+def test_a_pass_that_only_keeps_step_with_other_ranks_adds_nothing() -> None:
+    outputs = torch.ones(3, requires_grad=True)
+    loss = zero_loss(outputs)
+    loss.backward()
+    assert outputs.grad is not None
+    assert (loss.item(), outputs.grad.tolist()) == (0.0, [0.0] * 3)
 
 
 def test_operations_of_a_pass_are_those_of_its_products(tiny: Path) -> None:

@@ -88,4 +88,6 @@ def test_a_saved_reward_model_keeps_its_head(model: Any, tmp_path: Path) -> None
 def test_a_language_model_is_not_a_trained_reward_model(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="has no reward head.*a trained one"):
         load_reward_model(str(tiny), device=CPU)
-    assert not load_reward_model(str(tiny), device=CPU, new_head=True).score.weight.any()
+    model = load_reward_model(str(tiny), device=CPU, new_head=True)
+    assert not model.score.weight.any()
+    assert not model.training

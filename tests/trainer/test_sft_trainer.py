@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_lite.api.supervised_config import SFTTrainerConfig
 from areal_lite.errors import TrainingError
+from areal_lite.trainer import supervised_trainer
 from areal_lite.trainer.microbatches import plan_microbatches
 from areal_lite.trainer.supervised_trainer import with_warmup
 from tests.trainer.supervised_data import COMMON, gradients, run_out_of_memory, sequences, sft_trainer
@@ -144,6 +147,24 @@ def test_an_evaluation_has_a_token_cap_of_its_own(tiny: Path, monkeypatch: pytes
         trainer.evaluate(items)
 
 
+def test_a_pass_that_only_keeps_step_with_other_ranks_adds_nothing(tiny: Path) -> None:
+    trainer = sft_trainer(tiny)
+    step = trainer._lay_out(sequences(2, 3))
+    (microbatch,) = trainer._cut(step, 10_000)
+    loss = trainer._loss(step, dataclasses.replace(microbatch, counts=False))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert [bool(one.any()) for one in gradients(trainer).values()] == [False] * len(list(trainer.model.parameters()))
+
+
+def test_tokens_are_counted_per_second(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(perf_counter=iter((10.0, 14.0)).__next__)
+    trainer = sft_trainer(tiny)
+    monkeypatch.setattr(supervised_trainer, "time", clock)
+    metrics = trainer.train_step(sequences(2, 3))
+    assert metrics["tokens_per_second"] == metrics["tokens"] / 4
+
+
 def test_truncated_sequences_are_counted(tiny: Path) -> None:
     items = [item | {"truncated": torch.tensor(number % 2)} for number, item in enumerate(sequences(2, 5))]
     assert sft_trainer(tiny).train_step(items)["truncated_sequences"] == 2
@@ -175,6 +196,7 @@ def test_a_non_finite_update_is_skipped_and_recorded_and_the_third_in_a_row_ends
     # F67
     skipped_updates: list[dict[str, Any]] = []
     trainer = sft_trainer(tiny, on_skip=skipped_updates.append)
+    assert trainer.train_step(sequences(4, 3))["skipped_updates"] == 0.0
     weights = trainer.model.get_input_embeddings().weight
     with torch.no_grad():
         weights[5, 0] = float("nan")
@@ -183,10 +205,10 @@ def test_a_non_finite_update_is_skipped_and_recorded_and_the_third_in_a_row_ends
     items[0]["input_ids"][0] = 5
     for _ in range(2):
         assert trainer.train_step([items[2], items[0]])["skipped_updates"] == 1.0
-    with pytest.raises(TrainingError, match=r"step 2: loss nan .* the 3rd non-finite update in a row"):
+    with pytest.raises(TrainingError, match=r"step 3: loss nan .* the 3rd non-finite update in a row"):
         trainer.train_step(items[:1])
     torch.testing.assert_close(weights, before, rtol=0, atol=0, equal_nan=True)
-    assert [(one["step"], one["rows"]) for one in skipped_updates] == [(0, [0, 2]), (1, [0, 2]), (2, [0])]
+    assert [(one["step"], one["rows"]) for one in skipped_updates] == [(1, [0, 2]), (2, [0, 2]), (3, [0])]
     assert math.isnan(skipped_updates[0]["loss"])
 
 

@@ -37,6 +37,7 @@ def test_a_critic_from_the_policys_model_starts_with_values_of_0(
     assert torch.equal(values, torch.zeros(len(values)))
     assert critic.dtype == torch.float32
     assert critic.dropout.p == 0.0
+    assert not critic.training
     policy = load_policy(str(untied), device=CPU)
     torch.testing.assert_close(critic.model.state_dict(), policy.model.state_dict(), atol=0, rtol=0)
     assert (caplog.text, *capfd.readouterr()) == ("", "", "")  # a new head is nothing to warn of
