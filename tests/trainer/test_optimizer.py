@@ -74,7 +74,8 @@ def faults():
 before = faults()
 config = LearnerConfig(learning_rate=0.5)
 Learner(torch.nn.Linear(2, 2), config, config, total_steps=1)
-faults()
+for _ in range(4):
+    faults()  # the heap grows until a block fits beside what else is in it
 print(before, faults())
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
