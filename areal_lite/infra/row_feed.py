@@ -205,6 +205,7 @@ class RowFeed:
     def mark_trained(self) -> None:
         """Mark the last batch as trained."""
         self.source.mark_trained(self._handed_over)
+        self._handed_over = []
 
     def owe(self, group: Group) -> None:
         """Return the row of a stale group to the source, to be drawn before all others."""

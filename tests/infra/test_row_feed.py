@@ -127,6 +127,23 @@ def test_a_batch_is_owed_until_the_next_is_handed_over_and_one_taken_back_stays_
     assert (feed.source.num_owed, feed.box.groups) == (1, second)
 
 
+class Marked(RolloutDataSource):
+    """Notes each group that is marked as trained."""
+
+    def mark_trained(self, groups: Any) -> None:
+        """Note the groups."""
+        self.marked = [*getattr(self, "marked", []), *groups]
+
+
+def test_a_source_hears_once_that_a_batch_was_trained() -> None:
+    feed = RowFeed(source := Marked([{}]), retries=0)
+    batch = [drawn(feed)]
+    feed.hand_over(batch)
+    feed.mark_trained()
+    feed.hand_over([drawn(feed)])
+    assert source.marked == [batch[0].samples]
+
+
 def test_a_row_that_comes_back_is_drawn_again_though_the_source_had_ended() -> None:
     feed = RowFeed(IterableDataSource(iter([{"n": 0}])), retries=1)
     failed = drawn(feed, "failed")
