@@ -1,4 +1,4 @@
-// What a decode step computes between its matrix products, in bfloat16: decode_kernels.py compiles this for one model.
+// What a layer computes between its matrix products, in bfloat16: decode_kernels.py compiles this for one model.
 // WIDTH is that of a head, GROUPS the queries that share a key. Sums are float32; rounds where the model's own forward does.
 
 #include <algorithm>
@@ -46,6 +46,11 @@ static inline void turn(const Half* head, const Half* cos, const Half* sin, Half
     }
 }
 
+// Have a key or value brought from memory, which would stop at the end of each page.
+static inline void fetch(const Half* row) {
+    for (int i = 0; i < WIDTH; i += 32) __builtin_prefetch(row + i);
+}
+
 // Attention of the queries that share a key, over `length` keys and values.
 static inline void read(const Half (*queries)[WIDTH], const Half* keys, const Half* values, Count length, float scale,
                         float* scores, Half* out) {
@@ -53,6 +58,8 @@ static inline void read(const Half (*queries)[WIDTH], const Half* keys, const Ha
     for (int g = 0; g < GROUPS; g++)
         for (int i = 0; i < WIDTH; i++) query[g][i] = wide(queries[g][i]) * scale;
     for (Count t = 0; t < length; t++) {
+        fetch(keys + (t + 16) * WIDTH);
+        fetch(values + t * WIDTH);
         float key[WIDTH];
 #pragma omp simd
         for (int i = 0; i < WIDTH; i++) key[i] = wide(keys[t * WIDTH + i]);
@@ -90,30 +97,35 @@ static inline void read(const Half (*queries)[WIDTH], const Half* keys, const Ha
 
 extern "C" {
 
-// One token of each of n slots: stores its keys and values at its column, and reads all columns up to that one.
+// n tokens: stores their keys and values, each at its slot's column, then reads all columns of the slot up to that one.
 // states [n, (GROUPS + 2) * heads, WIDTH]: queries, keys, values; cos, sin [n, WIDTH]; keys, values [slots, heads,
 // capacity, WIDTH]; out [n, heads * GROUPS, WIDTH]. The norms of queries and keys may be null.
 void attend(const Half* states, const Half* cos, const Half* sin, const Half* query_norm, const Half* key_norm, float eps,
             Half* keys, Half* values, const Count* slots, const Count* columns, Count n, Count heads, Count capacity,
             float scale, Half* out, int threads) {
+    const auto turned = [=](Count row, Count number, const Half* norm, Half* target) {
+        Half normed[WIDTH];
+        const Half* source = states + (row * (GROUPS + 2) * heads + number) * WIDTH;
+        if (norm) norm_row(source, norm, eps, WIDTH, normed);
+        turn(norm ? normed : source, cos + row * WIDTH, sin + row * WIDTH, target);
+    };
 #pragma omp parallel num_threads(threads)
     {
+#pragma omp for
+        for (Count pair = 0; pair < n * heads; pair++) {
+            const Count row = pair / heads, head = pair % heads;
+            const Count column = ((slots[row] * heads + head) * capacity + columns[row]) * WIDTH;
+            turned(row, GROUPS * heads + head, key_norm, keys + column);
+            const Half* value = states + (row * (GROUPS + 2) + GROUPS + 1) * heads * WIDTH + head * WIDTH;
+            std::memcpy(values + column, value, WIDTH * sizeof(Half));
+        }
         std::vector<float> scores;
 #pragma omp for schedule(dynamic)
         for (Count pair = 0; pair < n * heads; pair++) {
             const Count row = pair / heads, head = pair % heads, length = columns[row] + 1;
-            const Half* own = states + row * (GROUPS + 2) * heads * WIDTH;
-            const auto turned = [&](Count number, const Half* norm, Half* target) {
-                Half normed[WIDTH];
-                const Half* source = own + number * WIDTH;
-                if (norm) norm_row(source, norm, eps, WIDTH, normed);
-                turn(norm ? normed : source, cos + row * WIDTH, sin + row * WIDTH, target);
-            };
-            const Count first = (slots[row] * heads + head) * capacity * WIDTH, last = first + (length - 1) * WIDTH;
-            turned(GROUPS * heads + head, key_norm, keys + last);
-            std::memcpy(values + last, own + ((GROUPS + 1) * heads + head) * WIDTH, WIDTH * sizeof(Half));
             Half queries[GROUPS][WIDTH];
-            for (int g = 0; g < GROUPS; g++) turned(head * GROUPS + g, query_norm, queries[g]);
+            for (int g = 0; g < GROUPS; g++) turned(row, head * GROUPS + g, query_norm, queries[g]);
+            const Count first = (slots[row] * heads + head) * capacity * WIDTH;
             scores.resize(GROUPS * length);
             read(queries, keys + first, values + first, length, scale, scores.data(), out + pair * GROUPS * WIDTH);
         }

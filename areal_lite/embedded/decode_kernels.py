@@ -71,7 +71,9 @@ def _compiled(compiler: str, model: Any) -> ctypes.CDLL:
 
 
 class CompiledOperations(LayerOperations):
-    """One token per slot in compiled code; attention of several in torch."""
+    """Each token is a row of its own, so that a pass needs no padding."""
+
+    pads = False
 
     def __init__(self, model: Any, library: ctypes.CDLL) -> None:
         super().__init__(model)
@@ -79,18 +81,19 @@ class CompiledOperations(LayerOperations):
 
     def attend(self, states: Tensor, attention: Any, cached: SlotLayer, turn: Turn) -> Tensor:
         """See the base class."""
-        if states.shape[1] > 1 or not cached.is_initialized:
-            return super().attend(states, attention, cached, turn)
+        if not cached.is_initialized:
+            key_value = states[:, :, : states.shape[2] // (attention.num_key_value_groups + 2)].transpose(1, 2)
+            cached.lazy_initialization(key_value, key_value)
         assert cached.keys is not None and cached.values is not None
-        (slots, _, heads, width), (_, kv_heads, capacity, _) = states.shape, cached.keys.shape
-        out = states.new_empty(slots, 1, (heads - 2 * kv_heads) * width)
+        (tokens, _, heads, width), (_, kv_heads, capacity, _) = states.shape, cached.keys.shape
+        out = states.new_empty(tokens, 1, (heads - 2 * kv_heads) * width)
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         self._library.attend(
             *_addresses(states, turn.cos, turn.sin),
             *(norm and norm.weight.data_ptr() for norm in norms),
             norms[0].variance_epsilon if norms[0] is not None else 0.0,
             *_addresses(cached.keys, cached.values, cached.plan.used, cached.plan.columns),
-            slots,
+            tokens,
             kv_heads,
             capacity,
             attention.scaling,

@@ -33,6 +33,9 @@ class Turn(NamedTuple):
 class LayerOperations:
     """Rounds as the model's own forward does."""
 
+    pads = True
+    """Whether the slots of a pass need equally many tokens."""
+
     def __init__(self, model: Any) -> None:
         self._one_is_added = "Gemma" in type(model).__name__  # to the weight of each norm
 

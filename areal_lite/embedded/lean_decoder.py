@@ -73,6 +73,11 @@ class LeanDecoder:
         for linear in (self._head, *(part for layer in self._layers for part in layer if isinstance(part, _Linear))):
             linear.packed = None
 
+    @property
+    def pads(self) -> bool:
+        """Whether the slots of a pass need equally many tokens; if not, each token is a row of its own."""
+        return self._operations.pads
+
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None, last: Tensor | None) -> Tensor:
         """Run a pass that the cache's plan describes, and store its KV.
 
@@ -80,10 +85,10 @@ class LeanDecoder:
             ids: ``[n, q]`` token ids.
             positions: ``[n, q]`` their positions.
             mask: ``[n, 1, q, kv]`` added to the attention's scores; None if no slot has earlier tokens.
-            last: ``[n]`` the place in ``q`` of the only token of each slot that needs logits; None for all.
+            last: ``[m]`` the only tokens that need logits, numbered through all rows; None for all.
 
         Returns:
-            ``[n, vocab]`` logits with ``last``, else ``[n, q, vocab]``.
+            ``[m, vocab]`` logits with ``last``, else ``[n, q, vocab]``.
         """
         operations, groups = self._operations, self._layers[0].attention.num_key_value_groups
         hidden = self._body.embed_tokens(ids)
@@ -98,7 +103,7 @@ class LeanDecoder:
             added = layer.down(operations.gated(layer.gate_up(normed), layer.activation))
             hidden, normed = operations.add_norm(hidden, added, next_norm)
         if last is not None:
-            normed = normed[torch.arange(len(last), device=last.device), last]
+            normed = normed.flatten(0, 1)[last]
         logits: Tensor = self._head(normed)
         return logits
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM
 
@@ -53,6 +54,16 @@ class ModelRunner:
         head: nn.Module = model.get_output_embeddings()
         head.register_forward_pre_hook(self._keep_last_positions)
 
+    @property
+    def _decoder(self) -> LeanDecoder | None:
+        """What runs in place of the model, where it can."""
+        return None if self._adapted or self._min_width else self._lean
+
+    @property
+    def pads(self) -> bool:
+        """Whether the slots of a pass need equally many tokens, so that prompts are best computed apart."""
+        return self._decoder is None or self._decoder.pads
+
     def _keep_last_positions(self, _head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         # A hook and not ``logits_to_keep``, which keeps the same positions of all slots; slots end at different ones.
         # The model still scales or caps its logits.
@@ -68,13 +79,16 @@ class ModelRunner:
 
         Args:
             slots: ``[n]``, all different.
-            tokens: ``[n][<= q]`` ids, at least one per slot; shorter lists are padded on the right.
+            tokens: ``[n][<= q]`` ids, at least one per slot; if it ``pads``, a short list costs as much as the longest.
             past: ``[n]`` number of columns per slot that precede these tokens.
             all_positions: Return logits of every position instead of each slot's last.
 
         Returns:
             ``[n, vocab]`` logits of each slot's last token, or ``[n, q, vocab]``.
         """
+        decoder = self._decoder
+        if decoder is not None and not decoder.pads:
+            return self._forward_rows(decoder, slots, tokens, past, all_positions=all_positions)
         lengths = [len(ids) for ids in tokens]
         width = max(*lengths, self._min_width)
         plan = self.cache.plan
@@ -89,8 +103,9 @@ class ModelRunner:
             mask = torch.zeros(visible.shape, dtype=self.model.dtype, device=self.device)
             mask = mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)[:, None]
         positions = plan.columns.clamp(max=self.context_length - 1)
-        if self._lean is not None and not self._adapted and not self._min_width:
-            return self._lean.forward(input_ids, positions, mask, last)
+        if decoder is not None:
+            rows = None if last is None else torch.arange(len(slots), device=self.device) * width + last
+            return decoder.forward(input_ids, positions, mask, rows)
         self._last = last if width > 1 else None
         output = self.model(
             input_ids=input_ids,
@@ -101,6 +116,21 @@ class ModelRunner:
         )
         logits: Tensor = output.logits
         return logits[:, : max(lengths)] if all_positions else logits[:, -1]
+
+    def _forward_rows(
+        self, decoder: LeanDecoder, slots: list[int], tokens: list[list[int]], past: list[int], *, all_positions: bool
+    ) -> Tensor:
+        """Run a pass with each token in a row of its own."""
+        lengths = torch.tensor([len(ids) for ids in tokens])
+        columns = [first + i for first, ids in zip(past, tokens, strict=True) for i in range(len(ids))]
+        plan = self.cache.plan
+        plan.set(torch.tensor(slots).repeat_interleave(lengths).tolist(), columns, 1)
+        rows = torch.tensor([token for ids in tokens for token in ids])[:, None]
+        logits = decoder.forward(rows, plan.columns, None, None if all_positions else lengths.cumsum(0) - 1)
+        if not all_positions:
+            return logits
+        parts = torch.split(logits[:, 0], lengths.tolist())
+        return pad_sequence(list(parts), batch_first=True)
 
     @torch.inference_mode()
     def check_against_plain_forward(self) -> None:

@@ -70,7 +70,7 @@ class Scheduler:
             max_running_requests: Requests in one batch.
             max_total_tokens: Limit on prompt plus ``max_new_tokens``, summed over running requests. A request
                 above the limit runs alone.
-            max_prefill_tokens: Padded tokens of one prefill step; a longer prompt runs alone.
+            max_prefill_tokens: Tokens of the prompts of one step, with padding; a longer prompt is the only one.
             keep_prefixes: Whether later requests may reuse the KV of finished ones.
         """
         self.runner = runner
@@ -243,13 +243,34 @@ class Scheduler:
             self._loop.call_soon_threadsafe(_set_changed, changed)
 
     def _step(self) -> None:
-        if prefills := self._choose_prefills():
-            self._prefill(prefills)
-            return
+        """Compute the prompts that fit into one step, and sample a token for each request that is computed.
+
+        Running requests take part, except where passes need padding or a prompt's own log-probs are wanted.
+        """
         requests = list(self.running)
-        past = [len(request.prompt) + len(request.output_ids) - 1 for request in requests]
+        prefills = self._choose_prefills()
+        scored = next((one.requests[0] for one in prefills if one.requests[0].needs_scores), None)
+        if prefills and (self.runner.pads or scored is not None):
+            requests = []
         tokens = [[request.output_ids[-1]] for request in requests]
-        logits = self.runner.forward(list(range(len(requests))), tokens, past, all_positions=False)
+        past = [len(request.prompt) + len(request.output_ids) - 1 for request in requests]
+        leaders = self._join(prefills)
+        logits = self.runner.forward(
+            [*range(len(requests)), *leaders],
+            tokens + [prefill.tokens[prefill.past :] for prefill in prefills],
+            past + [prefill.past for prefill in prefills],
+            all_positions=scored is not None,
+        )
+        if scored is not None:
+            self._score_prompt(scored, logits[0])
+            logits = logits[:, -1]
+        sizes = [len(prefill.requests) for prefill in prefills]
+        if any(size > 1 for size in sizes):
+            sources = [leader for leader, size in zip(leaders, sizes, strict=True) for _ in range(size - 1)]
+            targets = [leader + i for leader, size in zip(leaders, sizes, strict=True) for i in range(1, size)]
+            self.runner.cache.copy_columns(sources, targets, max(len(prefill.tokens) for prefill in prefills))
+            logits = logits.repeat_interleave(torch.tensor([1] * len(requests) + sizes, device=logits.device), 0)
+        requests += [request for prefill in prefills for request in prefill.requests]
         self._extend(requests, logits)
 
     # -- admission ---------------------------------------------------------------------------------------------
@@ -305,13 +326,13 @@ class Scheduler:
             return "yes"
         if prefill.requests[0].needs_scores or chosen[0].requests[0].needs_scores:
             return "full"
-        if (prefill.donor is None) != (chosen[0].donor is None):
+        if self.runner.pads and (prefill.donor is None) != (chosen[0].donor is None):
             return "later"
         lengths = [len(one.tokens) - one.past for one in [*chosen, prefill]]
-        padded = len(lengths) * max(lengths)
-        if padded > self._max_prefill_tokens:
+        computed = len(lengths) * max(lengths) if self.runner.pads else sum(lengths)
+        if computed > self._max_prefill_tokens:
             return "full"
-        if padded - sum(lengths) > max(64, sum(lengths) // 4):
+        if computed - sum(lengths) > max(64, sum(lengths) // 4):
             return "later"
         ids = np.asarray(prefill.tokens, dtype=np.int64)
         for other in chosen:  # a long shared prefix is computed once, in this step, and copied in the next
@@ -320,36 +341,20 @@ class Scheduler:
                 return "later"
         return "yes"
 
-    def _prefill(self, prefills: list[_Prefill]) -> None:
-        """Compute the slots, copy them to equal requests, and sample the first tokens."""
-        cache = self.runner.cache
-        leaders: list[int] = []
-        twins: list[tuple[int, int]] = []  # (source slot, target slot)
-        computed: list[int] = []  # index into the logits, one per request
-        joined = [request for prefill in prefills for request in prefill.requests]
-        for i, prefill in enumerate(prefills):
+    def _join(self, prefills: list[_Prefill]) -> list[int]:
+        """Give each of these requests a slot, copy prefixes, and return the first slot of each prefill."""
+        leaders = []
+        for prefill in prefills:
             leaders.append(len(self.running))
             for copy, request in enumerate(prefill.requests):
-                if copy:
-                    twins.append((leaders[i], len(self.running)))
                 if request.num_retractions == 0:
                     request.cached_tokens = len(request.prompt) if copy else prefill.past
-                computed.append(i)
-                self.running.append(request)
-        past = [prefill.past for prefill in prefills]
-        if any(past):
-            cache.copy_columns([prefill.donor or 0 for prefill in prefills], leaders, max(past))
-        scored = joined[0] if joined[0].needs_scores else None
-        suffixes = [prefill.tokens[prefill.past :] for prefill in prefills]
-        logits = self.runner.forward(leaders, suffixes, past, all_positions=scored is not None)
-        if scored is not None:
-            self._score_prompt(scored, logits[0])
-            logits = logits[:, -1]
-        if twins:
-            sources, targets = zip(*twins, strict=True)
-            cache.copy_columns(list(sources), list(targets), max(len(prefill.tokens) for prefill in prefills))
-            logits = logits[torch.tensor(computed, device=logits.device)]
-        self._extend(joined, logits)
+            self.running += prefill.requests
+        shared = [(one.donor, leader) for one, leader in zip(prefills, leaders, strict=True) if one.donor is not None]
+        if shared:
+            donors, targets = zip(*shared, strict=True)
+            self.runner.cache.copy_columns(list(donors), list(targets), max(prefill.past for prefill in prefills))
+        return leaders
 
     def _score_prompt(self, request: GenerationRequest, logits: torch.Tensor) -> None:
         """Set the prompt's log-probs from ``logits [tokens, vocab]``, not divided by the temperature."""
