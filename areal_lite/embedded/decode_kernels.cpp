@@ -46,20 +46,20 @@ static inline void turn(const Half* head, const Half* cos, const Half* sin, Half
     }
 }
 
-// Have a key or value brought from memory, which would stop at the end of each page.
+// Ask memory for a key or value that is read soon.
 static inline void fetch(const Half* row) {
     for (int i = 0; i < WIDTH; i += 32) __builtin_prefetch(row + i);
 }
 
-// Attention of the queries that share a key, over `length` keys and values.
-static inline void read(const Half (*queries)[WIDTH], const Half* keys, const Half* values, Count length, float scale,
-                        float* scores, Half* out) {
+// Attention of the queries that share a key, over `length` keys and values; fetches those that are read after them.
+static inline void read(const Half (*queries)[WIDTH], const Half* keys, const Half* values, const Half* next_keys,
+                        const Half* next_values, Count length, float scale, float* scores, Half* out) {
     float query[GROUPS][WIDTH], sums[GROUPS][WIDTH] = {}, total[GROUPS];
     for (int g = 0; g < GROUPS; g++)
         for (int i = 0; i < WIDTH; i++) query[g][i] = wide(queries[g][i]) * scale;
     for (Count t = 0; t < length; t++) {
-        fetch(keys + (t + 16) * WIDTH);
-        fetch(values + t * WIDTH);
+        fetch(next_keys + t * WIDTH);
+        fetch(next_values + t * WIDTH);
         float key[WIDTH];
 #pragma omp simd
         for (int i = 0; i < WIDTH; i++) key[i] = wide(keys[t * WIDTH + i]);
@@ -109,25 +109,26 @@ void attend(const Half* states, const Half* cos, const Half* sin, const Half* qu
         if (norm) norm_row(source, norm, eps, WIDTH, normed);
         turn(norm ? normed : source, cos + row * WIDTH, sin + row * WIDTH, target);
     };
+    const auto start = [=](Count pair) { return (slots[pair / heads] * heads + pair % heads) * capacity * WIDTH; };
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for
         for (Count pair = 0; pair < n * heads; pair++) {
-            const Count row = pair / heads, head = pair % heads;
-            const Count column = ((slots[row] * heads + head) * capacity + columns[row]) * WIDTH;
+            const Count row = pair / heads, head = pair % heads, column = start(pair) + columns[row] * WIDTH;
             turned(row, GROUPS * heads + head, key_norm, keys + column);
-            const Half* value = states + (row * (GROUPS + 2) + GROUPS + 1) * heads * WIDTH + head * WIDTH;
+            const Half* value = states + ((row * (GROUPS + 2) + GROUPS + 1) * heads + head) * WIDTH;
             std::memcpy(values + column, value, WIDTH * sizeof(Half));
         }
         std::vector<float> scores;
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, std::max<Count>(1, n * heads / (4 * threads)))
         for (Count pair = 0; pair < n * heads; pair++) {
             const Count row = pair / heads, head = pair % heads, length = columns[row] + 1;
             Half queries[GROUPS][WIDTH];
             for (int g = 0; g < GROUPS; g++) turned(row, head * GROUPS + g, query_norm, queries[g]);
-            const Count first = (slots[row] * heads + head) * capacity * WIDTH;
+            const Count first = start(pair), next = start(std::min(pair + 1, n * heads - 1));
             scores.resize(GROUPS * length);
-            read(queries, keys + first, values + first, length, scale, scores.data(), out + pair * GROUPS * WIDTH);
+            read(queries, keys + first, values + first, keys + next, values + next, length, scale, scores.data(),
+                 out + pair * GROUPS * WIDTH);
         }
     }
 }

@@ -16,7 +16,7 @@ from torch import Tensor
 from areal_lite.embedded.generation_request import GenerationRequest
 
 _BLOCK = 128
-_ROWS = 8
+_ROWS = 16
 """Requests sampled together on a CPU: what a pass over their logits writes is still in its caches for the next one."""
 _FIRST_TRY = 1024  # enough for most top-p values; a full sort of the vocabulary costs 7 times as much
 
