@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from areal_lite.api.trainer_config import TrainerConfig
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.training_batch import collate_sequences
-from areal_lite.embedded.decode_kernels import CompiledOperations
+from areal_lite.embedded.layer_kernels import CompiledOperations
 from areal_lite.embedded.model_runner import ModelRunner, load_model
 from areal_lite.trainer.policy_trainer import PolicyTrainer
 from benchmarks.report import Figure, make_parser, of_limit, write_figures

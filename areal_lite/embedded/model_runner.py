@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM
 
 from areal_lite.embedded.adapter import Adapter
-from areal_lite.embedded.decode_kernels import layer_operations
+from areal_lite.embedded.layer_kernels import layer_operations
 from areal_lite.embedded.layer_operations import LayerOperations
 from areal_lite.embedded.lean_decoder import FAMILIES, LeanDecoder
 from areal_lite.embedded.slot_cache import SlotCache

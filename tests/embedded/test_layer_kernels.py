@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_lite.embedded.decode_kernels import CompiledOperations, layer_operations
+from areal_lite.embedded.layer_kernels import CompiledOperations, layer_operations
 from areal_lite.embedded.layer_operations import LayerOperations, Turn
 from areal_lite.embedded.model_runner import ModelRunner
 from areal_lite.embedded.slot_cache import SlotCache, SlotLayer
