@@ -252,8 +252,8 @@ class EmbeddedServerConfig:
     """Limit on prompt plus max_new_tokens, summed over running requests; null is what the KV cache holds."""
 
     max_prefill_tokens: Positive | None = None
-    """Prompt tokens, padding included, computed in one step while running requests wait; null is 512 on a CPU and
-    8192 on a GPU."""
+    """Prompt tokens computed in one step, padding included; running requests wait for it. null is 512 on a CPU and 8192
+    on a GPU."""
 
     context_length: Annotated[int, Field(ge=16)] | None = None
     """Maximum tokens of prompt and answer together; null is the model's own limit."""

@@ -120,7 +120,7 @@ void attend(const Half* states, const Half* cos, const Half* sin, const Half* qu
             std::memcpy(values + column, value, WIDTH * sizeof(Half));
         }
         std::vector<float> scores;
-#pragma omp for schedule(dynamic, std::max<Count>(1, n * heads / (4 * threads)))
+#pragma omp for schedule(dynamic, std::clamp<Count>(n * heads / (4 * threads), 1, 8 * heads))
         for (Count pair = 0; pair < n * heads; pair++) {
             const Count row = pair / heads, head = pair % heads, length = columns[row] + 1;
             Half queries[GROUPS][WIDTH];

@@ -1,7 +1,8 @@
-"""Operations of a decode step in C++, compiled when the model is loaded; half a second, and nothing is kept on disk.
+"""What a layer computes between its matrix products, in C++.
 
-torch's operations read every slot up to the longest one and start a loop for each small step; these read each slot up
-to its own end, in one loop. They are used in bfloat16 on a CPU where there is a C++ compiler with OpenMP.
+Compiled when the model is loaded, in half a second; nothing is kept on disk. torch's operations pad the tokens of all
+slots and read every slot up to the longest one; these read each slot up to its own end, and any number of tokens of it.
+They are used in bfloat16 on a CPU where there is a C++ compiler with OpenMP.
 """
 
 from __future__ import annotations
