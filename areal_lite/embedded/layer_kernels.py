@@ -34,13 +34,18 @@ _ARGUMENTS = {
 }
 
 
+def find_compiler() -> str | None:
+    """Return the path of the C++ compiler: ``c++``, or what CXX names."""
+    return shutil.which(os.environ.get("CXX", "c++"))
+
+
 def layer_operations(model: Any) -> LayerOperations:
     """Return the compiled operations if they fit the model and can be compiled, else torch's."""
     config = model.config
     fits = model.dtype == torch.bfloat16 and model.device.type == "cpu" and config.hidden_act == "silu"
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
     if not fits or "Gemma" in type(model).__name__:
         return LayerOperations(model)
+    compiler = find_compiler()
     if compiler is None:
         logger.info("no C++ compiler: decoding takes up to twice as long. Install g++, or set CXX to a compiler.")
         return LayerOperations(model)

@@ -87,8 +87,10 @@ def packages() -> Findings:
 
 
 def devices() -> Findings:
-    """Show torch, the CPU cores and the GPUs."""
+    """Show torch, the CPU cores, the GPUs, and without one whether there is a C++ compiler."""
     import torch
+
+    from areal_lite.embedded.layer_kernels import find_compiler
 
     yield ok(f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} CPU cores")
     if torch.cuda.is_available():
@@ -103,6 +105,11 @@ def devices() -> Findings:
         )
     else:
         yield ok("no GPU: server and trainer run on the CPU")
+        if find_compiler() is None:
+            yield warning(
+                "there is no C++ compiler: the embedded server takes up to twice as long in bfloat16. Install g++, or "
+                "set CXX to a compiler"
+            )
 
 
 def machine() -> Findings:

@@ -122,6 +122,20 @@ def test_a_full_disk_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     the_line(lines, "warning", "only 1.0 GB of disk are free here")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU decodes without it")
+def test_a_missing_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    code, lines = examine(None)
+    assert code == 0
+    the_line(
+        lines,
+        "warning",
+        "there is no C++ compiler: the embedded server takes up to twice as long in bfloat16. Install g++",
+    )
+    monkeypatch.setenv("CXX", "true")
+    assert not any("compiler" in line for line in examine(None)[1])
+
+
 # -- config, workflow, rows, folder ------------------------------------------------------------------
 
 
