@@ -543,6 +543,7 @@ def test_metrics_are_flat_floats(tiny: Path) -> None:
         ([3, 4, 259], [0.0, -1.0, -1.0], [0, 0, 0], r"token id 259 is not in the vocabulary \[0, 259\).*this model"),
         ([3, -1, 5], [0.0, -1.0, -1.0], [0, 0, 0], "token id -1 is not in the vocabulary"),
         ([3, 4, 5], [0.0, -1.0, 0.7], [0, 0, 0], "step 2: logprobs of task 7 must be at most 0 and reach 0.7: record"),
+        ([3, 4, 5], [0.0, -1.0, -math.inf], [0, 0, 0], "step 2: logprobs of task 7 must be finite and are not: fail"),
         ([3, 4, 5], [0.0, -1.0, -1.0], [0, 2, 3], "step 2: versions of task 7 must be at most 2 and reach 3: record"),
     ],
 )
