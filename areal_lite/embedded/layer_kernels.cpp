@@ -1,29 +1,7 @@
 // What a layer computes between its matrix products, in bfloat16: layer_kernels.py compiles this for one model.
 // WIDTH is that of a head, GROUPS the queries that share a key. Sums are float32; rounds where the model's own forward does.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
-
-using Half = std::uint16_t;  // the bits of a bfloat16
-using Count = std::int64_t;
-
-static inline float wide(Half half) {
-    const std::uint32_t bits = static_cast<std::uint32_t>(half) << 16;
-    float number;
-    std::memcpy(&number, &bits, sizeof number);
-    return number;
-}
-
-static inline Half narrow(float number) {  // to the nearest, ties to even
-    std::uint32_t bits;
-    std::memcpy(&bits, &number, sizeof bits);
-    return static_cast<Half>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-
-static inline float rounded(float number) { return wide(narrow(number)); }
+#include "bfloat16.h"
 
 // RMS norm of one row.
 static inline void norm_row(const Half* row, const Half* weight, float eps, Count width, Half* out) {
@@ -152,7 +130,7 @@ void gated_silu(const Half* joined, Count n, Count width, Half* out, int threads
         const Half *gate = joined + 2 * row * width, *up = gate + width;
 #pragma omp simd
         for (Count i = 0; i < width; i++) {
-            const float x = std::max(wide(gate[i]), -80.0f);  // the result is 0 here; below, exp is infinite
+            const float x = bounded(wide(gate[i]));
             out[row * width + i] = narrow(rounded(x / (1 + std::exp(-x))) * wide(up[i]));
         }
     }

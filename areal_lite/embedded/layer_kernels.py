@@ -1,6 +1,6 @@
 """What a layer computes between its matrix products, in C++.
 
-Compiled when the model is loaded, in half a second; nothing is kept on disk. torch's operations pad the tokens of all
+Compiled when the model is loaded. torch's operations pad the tokens of all
 slots and read every slot up to the longest one; these read each slot up to its own end, and any number of tokens of it.
 They are used in bfloat16 on a CPU where there is a C++ compiler with OpenMP.
 """
@@ -8,24 +8,17 @@ They are used in bfloat16 on a CPU where there is a C++ compiler with OpenMP.
 from __future__ import annotations
 
 import ctypes
-import logging
-import os
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from areal_lite.compiler import compile_library
 from areal_lite.embedded.layer_operations import LayerOperations, Turn
 from areal_lite.embedded.slot_cache import SlotLayer
 
-logger = logging.getLogger(__name__)
-
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC"]
 _ARRAY, _COUNT, _NUMBER, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
     "attend": [*[_ARRAY] * 5, _NUMBER, *[_ARRAY] * 4, *[_COUNT] * 3, _NUMBER, _ARRAY, _INT],
@@ -34,46 +27,16 @@ _ARGUMENTS = {
 }
 
 
-def find_compiler() -> str | None:
-    """Return the path of the C++ compiler: ``c++``, or what CXX names."""
-    return shutil.which(os.environ.get("CXX", "c++"))
-
-
 def layer_operations(model: Any) -> LayerOperations:
     """Return the compiled operations if they fit the model and can be compiled, else torch's."""
     config = model.config
     fits = model.dtype == torch.bfloat16 and model.device.type == "cpu" and config.hidden_act == "silu"
     if not fits or "Gemma" in type(model).__name__:
         return LayerOperations(model)
-    compiler = find_compiler()
-    if compiler is None:
-        logger.info("no C++ compiler: decoding takes up to twice as long. Install g++, or set CXX to a compiler.")
-        return LayerOperations(model)
-    try:
-        return CompiledOperations(model, _compiled(compiler, model))
-    except (OSError, subprocess.CalledProcessError) as error:
-        cause = getattr(error, "stderr", None) or error
-        logger.warning("decoding takes up to twice as long: %s cannot compile it: %s", compiler, str(cause)[-500:])
-        return LayerOperations(model)
-
-
-def _compiled(compiler: str, model: Any) -> ctypes.CDLL:
     attention = model.model.layers[0].self_attn
-    sizes = [f"-DWIDTH={attention.head_dim}", f"-DGROUPS={attention.num_key_value_groups}"]
-    with tempfile.TemporaryDirectory(prefix="areal-lite-") as folder:
-        # Linked in a step of its own: -ffast-math there would change the arithmetic of the whole process, and -fopenmp
-        # would add a second pool of threads to torch's.
-        commands = (
-            [*_FLAGS, *sizes, "-c", str(_SOURCE), "-o", "kernels.o"],
-            ["-shared", "kernels.o", "-o", "kernels.so"],
-        )
-        for arguments in commands:
-            subprocess.run([compiler, *arguments], cwd=folder, check=True, capture_output=True, text=True)
-        library = ctypes.CDLL(str(Path(folder) / "kernels.so"))
-    for name, types in _ARGUMENTS.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = types, None
-    return library
+    sizes = f"WIDTH={attention.head_dim}", f"GROUPS={attention.num_key_value_groups}"
+    library = compile_library(_SOURCE, _ARGUMENTS, *sizes, otherwise="decoding takes up to twice as long")
+    return LayerOperations(model) if library is None else CompiledOperations(model, library)
 
 
 class CompiledOperations(LayerOperations):

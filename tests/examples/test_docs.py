@@ -115,7 +115,7 @@ def test_the_tree_lists_exactly_the_existing_files():
         str(path.relative_to(REPOSITORY))
         for folder in SHOWN_FOLDERS
         for path in (REPOSITORY / folder).rglob("*")
-        if path.suffix in (".py", ".cpp", ".yaml", ".typed") and path.name != "__init__.py"
+        if path.suffix in (".py", ".cpp", ".h", ".yaml", ".typed") and path.name != "__init__.py"
     }
     assert set(named) == existing
     assert all(len(line.split(maxsplit=1)) == 2 for line in tree.splitlines() if line)

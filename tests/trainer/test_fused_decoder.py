@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from areal_lite.api.trainer_config import LearnerConfig
-from areal_lite.trainer import fused_decoder
+from areal_lite.trainer import decoder_operations, fused_decoder
+from areal_lite.trainer.decoder_operations import DecoderOperations, Heads, Tokens
 from areal_lite.trainer.fused_decoder import FusedDecoder
 from areal_lite.trainer.learner import Learner
 from areal_lite.trainer.packed_model import PackedModel, PackedSequences
@@ -85,8 +86,8 @@ LAYOUTS = {
 def test_in_float32_states_and_gradients_are_those_of_the_model(
     name: str, layout: str, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_decoder, "_PRODUCTS", 0 if kernel else 1000)
-    monkeypatch.setattr(fused_decoder, "_SCORES", 4 * 12**2)  # one bin at once, or two
+    monkeypatch.setattr(decoder_operations, "_PRODUCTS", 0 if kernel else 1000)
+    monkeypatch.setattr(decoder_operations, "_SCORES", 4 * 12**2)  # one bin at once, or two
     model = packed_model(FAMILIES[name])
     assert model._fused
     packed, _ = packed_together(LAYOUTS[layout])
@@ -95,8 +96,13 @@ def test_in_float32_states_and_gradients_are_those_of_the_model(
     torch.testing.assert_close(by_fused(model, packed, torch.float32), expected, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("with_compiler", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_under_autocast_it_is_as_close_to_float32_as_the_model(name: str) -> None:
+def test_under_autocast_it_is_as_close_to_float32_as_the_model(
+    name: str, with_compiler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not with_compiler:
+        monkeypatch.setattr(fused_decoder, "decoder_operations", lambda dtype: DecoderOperations())
     model = packed_model(FAMILIES[name])
     packed, _ = packed_together(LAYOUTS["shared prompts"])
     exact = by_model(model, packed)
@@ -114,10 +120,14 @@ def test_under_autocast_it_is_as_close_to_float32_as_the_model(name: str) -> Non
     assert 1e-3 < fused < 1.3 * own
 
 
+def heads(queries: int) -> Heads:
+    return Heads(queries, 1, 8, 1.0)
+
+
 def test_pieces_hold_each_bin_once_and_as_many_scores_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_decoder, "_SCORES", 2 * 4 * 12**2)
+    monkeypatch.setattr(decoder_operations, "_SCORES", 2 * 4 * 12**2)
     angles = torch.zeros(50, 8)
-    tokens = fused_decoder._Tokens(angles, angles, [12, 11, 9, 9, 9], None, queries=4)
+    tokens = Tokens(angles, angles, [12, 11, 9, 9, 9], None, heads(4))
     assert [(piece.bins, piece.length) for piece in tokens.pieces] == [(2, 12), (3, 9)]
     rows = torch.zeros(50, 1, 1)
     for number, piece in enumerate(tokens.pieces, 1):
@@ -130,8 +140,8 @@ def test_pieces_hold_each_bin_once_and_as_many_scores_as_fit(monkeypatch: pytest
 def test_a_piece_is_one_bin_or_fits_and_the_next_bin_would_not(lengths: list[int], most: int) -> None:
     angles = torch.zeros(sum(lengths), 8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_decoder, "_SCORES", most)
-        pieces = fused_decoder._Tokens(angles, angles, lengths, None, queries=2).pieces
+        patch.setattr(decoder_operations, "_SCORES", most)
+        pieces = Tokens(angles, angles, lengths, None, heads(2)).pieces
     first = 0
     for piece in pieces:
         bins, longest = piece.bins, piece.length
@@ -144,12 +154,14 @@ def test_a_piece_is_one_bin_or_fits_and_the_next_bin_would_not(lengths: list[int
 
 
 def test_bins_of_the_longest_length_for_products_take_them() -> None:
-    longest = fused_decoder._PRODUCTS
-    for length, way in ((longest, fused_decoder._Products), (longest + 1, fused_decoder._Kernel)):
+    longest = decoder_operations._PRODUCTS
+    for length, way in ((longest, decoder_operations._Products), (longest + 1, decoder_operations._Kernel)):
         angles = torch.zeros(length, 8)
-        (piece,) = fused_decoder._Tokens(angles, angles, [length], None, queries=2).pieces
-        assert fused_decoder._way(piece) is way
-        assert (piece.mask is None) is (way is fused_decoder._Kernel), "a mask of a long bin takes quadratic memory"
+        (piece,) = Tokens(angles, angles, [length], None, heads(2)).pieces
+        assert decoder_operations._way(piece) is way
+        assert (piece.mask is None) is (way is decoder_operations._Kernel), (
+            "a mask of a long bin takes quadratic memory"
+        )
 
 
 def test_weights_that_stay_the_same_are_rounded_once() -> None:
