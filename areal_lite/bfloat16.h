@@ -24,5 +24,5 @@ static inline Half narrow(float number) {  // to the nearest, ties to even
 
 static inline float rounded(float number) { return wide(narrow(number)); }
 
-// The number, or -80 below it: silu and its slope are 0 there, and exp(-x) would be infinite.
+// The number, or -80 below it: exp(-80) counts as 0, and vectors of smaller ones are slow.
 static inline float bounded(float x) { return std::max(x, -80.0f); }

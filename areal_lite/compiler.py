@@ -16,8 +16,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 logger = logging.getLogger(__name__)
 
+ARRAY, COUNT, NUMBER, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+"""Types of arguments."""
 _FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC", f"-I{Path(__file__).parent}"]
 
 
@@ -64,3 +68,9 @@ def _compiled(compiler: str, source: Path, defines: tuple[str, ...]) -> ctypes.C
         for arguments in commands:
             subprocess.run([compiler, *arguments], cwd=folder, check=True, capture_output=True, text=True)
         return ctypes.CDLL(str(Path(folder) / "library.so"))
+
+
+def addresses(*tensors: Tensor) -> list[int]:
+    """Return where the tensors' numbers are; they lie one after another."""
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    return [tensor.data_ptr() for tensor in tensors]

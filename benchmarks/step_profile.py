@@ -16,7 +16,7 @@ import tempfile
 import time
 import timeit
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from areal_lite.api.trainer_config import TrainerConfig
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.training_batch import collate_sequences
-from areal_lite.embedded.layer_kernels import CompiledOperations
+from areal_lite.embedded import layer_kernels
 from areal_lite.embedded.model_runner import ModelRunner, load_model
+from areal_lite.trainer import decoder_kernels, score_kernels
 from areal_lite.trainer.policy_trainer import PolicyTrainer
 from benchmarks.report import Figure, make_parser, of_limit, write_figures
 from benchmarks.roofline import decode_limit, limits
@@ -41,7 +42,7 @@ KINDS = {  # the first whose part is in an operation's name
     "matrix products": ("mm", "linear", "baddbmm"),
     "attention": ("scaled_dot_product", "attend"),
     "clearing memory": ("fill", "zero"),
-    "softmax and exponentials": ("softmax", "exp", "silu"),
+    "softmax and exponentials": ("softmax", "exp", "silu", "gate", "score"),
     "optimizer": ("adamw",),
     "casts and copies": ("copy", "cat", "index", "gather", "scatter", "clone", "embedding"),
     "other operations": ("aten::", "compiled::"),
@@ -71,7 +72,7 @@ def profiled(step: Callable[[], object], repeats: int) -> Profile:
     return {kind: found[kind] for kind in (*KINDS, "between")}
 
 
-def record_calls(library: Any) -> None:
+def record_calls(library: Any, names: Iterable[str]) -> None:
     """Show the compiled functions to the profiler."""
 
     def recorded(name: str, function: Any) -> Callable[..., None]:
@@ -81,7 +82,7 @@ def record_calls(library: Any) -> None:
 
         return call
 
-    for name in ("attend", "add_norm", "gated_silu"):
+    for name in names:
         setattr(library, name, recorded(name, getattr(library, name)))
 
 
@@ -102,8 +103,8 @@ def decode_profiles(model: str, *, in_flight: int, repeats: int) -> tuple[dict[s
         runner._lean = chosen
         step()
         seconds.append(statistics.median(timeit.repeat(step, number=1, repeat=2 * repeats)))
-        if chosen is not None and isinstance(chosen._operations, CompiledOperations):
-            record_calls(chosen._operations._library)
+        if chosen is not None and isinstance(chosen._operations, layer_kernels.CompiledOperations):
+            record_calls(chosen._operations._library, layer_kernels._ARGUMENTS)
         profiles[name] = profiled(step, repeats)
     return profiles, seconds
 
@@ -121,6 +122,10 @@ def training_profiles(model: str, *, threads: int, repeats: int) -> dict[str, Pr
     sequences = make_batch(0, trainer.model.config.vocab_size)
     length = max(len(sequence.input_ids) for sequence in sequences)
     batch = DataProto.from_single_dict(collate_sequences(sequences, length, pad_token_id=0))
+    operations = decoder_kernels.decoder_operations(torch.bfloat16)
+    if isinstance(operations, decoder_kernels.CompiledOperations):
+        record_calls(operations._library, decoder_kernels._ARGUMENTS)
+        record_calls(score_kernels._library(), score_kernels._ARGUMENTS)
     profiles, fused = {}, trainer._policy._fused
     for name, chosen in (("the model's own", ()), ("ours", fused)):
         trainer._policy._fused = chosen

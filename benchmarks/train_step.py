@@ -7,8 +7,8 @@ The work: 8 prompts of 40 to 50 tokens, 8 answers each of 2 to 16 tokens, every 
 model of SmolLM2-135M's shape is made. *plain*: the sequences right-padded in micro-batches of the same
 cap, logits of every position, torch's default AdamW. Both start from the same weights and take turns.
 
-What makes the difference: a group's prompt is computed once and padding not at all, logits only at trained positions
-and in what a core's cache holds, attention by whole products, fused AdamW, and freed memory that the process keeps.
+What makes the difference: a group's prompt is computed once and padding not at all, logits only at trained positions,
+all between the matrix products in C++, fused AdamW, and freed memory that the process keeps.
 Tried and not kept: pure bfloat16 weights, huge pages, gradients of weights in parts or of transposed copies (faster
 with one thread, slower with two).
 """

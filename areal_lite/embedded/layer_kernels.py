@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_lite.compiler import compile_library
+from areal_lite.compiler import ARRAY, COUNT, INT, NUMBER, addresses, compile_library
 from areal_lite.embedded.layer_operations import LayerOperations, Turn
 from areal_lite.embedded.slot_cache import SlotLayer
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_ARRAY, _COUNT, _NUMBER, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
-    "attend": [*[_ARRAY] * 5, _NUMBER, *[_ARRAY] * 4, *[_COUNT] * 3, _NUMBER, _ARRAY, _INT],
-    "add_norm": [*[_ARRAY] * 3, _NUMBER, *[_COUNT] * 2, _ARRAY, _INT],
-    "gated_silu": [_ARRAY, *[_COUNT] * 2, _ARRAY, _INT],
+    "attend": [*[ARRAY] * 5, NUMBER, *[ARRAY] * 4, *[COUNT] * 3, NUMBER, ARRAY, INT],
+    "add_norm": [*[ARRAY] * 3, NUMBER, *[COUNT] * 2, ARRAY, INT],
+    "gated_silu": [ARRAY, *[COUNT] * 2, ARRAY, INT],
 }
 
 
@@ -58,10 +57,10 @@ class CompiledOperations(LayerOperations):
         out = states.new_empty(tokens, 1, (heads - 2 * kv_heads) * width)
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         self._library.attend(
-            *_addresses(states, turn.cos, turn.sin),
+            *addresses(states, turn.cos, turn.sin),
             *(norm and norm.weight.data_ptr() for norm in norms),
             norms[0].variance_epsilon if norms[0] is not None else 0.0,
-            *_addresses(cached.keys, cached.values, cached.plan.used, cached.plan.columns),
+            *addresses(cached.keys, cached.values, cached.plan.used, cached.plan.columns),
             tokens,
             kv_heads,
             capacity,
@@ -76,7 +75,7 @@ class CompiledOperations(LayerOperations):
         normed = torch.empty_like(hidden)
         rows, width = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
         self._library.add_norm(
-            *_addresses(hidden, added, norm.weight),
+            *addresses(hidden, added, norm.weight),
             norm.variance_epsilon,
             rows,
             width,
@@ -92,8 +91,3 @@ class CompiledOperations(LayerOperations):
         rows = joined.numel() // (2 * width)
         self._library.gated_silu(joined.data_ptr(), rows, width, out.data_ptr(), torch.get_num_threads())
         return out
-
-
-def _addresses(*tensors: Tensor) -> list[int]:
-    assert all(tensor.is_contiguous() for tensor in tensors)
-    return [tensor.data_ptr() for tensor in tensors]

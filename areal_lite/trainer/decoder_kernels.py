@@ -13,18 +13,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from areal_lite.compiler import compile_library
+from areal_lite.compiler import ARRAY, COUNT, INT, NUMBER, addresses, compile_library
 from areal_lite.trainer.decoder_operations import DecoderOperations, Tokens
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_ARRAY, _COUNT, _NUMBER, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
-    "attend": [*[_ARRAY] * 5, _INT],
-    "attend_gradient": [*[_ARRAY] * 6, _INT],
-    "add_norm": [*[_ARRAY] * 3, _NUMBER, *[_COUNT] * 2, *[_ARRAY] * 3, _INT],
-    "norm_gradient": [*[_ARRAY] * 5, *[_COUNT] * 2, *[_ARRAY] * 3, _INT],
-    "gate": [_ARRAY, *[_COUNT] * 2, _ARRAY, _INT],
-    "gate_gradient": [*[_ARRAY] * 2, *[_COUNT] * 2, _ARRAY, _INT],
+    "attend": [*[ARRAY] * 5, INT],
+    "attend_gradient": [*[ARRAY] * 6, INT],
+    "add_norm": [*[ARRAY] * 3, NUMBER, *[COUNT] * 2, *[ARRAY] * 3, INT],
+    "norm_gradient": [*[ARRAY] * 5, *[COUNT] * 2, *[ARRAY] * 3, INT],
+    "gate": [ARRAY, *[COUNT] * 2, ARRAY, INT],
+    "gate_gradient": [*[ARRAY] * 2, *[COUNT] * 2, ARRAY, INT],
 }
 
 
@@ -39,16 +38,16 @@ def decoder_operations(dtype: torch.dtype) -> DecoderOperations:
 
 class _Layout(ctypes.Structure):
     _fields_ = (
-        *((name, _ARRAY) for name in ("cos", "sin", "starts", "seen")),
-        *((name, _COUNT) for name in ("stride", "bins", "heads", "groups", "width")),
-        ("scale", _NUMBER),
+        *((name, ARRAY) for name in ("cos", "sin", "starts", "seen")),
+        *((name, COUNT) for name in ("stride", "bins", "heads", "groups", "width")),
+        ("scale", NUMBER),
     )
 
     @classmethod
     def of(cls, tokens: Tokens) -> _Layout:
         queries, keys, width, scale = tokens.heads
-        seen, stride = (None, 0) if tokens.seen is None else (*_addresses(tokens.seen), tokens.seen.shape[-1])
-        arrays = *_addresses(tokens.cos, tokens.sin), tokens.starts.ctypes.data, seen
+        seen, stride = (None, 0) if tokens.seen is None else (*addresses(tokens.seen), tokens.seen.shape[-1])
+        arrays = *addresses(tokens.cos, tokens.sin), tokens.starts.ctypes.data, seen
         return cls(*arrays, stride, len(tokens.starts) - 1, keys, queries // keys, width, scale)
 
 
@@ -61,7 +60,7 @@ class CompiledOperations(DecoderOperations):
     def add_norm(self, hidden: Tensor, added: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """See the base class."""
         total, normed, inverse = torch.empty_like(hidden), torch.empty_like(added), hidden.new_empty(len(hidden), 1)
-        rows, out = _addresses(hidden, added, scale), _addresses(total, inverse, normed)
+        rows, out = addresses(hidden, added, scale), addresses(total, inverse, normed)
         self._library.add_norm(*rows, eps, *hidden.shape, *out, torch.get_num_threads())
         return total, normed, inverse
 
@@ -70,22 +69,22 @@ class CompiledOperations(DecoderOperations):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See the base class."""
         gradients = torch.empty_like(total), torch.empty_like(grad), torch.empty_like(scale)
-        rows = _addresses(grad, grad_total.contiguous(), total, scale, inverse)
-        self._library.norm_gradient(*rows, *total.shape, *_addresses(*gradients), torch.get_num_threads())
+        rows = addresses(grad, grad_total.contiguous(), total, scale, inverse)
+        self._library.norm_gradient(*rows, *total.shape, *addresses(*gradients), torch.get_num_threads())
         return gradients
 
     def gate(self, joined: Tensor) -> Tensor:
         """See the base class."""
         rows, width = len(joined), joined.shape[1] // 2
         out = joined.new_empty(rows, width)
-        self._library.gate(*_addresses(joined), rows, width, *_addresses(out), torch.get_num_threads())
+        self._library.gate(*addresses(joined), rows, width, *addresses(out), torch.get_num_threads())
         return out
 
     def gate_gradient(self, grad: Tensor, joined: Tensor) -> Tensor:
         """See the base class."""
         out = torch.empty_like(joined)
-        rows = *_addresses(grad, joined), *grad.shape
-        self._library.gate_gradient(*rows, *_addresses(out), torch.get_num_threads())
+        rows = *addresses(grad, joined), *grad.shape
+        self._library.gate_gradient(*rows, *addresses(out), torch.get_num_threads())
         return out
 
     def attend(self, states: Tensor, tokens: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -96,7 +95,7 @@ class CompiledOperations(DecoderOperations):
         turned, read = torch.empty_like(states), states.new_empty(len(states), queries * width)
         normalizer = tokens.cos.new_empty(len(states), queries)
         layout = ctypes.byref(_Layout.of(tokens))
-        self._library.attend(layout, *_addresses(states, turned, read, normalizer), torch.get_num_threads())
+        self._library.attend(layout, *addresses(states, turned, read, normalizer), torch.get_num_threads())
         return read, (turned, normalizer)
 
     def attend_gradient(self, grad: Tensor, tokens: Tokens, read: Tensor, saved: Sequence[Tensor]) -> Tensor:
@@ -106,11 +105,6 @@ class CompiledOperations(DecoderOperations):
         turned, normalizer = saved
         out = torch.empty_like(turned)
         layout = ctypes.byref(_Layout.of(tokens))
-        rows = _addresses(grad, turned, read, normalizer, out)
+        rows = addresses(grad, turned, read, normalizer, out)
         self._library.attend_gradient(layout, *rows, torch.get_num_threads())
         return out
-
-
-def _addresses(*tensors: Tensor) -> list[int]:
-    assert all(tensor.is_contiguous() for tensor in tensors)
-    return [tensor.data_ptr() for tensor in tensors]

@@ -15,28 +15,15 @@ from torch.nn import functional as F
 from areal_lite.errors import ConfigError
 from areal_lite.exact_attention import MIN_ROWS
 from areal_lite.trainer.packed_model import PackedModel, PackedSequences
+from areal_lite.trainer.score_kernels import score_operations
+from areal_lite.trainer.score_operations import TokenScores
 from areal_lite.trainer.truncation import Truncation, truncate_
 
 LOGIT_BYTES = 64 << 20
 """Size of the logits that exist at once, with up to two copies: on a GPU, where the copies are float32, 341 positions
 for a vocabulary of 49,152 and 110 for 151,936; on a CPU twice as many in bfloat16."""
-_BLOCK_BYTES = 3 << 19
-"""Size of the float32 logits that a CPU works on at once: a core's cache holds them, so that each is read once."""
 _PIECE = 4096
 """Tokens of the vocabulary whose weights get their gradient at once on a CPU."""
-
-
-class TokenScores(NamedTuple):
-    """Scores of each trained token, ``[N]`` float32, from ``log_softmax(logits / temperature)``, then truncated."""
-
-    logprobs: Tensor
-    """Nats."""
-    entropy: Tensor
-    """Nats."""
-    sum_squared_probs: Tensor
-    """Over the vocabulary."""
-    log_kept: Tensor
-    """Log of the probability mass that the truncation keeps; 0 without one."""
 
 
 class TokenScorer(PackedModel):
@@ -108,46 +95,37 @@ class ChunkedScores(torch.autograd.Function):
         ctx.dtypes = states.dtype, weight.dtype
         ctx.entropy_grad = entropy_grad
         states, weight = states.to(dtype), weight.to(dtype)
-        head = ctx.head = _Head(weight, None if bias is None else bias.to(dtype), temperature)
+        head = ctx.head = _Head(weight, None if bias is None else bias.to(dtype))
+        operations = ctx.operations = score_operations(states.device, dtype, temperature, truncation)
         parts, logits = [], None
         for chunk in _chunks(len(states), head):
             logits = head.logits(states[chunk])
-            for rows in _blocks(chunk, head):
-                logprobs = head.logprobs(logits[rows.start - chunk.start :][: rows.stop - rows.start])
-                parts.append(_row_scores(logprobs, targets[rows], truncation))
+            parts.append(operations.score(logits, targets[chunk]))
         ctx.logits = logits if head.chunk >= len(states) else None
-        scores, least = zip(*parts, strict=True)
+        scores, kept = zip(*parts, strict=True)
         chosen, entropy, squared, log_kept = (torch.cat(part) for part in zip(*scores, strict=True))
-        ctx.save_for_backward(states, targets, entropy, None if truncation is None else torch.cat(least))
+        ctx.save_for_backward(states, targets, entropy, torch.cat(kept))
         ctx.mark_non_differentiable(squared, log_kept, *([] if entropy_grad else [entropy]))
         return chosen, entropy, squared, log_kept
 
     @staticmethod
     def backward(ctx: Any, grad_chosen: Tensor, grad_entropy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        states, targets, entropy, least = ctx.saved_tensors
+        states, targets, entropy, kept = ctx.saved_tensors
         head: _Head = ctx.head
         states_dtype, weight_dtype = ctx.dtypes
-        grad_chosen, grad_entropy = grad_chosen / head.temperature, grad_entropy / head.temperature
         grad_states = torch.empty_like(states, dtype=states_dtype)
         # A frozen head, as with low-rank adapters, needs no gradient.
-        grad_weight = torch.zeros_like(head.weight, dtype=weight_dtype) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.empty_like(head.weight, dtype=weight_dtype) if ctx.needs_input_grad[1] else None
         grad_bias = head.weight.new_zeros(len(head.weight), dtype=weight_dtype) if ctx.needs_input_grad[2] else None
         for chunk in _chunks(len(states), head):
             logits = head.logits(states[chunk]) if ctx.logits is None else ctx.logits
-            grad_logits = torch.empty_like(logits)
-            for rows in _blocks(chunk, head):
-                here = slice(rows.start - chunk.start, rows.stop - chunk.start)
-                grad_logits[here] = _row_gradient(
-                    head.logprobs(logits[here]),
-                    targets[rows],
-                    None if least is None else least[rows],
-                    grad_chosen[rows, None],
-                    grad_entropy[rows, None] if ctx.entropy_grad else None,
-                    entropy[rows, None],
-                )
+            of_entropy = grad_entropy[chunk] if ctx.entropy_grad else None
+            grad_logits = ctx.operations.gradient(
+                logits, targets[chunk], kept[chunk], entropy[chunk], grad_chosen[chunk], of_entropy
+            )
             grad_states[chunk] = grad_logits @ head.weight
             if grad_weight is not None:
-                head.add_weight_gradient(grad_weight, grad_logits, states[chunk])
+                head.weight_gradient(grad_weight, grad_logits, states[chunk], add=chunk.start > 0)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
             del logits, grad_logits  # free them before the next chunk
@@ -155,11 +133,10 @@ class ChunkedScores(torch.autograd.Function):
 
 
 class _Head(NamedTuple):
-    """The output embedding and the temperature that divides its logits."""
+    """The output embedding."""
 
     weight: Tensor
     bias: Tensor | None
-    temperature: float
 
     @property
     def chunk(self) -> int:
@@ -171,58 +148,18 @@ class _Head(NamedTuple):
         missing = max(0, MIN_ROWS - len(states))
         return F.linear(F.pad(states, (0, 0, 0, missing)), self.weight, self.bias)[: len(states)]
 
-    def logprobs(self, logits: Tensor) -> Tensor:
-        logits = logits.float()
-        return torch.log_softmax(logits if self.temperature == 1.0 else logits / self.temperature, dim=-1)
-
-    def add_weight_gradient(self, total: Tensor, grad_logits: Tensor, states: Tensor) -> None:
+    def weight_gradient(self, total: Tensor, grad_logits: Tensor, states: Tensor, *, add: bool) -> None:
         if grad_logits.dtype == total.dtype:
-            total.addmm_(grad_logits.T, states)
+            total.addmm_(grad_logits.T, states, beta=int(add))
         else:  # in pieces that stay in a CPU's cache until they are added
             size = _PIECE if total.device.type == "cpu" else len(total)
             for part, columns in zip(torch.split(total, size), torch.split(grad_logits, size, 1), strict=True):
-                part += columns.T @ states
+                product = columns.T @ states
+                part.add_(product) if add else part.copy_(product)
 
 
 def _chunks(count: int, head: _Head) -> Iterator[slice]:
     return (slice(start, min(count, start + head.chunk)) for start in range(0, count, head.chunk))
-
-
-def _blocks(chunk: slice, head: _Head) -> Iterator[slice]:
-    """Return the rows of a chunk that are computed at once: on a CPU, what a core's cache holds."""
-    size = max(1, _BLOCK_BYTES // (4 * len(head.weight))) if head.weight.device.type == "cpu" else head.chunk
-    return (slice(start, min(chunk.stop, start + size)) for start in range(chunk.start, chunk.stop, size))
-
-
-def _row_scores(logprobs: Tensor, targets: Tensor, truncation: Truncation | None) -> tuple[TokenScores, Tensor | None]:
-    """Return the scores, and the smallest kept log-prob ``[n, 1]`` of each position if there is a truncation."""
-    least, log_kept = None, logprobs.new_zeros(len(logprobs))
-    if truncation is not None:
-        least = truncation.smallest_kept(logprobs)
-        logprobs, log_kept = truncate_(logprobs, targets, least)
-    chosen = logprobs.gather(1, targets[:, None])[:, 0]
-    probs = logprobs.exp()
-    squared = torch.linalg.vector_norm(probs, dim=1).square_()
-    return TokenScores(chosen, probs.mul_(logprobs).sum(1).neg_(), squared, log_kept), least
-
-
-def _row_gradient(
-    logprobs: Tensor,
-    targets: Tensor,
-    least: Tensor | None,
-    grad_chosen: Tensor,
-    grad_entropy: Tensor | None,
-    entropy: Tensor,
-) -> Tensor:
-    """Return the gradient of the logits, ``[n, vocabulary]``, from gradients ``[n, 1]`` of log-probs and entropies."""
-    if least is not None:
-        logprobs, _ = truncate_(logprobs, targets, least)
-    if grad_entropy is None:  # dlogprob/dlogit = [logit is the target's] - p
-        grad_logits = logprobs.exp_().mul_(-grad_chosen)
-    else:  # dH/dlogit = -p (log p + H)
-        probs = logprobs.exp()
-        grad_logits = logprobs.add_(entropy).mul_(grad_entropy).add_(grad_chosen).mul_(probs).neg_()
-    return grad_logits.scatter_add_(1, targets[:, None], grad_chosen)
 
 
 def _score_logits(

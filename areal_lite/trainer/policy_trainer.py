@@ -23,7 +23,7 @@ from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import ConfigError, TrainingError
 from areal_lite.trainer.algorithm import Algorithm
 from areal_lite.trainer.learner import Learner, Update
-from areal_lite.trainer.logprobs import TokenScorer, TokenScores
+from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.lora import adapters_off
 from areal_lite.trainer.machine_metrics import FlopsMeter
 from areal_lite.trainer.objectives.aggregation import AggregationMode, aggregate, token_weights
@@ -34,6 +34,7 @@ from areal_lite.trainer.policy_model import load_policy, resolve_device
 from areal_lite.trainer.policy_step import Batch, Step
 from areal_lite.trainer.ranks import Ranks
 from areal_lite.trainer.scalar_model import ValueScorer, load_critic
+from areal_lite.trainer.score_operations import TokenScores
 from areal_lite.trainer.seeding import seed_process
 from areal_lite.trainer.sharding import shard
 from areal_lite.trainer.step_tokens import Microbatch, StepCut, split_groups

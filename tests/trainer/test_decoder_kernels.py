@@ -66,6 +66,14 @@ def test_sum_and_norm_and_their_gradients(shape: tuple[int, int]) -> None:
 
 
 @needs_compiler
+def test_numbers_half_way_between_two_are_rounded_to_the_even_one() -> None:
+    numbers = torch.arange(-600.0, 600.0).view(2, 600)  # above 256 every other one
+    nothing, scale = torch.zeros_like(numbers).bfloat16(), torch.ones(600)
+    _, rounded, _ = compiled().norm_gradient(nothing, numbers, numbers, scale, torch.ones(2, 1))
+    assert torch.equal(rounded, numbers.bfloat16())
+
+
+@needs_compiler
 @pytest.mark.usefixtures("threads")
 def test_the_gate_and_its_gradient_for_numbers_of_any_size() -> None:
     torch.manual_seed(0)

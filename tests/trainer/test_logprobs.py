@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.errors import ConfigError
 from areal_lite.exact_attention import MIN_ROWS
-from areal_lite.trainer import logprobs
-from areal_lite.trainer.logprobs import ChunkedScores, TokenScorer, TokenScores
+from areal_lite.trainer import logprobs, score_operations
+from areal_lite.trainer.logprobs import ChunkedScores, TokenScorer
 from areal_lite.trainer.policy_model import load_policy
+from areal_lite.trainer.score_operations import TokenScores
 from tests.trainer.oracle_cases import case, inputs
 from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, sequence
 
@@ -178,7 +179,7 @@ def test_logits_of_a_single_chunk_are_computed_once(tokens: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, MIN_ROWS, MIN_ROWS + 3])
 def test_a_product_of_few_positions_has_as_many_rows_as_give_the_same_bits(rows: int) -> None:
-    head = logprobs._Head(torch.randn(7, 5), None, 1.0)
+    head = logprobs._Head(torch.randn(7, 5), None)
     states = torch.randn(rows, 5)
     with Shapes() as shapes:
         logits = head.logits(states)
@@ -200,7 +201,7 @@ def test_logits_that_exist_at_once_have_a_fixed_size(
     device: str, dtype: torch.dtype, vocabulary: int, positions: int
 ) -> None:
     weight = torch.empty(1, 1, dtype=dtype, device=device).expand(vocabulary, 1)
-    assert logprobs._Head(weight, None, 1.0).chunk == positions
+    assert logprobs._Head(weight, None).chunk == positions
 
 
 @pytest.mark.parametrize(
@@ -209,22 +210,28 @@ def test_logits_that_exist_at_once_have_a_fixed_size(
 def test_a_cpu_works_on_as_many_rows_as_its_cache_holds(
     device: str, vocabulary: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "_BLOCK_BYTES", 4 * 4 * 7)
-    monkeypatch.setattr(logprobs, "LOGIT_BYTES", 4 * 8 * 7)
-    head = logprobs._Head(torch.empty(vocabulary, 1, device=device), None, 1.0)
-    blocks = [*logprobs._blocks(slice(2, 10), head)]
-    assert [block.start for block in blocks] == list(range(2, 10, rows))
-    assert [block.stop for block in blocks] == [*range(2, 10, rows)][1:] + [10]
+    monkeypatch.setattr(score_operations, "_BLOCK_BYTES", 4 * 4 * 7)
+    blocks = [*score_operations._blocks(torch.empty(8, vocabulary, device=device))]
+    assert [block.start for block in blocks] == list(range(0, 8, rows))
+    assert [block.stop for block in blocks] == [*range(0, 8, rows)][1:] + [8]
 
 
+@pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_cpu_adds_a_weight_gradient_in_pieces(device: str) -> None:
-    total, states = torch.zeros(5000, 2, device=device), torch.ones(3, 2, dtype=torch.bfloat16, device=device)
-    head = logprobs._Head(total.bfloat16(), None, 1.0)
+def test_a_cpu_computes_a_weight_gradient_in_pieces(device: str, add: bool) -> None:
+    total, states = torch.ones(5000, 2, device=device), torch.ones(3, 2, dtype=torch.bfloat16, device=device)
+    head = logprobs._Head(total.bfloat16(), None)
     with Shapes() as shapes:
-        head.add_weight_gradient(total, torch.ones(3, 5000, dtype=torch.bfloat16, device=device), states)
+        head.weight_gradient(total, torch.ones(3, 5000, dtype=torch.bfloat16, device=device), states, add=add)
     assert ((5000, 2) in shapes.seen) == (device == "meta")
-    assert device == "meta" or bool((total == 3).all())
+    assert device == "meta" or bool((total == 3 + add).all())
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_a_weight_gradient_of_the_same_dtype(add: bool) -> None:
+    total = torch.ones(7, 2) if add else torch.full((7, 2), torch.nan)
+    logprobs._Head(torch.ones(7, 2), None).weight_gradient(total, torch.ones(3, 7), torch.ones(3, 2), add=add)
+    assert bool((total == 3 + add).all())
 
 
 def test_without_a_request_entropies_carry_no_gradient(model: Any) -> None:

@@ -16,8 +16,9 @@ from torch import Tensor
 from areal_lite.api.trainer_config import CorrectionConfig, KLConfig, TrainerConfig
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.trainer import logprobs, truncation
-from areal_lite.trainer.logprobs import ChunkedScores, TokenScorer, TokenScores, _score_logits
+from areal_lite.trainer.logprobs import ChunkedScores, TokenScorer, _score_logits
 from areal_lite.trainer.policy_trainer import PolicyTrainer
+from areal_lite.trainer.score_operations import TokenScores
 from areal_lite.trainer.truncation import Truncation
 from tests.trainer.training_data import VOCABULARY, drawn_batch, packed_together, training_batch
 

@@ -1,0 +1,47 @@
+// Scores of tokens from rows of logits [n, width], and the gradient of the logits: score_kernels.py compiles this.
+// `factor` is what logits are multiplied with, 1 / temperature.
+
+#include "bfloat16.h"
+
+extern "C" {
+
+// Per row: log-prob of the target, entropy, sum of squared probabilities, and the log of the softmax denominator.
+void score(const Half* logits, const Count* targets, float factor, Count n, Count width, float* chosen, float* entropy,
+           float* squared, float* normalizer, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (Count row = 0; row < n; row++) {
+        const Half* own = logits + row * width;
+        float top = wide(own[0]) * factor, sum = 0, squares = 0, distance = 0;
+#pragma omp simd reduction(max : top)
+        for (Count i = 0; i < width; i++) top = std::max(top, wide(own[i]) * factor);
+#pragma omp simd reduction(+ : sum, squares, distance)
+        for (Count i = 0; i < width; i++) {
+            const float below = bounded(wide(own[i]) * factor - top), weight = std::exp(below);
+            sum += weight;
+            squares += weight * weight;
+            distance += weight * below;
+        }
+        normalizer[row] = top + std::log(sum);
+        chosen[row] = wide(own[targets[row]]) * factor - normalizer[row];
+        entropy[row] = std::log(sum) - distance / sum;
+        squared[row] = squares / (sum * sum);
+    }
+}
+
+// From the gradients of log-probs and entropies.
+void score_gradient(const Half* logits, const Count* targets, float factor, const float* normalizer, const float* entropy,
+                    const float* grad_chosen, const float* grad_entropy, Count n, Count width, Half* out, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (Count row = 0; row < n; row++) {
+        const Half* own = logits + row * width;
+        const float of_chosen = grad_chosen[row] * factor, of_entropy = grad_entropy[row] * factor;
+        const auto gradient = [&](Count i) {  // dH/dlogit = -p (log p + H); dlogprob/dlogit = [logit is the target's] - p
+            const float logprob = bounded(wide(own[i]) * factor - normalizer[row]);
+            return -std::exp(logprob) * (of_chosen + of_entropy * (logprob + entropy[row]));
+        };
+#pragma omp simd
+        for (Count i = 0; i < width; i++) out[row * width + i] = narrow(gradient(i));
+        out[row * width + targets[row]] = narrow(gradient(targets[row]) + of_chosen);
+    }
+}
+}
