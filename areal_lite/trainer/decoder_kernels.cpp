@@ -1,5 +1,5 @@
-// What a training pass computes beside its matrix products: kernels.py compiles this. Rows are bfloat16 (Half), or
-// float32 where sums are kept; arithmetic is float32.
+// What a training pass computes beside its matrix products: decoder_kernels.py compiles this. Rows are bfloat16 (Half),
+// or float32 where sums are kept; arithmetic is float32.
 
 #include "bfloat16.h"
 

@@ -77,8 +77,8 @@ class DecoderOperations:
     def add_norm(self, hidden: Tensor, added: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``hidden + added``, its RMS norm in half, and what divides each row: ``[T, 1]``, inverted."""
         total = hidden + added
-        power = torch.linalg.vector_norm(total, dim=-1, keepdim=True).square_()
-        inverse = power.div_(total.shape[-1]).add_(eps).rsqrt_()
+        power = torch.linalg.vector_norm(total, dim=1, keepdim=True).square_()
+        inverse = power.div_(total.shape[1]).add_(eps).rsqrt_()
         return total, (total * inverse).mul_(scale).to(added.dtype), inverse
 
     def norm_gradient(
@@ -87,19 +87,19 @@ class DecoderOperations:
         """Return the gradients of ``hidden``, ``added`` and ``scale`` from those of the norm and of the sum."""
         unit = total * inverse
         product = grad.float() * unit
-        radial = (product @ scale)[:, None].mul_(inverse).div_(-total.shape[-1])
+        radial = (product @ scale)[:, None].mul_(inverse).div_(-total.shape[1])
         whole = grad.float().mul_(scale).mul_(inverse).addcmul_(unit, radial).add_(grad_total)
         return whole, whole.to(grad.dtype), product.sum(0)
 
     def gate(self, joined: Tensor) -> Tensor:
         """Return ``silu(gate) * up`` of joined rows."""
-        gate, up = joined.chunk(2, -1)
+        gate, up = joined.chunk(2, 1)
         return F.silu(gate) * up
 
     def gate_gradient(self, grad: Tensor, joined: Tensor) -> Tensor:
         """Return the gradient of ``joined``."""
-        gate, up = joined.chunk(2, -1)
-        return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)], -1)
+        gate, up = joined.chunk(2, 1)
+        return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)], 1)
 
     def attend(self, states: Tensor, tokens: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return what the queries of ``[T, (queries + 2 * keys) * width]`` read, and what the gradient needs."""

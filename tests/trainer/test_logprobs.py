@@ -115,12 +115,15 @@ def test_verl_computes_the_same_scores_from_logits() -> None:
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("positions", [1, 3])
 @pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_chunked_gradients_equal_those_of_the_full_softmax(entropy_grad: bool, bias: bool) -> None:
+def test_chunked_gradients_equal_those_of_the_full_softmax(
+    positions: int, entropy_grad: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_lite.trainer.logprobs.LOGIT_BYTES", positions * 4 * 7)
     torch.manual_seed(0)
-    tokens = 8  # chunks of 3, 3 and 2
+    tokens = 8  # chunks of 3, 3 and 2, or of 1
     inputs = [torch.randn(tokens, 5), torch.randn(7, 5), *([torch.randn(7)] if bias else [])]
     targets, weights = torch.randint(7, (tokens,)), torch.randn(tokens)
 
