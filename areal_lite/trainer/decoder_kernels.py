@@ -16,6 +16,8 @@ from torch import Tensor
 from areal_lite.compiler import ARRAY, COUNT, INT, NUMBER, addresses, compile_library
 from areal_lite.trainer.decoder_operations import DecoderOperations, Tokens
 
+_LONGEST = 8192
+"""Longest bin whose attention is computed here; torch's kernel reads keys in blocks and is faster above."""
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _ARGUMENTS = {
     "attend": [*[ARRAY] * 5, INT],
@@ -89,7 +91,7 @@ class CompiledOperations(DecoderOperations):
 
     def attend(self, states: Tensor, tokens: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See the base class."""
-        if not tokens.are_short:
+        if not _fits(tokens):
             return super().attend(states, tokens)
         queries, _, width, _ = tokens.heads
         turned, read = torch.empty_like(states), states.new_empty(len(states), queries * width)
@@ -100,7 +102,7 @@ class CompiledOperations(DecoderOperations):
 
     def attend_gradient(self, grad: Tensor, tokens: Tokens, read: Tensor, saved: Sequence[Tensor]) -> Tensor:
         """See the base class."""
-        if not tokens.are_short:
+        if not _fits(tokens):
             return super().attend_gradient(grad, tokens, read, saved)
         turned, normalizer = saved
         out = torch.empty_like(turned)
@@ -108,3 +110,9 @@ class CompiledOperations(DecoderOperations):
         rows = addresses(grad, turned, read, normalizer, out)
         self._library.attend_gradient(layout, *rows, torch.get_num_threads())
         return out
+
+
+def _fits(tokens: Tokens) -> bool:
+    """Return whether each thread has a key head of a bin, and no bin is too long."""
+    pairs = len(tokens.lengths) * tokens.heads.keys
+    return pairs >= torch.get_num_threads() and int(tokens.lengths.max()) <= _LONGEST

@@ -43,11 +43,6 @@ class Tokens:
         self.lengths, self.seen, self.heads = np.array(lengths), seen, heads
         self.starts = np.cumsum([0, *lengths])
 
-    @property
-    def are_short(self) -> bool:
-        """Whether the attention of all bins is plain products."""
-        return int(self.lengths.max()) <= _PRODUCTS
-
     @cached_property
     def pieces(self) -> list[_Piece]:
         """Bins whose attention scores fit into a core's cache."""
