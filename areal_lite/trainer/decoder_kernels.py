@@ -70,8 +70,9 @@ class CompiledOperations(DecoderOperations):
         self, grad: Tensor, grad_total: Tensor, total: Tensor, scale: Tensor, inverse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See the base class."""
+        grad_total = grad_total.contiguous()
         gradients = torch.empty_like(total), torch.empty_like(grad), torch.empty_like(scale)
-        rows = addresses(grad, grad_total.contiguous(), total, scale, inverse)
+        rows = addresses(grad, grad_total, total, scale, inverse)
         self._library.norm_gradient(*rows, *total.shape, *addresses(*gradients), torch.get_num_threads())
         return gradients
 
