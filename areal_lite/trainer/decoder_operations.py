@@ -67,10 +67,16 @@ class Tokens:
 
 
 class DecoderOperations:
-    """Rows are of the products' dtype, ``half``; residuals, norms, scores and softmax are float32."""
+    """Of ``T`` tokens. Residuals, norms, scores and softmax are float32; *half* is the dtype of the matrix products."""
 
     def add_norm(self, hidden: Tensor, added: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``hidden + added``, its RMS norm in half, and what divides each row: ``[T, 1]``, inverted."""
+        """Return ``hidden + added``, its RMS norm in half, and the factor ``[T, 1]`` that makes a mean square 1.
+
+        Args:
+            hidden: ``[T, width]`` float32.
+            added: ``[T, width]`` half.
+            scale: ``[width]``.
+        """
         total = hidden + added
         power = torch.linalg.vector_norm(total, dim=1, keepdim=True).square_()
         inverse = power.div_(total.shape[1]).add_(eps).rsqrt_()
@@ -87,7 +93,7 @@ class DecoderOperations:
         return whole, whole.to(grad.dtype), product.sum(0)
 
     def gate(self, joined: Tensor) -> Tensor:
-        """Return ``silu(gate) * up`` of joined rows."""
+        """Return ``silu(gate) * up``, ``[T, width]``, of joined rows ``[T, 2 * width]``."""
         gate, up = joined.chunk(2, 1)
         return F.silu(gate) * up
 
@@ -97,7 +103,10 @@ class DecoderOperations:
         return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)], 1)
 
     def attend(self, states: Tensor, tokens: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return what the queries of ``[T, (queries + 2 * keys) * width]`` read, and what the gradient needs."""
+        """Return what the queries of ``[T, (queries + 2 * keys) * width]`` read, and what the gradient needs.
+
+        What is read is ``[T, queries * width]``.
+        """
         queries, keys, width, scale = tokens.heads
         turned = states.view(len(states), -1, width).clone()
         turned[:, :-keys] = tokens.turned(turned[:, :-keys])
