@@ -42,16 +42,16 @@ $(AGENTS)/installed: pyproject.toml constraints.txt
 # The page of areal-lite view in Chromium, which the system provides: apt-get install chromium.
 test-browser: install
 	$(BIN)/python -m pip install -q -e '.[browser]' -c constraints.txt
-	$(TEST_ENV) $(BIN)/python -m pytest -m browser -s tests/inspect_page
+	$(TEST_ENV) $(BIN)/python -m pytest -m browser -s tests/tools/view
 
 # Real SGLang and vLLM on this machine's CPU, each in an environment of its own, one after the other. UPDATE_TABLE=1
 # writes the table of docs/servers.md.
 test-servers: install .venv-sglang/installed .venv-vllm/installed
 	$(BIN)/python examples/smollm2.py
 	$(TEST_ENV) AREAL_LITE_SGLANG_PYTHON=.venv-sglang/bin/python AREAL_LITE_VLLM_PYTHON=.venv-vllm/bin/python \
-		$(BIN)/python -m pytest -m slow tests/servers
+		$(BIN)/python -m pytest -m slow tests/real_servers
 
-.venv-%/installed: tests/servers/%-requirements.txt
+.venv-%/installed: tests/real_servers/%-requirements.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install -q torch==2.13.0
 	.venv-$*/bin/python -m pip install -q --no-deps -r $<
@@ -60,7 +60,7 @@ test-servers: install .venv-sglang/installed .venv-vllm/installed
 fuzz: install
 	$(TEST_ENV) $(BIN)/python -m pytest -m fuzz
 
-# 200 changes of trainer/, data/ and infra/, one at a time, in copies of the tree; prints those that no test notices.
+# 200 changes of trainer/, data/, rollout/ and servers/, one at a time, in copies of the tree; prints those that no test notices.
 # About an hour on two cores; a run that was stopped continues. COUNT and SEED choose other changes.
 mutants: install
 	$(TEST_ENV) $(BIN)/python tests/mutants.py --jobs 2 --count $(or $(COUNT),200) --seed $(or $(SEED),0)

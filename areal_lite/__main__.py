@@ -2,7 +2,7 @@
 
 import sys
 
-from areal_lite.cli import main
+from areal_lite.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -37,15 +37,15 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from areal_lite.agents.agent_doors import AgentDoors
-from areal_lite.agents.agent_service import AgentService
-from areal_lite.agents.apis.chat_completions import ChatCompletions
-from areal_lite.agents.chat_renderer import ChatRenderer
-from areal_lite.agents.chat_session import ChatSession
-from areal_lite.api.generation import GenerationHyperparameters
+from areal_lite.agents.doors.agent_doors import AgentDoors
+from areal_lite.agents.doors.agent_service import AgentService
+from areal_lite.agents.doors.chat_completions import ChatCompletions
+from areal_lite.agents.session.chat_renderer import ChatRenderer
+from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
+from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.data.chat.tokenizer import load_tokenizer
-from areal_lite.infra import collector_pace
+from areal_lite.rollout import garbage_collection as collector_pace
 from benchmarks.report import Figure, make_parser, write_figures
 
 OUTPUT_TOKENS = 64

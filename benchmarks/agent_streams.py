@@ -32,11 +32,11 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from areal_lite.agents.agent_doors import AgentDoors
-from areal_lite.agents.chat_renderer import ChatRenderer
-from areal_lite.agents.chat_session import ChatSession
-from areal_lite.api.generation import GenerationHyperparameters
+from areal_lite.agents.doors.agent_doors import AgentDoors
+from areal_lite.agents.session.chat_renderer import ChatRenderer
+from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
+from areal_lite.config.generation import GenerationHyperparameters
 from benchmarks.agent_call import make_tokenizer
 from benchmarks.report import Figure, make_parser, write_figures
 

@@ -59,9 +59,9 @@ from areal_lite.api import (
     ModelRequest,
     RolloutWorkflow,
 )
-from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from benchmarks.report import Figure, make_parser, write_figures
-from tests.infra.scripted import tensors_of
+from tests.rollout.scripted import tensors_of
 from tests.stub_server import StubServer, StubThread
 
 BATCH = 8

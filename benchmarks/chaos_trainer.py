@@ -32,11 +32,14 @@ from areal_lite.api import (
 )
 from areal_lite.api.trajectory import Group
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
-from areal_lite.infra import group_runner, reconciler, server_requests, workflow_context
-from areal_lite.infra.dump_writer import File
-from areal_lite.infra.remote_inf_engine import RemoteInfEngine
-from areal_lite.infra.trajectory_dumper import TrajectoryDumper, next_task_id
-from tests.infra.scripted import tensors_of
+from areal_lite.rollout import workflow_context
+from areal_lite.rollout.dumps.dump_writer import File
+from areal_lite.rollout.dumps.trajectory_dumper import TrajectoryDumper, next_task_id
+from areal_lite.rollout.episodes import group_runner
+from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+from areal_lite.servers.client import server_requests
+from areal_lite.servers.pool import reconciler
+from tests.rollout.scripted import tensors_of
 
 MISDEEDS = {
     "reject": 0.02,

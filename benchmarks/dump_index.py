@@ -29,7 +29,7 @@ import orjson
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from areal_lite.inspect.dumps import Dumps
+from areal_lite.tools.inspect.dumps import Dumps
 from benchmarks.report import Figure, make_parser, write_figures
 
 GROUP_SIZE = 8

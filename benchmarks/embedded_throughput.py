@@ -38,13 +38,13 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from areal_lite.api import GenerationHyperparameters
-from areal_lite.api.config import ServerConfig
-from areal_lite.infra.backends import dialect_of
-from areal_lite.launch.server_group import check_servers, make_servers
+from areal_lite.config.run_config import ServerConfig
+from areal_lite.servers.dialects import dialect_of
+from areal_lite.servers.programs.server_group import check_servers, make_servers
 from benchmarks.report import Figure, make_parser, of_limit, write_figures
 from benchmarks.roofline import decode_limit, limits
 from tests.fixtures.tiny_model import build_tiny_model
-from tests.servers.launch import SETTINGS
+from tests.real_servers.launch import SETTINGS
 
 ARRIVAL_S = 0.01
 Prompts = list[list[int]]

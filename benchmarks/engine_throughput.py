@@ -39,7 +39,7 @@ from areal_lite.api import (
     ModelRequest,
     RolloutWorkflow,
 )
-from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from benchmarks.report import Figure, make_parser, write_figures
 
 PROMPT = list(range(1, 129))

@@ -23,21 +23,21 @@ import orjson
 import uvloop
 from aiohttp import web
 
-from areal_lite.agents.agent_service import AgentService
-from areal_lite.agents.chat_renderer import ChatRenderer
-from areal_lite.agents.chat_session import ChatSession
+from areal_lite.agents.doors.agent_service import AgentService
+from areal_lite.agents.session.chat_renderer import ChatRenderer
+from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.api import episode_context
-from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.episode_context import Episode
-from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.io_struct import ModelRequest
-from areal_lite.api.published_weights import WeightFolder
 from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
 from areal_lite.api.turn_tree import trajectory_of
+from areal_lite.config.generation import GenerationHyperparameters
+from areal_lite.config.run_config import InferenceEngineConfig
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
-from areal_lite.infra import collector_pace
-from areal_lite.infra.dump_lines import dump_lines, dump_text
-from areal_lite.infra.engine_client import EngineClient
+from areal_lite.rollout import garbage_collection as collector_pace
+from areal_lite.rollout.dumps.dump_lines import dump_lines, dump_text
+from areal_lite.servers.client.engine_client import EngineClient
+from areal_lite.servers.weights.published_weights import WeightFolder
 from tests.stub_server import StubServer
 
 Measured = dict[str, float]
@@ -160,7 +160,7 @@ def episodes(total: int) -> dict[int, Measured]:
     """Return CPU and memory of one engine that trains ``total`` episodes in steps of 500, with a weight update each."""
     import torch
 
-    from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+    from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
     from benchmarks.engine_throughput import OneCall
 
     torch.set_num_threads(1)
@@ -349,10 +349,10 @@ def _load_rows(file: Path) -> None:
 
 def length(count: int) -> dict[int, Measured]:
     """Return what a token of a training step costs in sequences of ``count`` tokens: long answers, or long prompts."""
-    from areal_lite.api.trainer_config import TrainerConfig
+    from areal_lite.config.trainer_config import TrainerConfig
     from areal_lite.data.batch.data_proto import DataProto
     from areal_lite.data.batch.training_batch import collate_sequences
-    from areal_lite.trainer.policy_trainer import PolicyTrainer
+    from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
     from tests.fixtures.tiny_model import build_tiny_model
 
     def batch(prompt: int, tokens: int) -> DataProto:

@@ -45,8 +45,8 @@ def our_steps(model: str, steps: int, *, smoke: bool) -> list[dict[str, float]]:
             "save_model=false",
         ]
         if smoke:
-            from areal_lite.api.config_loader import load_config
-            from areal_lite.launch.run import run_training
+            from areal_lite.config.loader import load_config
+            from areal_lite.runs.entry_points import run_training
 
             run_training(load_config(config, overrides))
         else:

@@ -40,9 +40,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.batch.partition import get_seqlen_balanced_partitions
-from areal_lite.trainer.logprobs import TokenScorer
-from areal_lite.trainer.microbatches import Block, num_inputs, plan_microbatches
-from areal_lite.trainer.packed_model import pack
+from areal_lite.trainer.forward.logprobs import TokenScorer
+from areal_lite.trainer.forward.microbatches import Block, num_inputs, plan_microbatches
+from areal_lite.trainer.forward.packed_model import pack
 from benchmarks.report import Figure, make_parser, of_limit, write_figures
 from benchmarks.roofline import limits, smollm2_config, training_limit
 

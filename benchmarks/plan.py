@@ -67,9 +67,9 @@ COMPARED = ("total", "steps", "step", "evaluations", "checkpoints", "sampled", "
 
 def figures_here(mode: str, config: str, *overrides: str) -> dict[str, Any]:
     """Plan or make a run in this process; return its figures."""
-    from areal_lite.api.config_loader import load_config
-    from areal_lite.launch.plan import plan, predict
-    from areal_lite.launch.probe import Measurements, measure
+    from areal_lite.config.loader import load_config
+    from areal_lite.tools.plan.plan import plan, predict
+    from areal_lite.tools.plan.probe import Measurements, measure
 
     loaded = load_config(config, overrides)
     if mode == "plan":

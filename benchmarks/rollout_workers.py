@@ -31,7 +31,7 @@ from areal_lite.api import (
     ModelRequest,
     RolloutWorkflow,
 )
-from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from benchmarks.engine_throughput import wait_for
 from benchmarks.report import Figure, make_parser, of_limit, write_figures
 

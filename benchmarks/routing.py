@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from areal_lite.infra.server_pool import Server, ServerPool
+from areal_lite.servers.pool.server_pool import Server, ServerPool
 from benchmarks.report import Figure, make_parser, write_figures
 
 

@@ -29,14 +29,14 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from areal_lite.api.trainer_config import TrainerConfig
 from areal_lite.api.trajectory import TokenSequence
+from areal_lite.config.trainer_config import TrainerConfig
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.training_batch import collate_sequences
-from areal_lite.trainer.microbatches import plan_microbatches
-from areal_lite.trainer.policy_trainer import PolicyTrainer
-from areal_lite.trainer.token_facts import write_facts
-from areal_lite.trainer.weights import publish_weights
+from areal_lite.servers.weights.weight_folder import publish_weights
+from areal_lite.trainer.forward.microbatches import plan_microbatches
+from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
+from areal_lite.trainer.rl.token_facts import write_facts
 from benchmarks.report import Figure, make_parser, of_limit, write_figures
 from benchmarks.roofline import Limits, limits, smollm2_config, training_limit
 from tests.fixtures.tiny_model import build_tiny_model

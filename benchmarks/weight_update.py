@@ -65,14 +65,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig, ModelRequest, ModelResponse
-from areal_lite.api.published_weights import AdapterShape, PublishedWeights, WeightBroadcast
-from areal_lite.api.server_process import ServerProcess
-from areal_lite.api.trainer_config import LoRAConfig
-from areal_lite.embedded.process import EmbeddedServer
-from areal_lite.infra.remote_inf_engine import RemoteInfEngine
-from areal_lite.launch.publishing import Publish, weight_publisher
-from areal_lite.trainer.lora import adapter_shape
-from areal_lite.trainer.policy_model import load_policy
+from areal_lite.config.trainer_config import LoRAConfig
+from areal_lite.models.adapter_shape import AdapterShape
+from areal_lite.models.lora import adapter_shape
+from areal_lite.models.policy_model import load_policy
+from areal_lite.processes.server_process import ServerProcess
+from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+from areal_lite.servers.programs.embedded_server import EmbeddedServer
+from areal_lite.servers.weights.published_weights import PublishedWeights, WeightBroadcast
+from areal_lite.servers.weights.publisher import Publish, weight_publisher
 from benchmarks.report import Figure, make_parser, write_figures
 from tests.fixtures.tiny_model import build_tiny_model
 
@@ -166,7 +167,7 @@ def load_model(args: argparse.Namespace, *, adapted: bool) -> Any:
 def start(kind: str, args: argparse.Namespace, folder: Path, adapters: AdapterShape | None) -> ServerProcess:
     if kind == "embedded":
         return EmbeddedServer(model_path=args.model, dtype=args.dtype, num_threads=1, device="cpu")
-    from tests.servers.launch import real_process
+    from tests.real_servers.launch import real_process
 
     return real_process(kind, Path(args.model).absolute(), folder, adapters=adapters)  # in float32
 

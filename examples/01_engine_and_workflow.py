@@ -18,8 +18,8 @@ from areal_lite.api import (
     RolloutWorkflow,
 )
 from areal_lite.data import load_tokenizer
-from areal_lite.embedded import EmbeddedServer
-from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+from areal_lite.servers.programs.embedded_server import EmbeddedServer
 
 
 class ContinueText(RolloutWorkflow):

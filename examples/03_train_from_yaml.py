@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from areal_lite.api.config_loader import load_config
-from areal_lite.launch.run import run_training
+from areal_lite.config.loader import load_config
+from areal_lite.runs.entry_points import run_training
 
 
 def show(step: int, metrics: dict[str, float]) -> None:

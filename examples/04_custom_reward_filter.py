@@ -15,8 +15,8 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from areal_lite.api import AsyncRewardWrapper, GenerationHyperparameters, InferenceEngineConfig
-from areal_lite.embedded import EmbeddedServer
-from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+from areal_lite.servers.programs.embedded_server import EmbeddedServer
 
 
 def word_lengths(text: str, max_letters: int) -> float:

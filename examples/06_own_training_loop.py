@@ -11,12 +11,12 @@ import tempfile
 from openai import AsyncOpenAI
 
 from areal_lite.api import GenerationHyperparameters, InferenceEngineConfig
-from areal_lite.api.config import TrainerConfig
+from areal_lite.config.run_config import TrainerConfig
 from areal_lite.data import RolloutDataSource
-from areal_lite.embedded import EmbeddedServer
-from areal_lite.infra.remote_inf_engine import RemoteInfEngine
-from areal_lite.trainer.policy_trainer import PolicyTrainer
-from areal_lite.trainer.weights import publish_weights
+from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+from areal_lite.servers.programs.embedded_server import EmbeddedServer
+from areal_lite.servers.weights.weight_folder import publish_weights
+from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
 
 
 class LowercaseAgent:

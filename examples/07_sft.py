@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areal_lite.api.config_loader import load_config
-from areal_lite.api.supervised_config import SFTConfig
+from areal_lite.config.loader import load_config
+from areal_lite.config.supervised_config import SFTConfig
 from areal_lite.data import load_rows
-from areal_lite.launch.progress import progress_line
-from areal_lite.launch.supervised import run_supervised
+from areal_lite.runs.monitoring.progress import progress_line
+from areal_lite.runs.supervised_run import run_supervised
 
 
 def main(model_path: str = "runs/models/SmolLM2-135M-Instruct", *overrides: str) -> None:

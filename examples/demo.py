@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path.cwd()))
 
 from smollm2 import smollm2
 
-from areal_lite.api.config_loader import load_config
-from areal_lite.inspect.plot import plot_metrics
-from areal_lite.launch.progress import TrainingProgress, summary_table
-from areal_lite.launch.run import run_training
+from areal_lite.config.loader import load_config
+from areal_lite.runs.entry_points import run_training
+from areal_lite.runs.monitoring.progress import TrainingProgress, summary_table
+from areal_lite.tools.inspect.plot import plot_metrics
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from areal_lite.embedded import EmbeddedServer
+from areal_lite.servers.programs.embedded_server import EmbeddedServer
 from tests.fixtures.tiny_model import build_tiny_model
 
 # A loaded machine is no bug; pytest-timeout bounds each test.
@@ -29,19 +29,19 @@ LONGEST = (
     "e2e/test_training_run.py",
     "e2e/test_supervised.py",
     "examples/test_examples.py",
-    "infra/test_workers.py",
+    "rollout/workers/test_worker_pool.py",
     "e2e/test_exact_resume.py",
     "e2e/test_smollm2.py",
     "e2e/test_resume.py",
     "benchmarks/test_smoke.py",
-    "trainer/test_distributed.py",
-    "trainer/test_crash_resume.py",
-    "agents/test_agent_isolation.py",
+    "models/parallel/test_distributed.py",
+    "trainer/checkpoint/test_crash_resume.py",
+    "agents/isolation/test_agent_isolation.py",
     "cli/test_commands.py",
-    "verify/test_verify.py",
+    "tools/verify/test_verify.py",
     "e2e/test_started_servers.py",
-    "launch/test_server_group.py",
-    "embedded/test_process.py",
+    "servers/programs/test_server_group.py",
+    "servers/programs/test_embedded_server.py",
     "e2e/test_dumps.py",
 )
 """Files that start many processes, the longest first."""

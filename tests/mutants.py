@@ -36,12 +36,12 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "build" / "mutants.json"
 KILLED = ROOT / "build" / "mutants_killed.json"
-TESTS = "agents api data e2e infra launch replay trainer verify workflows"
+TESTS = "agents api config data e2e files models processes rollout runs servers tools trainer workflows"
 ELSEWHERE = {
-    "areal_lite/data/hub_name.py": "tests/data/test_hub_name.py",
-    "areal_lite/infra/worker_process.py": "tests/infra/test_workers.py",
-    "areal_lite/infra/dump_writer.py": "tests/infra/test_trajectory_dumper.py",
-    "areal_lite/trainer/sharding.py": "tests/trainer/test_distributed.py",
+    "areal_lite/files/hub_name.py": "tests/files/test_hub_name.py",
+    "areal_lite/rollout/workers/worker_process.py": "tests/rollout/workers/test_worker_pool.py",
+    "areal_lite/rollout/dumps/dump_writer.py": "tests/rollout/dumps/test_trajectory_dumper.py",
+    "areal_lite/models/parallel/sharding.py": "tests/models/parallel/test_distributed.py",
 }
 """Files that run in processes of their own, where calls are not recorded, and their tests."""
 TEST_S = 120
@@ -321,7 +321,7 @@ def judge(job: tuple[int, Mutant, dict[str, float]]) -> tuple[Mutant, int, str]:
 def preload() -> None:
     """Import the libraries of the tests, once for all forks."""
     program = (
-        "import sys, pytest, hypothesis, areal_lite.launch.rl, tests.conftest, tests.stub_server; print(*sys.modules)"
+        "import sys, pytest, hypothesis, areal_lite.runs.rl_run, tests.conftest, tests.stub_server; print(*sys.modules)"
     )
     for name in subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True).split():
         if name.partition(".")[0] not in ("__main__", "areal_lite", "tests"):
@@ -359,7 +359,11 @@ def main() -> int:
     parser.add_argument("--target", type=float, default=0.95)
     parser.add_argument("--jobs", type=int, default=1, help="processes that test mutants")
     parser.add_argument("--seconds", type=float, default=100.0, help="most test time of one mutant")
-    parser.add_argument("--sources", nargs="+", default=["areal_lite/trainer", "areal_lite/data", "areal_lite/infra"])
+    parser.add_argument(
+        "--sources",
+        nargs="+",
+        default=["areal_lite/trainer", "areal_lite/data", "areal_lite/rollout", "areal_lite/servers"],
+    )
     parser.add_argument("--tests", nargs="+", default=[f"tests/{name}" for name in TESTS.split()])
     options = parser.parse_args()
     preload()

@@ -7,23 +7,23 @@ import inspect
 from functools import partial
 from typing import Any
 
-from areal_lite.agents import episode_environ
-from areal_lite.agents.agent_access import AgentAccess
-from areal_lite.agents.agent_doors import AgentDoors
-from areal_lite.agents.agent_processes import AgentProcesses, pickled_agent
-from areal_lite.agents.agent_thread import run_in_thread
-from areal_lite.agents.chat_renderer import ChatRenderer, chat_renderer
-from areal_lite.agents.chat_session import ChatSession, Interactions
+from areal_lite.agents.doors.agent_doors import AgentDoors
+from areal_lite.agents.doors.http_transport import socket_client
 from areal_lite.agents.episode_reward import rewarded
-from areal_lite.agents.http_transport import socket_client
-from areal_lite.agents.strayed_call import explain_strayed_call
+from areal_lite.agents.isolation import episode_environ
+from areal_lite.agents.isolation.agent_access import AgentAccess
+from areal_lite.agents.isolation.agent_processes import AgentProcesses, pickled_agent
+from areal_lite.agents.isolation.agent_thread import run_in_thread
+from areal_lite.agents.isolation.misrouted_call import explain_strayed_call
+from areal_lite.agents.session.chat_renderer import ChatRenderer, chat_renderer
+from areal_lite.agents.session.chat_session import ChatSession, Interactions
 from areal_lite.api import episode_context
-from areal_lite.api.config import InferenceEngineConfig
 from areal_lite.api.engine_api import InferenceEngine
 from areal_lite.api.failure import FailureKind, attributed_to
 from areal_lite.api.scalars import record_counts
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.workflow_api import RolloutWorkflow
+from areal_lite.config.run_config import InferenceEngineConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import ConfigError, ContextOverflowError
 

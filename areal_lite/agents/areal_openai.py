@@ -14,17 +14,17 @@ from openai.resources.chat import AsyncChat
 from openai.resources.chat.completions import AsyncCompletions
 from openai.types.chat import ChatCompletion
 
-from areal_lite.agents.agent_service import AgentService
-from areal_lite.agents.answer_parsers.tool_formats import TOOL_FORMATS
-from areal_lite.agents.chat_renderer import chat_renderer
-from areal_lite.agents.chat_session import ChatSession, Interactions, Style
-from areal_lite.agents.http_transport import BASE_URL, SharedClient
-from areal_lite.api.config import InferenceEngineConfig
+from areal_lite.agents.doors.agent_service import AgentService
+from areal_lite.agents.doors.http_transport import BASE_URL, SharedClient
+from areal_lite.agents.parsers.tool_formats import TOOL_FORMATS
+from areal_lite.agents.session.chat_renderer import chat_renderer
+from areal_lite.agents.session.chat_session import ChatSession, Interactions, Style
 from areal_lite.api.engine_api import InferenceEngine
-from areal_lite.api.generation import GenerationHyperparameters
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
-from areal_lite.api.reward_worker import as_reward
 from areal_lite.api.scalars import record_counts
+from areal_lite.config.generation import GenerationHyperparameters
+from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.processes.reward_worker import as_reward
 
 
 class ArealOpenAI(AsyncOpenAI):

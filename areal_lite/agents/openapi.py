@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from areal_lite import __version__
-from areal_lite.agents import chat_request
-from areal_lite.agents.agent_service import MAX_BODY_BYTES
-from areal_lite.agents.apis import messages, responses
+from areal_lite.agents.doors import messages, responses
+from areal_lite.agents.doors.agent_service import MAX_BODY_BYTES
+from areal_lite.agents.session import chat_request
 
 _OBJECT = {"type": "object"}
 _STRINGS = {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": 4}

@@ -6,15 +6,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from areal_lite.api.config import InferenceEngineConfig, RunConfig
     from areal_lite.api.engine_api import InferenceEngine
     from areal_lite.api.failure import Failure, FailureKind
-    from areal_lite.api.generation import GenerationHyperparameters
     from areal_lite.api.interaction import InteractionWithTokenLogpReward
     from areal_lite.api.io_struct import ModelRequest, ModelResponse
     from areal_lite.api.reward_api import AsyncRewardWrapper
     from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence, Trajectory, Turn, TurnRole
     from areal_lite.api.workflow_api import Agent, RolloutWorkflow, WorkflowLike
+    from areal_lite.config.generation import GenerationHyperparameters
+    from areal_lite.config.run_config import InferenceEngineConfig, RunConfig
 
 __all__ = [
     "Agent", "AsyncRewardWrapper", "EpisodeStatus", "Failure", "FailureKind", "GenerationHyperparameters",
@@ -24,33 +24,33 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
-    "Agent": "workflow_api",
-    "AsyncRewardWrapper": "reward_api",
-    "EpisodeStatus": "trajectory",
-    "Failure": "failure",
-    "FailureKind": "failure",
-    "GenerationHyperparameters": "generation",
-    "Group": "trajectory",
-    "InferenceEngine": "engine_api",
-    "InferenceEngineConfig": "config",
-    "InteractionWithTokenLogpReward": "interaction",
-    "ModelRequest": "io_struct",
-    "ModelResponse": "io_struct",
-    "RolloutWorkflow": "workflow_api",
-    "RunConfig": "config",
-    "TokenSequence": "trajectory",
-    "Trajectory": "trajectory",
-    "Turn": "trajectory",
-    "TurnRole": "trajectory",
-    "WorkflowLike": "workflow_api",
+    "Agent": "api.workflow_api",
+    "AsyncRewardWrapper": "api.reward_api",
+    "EpisodeStatus": "api.trajectory",
+    "Failure": "api.failure",
+    "FailureKind": "api.failure",
+    "GenerationHyperparameters": "config.generation",
+    "Group": "api.trajectory",
+    "InferenceEngine": "api.engine_api",
+    "InferenceEngineConfig": "config.run_config",
+    "InteractionWithTokenLogpReward": "api.interaction",
+    "ModelRequest": "api.io_struct",
+    "ModelResponse": "api.io_struct",
+    "RolloutWorkflow": "api.workflow_api",
+    "RunConfig": "config.run_config",
+    "TokenSequence": "api.trajectory",
+    "Trajectory": "api.trajectory",
+    "Turn": "api.trajectory",
+    "TurnRole": "api.trajectory",
+    "WorkflowLike": "api.workflow_api",
 }
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if name in _MODULES:
-            return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-        from areal_lite.areal_names import missing_name
+            return getattr(importlib.import_module(f"areal_lite.{_MODULES[name]}"), name)
+        from areal_lite.areal.names import missing_name
 
         raise missing_name(__name__, name)
 

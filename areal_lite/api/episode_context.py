@@ -82,7 +82,7 @@ class EpisodeContext(NamedTuple):
     shared: SharedResources | None = None
     """What all episodes of the engine share; None outside an engine."""
     agent: Any = None
-    """How an agent reaches its model (:class:`areal_lite.agents.agent_access.AgentAccess`); None in a workflow."""
+    """How an agent reaches its model (``agents.isolation.agent_access.AgentAccess``); None in a workflow."""
 
 
 _OUTSIDE = EpisodeContext()

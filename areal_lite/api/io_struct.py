@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from areal_lite.api.generation import GenerationHyperparameters
+    from areal_lite.config.generation import GenerationHyperparameters
 
 _rids = random.Random()  # its own, seeded by the system: a user's seed must not repeat the ids of another run
 os.register_at_fork(after_in_child=_rids.seed)
@@ -21,7 +21,7 @@ def _fixed_length_rid() -> str:
 
 
 def _default_gconfig() -> GenerationHyperparameters:
-    from areal_lite.api.generation import GenerationHyperparameters  # pydantic, which the dump writer does not load
+    from areal_lite.config.generation import GenerationHyperparameters  # pydantic, which the dump writer does not load
 
     return GenerationHyperparameters()
 

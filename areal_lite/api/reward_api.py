@@ -24,11 +24,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from areal_lite.api import reward_worker as wire
-from areal_lite.api.child_process import pickled_object, start_tied
-from areal_lite.api.dotted_path import load_object
 from areal_lite.api.failure import FailureKind, attributed_to
+from areal_lite.config.dotted_path import load_object
 from areal_lite.errors import ConfigError
+from areal_lite.processes import reward_worker as wire
+from areal_lite.processes.child_process import pickled_object, start_tied
 
 START_SECONDS = 120.0
 """Limit on starting a worker and importing the reward function's module."""

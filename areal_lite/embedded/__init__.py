@@ -2,7 +2,3 @@
 
 Importing this package loads no torch; only the child process does.
 """
-
-from areal_lite.embedded.process import EmbeddedServer
-
-__all__ = ["EmbeddedServer"]

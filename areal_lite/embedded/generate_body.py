@@ -14,12 +14,8 @@ from typing import Any, NamedTuple
 
 from areal_lite.embedded.generation_request import GenerationRequest
 from areal_lite.embedded.grammar import Grammar
-from areal_lite.embedded.sampling_params import (
-    SamplingParams,
-    invalid_value,
-    parse_sampling_params,
-    wrong_type,
-)
+from areal_lite.embedded.sampling_params import SamplingParams, parse_sampling_params
+from areal_lite.servers.dialects.sglang_errors import invalid_value, wrong_type
 
 _UNSUPPORTED = ("input_embeds", "image_data", "audio_data", "video_data", "return_hidden_states")
 

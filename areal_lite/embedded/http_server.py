@@ -21,16 +21,17 @@ import torch
 from aiohttp import web
 
 from areal_lite import __version__
-from areal_lite.api.browser_guard import loopback_names, refusal_of
-from areal_lite.embedded import checkpoint
 from areal_lite.embedded.adapter import Adapter, read_adapter
 from areal_lite.embedded.generate_body import GenerateCall, Limits, parse_generate
 from areal_lite.embedded.generation_request import Decode, GenerationRequest
 from areal_lite.embedded.grammar import GrammarCompiler
-from areal_lite.embedded.sampling_params import BadRequest, SamplingParams, invalid_value, wrong_type
+from areal_lite.embedded.sampling_params import SamplingParams
 from areal_lite.embedded.scheduler import Scheduler
-from areal_lite.embedded.weight_receiver import WeightReceiver
 from areal_lite.errors import ArealLiteError, ConfigError
+from areal_lite.files import model_folder as checkpoint
+from areal_lite.processes.browser_guard import loopback_names, refusal_of
+from areal_lite.servers.dialects.sglang_errors import BadRequest, invalid_value, wrong_type
+from areal_lite.servers.weights.receiver import WeightReceiver
 
 _MAX_BODY_BYTES = 64 * 2**20
 _FLUSHED = (

@@ -17,12 +17,12 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM
 
 from areal_lite.embedded.adapter import Adapter
-from areal_lite.embedded.layer_kernels import layer_operations
-from areal_lite.embedded.layer_operations import LayerOperations
-from areal_lite.embedded.lean_decoder import FAMILIES, LeanDecoder
-from areal_lite.embedded.slot_cache import SlotCache
 from areal_lite.errors import ConfigError
-from areal_lite.exact_attention import MIN_ROWS, read_exactly
+from areal_lite.models.kernels.exact_attention import MIN_ROWS, read_exactly
+from areal_lite.models.kernels.layer_kernels import layer_operations
+from areal_lite.models.kernels.layer_operations import LayerOperations
+from areal_lite.models.lean_decoder import FAMILIES, LeanDecoder
+from areal_lite.models.slot_cache import SlotCache
 
 
 class ModelRunner:

@@ -5,6 +5,6 @@ from typing import TYPE_CHECKING
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        from areal_lite.areal_names import missing_name
+        from areal_lite.areal.names import missing_name
 
         raise missing_name(__name__, name)

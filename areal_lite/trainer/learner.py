@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from areal_lite.api.trainer_config import LearnerConfig, OptimizerConfig
+from areal_lite.config.trainer_config import LearnerConfig, OptimizerConfig
 from areal_lite.errors import TrainingError
-from areal_lite.trainer.ranks import Ranks
-from areal_lite.trainer.sharding import shard
+from areal_lite.models.parallel.ranks import Ranks
+from areal_lite.models.parallel.sharding import shard
 
 logger = logging.getLogger(__name__)
 MAX_SKIPPED_UPDATES = 3

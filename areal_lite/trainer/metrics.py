@@ -19,10 +19,10 @@ from typing import Any, Protocol
 
 import yaml
 
-from areal_lite.api.config import ExperimentConfig
-from areal_lite.api.config_loader import dump_config
+from areal_lite.config.loader import dump_config
+from areal_lite.config.run_config import ExperimentConfig
 from areal_lite.errors import ConfigError, StorageError
-from areal_lite.trainer.crash_points import crash_point
+from areal_lite.files.crash_points import crash_point
 
 logger = logging.getLogger(__name__)
 UPLOAD_TIMEOUT_S = 60

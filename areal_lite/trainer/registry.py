@@ -9,7 +9,7 @@ from functools import partial
 from inspect import Parameter
 from typing import Any, Generic, TypeVar
 
-from areal_lite.api.dotted_path import load_object
+from areal_lite.config.dotted_path import load_object
 from areal_lite.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 
-from areal_lite.agents.listener import Listener
+from areal_lite.agents.doors.listener import Listener
 from tests.agents.raw_http import CHAT, request
 
 PATHS = [

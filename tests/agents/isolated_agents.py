@@ -14,7 +14,7 @@ import numpy as np
 import openai
 
 from areal_lite.api.scalars import record_reward_facts
-from areal_lite.infra import workflow_context
+from areal_lite.rollout import workflow_context
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
 

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-from areal_lite.agents.agent_service import AgentService
-from areal_lite.agents.chat_renderer import ChatRenderer
-from areal_lite.agents.chat_session import ChatSession
-from areal_lite.agents.listener import Listener
-from areal_lite.api.generation import GenerationHyperparameters
+from areal_lite.agents.doors.agent_service import AgentService
+from areal_lite.agents.doors.listener import Listener
+from areal_lite.agents.session.chat_renderer import ChatRenderer
+from areal_lite.agents.session.chat_session import ChatSession
+from areal_lite.config.generation import GenerationHyperparameters
 from tests.agents.scripted_engine import ScriptedEngine
 
 CHAT = "/v1/chat/completions"

@@ -10,8 +10,8 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from areal_lite.agents.apis.chat_completions import ChatCompletions
-from areal_lite.agents.chat_session import ChatSession
+from areal_lite.agents.doors.chat_completions import ChatCompletions
+from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.api.io_struct import ModelRequest, ModelResponse
 
 CHATML = """

@@ -16,20 +16,20 @@ from typing import Any
 
 import pytest
 
-from areal_lite.agents.agent_service import AgentService
 from areal_lite.agents.agent_workflow import AgentWorkflow
-from areal_lite.agents.chat_request import ChatRequest
-from areal_lite.agents.chat_session import ChatSession
-from areal_lite.agents.http_transport import ServiceTransport
-from areal_lite.api.config import InferenceEngineConfig
-from areal_lite.api.generation import GenerationHyperparameters
+from areal_lite.agents.doors.agent_service import AgentService
+from areal_lite.agents.doors.http_transport import ServiceTransport
+from areal_lite.agents.session.chat_request import ChatRequest
+from areal_lite.agents.session.chat_session import ChatSession
 from areal_lite.api.io_struct import ModelRequest
 from areal_lite.api.trajectory import Trajectory
 from areal_lite.api.turn_tree import trajectory_of
-from areal_lite.embedded import EmbeddedServer
+from areal_lite.config.generation import GenerationHyperparameters
+from areal_lite.config.run_config import InferenceEngineConfig
 from areal_lite.embedded.grammar import GrammarCompiler
 from areal_lite.embedded.sampling_params import SamplingParams
-from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+from areal_lite.servers.programs.embedded_server import EmbeddedServer
 from tests.agents.scripted_engine import ScriptedEngine, tokenizer
 from tests.fixtures.tiny_model import build_tiny_model
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_lite.agents.chat_renderer import ChatRenderer
-from areal_lite.agents.chat_session import ChatSession
 from areal_lite.agents.episode_reward import rewarded
-from areal_lite.api.generation import GenerationHyperparameters
+from areal_lite.agents.session.chat_renderer import ChatRenderer
+from areal_lite.agents.session.chat_session import ChatSession
+from areal_lite.config.generation import GenerationHyperparameters
 from tests.agents.scripted_engine import ScriptedEngine, create
 
 WEIGHTS = {"correct": 1.0, "format": 0.2}

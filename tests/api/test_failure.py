@@ -23,9 +23,9 @@ from areal_lite.api.trajectory import Group
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
 from areal_lite.errors import ContextOverflowError, ServerError, StarvationError
-from areal_lite.infra.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
+from areal_lite.rollout.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
 from tests.agents.scripted_engine import ScriptedEngine, tokenizer
-from tests.infra.scripted import OneTurn, tensors_of
+from tests.rollout.scripted import OneTurn, tensors_of
 from tests.stub_server import StubServer, StubThread
 
 

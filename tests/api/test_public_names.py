@@ -28,7 +28,7 @@ def test_an_unknown_name_is_an_attribute_error():
     [
         ("areal_lite.api", "pydantic numpy torch transformers openai"),
         ("areal_lite.data", "torch transformers numpy datasets"),
-        ("areal_lite.infra.dump_writer", "pydantic aiohttp torch transformers"),  # each run waits for its start
+        ("areal_lite.rollout.dumps.dump_writer", "pydantic aiohttp torch transformers"),  # each run waits for its start
     ],
 )
 def test_an_import_loads_nothing_heavy(module, heavy):

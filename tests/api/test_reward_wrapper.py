@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from areal_lite.api import AsyncRewardWrapper, episode_context
 from areal_lite.api.episode_context import Episode, EpisodeContext
-from areal_lite.api.reward_worker import as_reward, read_reward
 from areal_lite.errors import ConfigError
+from areal_lite.processes.reward_worker import as_reward, read_reward
 from tests.api import reward_samples as samples
 
 

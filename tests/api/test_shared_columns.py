@@ -7,7 +7,7 @@ import numpy as np
 from areal_lite.api import ModelResponse, TurnRole
 from areal_lite.api.trajectory import Trajectory
 from areal_lite.api.turn_tree import trajectory_of
-from tests.infra.scripted import tensors_of
+from tests.rollout.scripted import tensors_of
 
 
 def call(rid: str, prompt: list[int], answer: list[int]) -> ModelResponse:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.cli import main
+from areal_lite.cli.main import main
 
 CONFIG = """\
 experiment_name: exp
@@ -20,14 +20,15 @@ workflow: my.Agent
 train_dataset: {path: rows.jsonl}
 trainer: {total_steps: 2, learning_rate: 1.0e-5}
 """
-# Replaces areal_lite.launch, which loads torch.
+# Replaces areal_lite.runs, which loads torch.
 STAND_IN = """
 import contextlib, os, signal, sys, threading, types
 from areal_lite import errors
-progress, run = types.ModuleType("areal_lite.launch.progress"), types.ModuleType("areal_lite.launch.run")
+progress = types.ModuleType("areal_lite.runs.monitoring.progress")
+run = types.ModuleType("areal_lite.runs.entry_points")
 
-from areal_lite.cli import main
-from areal_lite.launch import stopping
+from areal_lite.cli.main import main
+from areal_lite.runs import stopping
 
 stopping.STOP_SECONDS = 1.0
 
@@ -43,9 +44,9 @@ def run_training(config, on_step):
     return types.SimpleNamespace(run_dir="runs/exp/trial")
 
 run.run_training = run_training
-package = types.ModuleType("areal_lite.launch")
+package = types.ModuleType("areal_lite.runs")
 package.__path__ = []
-sys.modules |= {{"areal_lite.launch": package, run.__name__: run, progress.__name__: progress}}
+sys.modules |= {{"areal_lite.runs": package, run.__name__: run, progress.__name__: progress}}
 sys.exit(main(["train", "run.yaml"]))
 """
 # On a signal, the main thread stops, refuses, or is stuck in a C call.
@@ -265,7 +266,7 @@ def test_serve_checks_its_options_before_anything_starts(options, message):
 
 def test_light_commands_load_no_torch():
     code = (
-        "import sys; from areal_lite.cli import main; main(['config', 'run.yaml']); "
+        "import sys; from areal_lite.cli.main import main; main(['config', 'run.yaml']); "
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

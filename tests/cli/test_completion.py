@@ -59,7 +59,7 @@ def test_bash_completes(bash, tmp_path, words, completed):
 
 
 def test_every_command_is_in_every_script(script):
-    from areal_lite.cli import _COMMANDS, _RUNS
+    from areal_lite.cli.main import _COMMANDS, _RUNS
 
     for shell in ("bash", "zsh", "fish"):
         text = script(shell).read_text()

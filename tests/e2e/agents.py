@@ -8,10 +8,10 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from areal_lite.api.config import DatasetConfig
+from areal_lite.config.run_config import DatasetConfig
 from areal_lite.data.rows.dynamic_dataset import AbstractDataGenerator
 from areal_lite.data.rows.samplers import AbstractSampler
-from areal_lite.infra import workflow_context
+from areal_lite.rollout import workflow_context
 
 
 class LetterAgent:

@@ -17,9 +17,9 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from areal_lite.api.config_loader import load_config
-from areal_lite.launch.loop import StepMetrics
-from areal_lite.launch.run import run_rollout, run_training
+from areal_lite.config.loader import load_config
+from areal_lite.runs.entry_points import run_rollout, run_training
+from areal_lite.runs.training_run import StepMetrics
 from tests.e2e.agents import CountsItsCalls, InOrder
 
 EXTRA_METRICS = {

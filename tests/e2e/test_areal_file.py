@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.api.config_loader import load_config
-from areal_lite.launch.run import run_evaluation, run_training
+from areal_lite.config.loader import load_config
+from areal_lite.runs.entry_points import run_evaluation, run_training
 
 FILE = """
 from areal_lite import workflow_context

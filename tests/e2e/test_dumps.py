@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.api.config_loader import load_config
-from areal_lite.launch.run import run_training
+from areal_lite.config.loader import load_config
+from areal_lite.runs.entry_points import run_training
 from tests.e2e.test_stopping import start, until_step
 
 GROUP_SIZE = 4

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from areal_lite.trainer.crash_points import VARIABLE
+from areal_lite.files.crash_points import VARIABLE
 
 STEPS = 6
 DETERMINISTIC = [

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from areal_lite import cli
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory
-from areal_lite.infra.failure_tally import MAX_CAUSES, FailureTally
+from areal_lite.cli.main import main as cli
+from areal_lite.rollout.episodes.failure_tally import MAX_CAUSES, FailureTally
 
 
 class Fails:

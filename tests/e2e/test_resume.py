@@ -20,14 +20,14 @@ from openai import AsyncOpenAI
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from areal_lite import cli
-from areal_lite.api.config_loader import load_config
+from areal_lite.cli.main import main as cli
+from areal_lite.config.loader import load_config
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import CheckpointError, ConfigError
-from areal_lite.launch import loop
-from areal_lite.launch.resuming import CHECKPOINTS
-from areal_lite.launch.run import run_training
-from areal_lite.trainer.checkpoint import checkpoint_step, checkpoints
+from areal_lite.runs import training_run as loop
+from areal_lite.runs.entry_points import run_training
+from areal_lite.runs.folder.resuming import CHECKPOINTS
+from areal_lite.trainer.checkpoint.checkpoint import checkpoint_step, checkpoints
 from tests.fixtures.tiny_model import build_tiny_model
 
 EVERY_STEP = ["checkpoint.every_steps=1", "eval_dataset=null", "save_model=false"]

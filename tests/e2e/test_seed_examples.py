@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from areal_lite.utils import stats_tracker
 from torch.utils.data import Dataset
 
 import areal_lite
 from areal_lite.api import ModelRequest
-from areal_lite.api.config import DatasetConfig
-from areal_lite.api.config_loader import load_config
 from areal_lite.api.workflow_api import RolloutWorkflow
+from areal_lite.config.loader import load_config
+from areal_lite.config.run_config import DatasetConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.packer.data_packer import DataPacker
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
 from areal_lite.errors import ConfigError
-from areal_lite.infra import workflow_context
-from areal_lite.launch.run import run_rollout, run_training
-from areal_lite.utils import stats_tracker
+from areal_lite.rollout import workflow_context
+from areal_lite.runs.entry_points import run_rollout, run_training
 from tests.e2e.agents import LetterAgent
 
 QUIET = ["save_model=false", "trainer.total_steps=1", "trial_name=quiet", "eval_dataset=null"]

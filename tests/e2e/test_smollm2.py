@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from areal_lite.api.config_loader import load_config
-from areal_lite.launch.run import run_training
+from areal_lite.config.loader import load_config
+from areal_lite.runs.entry_points import run_training
 from examples.smollm2 import smollm2
 
 

@@ -17,10 +17,10 @@ import psutil
 import pytest
 import yaml
 
-from areal_lite import cli
+from areal_lite.cli.main import main as cli
 from tests.e2e.test_stopping import start, until_step
 
-FAKES = Path(__file__).parents[1] / "launch" / "fake_packages"
+FAKES = Path(__file__).parents[1] / "servers/programs/fake_packages"
 
 
 def test_a_run_goes_on_when_its_server_is_killed(run_yaml: Path, tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ import psutil
 import pytest
 from aiohttp import web
 
-from areal_lite.api.config_loader import load_config
-from areal_lite.embedded.process import EmbeddedServer
-from areal_lite.launch.run import run_training
+from areal_lite.config.loader import load_config
+from areal_lite.runs.entry_points import run_training
+from areal_lite.servers.programs.embedded_server import EmbeddedServer
 from tests.stub_server import StubThread
 
 _JSON = {"Content-Type": "application/json"}

@@ -21,16 +21,16 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from areal_lite.api.config_loader import load_config
-from areal_lite.api.supervised_config import KINDS, SFTConfig
+from areal_lite.config.loader import load_config
+from areal_lite.config.supervised_config import KINDS, SFTConfig
 from areal_lite.data import SFTDataset
 from areal_lite.data.chat.chat_tokens import tokenize_messages
 from areal_lite.errors import ConfigError, TrainingError
-from areal_lite.launch.loop import Summary
-from areal_lite.launch.stopping import Stopped
-from areal_lite.launch.supervised import run_supervised
-from areal_lite.trainer.checkpoint import find_checkpoint
-from areal_lite.trainer.supervised_trainer import SFTTrainer
+from areal_lite.runs.stopping import Stopped
+from areal_lite.runs.supervised_run import run_supervised
+from areal_lite.runs.training_run import Summary
+from areal_lite.trainer.checkpoint.checkpoint import find_checkpoint
+from areal_lite.trainer.supervised.supervised_trainer import SFTTrainer
 from examples.made_up import conversations
 from examples.smollm2 import smollm2
 
@@ -155,8 +155,9 @@ def test_resume_completes_a_run_stopped_during_evaluation_or_before_its_model_wa
 
 SLOW_DISK = """
 import os, signal, sys, time
-from areal_lite.launch import stopping
-from areal_lite.trainer import checkpoint, metrics
+from areal_lite.runs import stopping
+from areal_lite.trainer import metrics
+from areal_lite.trainer.checkpoint import checkpoint
 
 stopping.STOP_SECONDS = 1.0
 write = checkpoint.write_snapshot
@@ -169,7 +170,7 @@ def log_and_stop(self, step, values):
         os.kill(os.getpid(), signal.SIGTERM)
 
 metrics.MetricsWriter.write = log_and_stop
-from areal_lite.cli import main
+from areal_lite.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -256,7 +257,7 @@ def log_and_stop(self, step, values):
         os.kill(os.getpid(), signal.SIGTERM)
 
 MetricsWriter.write = log_and_stop
-from areal_lite.cli import main
+from areal_lite.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -15,15 +15,15 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from areal_lite.api.config_loader import load_config
-from areal_lite.embedded import EmbeddedServer
+from areal_lite.config.loader import load_config
 from areal_lite.errors import ConfigError, RunDirBusyError, StarvationError
-from areal_lite.launch.engine_stack import check_startable
-from areal_lite.launch.evaluation import Evaluation
-from areal_lite.launch.loop import Summary
-from areal_lite.launch.run import check_learnable, check_trainable, run_evaluation, run_rollout, run_training
-from areal_lite.launch.run_data import WorkflowChoice
-from areal_lite.launch.run_directory import run_directory
+from areal_lite.runs.engine_stack import check_startable
+from areal_lite.runs.entry_points import check_learnable, check_trainable, run_evaluation, run_rollout, run_training
+from areal_lite.runs.evaluation import Evaluation
+from areal_lite.runs.folder.run_directory import run_directory
+from areal_lite.runs.run_data import WorkflowChoice
+from areal_lite.runs.training_run import Summary
+from areal_lite.servers.programs.embedded_server import EmbeddedServer
 
 TIMES = re.compile("train/(seconds_|ms_per_token_|tokens_per_second|mfu)")
 

@@ -12,21 +12,21 @@ import pytest
 import torch
 import yaml
 
-from areal_lite.api.config import DatasetConfig, InferenceEngineConfig, TrainerConfig
-from areal_lite.api.config_loader import load_config
-from areal_lite.api.generation import GenerationHyperparameters
+from areal_lite.config.generation import GenerationHyperparameters
+from areal_lite.config.loader import load_config
+from areal_lite.config.run_config import DatasetConfig, InferenceEngineConfig, TrainerConfig
 from areal_lite.data import DataProto, DecoderOnlyLLMDataPacker, RLHFDataset, load_tokenizer
 from areal_lite.data.rows.collate import collate_fn, object_array
 from areal_lite.data.rows.dynamic_dataset import create_rl_dataset
 from areal_lite.data.rows.loader import ResumableLoader
 from areal_lite.data.rows.samplers import create_rl_sampler
 from areal_lite.errors import ConfigError
-from areal_lite.infra.remote_inf_engine import RemoteInfEngine
-from areal_lite.inspect.verify import check_run
-from areal_lite.launch import server_program
-from areal_lite.launch.rl import num_devices
-from areal_lite.launch.run import run_evaluation, run_training
-from areal_lite.trainer.policy_trainer import PolicyTrainer
+from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+from areal_lite.runs.entry_points import run_evaluation, run_training
+from areal_lite.runs.rl_run import num_devices
+from areal_lite.servers.programs import server_program
+from areal_lite.tools.verify.verify import check_run
+from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
 from workflows.single_turn import SingleTurnWorkflow
 
 REWARDS = """

@@ -15,8 +15,8 @@ import torch
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.embedded.scheduler import Scheduler
 from areal_lite.embedded.serve import build, listening
-from areal_lite.embedded.settings import server_config
-from areal_lite.infra.engine_client import EngineClient
+from areal_lite.servers.client.engine_client import EngineClient
+from areal_lite.servers.programs.embedded_settings import server_config
 
 
 class Client:

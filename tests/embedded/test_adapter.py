@@ -13,12 +13,12 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from areal_lite.api import ModelRequest
-from areal_lite.api.generation import GenerationHyperparameters
-from areal_lite.api.published_weights import AdapterFolder
-from areal_lite.api.trainer_config import LoRAConfig
-from areal_lite.trainer.lora import adapter_shape
-from areal_lite.trainer.policy_model import load_policy
-from areal_lite.trainer.weights import publish_weights
+from areal_lite.config.generation import GenerationHyperparameters
+from areal_lite.config.trainer_config import LoRAConfig
+from areal_lite.models.lora import adapter_shape
+from areal_lite.models.policy_model import load_policy
+from areal_lite.servers.weights.published_weights import AdapterFolder
+from areal_lite.servers.weights.weight_folder import publish_weights
 from tests.embedded.serving import Client, engine_client, load, logprobs_of, reported, serving, worst
 
 PROMPT = list(b"Tell me a story about a dog.")

@@ -9,7 +9,8 @@ import torch
 
 from areal_lite.embedded.generation_request import GenerationRequest
 from areal_lite.embedded.sampling import sample
-from areal_lite.embedded.sampling_params import BadRequest, SamplingParams, parse_sampling_params
+from areal_lite.embedded.sampling_params import SamplingParams, parse_sampling_params
+from areal_lite.servers.dialects.sglang_errors import BadRequest
 
 PROBABILITIES = [0.4, 0.3, 0.2, 0.1]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from areal_lite.api.config import RunConfig
-from areal_lite.api.config_help import describe_fields
-from areal_lite.api.config_loader import load_config
-from areal_lite.api.supervised_config import KINDS
+from areal_lite.config.help import describe_fields
+from areal_lite.config.loader import load_config
+from areal_lite.config.run_config import RunConfig
+from areal_lite.config.supervised_config import KINDS
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()

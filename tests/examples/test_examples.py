@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from areal_lite.api import InferenceEngineConfig, ModelRequest, RolloutWorkflow
-from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from tests.stub_server import StubServer, StubThread
 
 REPOSITORY = Path(__file__).parents[2]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import yaml
 
-from areal_lite.api.config_loader import load_config
-from areal_lite.api.trainer_config import CorrectionConfig, TrainerConfig
-from areal_lite.trainer.algorithm import Algorithm
+from areal_lite.config.loader import load_config
+from areal_lite.config.trainer_config import CorrectionConfig, TrainerConfig
 from areal_lite.trainer.estimators import ESTIMATORS, EstimatorInputs
 from areal_lite.trainer.objectives.policy_loss import POLICY_LOSSES
+from areal_lite.trainer.rl.algorithm import Algorithm
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs/training.md").read_text()

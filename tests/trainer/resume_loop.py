@@ -25,20 +25,20 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from areal_lite.api.config import TrainerConfig
 from areal_lite.api.trajectory import TokenSequence
+from areal_lite.config.run_config import TrainerConfig
 from areal_lite.data.source.data_source_state import state_bytes, state_path
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
-from areal_lite.trainer.checkpoint import CheckpointWriter, checkpoint_step, find_checkpoint, load_checkpoint
+from areal_lite.models.policy_model import load_policy
+from areal_lite.servers.weights.weight_folder import publish_weights, save_model
+from areal_lite.trainer.checkpoint.checkpoint import CheckpointWriter, checkpoint_step, find_checkpoint, load_checkpoint
+from areal_lite.trainer.checkpoint.snapshot import snapshot
+from areal_lite.trainer.forward.logprobs import TokenScorer
+from areal_lite.trainer.forward.microbatches import Block
+from areal_lite.trainer.forward.packed_model import PackedSequences, pack
 from areal_lite.trainer.learner import Learner
-from areal_lite.trainer.logprobs import TokenScorer
 from areal_lite.trainer.metrics import MetricsWriter
-from areal_lite.trainer.microbatches import Block
-from areal_lite.trainer.packed_model import PackedSequences, pack
-from areal_lite.trainer.policy_model import load_policy
 from areal_lite.trainer.seeding import seed_process
-from areal_lite.trainer.snapshot import snapshot
-from areal_lite.trainer.weights import publish_weights, save_model
 
 CPU = torch.device("cpu")
 STEPS = 6

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from areal_lite.api.supervised_config import DPOTrainerConfig, RewardModelTrainerConfig, SFTTrainerConfig
-from areal_lite.trainer.preference_trainer import DPOTrainer, RewardModelTrainer
-from areal_lite.trainer.supervised_trainer import SFTTrainer
+from areal_lite.config.supervised_config import DPOTrainerConfig, RewardModelTrainerConfig, SFTTrainerConfig
+from areal_lite.trainer.supervised.preference_trainer import DPOTrainer, RewardModelTrainer
+from areal_lite.trainer.supervised.supervised_trainer import SFTTrainer
 from tests.trainer.training_data import VOCABULARY
 
 Item = dict[str, torch.Tensor]

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from areal_lite.api.trainer_config import LearnerConfig
+from areal_lite.config.trainer_config import LearnerConfig
 from areal_lite.errors import TrainingError
+from areal_lite.models.parallel.ranks import Ranks
 from areal_lite.trainer.learner import Learner
-from areal_lite.trainer.ranks import Ranks
 
 
 def learner_of(module: nn.Module, *, max_inference_tokens: int | None = None, **changes: Any) -> Learner:

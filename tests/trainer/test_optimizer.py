@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import get_scheduler
 
-from areal_lite.api.config import TrainerConfig
+from areal_lite.config.run_config import TrainerConfig
 from areal_lite.trainer.learner import learning_rate, make_optimizer
 
 
@@ -64,7 +64,7 @@ def test_norms_and_biases_do_not_decay() -> None:
 def test_a_process_that_trains_on_a_cpu_keeps_the_memory_it_frees() -> None:
     program = """
 import resource, torch
-from areal_lite.api.trainer_config import LearnerConfig
+from areal_lite.config.trainer_config import LearnerConfig
 from areal_lite.trainer.learner import Learner
 def faults(size=50_000_000):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

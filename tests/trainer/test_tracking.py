@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from areal_lite.api.config import DatasetConfig, RunConfig, TrainerConfig
+from areal_lite.config.run_config import DatasetConfig, RunConfig, TrainerConfig
 from areal_lite.errors import ConfigError
 from areal_lite.trainer.metrics import MetricsWriter, Tracking, start_tracking
 

@@ -10,10 +10,10 @@ import torch
 from areal_lite.api.trajectory import TokenSequence
 from areal_lite.data.batch.data_proto import DataProto
 from areal_lite.data.batch.training_batch import collate_sequences
-from areal_lite.trainer.microbatches import plan_blocks
+from areal_lite.trainer.forward.microbatches import plan_blocks
+from areal_lite.trainer.forward.packed_model import PackedSequences, pack
 from areal_lite.trainer.objectives.aggregation import LossTerms
 from areal_lite.trainer.objectives.policy_loss import PolicyInputs
-from areal_lite.trainer.packed_model import PackedSequences, pack
 
 VOCABULARY = 259
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from areal_lite.api import GenerationHyperparameters, Group, InferenceEngineConfig
-from areal_lite.areal_names import REPLACEMENTS
-from areal_lite.infra.remote_inf_engine import RemoteInfEngine
+from areal_lite.areal.names import REPLACEMENTS
+from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from tests.agents.scripted_engine import tokenizer
 from tests.stub_server import StubServer, StubThread
 
@@ -384,8 +384,9 @@ def test_other_missing_names_are_ordinary_errors_and_no_replaced_name_exists() -
 
 
 def test_numbers_are_recorded_inside_an_episode_only() -> None:
-    from areal_lite.infra import workflow_context
     from areal_lite.utils import stats_tracker
+
+    from areal_lite.rollout import workflow_context
 
     for record in (stats_tracker.get("rollout").scalar, workflow_context.record):
         with pytest.raises(RuntimeError, match="reward cannot be recorded here: metrics belong to a running"):

@@ -1,1 +1,1 @@
-"""Training batches: verl's DataProto, its file format, and plans that cut a batch into mini-batches."""
+"""Training batches at the edges: verl's DataProto, its files, and the partition of sequences among ranks."""

@@ -1,7 +1,7 @@
 """Partition items into k parts of nearly equal weight, with two heuristics behind one function.
 
 Guarantees that every item is in exactly one part, that no part is empty, and that the heaviest part exceeds the mean by
-at most the longest item. Pure, without torch. Has no token cap; ``trainer/microbatches.py`` has one.
+at most the longest item. Pure, without torch. Has no token cap; ``trainer/forward/microbatches.py`` has one.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from typing import Any
 
 import orjson
 
-from areal_lite.data.files import write_whole
 from areal_lite.data.rows.collate import form_of
 from areal_lite.errors import StorageError
+from areal_lite.files.whole_files import write_whole
 
 _JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 

@@ -1,1 +1,1 @@
-"""Messages, prompts and tokens: everything that uses a tokenizer or a chat template."""
+"""Conversations to token ids by a model's chat template, and which of the tokens train."""

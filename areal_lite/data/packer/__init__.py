@@ -1,1 +1,1 @@
-"""Data packers: rows to workflow input, recorded sequences to training batches, one class per kind of model."""
+"""From a row to a prompt and from episodes to a training batch, by one class that users may replace."""

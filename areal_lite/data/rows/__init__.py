@@ -1,1 +1,1 @@
-"""Dataset rows: reading or generating them, and their order."""
+"""Rows of a dataset: read, checked, ordered, loaded in batches. Read load_rows, then rl_dataset."""

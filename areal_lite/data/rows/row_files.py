@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_lite.data.files import check_cache, local_copies
 from areal_lite.data.rows.text_rows import COMPRESSIONS, different_columns, kind_of, located_rows, text_table
 from areal_lite.errors import ConfigError
+from areal_lite.files.whole_files import check_cache, local_copies
 
 if TYPE_CHECKING:
     import datasets

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import orjson
 
-from areal_lite.data.files import cached_file
 from areal_lite.errors import ConfigError
+from areal_lite.files.whole_files import cached_file
 
 if TYPE_CHECKING:
     from datasets import Dataset

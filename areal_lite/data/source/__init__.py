@@ -1,1 +1,1 @@
-"""Data sources of rollouts: rows as groups of samples, with a position that can be saved and resumed."""
+"""Which rows a rollout gets next, and which it still owes. Read rollout_data_source."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_lite.api.dotted_path import load_object
+from areal_lite.config.dotted_path import load_object
 from areal_lite.data.rows.samplers import AbstractSampler
 from areal_lite.data.source.data_source_state import group_to_json
 from areal_lite.data.source.rollout_data_source import DrawnRow, RolloutDataSource, SampleGroup, group_index_of

@@ -8,10 +8,10 @@ from typing import Any
 
 import orjson
 
-from areal_lite.data.files import write_whole
 from areal_lite.data.rows.fingerprint import differences
 from areal_lite.data.source.sample import Sample, SampleStatus
 from areal_lite.errors import CheckpointError, ConfigError, StorageError
+from areal_lite.files.whole_files import write_whole
 
 
 def state_path(directory: Path | str, rollout_id: int) -> Path:

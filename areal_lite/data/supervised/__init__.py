@@ -1,1 +1,1 @@
-"""Datasets of supervised training: conversations and preference pairs as token sequences."""
+"""Tokenized answers and preference pairs for supervised runs."""

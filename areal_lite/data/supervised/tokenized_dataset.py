@@ -26,13 +26,13 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from areal_lite.api.supervised_config import ConversationsConfig
+from areal_lite.config.supervised_config import ConversationsConfig
 from areal_lite.data.chat.chat_text import Shortfall
 from areal_lite.data.chat.prompt_encoder import without_nulls
-from areal_lite.data.files import cached_file
 from areal_lite.data.rows.load_rows import load_rows
 from areal_lite.data.rows.row_files import place_of_row
 from areal_lite.errors import ConfigError
+from areal_lite.files.whole_files import cached_file
 
 logger = logging.getLogger(__name__)
 

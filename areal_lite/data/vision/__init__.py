@@ -1,1 +1,1 @@
-"""Images and videos in rows: loading, packing and token positions."""
+"""Images in prompts: placeholders expanded, pixels processed, positions of Qwen's rotary embedding."""

@@ -1,0 +1,231 @@
+"""The HTTP interface for agents: OpenAI's and Anthropic's APIs, each session behind a key of its own.
+
+Guarantees that an agent can generate in its own session and do nothing else. Knows no sockets: it has two doors, the
+in-process transport (``http_transport``) and the ``listener``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, NamedTuple
+
+import orjson
+
+from areal_lite.agents.doors.api import Api
+from areal_lite.agents.doors.chat_completions import ChatCompletions
+from areal_lite.agents.doors.completions import Completions
+from areal_lite.agents.doors.messages import Messages
+from areal_lite.agents.doors.responses import Responses, stored_response
+from areal_lite.agents.session.chat_request import ChatRequest
+from areal_lite.agents.session.chat_session import Answer, ChatSession
+from areal_lite.agents.session.request_fields import RequestError
+from areal_lite.agents.session.text_stream import Piece
+
+MAX_BODY_BYTES = 8 * 2**20
+_ENDED_KEPT = 10_000
+_HEADERS = {"x-should-retry": "false"}
+"""SDKs must not retry: the engine client has the only retry loop."""
+JSON_HEADERS = {"content-type": "application/json", **_HEADERS}
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    **_HEADERS,
+}
+_APIS: dict[str, Api] = {
+    "/v1/chat/completions": ChatCompletions(),
+    "/v1/completions": Completions(),
+    "/v1/responses": Responses(),
+    "/v1/messages": Messages(),
+}
+_COUNT_TOKENS = "/v1/messages/count_tokens"
+_MODELS = "/v1/models"
+_STORED = "/v1/responses/"
+
+
+class Reply(NamedTuple):
+    """An HTTP response; a streamed body has to be closed."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes | EventBody
+
+
+class EventBody:
+    """Server-sent events of a running answer; closing it ends the generation."""
+
+    def __init__(self, events: AsyncIterator[bytes], task: asyncio.Task[Any]) -> None:
+        self._events = events
+        self._task = task
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._events
+
+    async def aclose(self) -> None:
+        """Stop generating, if it has not ended."""
+        self._task.cancel()
+
+
+class AgentService:
+    """Sessions by random key; a key gives access to its own session only."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[bytes, ChatSession] = {}
+        self._ended: dict[bytes, None] = {}
+
+    def open(self, session: ChatSession) -> str:
+        """Return a new key for ``session``; the service stores only its digest."""
+        key = "al_" + secrets.token_urlsafe(32)
+        self._sessions[_digest(key)] = session
+        return key
+
+    def close(self, key: str) -> None:
+        """End the session of ``key``; later requests with it get status 410."""
+        digest = _digest(key)
+        self._sessions.pop(digest).close()
+        self._ended[digest] = None
+        if len(self._ended) > _ENDED_KEPT:
+            del self._ended[next(iter(self._ended))]
+
+    async def handle(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Reply:
+        """Answer one HTTP request; errors have the API's own form.
+
+        Args:
+            method: HTTP method in upper case.
+            path: Path with its query, not decoded. ``/s/KEY/v1/...`` carries the key for clients that can send no
+                header.
+            headers: Lower-case names, or a mapping that ignores case.
+            body: Raw bytes.
+        """
+        path, _, query = path.partition("?")
+        key = headers.get("x-api-key") or _bearer(headers.get("authorization", ""))
+        if path.startswith("/s/"):
+            key, _, rest = path[3:].partition("/")
+            path = f"/{rest}"
+        if path.startswith("/v1/v1/"):  # Anthropic's SDK with the base_url of OpenAI's
+            path = path[3:]
+        try:
+            session = self._session(key)
+            if path in (_MODELS, f"{_MODELS}/default"):
+                _require(method, "GET", path)
+                return _json(_models() if path == _MODELS else _MODEL)
+            if path.startswith(_STORED):
+                return _json(stored_response(method, path.removeprefix(_STORED), query, session))
+            api = _APIS.get("/v1/messages" if path == _COUNT_TOKENS else path)
+            if api is None:
+                served = ", ".join([*_APIS, _MODELS])
+                raise RequestError(f"{path[:80]!r} is not served: use {served}", status=404, code="not_found")
+            _require(method, "POST", path)
+            try:
+                if len(body) > MAX_BODY_BYTES:
+                    raise RequestError(f"the body has {len(body)} bytes: at most {MAX_BODY_BYTES}", status=413)
+                request = api.parse(body, session)
+            except RequestError as error:
+                session.refusal = error
+                raise
+            if path == _COUNT_TOKENS:
+                return _json({"input_tokens": await session.count_tokens(request)})
+            answer_id = api.id_prefix + secrets.token_hex(16)
+            if request.stream:
+                return await _stream(api, request, session, answer_id)
+            return _json(api.reply(request, await session.answer(request, answer_id), session))
+        except RequestError as error:
+            return error_reply(path, error)
+
+    def _session(self, key: str) -> ChatSession:
+        digest = _digest(key)
+        session = self._sessions.get(digest)
+        if session is not None:
+            return session
+        if digest in self._ended:
+            raise RequestError(
+                "the episode of this key has ended: make the client in run() with its api_key, and await all model "
+                "calls before it returns",
+                status=410,
+                code="session_ended",
+            )
+        raise RequestError(
+            "no session has this key: use the api_key passed to run()",
+            status=401,
+            code="invalid_api_key",
+        )
+
+
+def error_reply(path: str, error: RequestError) -> Reply:
+    """Return an error in the form of the API that serves ``path``."""
+    if path.startswith("/s/"):
+        path = f"/{path[3:].partition('/')[2]}"
+    api = _APIS["/v1/messages" if path.startswith("/v1/messages") else "/v1/chat/completions"]
+    return Reply(error.status, JSON_HEADERS, orjson.dumps(api.error(error)))
+
+
+async def _stream(api: Api, request: ChatRequest, session: ChatSession, answer_id: str) -> Reply:
+    """Return a streamed reply; an error before the first text is a plain one."""
+    pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
+    task: asyncio.Task[list[Answer]] = asyncio.create_task(
+        session.answer(request, answer_id, on_text=lambda index, piece: pieces.put_nowait((index, piece)))
+    )
+    session.own(task)
+    task.add_done_callback(lambda _: pieces.put_nowait(None))
+    try:
+        first = await pieces.get()
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    if first is None:
+        _result(task)
+
+    async def events() -> AsyncIterator[bytes]:
+        writer = api.stream(request, session)
+        try:
+            ready = [writer.start(answer_id)]  # one write for all that came meanwhile
+            arrived = first
+            while arrived is not None:
+                ready.append(writer.text(*arrived))
+                if pieces.empty():
+                    yield b"".join(ready)
+                    ready.clear()
+                arrived = await pieces.get()
+            try:
+                ready.append(writer.end(_result(task)))
+            except RequestError as error:
+                ready.append(writer.error(error))
+            yield b"".join(ready)
+        finally:
+            task.cancel()
+
+    return Reply(200, STREAM_HEADERS, EventBody(events(), task))
+
+
+def _result(task: asyncio.Task[list[Answer]]) -> list[Answer]:
+    if task.cancelled():
+        raise RequestError("the episode has ended", status=410, code="session_ended")
+    return task.result()
+
+
+def _require(method: str, expected: str, path: str) -> None:
+    if method != expected:
+        raise RequestError(f"{method[:20]} {path} is not served: use {expected}", status=405)
+
+
+def _json(value: Any) -> Reply:
+    return Reply(200, JSON_HEADERS, orjson.dumps(value))
+
+
+_MODEL = {"id": "default", "object": "model", "created": int(time.time()), "owned_by": "areal_lite"}
+
+
+def _models() -> dict[str, Any]:
+    return {"object": "list", "data": [_MODEL]}
+
+
+def _bearer(header: str) -> str:
+    scheme, _, key = header.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="replace")).digest()

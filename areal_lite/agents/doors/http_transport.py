@@ -1,0 +1,109 @@
+"""An ``httpx`` client that calls the agent service in this process: no sockets, and only JSON bodies are serialized.
+
+It is a client of the library that the installed OpenAI SDK uses: ``httpx`` up to version 2, ``httpx2`` since. Other
+vendors' SDKs that use the same library take it, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextvars import Context
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from areal_lite.agents.doors.agent_service import AgentService, EventBody
+
+if TYPE_CHECKING or int(importlib.metadata.version("openai").partition(".")[0]) > 2:
+    import httpx2 as httpx
+else:
+    import httpx
+
+T = TypeVar("T")
+
+BASE_URL = "http://areal-lite.local/v1"
+
+
+class ServiceTransport(httpx.AsyncBaseTransport):
+    """Passes each request to an agent service in the same process.
+
+    Args:
+        service: Answers the requests.
+        loop: The event loop of the service; requests of other loops and threads are answered there. None is the loop
+            of each request.
+    """
+
+    def __init__(self, service: AgentService, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._service = service
+        self._loop = loop
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Answer one request; ``httpx`` calls this."""
+        body = await request.aread()
+        answer = self._service.handle(request.method, request.url.raw_path.decode(), request.headers, body)
+        reply = await self._receive(request, answer)
+        headers = dict(reply.headers)
+        if isinstance(reply.body, bytes):
+            return httpx.Response(reply.status, headers=headers, content=reply.body)
+        return httpx.Response(
+            reply.status, headers=headers, stream=_Stream(reply.body, partial(self._receive, request))
+        )
+
+    async def _receive(self, request: httpx.Request, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Await a part of the answer no longer than the client's timeout."""
+        try:
+            async with asyncio.timeout(request.extensions.get("timeout", {}).get("read")):
+                return await self._on_loop(coroutine)
+        except TimeoutError as error:
+            raise httpx.ReadTimeout("the model did not answer in time", request=request) from error
+
+    async def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._loop is None or self._loop is asyncio.get_running_loop() or self._loop.is_closed():
+            return await coroutine
+        # In an empty context, so that the session runs the call as its own and ends it with the episode.
+        future = Context().run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
+        return await asyncio.wrap_future(future)
+
+
+class _Stream(httpx.AsyncByteStream):
+    def __init__(self, body: EventBody, receive: Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]) -> None:
+        self._body = body
+        self._events = aiter(body)
+        self._receive = receive
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while (chunk := await self._receive(self._next())) is not None:
+            yield chunk
+
+    async def _next(self) -> bytes | None:
+        return await anext(self._events, None)
+
+    async def aclose(self) -> None:
+        await self._receive(self._body.aclose())
+
+
+class SharedClient(httpx.AsyncClient):
+    """One client for all episodes of a process, without sockets and for any event loop.
+
+    Closing it does nothing, so an agent that closes its SDK client does not close those of other agents. It waits
+    for answers without a limit, unless a request or an SDK client sets a timeout.
+    """
+
+    def __init__(self, service: AgentService, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        transport = ServiceTransport(service, loop)
+        super().__init__(transport=transport, base_url=BASE_URL, trust_env=False, timeout=None)
+
+    async def aclose(self) -> None:
+        """Do nothing."""
+
+    async def __aenter__(self) -> SharedClient:
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        """Do nothing."""
+
+
+def socket_client(*, is_async: bool) -> Any:
+    """Return a plain client that uses sockets and no proxy."""
+    return httpx.AsyncClient(trust_env=False) if is_async else httpx.Client(trust_env=False)

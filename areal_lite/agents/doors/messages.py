@@ -1,0 +1,289 @@
+"""Anthropic's Messages: ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from areal_lite.agents.doors.api import event
+from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
+from areal_lite.agents.session.chat_session import Answer, ChatSession
+from areal_lite.agents.session.request_fields import RequestError, json_object, short, typed
+from areal_lite.agents.session.text_stream import Piece
+
+_AS_CHAT = {
+    "model": "model", "max_tokens": "max_tokens", "stop_sequences": "stop", "temperature": "temperature",
+    "top_p": "top_p", "top_k": "top_k", "stream": "stream", "metadata": "metadata",
+}  # fmt: skip
+"""Fields with the same meaning as a chat completion's, by their name there."""
+_READ = {*_AS_CHAT, "messages", "system", "tools", "tool_choice", "output_config", "output_format"}
+_IGNORED = {"service_tier", "thinking", "cache_control", "context_management"}
+"""Fields without effect on the tokens: accepted and ignored."""
+_ERROR_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+}  # fmt: skip
+_RAW_ARGUMENTS = "_arguments"
+"""Key of a tool's input whose arguments are not JSON, as the model wrote them."""
+
+
+class Messages:
+    """Bodies and replies of Messages."""
+
+    id_prefix = "msg_"
+
+    def parse(self, raw: bytes, session: ChatSession) -> ChatRequest:
+        """Return the checked request."""
+        body = json_object(raw)
+        if unknown := [name for name in body if name not in _READ and name not in _IGNORED]:
+            raise RequestError(f"unknown field {short(unknown[0])}: leave it out", param=unknown[0][:80])
+        chat = {name: body[field] for field, name in _AS_CHAT.items() if body.get(field) is not None}
+        chat["messages"] = [*_system(body.get("system")), *_messages(body.get("messages"))]
+        if tools := typed("tools", body.get("tools"), list, "send a list of tools"):
+            chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+        if choice := typed("tool_choice", body.get("tool_choice"), dict, "send an object with a type"):
+            chat["tool_choice"] = _tool_choice(choice)
+        config = typed("output_config", body.get("output_config"), dict, "send an object with format") or {}
+        output_format = config.get("format") or body.get("output_format")  # the second one in beta versions
+        if output_format is not None:
+            chat["response_format"] = output_format
+        return parse_chat_request(chat, session.find_conversation)
+
+    def reply(self, request: ChatRequest, answers: Sequence[Answer], session: ChatSession) -> dict[str, Any]:
+        """Return a ``message``."""
+        (answer,) = answers
+        return {
+            **_head(answer.id, request),
+            "content": _blocks(answer.message),
+            **_stop(answer),
+            "usage": {"input_tokens": answer.response.input_len, "output_tokens": answer.response.output_len},
+        }
+
+    def stream(self, request: ChatRequest, session: ChatSession) -> MessageStream:
+        """Return a writer of message events."""
+        return MessageStream(request)
+
+    def error(self, error: RequestError) -> dict[str, Any]:
+        """Return Anthropic's error object."""
+        kind = "api_error" if error.status >= 500 else "invalid_request_error"
+        return {
+            "type": "error",
+            "error": {"type": _ERROR_TYPES.get(error.status, kind), "message": error.message},
+        }
+
+
+class MessageStream:
+    """Writes message_start, the blocks one after another, message_delta and message_stop."""
+
+    def __init__(self, request: ChatRequest) -> None:
+        self._request = request
+        self._block = -1
+        self._kind = ""
+        """Type of the open block; empty if none is open."""
+
+    def start(self, answer_id: str) -> bytes:
+        """Return message_start; the prompt's length is in message_delta."""
+        message = {
+            **_head(answer_id, self._request),
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": 0, "output_tokens": 0},
+        }
+        return _event("message_start", message=message)
+
+    def text(self, index: int, piece: Piece) -> bytes:
+        """Return the delta of a piece of text or thinking; each has a block of its own."""
+        kind = "thinking" if piece.is_reasoning else "text"
+        head = b""
+        if kind != self._kind:
+            block = {"type": kind, kind: ""}
+            head = self._close() + self._open({**block, "signature": ""} if piece.is_reasoning else block)
+        return head + self._delta({"type": f"{kind}_delta", kind: piece.text})
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        """Return the tool calls, the stop reason and usage."""
+        (answer,) = answers
+        parts = [self._close()]
+        for block in _blocks(answer.message):
+            if block["type"] == "tool_use":
+                partial = orjson.dumps(block["input"]).decode()
+                parts += [
+                    self._open({**block, "input": {}}),
+                    self._delta({"type": "input_json_delta", "partial_json": partial}),
+                    self._close(),
+                ]
+        response = answer.response
+        usage = {"input_tokens": response.input_len, "output_tokens": response.output_len}
+        parts += [_event("message_delta", delta=_stop(answer), usage=usage), _event("message_stop")]
+        return b"".join(parts)
+
+    def error(self, error: RequestError) -> bytes:
+        """Return the error as an event."""
+        return event(Messages().error(error), "error")
+
+    def _open(self, block: dict[str, Any]) -> bytes:
+        self._block += 1
+        self._kind = block["type"]
+        return _event("content_block_start", index=self._block, content_block=block)
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._block, delta=delta)
+
+    def _close(self) -> bytes:
+        if not self._kind:
+            return b""
+        self._kind = ""
+        return _event("content_block_stop", index=self._block)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)
+
+
+def _head(answer_id: str, request: ChatRequest) -> dict[str, Any]:
+    return {"id": answer_id, "type": "message", "role": "assistant", "model": request.model}
+
+
+def _stop(answer: Answer) -> dict[str, Any]:
+    reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[answer.finish_reason]
+    if answer.stopped_by is not None and reason == "end_turn":
+        reason = "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": answer.stopped_by if reason == "stop_sequence" else None}
+
+
+def _blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return an assistant message as content blocks."""
+    blocks: list[dict[str, Any]] = []
+    if thinking := message.get("reasoning_content"):
+        blocks.append({"type": "thinking", "thinking": thinking, "signature": ""})
+    calls = message.get("tool_calls") or []
+    if message["content"] or not calls:
+        blocks.append({"type": "text", "text": message["content"] or ""})
+    for call in calls:
+        text = call["function"]["arguments"]
+        try:
+            is_object = isinstance(orjson.loads(text), dict)
+        except ValueError:
+            is_object = False
+        # As the text itself: orjson reads deeper nesting than it writes.
+        arguments = orjson.Fragment(text) if is_object else {_RAW_ARGUMENTS: text}
+        blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
+    return blocks
+
+
+def _system(raw: Any) -> list[dict[str, Any]]:
+    if raw is None or raw == "" or raw == []:
+        return []
+    return [{"role": "system", "content": raw if isinstance(raw, str) else _texts(raw, "system")}]
+
+
+def _messages(raw: Any) -> list[dict[str, Any]]:
+    if not isinstance(raw, list) or not raw:
+        raise RequestError(f"messages is {short(raw)}: send a list of at least one", param="messages")
+    messages: list[dict[str, Any]] = []
+    for index, message in enumerate(raw):
+        where = f"messages[{index}]"
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ("user", "assistant", "system"):
+            raise RequestError(f"{where}.role is {short(role)}: send user or assistant", param=f"{where}.role")
+        content = message.get("content")
+        if isinstance(content, str):
+            messages.append({"role": role, "content": content})
+        elif not isinstance(content, list):
+            raise RequestError(
+                f"{where}.content is {short(content)}: send a string or a list of blocks",
+                param=f"{where}.content",
+            )
+        elif role == "assistant":
+            messages.append(_assistant(content, where))
+        else:
+            messages += _user(content, role, where)
+    return messages
+
+
+def _assistant(blocks: list[Any], where: str) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    calls = []
+    for block in blocks:
+        match _kind(block, where):
+            case "text":
+                message["content"] += str(block.get("text") or "")
+            case "thinking":
+                message["reasoning_content"] = str(block.get("thinking") or "")
+            case "redacted_thinking":
+                pass
+            case "tool_use":
+                given = block.get("input") or {}
+                raw = given.get(_RAW_ARGUMENTS) if isinstance(given, dict) else None
+                function = {"name": block.get("name"), "arguments": given if raw is None else raw}
+                calls.append({"type": "function", "id": block.get("id"), "function": function})
+            case kind:
+                raise _unsupported(kind, where)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _user(blocks: list[Any], role: str, where: str) -> list[dict[str, Any]]:
+    """Return a user's blocks as messages: tool results first, then text."""
+    messages: list[dict[str, Any]] = []
+    texts: list[Any] = []
+    for block in blocks:
+        match _kind(block, where):
+            case "text":
+                texts.append(block)
+            case "tool_result":
+                result = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
+                messages.append({**result, "content": _texts(block.get("content") or "", where)})
+            case kind:
+                raise _unsupported(kind, where)
+    if texts:
+        messages.append({"role": role, "content": _texts(texts, where)})
+    return messages
+
+
+def _texts(raw: Any, where: str) -> str:
+    if isinstance(raw, str):
+        return raw
+    parts = []
+    for block in raw if isinstance(raw, list) else [raw]:
+        if (kind := _kind(block, where)) != "text" or not isinstance(block.get("text"), str):
+            raise _unsupported(kind, where)
+        parts.append(block["text"])
+    return "\n".join(parts)
+
+
+def _kind(block: Any, where: str) -> str:
+    if not isinstance(block, dict):
+        raise RequestError(f"{where} has the block {short(block)}: send an object with a type", param=where)
+    return str(block.get("type"))
+
+
+def _unsupported(kind: str, where: str) -> RequestError:
+    return RequestError(f"{where} has a block of type {short(kind)}: only text is supported there", param=where)
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") not in (None, "custom") or "name" not in tool:
+        raise RequestError(
+            f"{where} is {short(tool)}: send name, description and input_schema; tools that Anthropic runs are not "
+            "served",
+            param=where,
+        )
+    function = {
+        "name": tool["name"],
+        "description": tool.get("description") or "",
+        "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: dict[str, Any]) -> Any:
+    kind = choice.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if kind not in ("auto", "any", "none"):
+        raise RequestError(f"tool_choice.type is {short(kind)}: send auto, any, tool or none", param="tool_choice")
+    return "required" if kind == "any" else kind

@@ -1,0 +1,355 @@
+"""OpenAI's Responses: ``POST /v1/responses``, and what a session has stored below ``/v1/responses/ID``."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import parse_qs
+
+from areal_lite.agents.doors.api import event, openai_error
+from areal_lite.agents.parsers.call_json import dump_json
+from areal_lite.agents.session.chat_request import ChatRequest, parse_chat_request
+from areal_lite.agents.session.chat_session import Answer, ChatSession
+from areal_lite.agents.session.request_fields import RequestError, json_object, short, typed
+from areal_lite.agents.session.text_stream import Piece
+
+_AS_CHAT = {
+    "model": "model", "max_output_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p",
+    "stream": "stream", "tool_choice": "tool_choice", "top_logprobs": "top_logprobs",
+    "chat_template_kwargs": "chat_template_kwargs", "stop": "stop", "seed": "seed", "top_k": "top_k",
+    "metadata": "metadata",
+}  # fmt: skip
+"""Fields with the same meaning as a chat completion's, by their name there."""
+_READ = {
+    *_AS_CHAT,
+    "input",
+    "instructions",
+    "tools",
+    "text",
+    "previous_response_id",
+    "background",
+    "truncation",
+}
+_IGNORED = {
+    "include", "max_tool_calls", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
+    "reasoning", "safety_identifier", "service_tier", "store", "stream_options", "user", "context_management",
+}  # fmt: skip
+"""Fields without effect on the tokens: accepted and ignored."""
+
+
+class Responses:
+    """Bodies and replies of Responses. A session keeps its responses, so ``previous_response_id`` works."""
+
+    id_prefix = "resp_"
+
+    def parse(self, raw: bytes, session: ChatSession) -> ChatRequest:
+        """Return the checked request."""
+        body = json_object(raw)
+        if unknown := [name for name in body if name not in _READ and name not in _IGNORED]:
+            raise RequestError(f"unknown field {short(unknown[0])}: leave it out", param=unknown[0][:80])
+        if body.get("background"):
+            raise RequestError("background is not served: leave it out and wait for the response", param="background")
+        if body.get("truncation") not in (None, "disabled", "auto"):
+            raise RequestError(f"truncation is {short(body['truncation'])}: send 'disabled'", param="truncation")
+        chat = {name: body[field] for field, name in _AS_CHAT.items() if body.get(field) is not None}
+        history = self._history(body.get("previous_response_id"), session)
+        instructions = typed("instructions", body.get("instructions"), str, "send a string")
+        chat["messages"] = [
+            *([{"role": "system", "content": instructions}] if instructions else []),
+            *history,
+            *_messages(body.get("input")),
+        ]
+        if tools := typed("tools", body.get("tools"), list, "send a list of functions"):
+            chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+        text = typed("text", body.get("text"), dict, "send an object with format") or {}
+        if text.get("format") is not None:
+            chat["response_format"] = text["format"]
+        return parse_chat_request(chat, session.find_conversation)
+
+    def _history(self, previous: Any, session: ChatSession) -> list[dict[str, Any]]:
+        """Return the messages of an earlier response without its instructions, and its answer."""
+        if previous is None:
+            return []
+        if not isinstance(previous, str) or previous not in session.responses:
+            raise _no_response(previous, "previous_response_id")
+        interaction = session.interactions[previous]
+        messages = interaction.messages
+        if messages and messages[0]["role"] == "system":  # instructions hold for one response
+            messages = messages[1:]
+        return [*messages, *interaction.output_message_list]
+
+    def reply(self, request: ChatRequest, answers: Sequence[Answer], session: ChatSession) -> dict[str, Any]:
+        """Return a ``response``."""
+        (answer,) = answers
+        response = session.responses[answer.id] = _response(answer.id, request, answer, _items(answer))
+        return response
+
+    def stream(self, request: ChatRequest, session: ChatSession) -> ResponseStream:
+        """Return a writer of response events."""
+        return ResponseStream(request, session)
+
+    def error(self, error: RequestError) -> dict[str, Any]:
+        """Return OpenAI's error object."""
+        return openai_error(error)
+
+
+class ResponseStream:
+    """Writes response.created, the output items one after another, and response.completed."""
+
+    def __init__(self, request: ChatRequest, session: ChatSession) -> None:
+        self._request = request
+        self._session = session
+        self._number = -1
+        self._id = ""
+        self._item: dict[str, Any] = {}
+        """The open item of text or reasoning; empty if none is open."""
+        self._output: list[dict[str, Any]] = []
+        """Complete items."""
+
+    def start(self, answer_id: str) -> bytes:
+        """Return response.created and response.in_progress."""
+        self._id = answer_id
+        response = _response(answer_id, self._request, None, [])
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def text(self, index: int, piece: Piece) -> bytes:
+        """Return the delta of a piece of text or reasoning; each has an item of its own."""
+        new = _reasoning("") if piece.is_reasoning else _message("")
+        head = b""
+        if self._item.get("type") != new["type"]:
+            head = self._close()
+            self._item = new
+            opened = {**new, "content": []}
+            head += self._event("response.output_item.added", output_index=len(self._output), item=opened)
+            head += self._event("response.content_part.added", **self._place(), part=new["content"][0])
+        part = self._item["content"][0]
+        part["text"] += piece.text
+        delta = self._event(f"response.{part['type']}.delta", **self._place(), delta=piece.text, logprobs=[])
+        return head + delta
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        """Return the end of the text, the other items, and the whole response."""
+        (answer,) = answers
+        parts = [self._close()]
+        items = _items(answer)
+        for item in items if not self._output else [i for i in items if i["type"] == "function_call"]:
+            place = {"output_index": len(self._output)}
+            opened = {**item, "arguments": ""} if item["type"] == "function_call" else item
+            parts.append(self._event("response.output_item.added", **place, item=opened))
+            if item["type"] == "function_call":
+                call = {**place, "item_id": item["id"]}
+                arguments = item["arguments"]
+                done = {**call, "name": item["name"], "arguments": arguments}
+                parts.append(self._event("response.function_call_arguments.delta", **call, delta=arguments))
+                parts.append(self._event("response.function_call_arguments.done", **done))
+            parts.append(self._event("response.output_item.done", **place, item=item))
+            self._output.append(item)
+        response = _response(self._id, self._request, answer, self._output)
+        self._session.responses[self._id] = response
+        parts.append(self._event(f"response.{response['status']}", response=response))
+        return b"".join(parts)
+
+    def error(self, error: RequestError) -> bytes:
+        """Return the error as an event."""
+        return self._event("error", code=error.code, message=error.message, param=error.param)
+
+    def _close(self) -> bytes:
+        if not self._item:
+            return b""
+        item, place = self._item, self._place()
+        part = item["content"][0]
+        events = self._event(f"response.{part['type']}.done", **place, text=part["text"], logprobs=[])
+        events += self._event("response.content_part.done", **place, part=part)
+        events += self._event("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+        self._item = {}
+        return events
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._item["id"], "output_index": len(self._output), "content_index": 0}
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        return event({"type": kind, "sequence_number": self._number, **fields}, kind)
+
+
+def stored_response(method: str, path: str, query: str, session: ChatSession) -> dict[str, Any]:
+    """Answer ``GET ID``, ``DELETE ID`` and ``GET ID/input_items`` of the session's responses.
+
+    Raises:
+        RequestError: If the session has no such response, or for anything else.
+    """
+    name, _, part = path.partition("/")
+    if name not in session.responses or part not in ("", "input_items"):
+        raise _no_response(path, None)
+    if method == "DELETE" and not part:
+        del session.responses[name]
+        return {"id": name, "object": "response", "deleted": True}
+    if method != "GET":
+        raise RequestError(f"{method[:20]} is not served there: use GET, or DELETE of a response", status=405)
+    asked = parse_qs(query)
+    if not part:
+        if asked.get("stream") == ["true"]:
+            raise RequestError("a stored response is not streamed: leave stream out", param="stream")
+        return session.responses[name]
+    items = [item for message in session.interactions[name].messages for item in _input_items(message)]
+    items = [{"id": f"{name}_{place}", "status": "completed", **item} for place, item in enumerate(items)]
+    if asked.get("order") != ["asc"]:
+        items.reverse()
+    return {"object": "list", "data": items, "first_id": items[0]["id"], "last_id": items[-1]["id"], "has_more": False}
+
+
+def _no_response(name: object, param: str | None) -> RequestError:
+    where = f"{param} is {short(name)}" if param else short(name)
+    return RequestError(f"{where}: this episode has no such response", status=404, param=param, code="not_found")
+
+
+def _input_items(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a chat message of a request as items of its input."""
+    if message["role"] == "tool":
+        call_id = message.get("tool_call_id")
+        return [{"type": "function_call_output", "call_id": call_id, "output": message["content"]}]
+    calls = []
+    for call in message.get("tool_calls") or ():
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else dump_json(arguments or {})
+        calls.append({"type": "function_call", "call_id": call.get("id"), "name": name, "arguments": text})
+    if calls and not message["content"]:
+        return calls
+    kind = "output_text" if message["role"] == "assistant" else "input_text"
+    part = {"type": kind, "text": message["content"]}
+    return [{"type": "message", "role": message["role"], "content": [part]}, *calls]
+
+
+def _message(text: str) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    name = f"msg_{uuid.uuid4().hex}"
+    return {"id": name, "type": "message", "role": "assistant", "status": "completed", "content": [part]}
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    part = {"type": "reasoning_text", "text": text}
+    return {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": [], "content": [part]}
+
+
+def _items(answer: Answer) -> list[dict[str, Any]]:
+    """Return an answer as output items."""
+    message = answer.message
+    items: list[dict[str, Any]] = []
+    if reasoning := message.get("reasoning_content"):
+        items.append(_reasoning(reasoning))
+    calls = message.get("tool_calls") or []
+    if message["content"] or not calls:
+        items.append(_message(message["content"] or ""))
+    for call in calls:
+        items.append(
+            {
+                "id": f"fc_{uuid.uuid4().hex}",
+                "type": "function_call",
+                "call_id": call["id"],
+                "name": call["function"]["name"],
+                "arguments": call["function"]["arguments"],
+                "status": "completed",
+            }
+        )
+    return items
+
+
+def _response(
+    answer_id: str, request: ChatRequest, answer: Answer | None, output: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the response object; without an answer it is in progress."""
+    usage = None
+    status = "in_progress"
+    if answer is not None:
+        prompt, sampled = answer.response.input_len, answer.response.output_len
+        status = "incomplete" if answer.finish_reason == "length" else "completed"
+        usage = {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + sampled,
+        }
+    return {
+        "id": answer_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "instructions": None,
+        "model": request.model,
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [{"type": "function", "strict": None, **tool["function"]} for tool in request.tools or ()],
+        "metadata": {},
+        "usage": usage,
+    }
+
+
+def _messages(raw: Any) -> list[dict[str, Any]]:
+    """Return input items as chat messages; one answer's text, reasoning and calls are one message."""
+    if isinstance(raw, str):
+        return [{"role": "user", "content": raw}]
+    if not isinstance(raw, list):
+        raise RequestError(f"input is {short(raw)}: send a string or a list of items", param="input")
+    messages: list[dict[str, Any]] = []
+    reasoning: str | None = None
+    for index, item in enumerate(raw):
+        where = f"input[{index}]"
+        if not isinstance(item, dict):
+            raise RequestError(f"{where} is {short(item)}: send an object", param=where)
+        kind = item.get("type") or "message"
+        if kind == "reasoning":
+            texts = [part.get("text") for part in item.get("content") or () if isinstance(part, dict)]
+            reasoning = "".join(text for text in texts if isinstance(text, str)) or None
+        elif kind == "message":
+            message = {"role": item.get("role"), "content": _text(item.get("content"), where)}
+            if message["role"] == "assistant" and reasoning is not None:
+                message["reasoning_content"], reasoning = reasoning, None
+            messages.append(message)
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"type": "function", "id": item.get("call_id"), "function": function}
+            if not messages or messages[-1]["role"] != "assistant" or reasoning is not None:
+                messages.append({"role": "assistant", "content": ""})
+                if reasoning is not None:
+                    messages[-1]["reasoning_content"], reasoning = reasoning, None
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            content = _text(item.get("output"), where)
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        else:
+            raise RequestError(
+                f"{where} is of type {short(kind)}: send message, reasoning, function_call or function_call_output",
+                param=where,
+            )
+    return messages
+
+
+def _text(raw: Any, where: str) -> str:
+    if raw is None or isinstance(raw, str):
+        return raw or ""
+    texts = []
+    for part in raw if isinstance(raw, list) else [raw]:
+        kind = part.get("type") if isinstance(part, dict) else part
+        text = part.get("text") if kind in ("input_text", "output_text", "text") else None
+        if not isinstance(text, str):
+            raise RequestError(f"{where} has a part of type {short(kind)}: only text is supported", param=where)
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise RequestError(
+            f"{where} is {short(tool)}: send functions; tools that OpenAI runs are not served", param=where
+        )
+    function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    return {"type": "function", "function": function}

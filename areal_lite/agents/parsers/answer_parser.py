@@ -1,0 +1,160 @@
+"""Split an answer's text into reasoning, content and tool calls. Pure text: tokens are never touched.
+
+Guarantees that parsing never raises.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from areal_lite.agents.parsers.call_json import ToolCall, read_calls
+from areal_lite.agents.parsers.tool_formats import (
+    TOOL_FORMATS,
+    Part,
+    ToolFormat,
+    Tools,
+    Unreadable,
+    tool_format_of_template,
+)
+from areal_lite.errors import ConfigError
+
+THINK, THINK_END = "<think>", "</think>"
+REASONING_PARSERS = ("think", "none")
+
+
+class ParsedAnswer(NamedTuple):
+    """The parts of an answer."""
+
+    content: str
+    """The text, without reasoning and calls."""
+    reasoning: str = ""
+    tool_calls: Sequence[dict[str, Any]] = ()
+    """In the shape of OpenAI's API."""
+    unparsable: bool = False
+    """True if a call's arguments are not a JSON object, or its name cannot be read."""
+
+    def message(self) -> dict[str, Any]:
+        """Return the assistant message of OpenAI's API, without keys for parts that are empty."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["content"] = self.content or None
+            message["tool_calls"] = list(self.tool_calls)
+        return message
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerParser:
+    """Parses the answers of one model family."""
+
+    tool_format: ToolFormat
+    splits_reasoning: bool
+    """Whether ``<think>...</think>`` at the beginning is reasoning."""
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """Openings of tool calls: from one on, text may not be content."""
+        return self.tool_format.starts
+
+    def markers(self, *, tools: bool) -> tuple[str, ...]:
+        """Return the markers that parsing needs to see, also where they are special tokens."""
+        tool_markers = (*self.tool_format.starts, *self.tool_format.markers) if tools else ()
+        return (*tool_markers, THINK, THINK_END) if self.splits_reasoning else tool_markers
+
+    def parse(
+        self,
+        text: str,
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        thinking: bool = False,
+        bare_json: bool = False,
+    ) -> ParsedAnswer:
+        """Return the parts of a complete answer.
+
+        Args:
+            text: The answer, without its end token.
+            tools: Declared tools; None leaves tool calls in the content.
+            thinking: Whether the prompt ends with ``<think>``, so that the answer begins inside of it.
+            bare_json: Whether an answer that is only JSON may be a call in every format, as where a grammar forces it.
+        """
+        reasoning, closed, content = self._split_reasoning(text, thinking)
+        if not tools or not closed:
+            return ParsedAnswer(content, reasoning)
+        return self._split_calls(content, tools, bare_json)._replace(reasoning=reasoning)
+
+    def _split_reasoning(self, text: str, thinking: bool) -> tuple[str, bool, str]:
+        """Return the reasoning, whether it has ended, and the content."""
+        body = text.lstrip()
+        if not self.splits_reasoning or not (thinking or body.startswith(THINK)):
+            return "", True, text
+        reasoning, end, content = body.removeprefix(THINK).partition(THINK_END)
+        return reasoning.strip(), bool(end), content.lstrip()
+
+    def _split_calls(self, text: str, tools: Sequence[dict[str, Any]], bare_json: bool) -> ParsedAnswer:
+        parts: list[Part] = []
+        if any(start in text for start in self.tool_format.starts):
+            parts = list(self.tool_format.split(text, _declared(tools)))
+        elif (bare_json or self.tool_format.bare_json) and text.lstrip()[:1] in ("{", "["):
+            calls = read_calls(text)
+            declared = _declared(tools)
+            if calls and all(call.name in declared for call in calls):
+                parts = ["", *calls]
+        unparsable = any(isinstance(p, Unreadable) or (isinstance(p, ToolCall) and not p.is_json) for p in parts)
+        tool_calls = [self._in_openai_shape(part) for part in parts if isinstance(part, ToolCall)]
+        if not tool_calls:
+            return ParsedAnswer(text, unparsable=unparsable)
+        texts = [
+            part.text if isinstance(part, Unreadable) else part for part in parts if not isinstance(part, ToolCall)
+        ]
+        content = "".join([texts[0], *(piece for piece in texts[1:] if piece.strip())]).rstrip()
+        if not texts[0].strip():
+            content = content.lstrip()
+        return ParsedAnswer(content, "", tool_calls, unparsable)
+
+    def _in_openai_shape(self, call: ToolCall) -> dict[str, Any]:
+        digits = self.tool_format.call_id_digits
+        prefix = "call_" if digits > 9 else ""
+        return {
+            "id": prefix + uuid.uuid4().hex[:digits],
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+
+
+def answer_parser(
+    template: str, *, tool_parser: str | None = None, reasoning_parser: str | None = None
+) -> AnswerParser:
+    """Return the parser of a chat template's answers.
+
+    Args:
+        template: The chat template's text; the markers in it choose what is not named.
+        tool_parser: A name in ``TOOL_FORMATS``.
+        reasoning_parser: "think", or "none" to leave reasoning in the content.
+
+    Raises:
+        ConfigError: If a name is unknown.
+    """
+    for key, name, known in (
+        ("tool_parser", tool_parser, TOOL_FORMATS),
+        ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
+    ):
+        if name is not None and name not in known:
+            raise ConfigError(
+                f"{key} is {name!r}: use one of {', '.join(known)}, or null to choose by the chat template"
+            )
+    tool_format = TOOL_FORMATS[tool_parser or tool_format_of_template(template)]
+    splits_reasoning = THINK in template if reasoning_parser is None else reasoning_parser == "think"
+    return AnswerParser(tool_format, splits_reasoning)
+
+
+def _declared(tools: Sequence[dict[str, Any]]) -> Tools:
+    declared = {}
+    for tool in tools:
+        parameters = tool["function"].get("parameters")
+        schemas = parameters.get("properties") if isinstance(parameters, dict) else None
+        declared[tool["function"]["name"]] = schemas if isinstance(schemas, dict) else {}
+    return declared

@@ -1,0 +1,302 @@
+"""The formats in which model families write tool calls. Pure text; never raises.
+
+A format splits an answer into text, calls, and calls whose name cannot be read. Repeated markers take linear time,
+because models that loop write thousands of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from areal_lite.agents.parsers.call_json import (
+    NAME,
+    ToolCall,
+    call_with_arguments,
+    dump_json,
+    is_name,
+    read_calls,
+    read_json,
+    skip_space,
+    typed_value,
+)
+
+Tools = Mapping[str, Mapping[str, Any]]
+"""Declared tools: name -> JSON schemas of the parameters by their names."""
+
+
+class Unreadable(NamedTuple):
+    """A call whose name cannot be read; it stays text."""
+
+    text: str
+
+
+Part = str | ToolCall | Unreadable
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How one model family writes tool calls."""
+
+    split: Callable[[str, Tools], Iterator[Part]]
+    starts: tuple[str, ...]
+    """Where one of these begins, a call may begin."""
+    markers: tuple[str, ...] = ()
+    """Other markers that may be special tokens of the tokenizer."""
+    bare_json: bool = False
+    """Whether an answer that is only JSON and names declared tools is a call."""
+    call_id_digits: int = 24
+    """Mistral's templates require ids of 9 letters and digits; elsewhere ids are call_ and 24 digits."""
+
+
+def hermes(text: str, tools: Tools) -> Iterator[Part]:
+    """Hermes, Qwen 2.5 and 3: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
+    for part in _blocks(text, "<tool_call>", "</tool_call>"):
+        if isinstance(part, str):
+            yield part
+        else:
+            yield from _calls(part.body, part.whole)
+
+
+def glm45(text: str, tools: Tools) -> Iterator[Part]:
+    """GLM 4.5: ``<tool_call>name\\n<arg_key>key</arg_key>\\n<arg_value>value</arg_value>\\n</tool_call>``."""
+    for part in _blocks(text, "<tool_call>", "</tool_call>"):
+        if isinstance(part, str):
+            yield part
+            continue
+        end = min(index for index in (part.body.find("<arg_key>"), part.body.find("\n"), len(part.body)) if index >= 0)
+        name = part.body[:end].strip()
+        if is_name(name):
+            yield _glm_call(name, part.body[end:], tools.get(name, {}))
+        else:
+            yield from _calls(part.body, part.whole)
+
+
+def _glm_call(name: str, body: str, schemas: Mapping[str, Any]) -> ToolCall:
+    values: dict[str, Any] = {}
+    position = skip_space(body, 0)
+    while (key := _element(body, position, "<arg_key>", "</arg_key>")) is not None:
+        value = _element(body, skip_space(body, key.end), "<arg_value>", "</arg_value>")
+        if value is None:
+            break
+        values[key.text.strip()] = typed_value(value.text, schemas.get(key.text.strip()))
+        position = skip_space(body, value.end)
+    arguments = dump_json(values) if position == len(body) else None
+    return call_with_arguments(name, body) if arguments is None else ToolCall(name, arguments)
+
+
+_FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\n]*)>")
+_FUNCTION_END = re.compile(r"\s*(?:</function>)?(?:\s*</tool_call>)?")
+_AFTER_FUNCTION = re.compile(r"\s*(?:</function>|</tool_call>|<tool_call>|<function=|\Z)")
+
+
+def function_tag(text: str, tools: Tools) -> Iterator[Part]:
+    """``<function=name>`` with JSON or with ``<parameter=key>value</parameter>`` inside, also in ``<tool_call>``.
+
+    The second form is Qwen3-Coder's.
+    """
+    position = 0
+    while (opening := _FUNCTION.search(text, position)) is not None:
+        yield from hermes(text[position : opening.start()], tools)
+        name = opening[1].strip()
+        call, end = _function_call(name, text, opening.end(), tools.get(name, {}))
+        closing = _FUNCTION_END.match(text, end)
+        position = closing.end() if closing and closing[0].strip() else end
+        yield call if is_name(name) else Unreadable(text[opening.start() : position])
+    if "<function=" in text[position:]:
+        yield Unreadable(text[position:])
+    else:
+        yield from hermes(text[position:], tools)
+
+
+def _function_call(name: str, text: str, start: int, schemas: Mapping[str, Any]) -> tuple[ToolCall, int]:
+    """Return the call whose arguments begin at ``start``, and where they end."""
+    found = read_json(text, start)
+    if found is not None and _AFTER_FUNCTION.match(text, found[1]):
+        return call_with_arguments(name, text[start : found[1]]), found[1]
+    values: dict[str, Any] = {}
+    position = skip_space(text, start)
+    while text.startswith("<parameter=", position):
+        key = _element(text, position, "<parameter=", ">")
+        end = _first(text, key.end, "</parameter>", "<parameter=") if key else len(text)
+        if key is None or not text.startswith("</parameter>", end):
+            break
+        value = text[key.end : end].removeprefix("\n").removesuffix("\n")
+        values[key.text.strip()] = typed_value(value, schemas.get(key.text.strip()))
+        position = skip_space(text, end + len("</parameter>"))
+    arguments = dump_json(values) if _AFTER_FUNCTION.match(text, position) else None
+    if arguments is not None:
+        return ToolCall(name, arguments), position
+    end = _first(text, start, "</function>", "<tool_call>", "<function=")
+    return ToolCall(name, text[start:end].strip(), is_json=False), end
+
+
+def llama3(text: str, tools: Tools) -> Iterator[Part]:
+    """Llama 3: ``<|python_tag|>{"name": ..., "parameters": {...}}``, or only the JSON; ``;`` separates calls."""
+    before, *rest = text.split("<|python_tag|>")
+    yield before
+    for body in rest:
+        yield from _calls(body, "<|python_tag|>" + body)
+
+
+_MISTRAL_NAME = re.compile(rf"\s*({NAME})\s*(?:\[CALL_ID\]\s*[A-Za-z0-9_-]*\s*)?(\[ARGS\])?\s*")
+
+
+def mistral(text: str, tools: Tools) -> Iterator[Part]:
+    """Mistral: ``[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]``, later ``[TOOL_CALLS]name[ARGS]{...}``."""
+    before, *rest = text.split("[TOOL_CALLS]")
+    yield before
+    for body in rest:
+        name = _MISTRAL_NAME.match(body)
+        found = read_json(body, name.end() if name else 0)
+        end = found[1] if found and isinstance(found[0], dict | list) else len(body)
+        if name and (name[2] or body[name.end() :].startswith("{")):
+            yield call_with_arguments(name[1], body[name.end() : end])
+        else:
+            yield from _calls(body[:end], "[TOOL_CALLS]" + body[:end])
+        yield body[end:]
+
+
+_DEEPSEEK_CALLS, _DEEPSEEK_CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_DEEPSEEK_CALL, _DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+
+
+def deepseek(text: str, tools: Tools) -> Iterator[Part]:
+    """DeepSeek, calls between begin and end tokens.
+
+    V3 and R1 write ``function<sep>name``, a line break and fenced JSON; V3.1 writes ``name<sep>{...}``.
+    """
+    if _DEEPSEEK_CALLS in text and _DEEPSEEK_CALL not in text:
+        yield Unreadable(text)
+        return
+    for part in _blocks(text, _DEEPSEEK_CALL, _DEEPSEEK_CALL_END):
+        if isinstance(part, str):
+            yield part.replace(_DEEPSEEK_CALLS, "").replace(_DEEPSEEK_CALLS_END, "")
+            continue
+        name, _, arguments = part.body.replace(_DEEPSEEK_CALLS_END, "").partition(_DEEPSEEK_SEPARATOR)
+        first_line, _, rest = arguments.partition("\n")
+        if is_name(first_line.strip()) and rest.lstrip().startswith("```"):
+            name = first_line
+            arguments = rest.strip().removeprefix("```json").removeprefix("```").removesuffix("```")
+        name = name.strip()
+        has_separator = _DEEPSEEK_SEPARATOR in part.body
+        yield (call_with_arguments(name, arguments) if has_separator and is_name(name) else Unreadable(part.whole))
+
+
+_FENCE = re.compile(r"```(?:json|tool_calls?)?[ \t]*\n")
+
+
+def fenced_json(text: str, tools: Tools) -> Iterator[Part]:
+    """A code fence with the JSON of calls to declared tools; every other fence is text."""
+    position = 0
+    while (opening := _FENCE.search(text, position)) is not None:
+        end = _body_end(text, opening.end(), "```", "```")
+        calls = read_calls(text[opening.end() : end])
+        after = min(end + 3, len(text))
+        if calls and all(call.name in tools for call in calls):
+            yield text[position : opening.start()]
+            yield from calls
+        else:
+            yield text[position:after]
+        position = after
+    yield text[position:]
+
+
+class _Block(NamedTuple):
+    body: str
+    whole: str
+
+
+class _Element(NamedTuple):
+    text: str
+    end: int
+
+
+def _calls(body: str, whole: str) -> Sequence[Part]:
+    return read_calls(body) or [Unreadable(whole)]
+
+
+def _blocks(text: str, opening: str, closing: str) -> Iterator[str | _Block]:
+    """Yield the text outside of ``opening ... closing``, and the blocks; the last block may lack its end."""
+    position = 0
+    while (start := text.find(opening, position)) >= 0:
+        yield text[position:start]
+        body = start + len(opening)
+        end = _body_end(text, body, closing, opening)
+        position = end + len(closing) if text.startswith(closing, end) else end
+        yield _Block(text[body:end], text[start:position])
+    yield text[position:]
+
+
+def _body_end(text: str, start: int, closing: str, opening: str) -> int:
+    """Return where a block's body ends: after its JSON, in whose texts markers may stand, or at the next marker."""
+    found = read_json(text, start)
+    if found is not None:
+        end = skip_space(text, found[1])
+        if end == len(text) or text.startswith((closing, opening), end):
+            return end
+    return _first(text, start, closing, opening)
+
+
+def _first(text: str, start: int, *markers: str) -> int:
+    """Return where the first of ``markers`` stands from ``start`` on, or the text's length."""
+    match = _any_of(markers).search(text, start)
+    return match.start() if match else len(text)
+
+
+@functools.cache
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, markers)))
+
+
+def _element(text: str, start: int, opening: str, closing: str) -> _Element | None:
+    """Return the text from ``opening``, which stands at ``start``, to ``closing``; None if either is missing."""
+    if not text.startswith(opening, start):
+        return None
+    start += len(opening)
+    end = _first(text, start, closing, opening)
+    return _Element(text[start:end], end + len(closing)) if text.startswith(closing, end) else None
+
+
+TOOL_FORMATS: dict[str, ToolFormat] = {
+    "hermes": ToolFormat(hermes, ("<tool_call>",), ("</tool_call>",), bare_json=True),
+    "qwen3_coder": ToolFormat(function_tag, ("<tool_call>", "<function="), ("</tool_call>",)),
+    "function_tag": ToolFormat(function_tag, ("<tool_call>", "<function="), ("</tool_call>",)),
+    "llama3": ToolFormat(llama3, ("<|python_tag|>",), bare_json=True),
+    "mistral": ToolFormat(mistral, ("[TOOL_CALLS]",), ("[ARGS]", "[CALL_ID]"), call_id_digits=9),
+    "deepseek": ToolFormat(
+        deepseek,
+        (_DEEPSEEK_CALLS, _DEEPSEEK_CALL),
+        (_DEEPSEEK_CALLS_END, _DEEPSEEK_CALL_END, _DEEPSEEK_SEPARATOR),
+    ),
+    "glm45": ToolFormat(
+        glm45, ("<tool_call>",), ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    ),
+    "fenced_json": ToolFormat(fenced_json, ("```",), bare_json=True),
+}
+"""Formats by the names of ``rollout.tool_parser``."""
+
+_SIGNS = (
+    ("deepseek", (_DEEPSEEK_CALL,)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("glm45", ("<arg_key>",)),
+    ("qwen3_coder", ("<function=", "<parameter=")),
+    ("function_tag", ("<function=",)),
+    ("hermes", ("<tool_call>",)),
+    ("llama3", ("<|python_tag|>",)),
+    ("llama3", ("<|start_header_id|>", '"parameters"')),
+    ("fenced_json", ("```json",)),
+)
+"""Texts of a chat template that show its format, the most specific first."""
+
+
+def tool_format_of_template(template: str) -> str:
+    """Return the name of the format that a chat template writes; Hermes if it writes none."""
+    for name, signs in _SIGNS:
+        if all(sign in template for sign in signs):
+            return name
+    return "hermes"

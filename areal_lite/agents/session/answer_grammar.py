@@ -1,0 +1,149 @@
+"""Which grammar an answer must match: structured outputs, and tool calls that a request forces. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from areal_lite.agents.session.request_fields import RequestError, json_bytes, short
+
+_SERVER_FIELDS = {"regex": "regex", "ebnf": "ebnf", "guided_regex": "regex", "guided_grammar": "ebnf"}
+"""Fields of SGLang and vLLM that hold a grammar as text, and the grammar's kind."""
+_FIELDS = {"response_format", "tool_choice", "structured_outputs", "guided_json", "guided_choice", *_SERVER_FIELDS}
+
+
+def answer_grammar(body: dict[str, Any], tools: list[dict[str, Any]] | None) -> dict[str, str]:
+    """Return ``{kind: grammar}`` with the kind ``json_schema``, ``regex`` or ``ebnf``; empty if the answer is free.
+
+    Reads ``response_format``, ``tool_choice``, SGLang's ``regex`` and ``ebnf``, vLLM's ``guided_*`` and
+    ``structured_outputs``.
+
+    Raises:
+        RequestError: If there are several, or one has another form.
+    """
+    if body.keys().isdisjoint(_FIELDS):
+        return {}
+    found = [
+        grammar
+        for grammar in (
+            _call_or_format(body.get("tool_choice"), body.get("response_format"), tools),
+            _structured(body.get("structured_outputs")),
+            *(_structured({kind: body[name]}) for name, kind in _SERVER_FIELDS.items() if body.get(name)),
+            *(_structured({name[7:]: body[name]}) for name in ("guided_json", "guided_choice") if body.get(name)),
+        )
+        if grammar
+    ]
+    if len(found) > 1:
+        raise RequestError(
+            f"the request sets {len(found)} constraints on the answer (response_format, tool_choice, ...): set one"
+        )
+    return found[0] if found else {}
+
+
+def _call_or_format(choice: Any, response_format: Any, tools: list[dict[str, Any]] | None) -> dict[str, str]:
+    """Return the schema of the answer that tools and ``response_format`` ask for together.
+
+    A required call goes before the format. A model that may call tools writes either a call, as bare JSON, or an
+    answer in the format.
+    """
+    schema = _response_format(response_format)
+    calls = _calls(choice, tools)
+    if schema is not None and choice in (None, "auto"):
+        calls = [_call(tool["function"]) for tool in tools or ()]
+    elif calls:
+        schema = None
+    schemas = calls if schema is None else [*calls, schema]
+    return {"json_schema": json_bytes(_any_of(schemas)).decode()} if schemas else {}
+
+
+def _response_format(raw: Any) -> dict[str, Any] | None:
+    kind = raw.get("type") if isinstance(raw, dict) else raw
+    if kind is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind == "json_schema":
+        schema = raw.get("json_schema", raw)  # the Responses API has no inner object
+        if isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
+            return dict(schema["schema"])
+    raise RequestError(
+        f"response_format is {short(raw)}: send type text, json_object, or json_schema with its schema",
+        param="response_format",
+    )
+
+
+def _calls(choice: Any, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Return the schemas of the calls of which ``tool_choice`` requires one; none if it requires no call."""
+    if choice is None or choice in ("auto", "none"):
+        return []
+    functions = [tool["function"] for tool in tools or ()]
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        name = (choice.get("function") or choice).get("name")
+        functions = [function for function in functions if function["name"] == name]
+    elif choice != "required":
+        raise RequestError(
+            f"tool_choice is {short(choice)}: send 'auto', 'none', 'required', or "
+            "{'type': 'function', 'function': {'name': ...}}",
+            param="tool_choice",
+        )
+    if not functions:
+        raise RequestError(f"tool_choice is {short(choice)} but tools has no such function", param="tool_choice")
+    return [_call(function) for function in functions]
+
+
+def _call(function: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a call as bare JSON; definitions of its arguments move to the root."""
+    arguments = dict(function.get("parameters") or {"type": "object"})
+    definitions = arguments.pop("$defs", {})
+    properties = {"name": {"const": function["name"]}, "arguments": arguments}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+        "$defs": definitions,
+    }
+
+
+def _any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a schema that any of ``schemas`` satisfies; references start at the root, so it has all definitions."""
+    definitions: dict[str, Any] = {}
+    for schema in schemas:
+        for name, definition in (schema.get("$defs") or {}).items():
+            if definitions.setdefault(name, definition) != definition:
+                raise RequestError(
+                    f"two schemas define $defs.{short(name)} differently: rename one of them", param="tools"
+                )
+    bodies = [{name: value for name, value in schema.items() if name != "$defs"} for schema in schemas]
+    joined = bodies[0] if len(bodies) == 1 else {"anyOf": bodies}
+    return {**joined, "$defs": definitions} if definitions else joined
+
+
+def _structured(raw: Any) -> dict[str, str]:
+    """Return the grammar of vLLM's ``structured_outputs``."""
+    if not raw:
+        return {}
+    for name, value in raw.items() if isinstance(raw, dict) else ():
+        if name in ("json", "json_schema") and isinstance(value, dict | str):
+            return {"json_schema": _schema_text(value)}
+        if name in ("regex", "ebnf", "grammar") and isinstance(value, str):
+            return {"regex" if name == "regex" else "ebnf": value}
+        if name == "choice" and isinstance(value, list) and all(isinstance(choice, str) for choice in value):
+            return {"regex": "|".join(map(re.escape, value))}
+    raise RequestError(
+        f"structured_outputs is {short(raw)}: send an object with json, regex, choice or grammar",
+        param="structured_outputs",
+    )
+
+
+def _schema_text(schema: dict[str, Any] | str) -> str:
+    if isinstance(schema, dict):
+        return json_bytes(schema).decode()
+    try:
+        read = json.loads(schema)
+    except (ValueError, RecursionError):
+        read = None
+    if not isinstance(read, dict | bool):
+        raise RequestError(f"the answer's schema is {short(schema)}: send a JSON schema, as an object or as its text")
+    return schema

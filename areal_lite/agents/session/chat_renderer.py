@@ -1,0 +1,302 @@
+"""Turn messages into token ids with a tokenizer's chat template, and ids into an answer's text. Stores no conversation.
+
+Guarantees that a later turn is rendered without its history: ``continuation`` renders a placeholder conversation
+[user, answer] plus the new messages, and keeps the text after the answer. So the cost depends on the new messages
+only, and the text includes what the template writes after an answer (its end token, a line break).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import orjson
+
+from areal_lite.agents.parsers.answer_parser import THINK, answer_parser
+from areal_lite.agents.session.request_fields import RequestError
+from areal_lite.data.chat.hermes_tools import drops_tools, in_hermes_form
+from areal_lite.errors import ConfigError
+
+_PLACEHOLDER = "kJ7qPlaceholderAnswerX3v"
+_BASE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PLACEHOLDER}]
+_THINK_TOKENS = 12
+"""Tokens that hold ``<think>`` and a line break at a prompt's end, however the tokenizer cuts them."""
+_LONG_TEXT = 20_000
+"""Texts of this many characters are tokenized in a thread, so the event loop is not blocked."""
+_PROMPTS_KEPT = 256
+"""Rendered prompts kept in memory: the episodes of a group begin with the same one."""
+
+
+class ChatRenderer:
+    """A tokenizer with its chat template.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer, or an object with the methods ``apply_chat_template``, ``encode`` and
+            ``decode``.
+        tool_parser: Name of the format of tool calls; None chooses it by the chat template.
+        reasoning_parser: "think" or "none"; None chooses it by the chat template.
+        tools_in_system_prompt: Write tools, calls and results in Hermes form, for templates that do not render them.
+
+    Attributes:
+        answer_parser: Splits the text of an answer.
+
+    Raises:
+        ConfigError: If the tokenizer has no chat template, or a parser's name is unknown.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        tools_in_system_prompt: bool = False,
+    ) -> None:
+        if getattr(tokenizer, "chat_template", "") is None:
+            raise ConfigError(
+                f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template to render messages "
+                "with: use an instruction-tuned model's tokenizer, or set tokenizer.chat_template"
+            )
+        self.tokenizer = tokenizer
+        self._tools_in_system_prompt = tools_in_system_prompt
+        self.answer_parser = answer_parser(
+            _template_text(tokenizer),
+            tool_parser=tool_parser or ("hermes" if tools_in_system_prompt else None),
+            reasoning_parser=reasoning_parser,
+        )
+        self._prompts: OrderedDict[bytes, list[int]] = OrderedDict()
+        """Ids of the latest short prompts, by messages, tools and template variables."""
+        self._depends_on_time = "strftime_now" in _template_text(tokenizer)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend = backend if backend and not (backend.truncation or backend.padding) else None
+        self._decode = _decoder(tokenizer)
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special_ids = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        self._adds_bos = list(tokenizer.encode("x"))[:1] == [getattr(tokenizer, "bos_token_id", None)]
+        self.stop_ids: list[int] = []
+        """Ids that end an answer: the end tokens of the tokenizer and of the chat template."""
+        self._dropped_ids = {tools: self._special_ids_without(tools=tools) for tools in (False, True)}
+        ends = [tokenizer.eos_token_id]
+        # A template that cannot be continued has no end token; then each turn renders the whole conversation.
+        with contextlib.suppress(RequestError):
+            ends += self._encode(self._text_after_answer([], None, {}))[:1]
+        for token in ends:
+            if token in self.special_ids and token not in self.stop_ids:
+                self.stop_ids.append(token)
+
+    async def prompt(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        template_kwargs: dict[str, Any],
+    ) -> list[int]:
+        """Return the ids of a whole conversation, up to the start of the answer.
+
+        Raises:
+            RequestError: If the template rejects the messages, or does not render the tools.
+        """
+        key = None if self._depends_on_time else _prompt_key(messages, tools, template_kwargs)
+        if key is not None and (known := self._prompts.get(key)) is not None:
+            self._prompts.move_to_end(key)
+            return known.copy()
+        if self._tools_in_system_prompt:
+            messages, tools = in_hermes_form(messages, tools), None
+        elif tools and drops_tools(self.tokenizer, template_kwargs):
+            raise RequestError(
+                "the chat template does not render tools, so the model would not see them: set "
+                "rollout.tools_in_system_prompt to true, which writes them into the system prompt",
+                param="tools",
+                code="tools_not_rendered",
+            )
+        text = self._render(messages, tools, template_kwargs)
+        ids = await self._ids(text)
+        if key is not None and len(text) < _LONG_TEXT:
+            self._prompts[key] = ids.copy()
+            if len(self._prompts) > _PROMPTS_KEPT:
+                self._prompts.popitem(last=False)
+        return ids
+
+    async def continuation(
+        self,
+        answer: list[int],
+        ended: bool,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        template_kwargs: dict[str, Any],
+    ) -> list[int]:
+        """Return the ids after a sampled answer, up to the start of the next answer.
+
+        Args:
+            answer: Sampled ids. If they include the end token, it is not repeated.
+            ended: True if the answer stopped by itself, False if the length limit cut it.
+            messages: The new messages.
+            tools: Declared tools.
+            template_kwargs: Extra variables for the template.
+
+        Raises:
+            RequestError: If the template rejects the messages or cannot be continued.
+        """
+        if self._tools_in_system_prompt:
+            messages, tools = in_hermes_form(messages, None), None
+        ids = await self._ids(self._text_after_answer(messages, tools, template_kwargs))
+        if answer and ids and ids[0] in self.special_ids:
+            last = answer[-1]
+            if last == ids[0] or (ended and last in self.special_ids):
+                return ids[1:]
+        return ids
+
+    async def plain(self, text: str, *, begins: bool) -> list[int]:
+        """Return the ids of a text without chat template; ``begins`` adds the tokenizer's opening token."""
+        ids = await self._ids(text)
+        bos = getattr(self.tokenizer, "bos_token_id", None)
+        return [bos, *ids] if begins and bos is not None and self._adds_bos else ids
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of ``ids``."""
+        return str(self._decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def visible_text(self, ids: list[int], *, skip_special_tokens: bool, tools: bool, ended: bool = False) -> str:
+        """Return the text of an answer for ``answer_parser``.
+
+        Args:
+            ids: Sampled ids, or some of them.
+            skip_special_tokens: Leave out special tokens, except the markers that the parser reads.
+            tools: Whether tool calls will be parsed.
+            ended: Whether ``ids`` are the whole answer, whose end token is left out.
+        """
+        dropped = self._dropped_ids[tools]
+        if ended and ids and ids[-1] in dropped:
+            ids = ids[:-1]
+        if skip_special_tokens:
+            ids = [i for i in ids if i not in dropped]
+        return self.decode(ids, skip_special_tokens=False)
+
+    def opens_thinking(self, prompt: list[int]) -> bool:
+        """Return whether a prompt ends with ``<think>``, so that its answer begins with reasoning."""
+        if not self.answer_parser.splits_reasoning:
+            return False
+        return self.decode(prompt[-_THINK_TOKENS:], skip_special_tokens=False).rstrip().endswith(THINK)
+
+    def _special_ids_without(self, *, tools: bool) -> set[int]:
+        """Return the special ids except those of the parser's markers."""
+        markers = self.answer_parser.markers(tools=tools)
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return self.special_ids - {i for i, token in added.items() if token.content in markers}
+
+    def _text_after_answer(self, messages: list[Any], tools: Any, template_kwargs: dict[str, Any]) -> str:
+        text = self._render([*_BASE, *messages], tools, template_kwargs)
+        _, placeholder, rest = text.partition(_PLACEHOLDER)
+        if not placeholder:
+            raise RequestError("the chat template leaves out earlier answers, so it cannot be continued")
+        return rest
+
+    def _render(self, messages: list[Any], tools: Any, template_kwargs: dict[str, Any]) -> str:
+        failure: Exception | None = None
+        for form in _argument_forms(messages):
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    form, tools=tools, add_generation_prompt=True, tokenize=False, **template_kwargs
+                )
+            except Exception as error:
+                failure = failure or error
+            else:
+                return str(text)
+        raise RequestError(f"the chat template rejects these messages: {failure}"[:500], param="messages") from failure
+
+    async def _ids(self, text: str) -> list[int]:
+        try:
+            if len(text) < _LONG_TEXT:
+                return self._encode(text)
+            return await asyncio.to_thread(self._encode, text)
+        except (UnicodeError, TypeError) as error:  # lone surrogates
+            raise RequestError(f"the messages cannot be tokenized: {error}"[:500], param="messages") from error
+
+    def _encode(self, text: str) -> list[int]:
+        if self._backend is not None:
+            if len(text) < _LONG_TEXT:
+                return list(self._backend.encode(text, add_special_tokens=False).ids)
+            # encode() holds the GIL, which stops all other threads; this does not.
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+            return list(encoding.ids)
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+@functools.lru_cache(maxsize=8)
+def chat_renderer(
+    tokenizer: Any,
+    *,
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
+    tools_in_system_prompt: bool = False,
+) -> ChatRenderer:
+    """Return the cached renderer of a tokenizer; arguments and errors are those of :class:`ChatRenderer`."""
+    return ChatRenderer(
+        tokenizer,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
+        tools_in_system_prompt=tools_in_system_prompt,
+    )
+
+
+def _prompt_key(messages: list[Any], tools: Any, template_kwargs: dict[str, Any]) -> bytes | None:
+    """Return a key that equal prompts share; None if the prompt has no JSON form or is long."""
+    try:
+        key = orjson.dumps([messages, tools, template_kwargs])
+    except TypeError:  # lone surrogates, or deep nesting
+        return None
+    return key if len(key) < _LONG_TEXT else None
+
+
+def _template_text(tokenizer: Any) -> str:
+    """Return the chat template; several templates by name are joined."""
+    template = getattr(tokenizer, "chat_template", "")
+    return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
+
+
+def _decoder(tokenizer: Any) -> Callable[..., str]:
+    """Return the tokenizer's ``decode``, or its backend's if that is all it calls; it takes half the time."""
+    owners = [
+        next((owner.__module__ for owner in type(tokenizer).__mro__ if name in vars(owner)), "")
+        for name in ("decode", "_decode")
+    ]
+    if all(owner.startswith("transformers.tokenization_utils") for owner in owners):
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None and not tokenizer.clean_up_tokenization_spaces:
+            return backend.decode  # type: ignore[no-any-return]
+    return tokenizer.decode  # type: ignore[no-any-return]
+
+
+def _argument_forms(messages: list[Any]) -> Iterator[list[Any]]:
+    """Yield the messages in the forms that templates expect of a call's arguments.
+
+    Objects (or the model's text, where that is not JSON), then JSON text (DeepSeek), then objects only.
+    """
+    yield messages
+    arguments = [call["function"]["arguments"] for m in messages for call in m.get("tool_calls") or ()]
+    if any(not isinstance(value, str) for value in arguments):
+        yield _with_arguments(messages, lambda value: value if isinstance(value, str) else json.dumps(value or {}))
+    if any(isinstance(value, str) for value in arguments):
+        yield _with_arguments(messages, lambda value: {"arguments": value} if isinstance(value, str) else value)
+
+
+def _with_arguments(messages: list[Any], convert: Callable[[Any], Any]) -> list[Any]:
+    return [
+        {
+            **message,
+            "tool_calls": [
+                {
+                    **call,
+                    "function": {**call["function"], "arguments": convert(call["function"]["arguments"])},
+                }
+                for call in message["tool_calls"]
+            ],
+        }
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]

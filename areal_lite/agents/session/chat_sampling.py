@@ -1,0 +1,101 @@
+"""Combine the run's sampling parameters with those an agent asks for. Pure, except for one warning.
+
+An agent may shorten an answer (max_tokens, stop) and set its seed. While training, the run alone sets what changes the
+distribution, because the trainer divides logits by the run's temperature.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from areal_lite.agents.session.chat_request import ChatRequest
+from areal_lite.agents.session.request_fields import RequestError
+from areal_lite.config.generation import GenerationHyperparameters
+
+logger = logging.getLogger(__name__)
+
+
+def request_gconfig(
+    gconfig: GenerationHyperparameters, request: ChatRequest, *, prompt_tokens: int, agent_samples: bool
+) -> GenerationHyperparameters:
+    """Return the sampling parameters of one request.
+
+    Args:
+        gconfig: The run's sampling parameters.
+        request: The agent's request.
+        prompt_tokens: Length of the prompt; ``gconfig.max_tokens`` limits prompt and answer together.
+        agent_samples: Whether to apply the agent's temperature, top_p, penalties and logit_bias.
+
+    Raises:
+        RequestError: ``context_length_exceeded`` if the prompt leaves no room for an answer.
+    """
+    room = gconfig.max_tokens - prompt_tokens
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {prompt_tokens} tokens and gconfig.max_tokens is {gconfig.max_tokens}, which leaves no "
+            "room for an answer: shorten the messages, or raise gconfig.max_tokens",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    max_new_tokens = min(request.max_tokens or room, gconfig.max_new_tokens, room)
+    changes: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "min_new_tokens": min(max(gconfig.min_new_tokens, request.min_tokens), max_new_tokens),
+        **request.grammar,
+    }
+    if request.stop:
+        changes["stop"] = [*(gconfig.stop or []), *request.stop]
+    if request.stop_token_ids:
+        changes["stop_token_ids"] = [*(gconfig.stop_token_ids or []), *request.stop_token_ids]
+    if request.ignore_eos:
+        changes["ignore_eos"] = True
+    if request.seed is not None:
+        changes["seed"] = request.seed
+    if request.sampling:
+        changes |= _distribution(gconfig, request.sampling, agent_samples)
+    if request.logit_bias and agent_samples:
+        changes["logit_bias"] = request.logit_bias
+    elif request.logit_bias:
+        warn_once(f"logit_bias={request.logit_bias}"[:80])
+    changes = {name: value for name, value in changes.items() if getattr(gconfig, name) != value}
+    return gconfig.new(**changes) if changes else gconfig
+
+
+def _distribution(
+    gconfig: GenerationHyperparameters, asked: Mapping[str, float], agent_samples: bool
+) -> dict[str, Any]:
+    """Return the agent's parameters that apply; warn about the others."""
+    run_values = {
+        "temperature": gconfig.effective_temperature,
+        "top_p": gconfig.top_p,
+        "top_k": gconfig.top_k or -1,
+        "frequency_penalty": gconfig.frequency_penalty,
+        "presence_penalty": gconfig.presence_penalty,
+        "repetition_penalty": gconfig.repetition_penalty,
+        "min_p": gconfig.min_p,
+    }
+    ignored = {name: value for name, value in asked.items() if value != run_values[name]}
+    applied: dict[str, Any] = {}
+    if agent_samples:
+        for name in run_values:
+            if name in ignored:
+                applied[name] = ignored.pop(name)
+        if "temperature" in applied:
+            applied["greedy"] = False
+        if "top_k" in applied:
+            applied["top_k"] = int(applied["top_k"]) if applied["top_k"] >= 1 else None
+    if ignored:
+        warn_once(", ".join(f"{name}={value}" for name, value in ignored.items()))
+    return applied
+
+
+@functools.lru_cache(maxsize=64)
+def warn_once(ignored: str) -> None:
+    """Warn about ignored parameters, once per process instead of once per episode."""
+    logger.warning(
+        "the agent sets %s: ignored, because the trainer assumes the distribution of the run's gconfig",
+        ignored,
+    )

@@ -1,0 +1,61 @@
+"""AReaL's reward functions for mathematics, with the package math-verify (``pip install 'areal-lite[math]'``)."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if find_spec("math_verify") is None:  # at import: reward functions often turn exceptions into a reward of 0
+    raise ModuleNotFoundError(
+        "areal_lite.reward needs the package math-verify: pip install 'areal-lite[math]'", name="math_verify"
+    )
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        from areal_lite.areal.names import missing_name
+
+        raise missing_name(__name__, name)
+
+
+class MathVerifyWorker:
+    """Compares mathematical answers by value: ``1/2`` equals ``0.5``.
+
+    Sets no time limit of its own: run it in a reward function of AsyncRewardWrapper, which does.
+
+    Args:
+        try_extract_without_anchor: Take any number or formula in a text, not only one after "the answer is".
+        precision: Decimal places that floats are compared to.
+    """
+
+    def __init__(self, try_extract_without_anchor: bool = True, precision: int = 6) -> None:
+        from math_verify import ExprExtractionConfig, LatexExtractionConfig
+
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns in every process that it sets no time limit
+        expressions = ExprExtractionConfig(try_extract_without_anchor=try_extract_without_anchor)
+        self._formats = (expressions, LatexExtractionConfig())
+        self._precision = precision
+
+    def verify(self, response: str, ground_truth: str) -> float:
+        """Return 1.0 if the last answer in ``response`` equals the one in ``ground_truth``, else 0.0.
+
+        Raises:
+            ValueError: If ``ground_truth`` has no answer.
+        """
+        from math_verify import parse, verify
+
+        truth, answer = (
+            parse(text, extraction_config=self._formats, parsing_timeout=None) for text in (ground_truth, response)
+        )
+        if not truth:
+            raise ValueError(f"no number or formula in the reference answer {ground_truth[:200]!r}")
+        # Limits by signal work in the main thread only.
+        return float(verify(truth, answer, float_rounding=self._precision, timeout_seconds=None))
+
+
+@functools.cache
+def get_math_verify_worker() -> MathVerifyWorker:
+    """Return the shared worker with default settings."""
+    return MathVerifyWorker()

@@ -1,0 +1,39 @@
+"""AReaL's statistics: the mean of each value over the accepted episodes of a step is the metric ``scope/name``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from areal_lite.api.scalars import record_scalars
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        from areal_lite.areal.names import missing_name
+
+        raise missing_name(__name__, name)
+
+
+@dataclass(frozen=True, slots=True)
+class StatsTracker:
+    """Records values under a scope."""
+
+    name: str = ""
+
+    def scalar(self, **values: float) -> None:
+        """Record numbers of the running episode.
+
+        Raises:
+            RuntimeError: Outside an episode.
+        """
+        prefix = f"{self.name.strip('/')}/" if self.name else ""
+        record_scalars({prefix + key: value for key, value in values.items()})
+
+
+def get(name: str = "") -> StatsTracker:
+    """Return the tracker of a scope; workflows use ``workflow_context.stat_scope()``."""
+    return StatsTracker(name)
+
+
+scalar = StatsTracker().scalar

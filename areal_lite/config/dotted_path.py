@@ -1,0 +1,85 @@
+"""Load objects by dotted path. Importing runs code, so take paths from trusted configs only."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from areal_lite.config.run_config import ClassConfig
+from areal_lite.errors import ConfigError
+
+_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+(:[A-Za-z_]\w*)?")
+
+
+def load_object(path: str, *, where: str) -> Any:
+    """Import ``pkg.mod.Name`` (or ``pkg.mod:Name``) and return the object.
+
+    Raises:
+        ConfigError: If the path is malformed, or the module or attribute does not exist.
+    """
+    if not isinstance(path, str) or not _PATH.fullmatch(path):
+        raise ConfigError(f"{where} is {path!r}: write a dotted path 'package.module.Name'")
+    module_name, _, name = path.replace(":", ".").rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise ConfigError(
+                f"{where} is {path!r}: there is no module {error.name!r}. Is it on the import path? areal-lite "
+                "searches the working directory first"
+            ) from error
+        raise ConfigError(
+            f"{where} is {path!r}: importing {module_name} needs {error.name!r}, which is not installed"
+        ) from error
+    except ImportError as error:
+        raise ConfigError(f"{where} is {path!r}: {error}") from error
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        public = [n for n in vars(module) if not n.startswith("_")]
+        close = difflib.get_close_matches(name, public, 1)
+        names = f"it has {', '.join(sorted(public)) or 'nothing'}"
+        hint = f"did you mean {module_name}.{close[0]}?" if close else names
+        raise ConfigError(f"{where} is {path!r}: {module_name} has no {name!r}; {hint}") from None
+
+
+def load_class(config: ClassConfig, base: type, *, where: str) -> type:
+    """Import the class that ``config`` names.
+
+    A file is executed once per process. Spawned worker processes do not know its module, so objects of its classes
+    cannot be sent to them; objects of classes from an importable module can.
+
+    Raises:
+        ConfigError: If it cannot be loaded, or is not a subclass of ``base``.
+    """
+    module = _file_module(config.path, where) if config.path.endswith(".py") else config.path
+    cls = load_object(f"{module}.{config.name}", where=where)
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise ConfigError(
+            f"{where}: {config.name} of {config.path} is {cls!r}: it must be a subclass of "
+            f"{base.__module__}.{base.__qualname__}"
+        )
+    return cls
+
+
+def _file_module(path: str, where: str) -> str:
+    """Run the file as a module, unless that was done before, and return the module's name."""
+    file = Path(path).expanduser().resolve()
+    name = f"areal_lite_file_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None or not file.is_file():
+            raise ConfigError(f"{where}: no such file {path} (looked in {Path.cwd()})")
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return name

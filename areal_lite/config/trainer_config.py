@@ -1,0 +1,295 @@
+"""The ``trainer:`` section: optimizer, algorithm and losses."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any, Literal
+
+from pydantic.dataclasses import dataclass
+
+from areal_lite.config.schema import STRICT, Above0, AtLeast0, Count, Fraction, Positive
+
+AggregationMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+def _refuse(faults: dict[str, bool]) -> None:
+    """Raise ValueError with every message whose condition holds."""
+    if messages := [message for message, holds in faults.items() if holds]:
+        raise ValueError("; ".join(messages))
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LoRAConfig:
+    """Low-rank adapters; the base model stays frozen."""
+
+    rank: Positive = 16
+    """Rank of the adapters."""
+
+    alpha: Above0 = 32.0
+    """Adapters are scaled by alpha / rank."""
+
+    target_modules: str | list[str] = "all-linear"
+    """Names of the layers to adapt. all-linear is every linear layer except the output embedding."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule."""
+
+    learning_rate: Above0
+    """Peak learning rate of AdamW."""
+
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Schedule after warm-up; linear and cosine decay to 0 at the last step."""
+
+    warmup_steps: Count = 0
+    """Steps of linear warm-up from 0."""
+
+    weight_decay: AtLeast0 = 0.0
+    """Decoupled weight decay of AdamW; not applied to norms and biases."""
+
+    adam_betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Betas of AdamW."""
+
+    adam_eps: Above0 = 1e-8
+    """Epsilon of AdamW."""
+
+    max_grad_norm: Above0 = 1.0
+    """Clip gradients to this global norm."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LearnerConfig(OptimizerConfig):
+    """Settings of every kind of training."""
+
+    max_tokens_per_microbatch: Positive = 4096
+    """Maximum tokens, padding included, per forward pass and rank. Halved once when out of memory."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Autocast dtype; weights and optimizer state are float32."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Training device; auto uses a GPU if there is one."""
+
+    num_threads: Count = 0
+    """CPU threads of the trainer; 0 shares the cores with an embedded server."""
+
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    deterministic: bool = False
+    """Use deterministic operations for bit-equal reruns. Slower: the embedded server computes one request at a time.
+    With dtype and server.dtype float32 on a CPU, server and trainer also compute the same bits: no mismatch."""
+
+    lora: LoRAConfig | None = None
+    """Train low-rank adapters only. Null trains all weights."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class KLConfig:
+    """KL penalty against the frozen starting model."""
+
+    coef: Above0
+    """Coefficient of the penalty."""
+
+    place: Literal["loss", "reward"] = "loss"
+    """Add the penalty to the loss, or subtract it from each token's reward."""
+
+    estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
+    """Single-sample estimator of KL(policy || reference). k1+ and k3+ take their gradient from k2."""
+
+    unbiased: bool = False
+    """For k1 and k3 in the loss: weight each token by policy / behaviour, which makes value and gradient unbiased for
+    off-policy tokens (DeepSeek-V3.2)."""
+
+    target: Above0 | None = None
+    """For a penalty in the reward: adapt coef to this KL (nats per token). Null keeps coef fixed."""
+
+    horizon: Above0 = 10000.0
+    """Number of episodes over which coef adapts to target."""
+
+    def __post_init__(self) -> None:
+        in_reward = self.place == "reward"
+        _refuse(
+            {
+                f"target is {self.target}, but only a penalty in the reward adapts: set place: reward, or remove "
+                "target": self.target is not None and not in_reward,
+                f"horizon is {self.horizon}, but without target coef does not adapt: set target, or remove horizon": (
+                    self.target is None and self.horizon != KLConfig.horizon
+                ),
+                f"estimator is {self.estimator}, but a reward has no gradient: use {self.estimator.rstrip('+')}": (
+                    in_reward and self.estimator.endswith("+")
+                ),
+                f"unbiased is set with place {self.place} and estimator {self.estimator}: it needs place: loss and "
+                "estimator k1 or k3": self.unbiased and (in_reward or self.estimator not in ("k1", "k3")),
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CorrectionConfig:
+    """Off-policy correction between the behaviour and proximal policies (staleness, engine rounding)."""
+
+    level: Literal["token", "sequence", "none"] = "token"
+    """Granularity of the importance weight proximal / behaviour: each token, or the whole episode (sequence). none
+    disables weighting."""
+
+    max_weight: Above0 = 5.0
+    """Upper bound of the importance weights (truncated importance sampling)."""
+
+    outside: Literal["truncate", "mask"] = "truncate"
+    """For ratios beyond the bounds: truncate to max_weight, or mask the token (IcePop)."""
+
+    min_weight: AtLeast0 = 0.0
+    """Lower bound of the ratio; needs outside: mask."""
+
+    normalize: bool = False
+    """Scale the weights of a step to mean 1; needs outside: truncate."""
+
+    reject: str | None = None
+    """Rejection statistics, separated by commas: token_k1, seq_sum_k1, seq_mean_k3, seq_max_k2, ..."""
+
+    reject_bounds: str | None = None
+    """Comma-separated bounds, one per statistic in reject: lower_upper of the ratio for k1, an upper bound for the
+    others."""
+
+    max_episode_kl: Above0 | None = None
+    """Mask episodes with negative advantage whose mean behaviour - policy log-prob (nats per token) is above this
+    bound (off-policy sequence masking)."""
+
+    def __post_init__(self) -> None:
+        masks = self.outside == "mask"
+        _refuse(
+            {
+                f"outside: mask works on tokens, but level is {self.level}: set level: token": (
+                    masks and self.level != "token"
+                ),
+                f"normalize has no effect with {'outside: mask' if masks else 'level: none'}: remove one": (
+                    self.normalize and (masks or self.level == "none")
+                ),
+                f"max_weight is {self.max_weight}, but level: none has no weights: remove one": (
+                    self.level == "none" and self.max_weight != CorrectionConfig.max_weight
+                ),
+                f"min_weight {self.min_weight} is not below max_weight {self.max_weight}, so every token would be "
+                "masked: lower min_weight": masks and self.min_weight >= self.max_weight,
+                f"min_weight is {self.min_weight}, which needs outside: mask: set that, or remove min_weight": (
+                    self.min_weight > 0 and not masks
+                ),
+                f"reject_bounds is {self.reject_bounds!r} without reject: name a statistic for each bound": (
+                    self.reject is None and self.reject_bounds is not None
+                ),
+                f"reject is {self.reject!r} without reject_bounds: give a bound for each statistic": (
+                    self.reject is not None and self.reject_bounds is None
+                ),
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CriticConfig(OptimizerConfig):
+    """A critic that predicts the value of each token."""
+
+    model_path: str | None = None
+    """Folder of a Hugging Face model. Null starts from the policy's model. The value head starts at 0."""
+
+    clip_eps: Above0 = 0.5
+    """Clip range of a value around its prediction at the start of the step."""
+
+    updates_before_policy: Count = 0
+    """Warm-up steps that train only the critic."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainerConfig(LearnerConfig):
+    """Reinforcement learning from batches of groups."""
+
+    total_steps: Positive | None = None
+    """Training steps, which is also the length of the learning-rate schedule. Null: those of total_epochs."""
+
+    total_epochs: Positive | None = None
+    """Passes over the training rows, without an incomplete last batch. With total_steps, whichever ends first."""
+
+    minibatches_per_step: Positive = 1
+    """Optimizer updates per batch; each uses an equal share of the batch's groups."""
+
+    advantage: str = "grpo"
+    """Advantage estimator: gae, grpo, dr_grpo, grpo_passk, rloo, reinforce, reinforce_plus_plus,
+    reinforce_plus_plus_baseline, remax, opo, gpg, optimal_token_baseline, turn_grpo, turn_returns, or the dotted path
+    of your own."""
+
+    advantage_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of the estimator, such as gamma and lam of gae."""
+
+    advantage_mean: Literal["none", "group", "batch"] = "none"
+    """Subtract the mean over the tokens of the group or batch from the estimator's advantages."""
+
+    advantage_std: Literal["none", "group", "batch"] = "none"
+    """Divide the advantages by their standard deviation over the tokens of the group or batch."""
+
+    loss: str = "ppo"
+    """Policy loss: ppo, gspo, sapo, cispo, gpg, gmpo, clip_cov, kl_cov, m2po, reinforce, or the dotted path of your
+    own."""
+
+    loss_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of the loss, such as clip_eps, clip_eps_high and dual_clip of ppo."""
+
+    loss_aggregation: AggregationMode | None = None
+    """How token losses are reduced to a scalar. Null uses the default of the loss."""
+
+    loss_scale: Positive | None = None
+    """Divisor in tokens of seq-mean-token-sum-norm; required there and refused elsewhere."""
+
+    proximal: Literal["trainer", "behaviour"] = "trainer"
+    """Center of the trust region: log-probs recomputed by the trainer at the start of the step, or those the engine
+    sampled with."""
+
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    """Off-policy correction."""
+
+    overlong_buffer: Count = 0
+    """Reduce the reward linearly, by up to 1, over this many tokens before gconfig.max_new_tokens; 0 disables it."""
+
+    kl: KLConfig | None = None
+    """KL penalty against the starting model. Null loads no reference model."""
+
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus."""
+
+    critic: CriticConfig | None = None
+    """Critic for gae or a custom estimator that needs values. Null trains without one."""
+
+    def __post_init__(self) -> None:
+        scaled = self.loss_aggregation == "seq-mean-token-sum-norm"
+        unused = [
+            name
+            for name in ("level", "max_weight", "outside", "normalize", "reject")
+            if getattr(self.correction, name) not in (getattr(CorrectionConfig, name), "none")
+        ]
+        critic_only = 0 if self.critic is None else self.critic.updates_before_policy
+        _refuse(
+            {
+                "total_steps and total_epochs are null: give one of them": (
+                    self.total_steps is None and self.total_epochs is None
+                ),
+                f"correction sets {', '.join(unused)}, but with proximal: behaviour the ratio is always 1: remove "
+                "one": self.proximal == "behaviour" and bool(unused),
+                f"loss_aggregation {self.loss_aggregation} divides by loss_scale: set it, in tokens": (
+                    scaled and self.loss_scale is None
+                ),
+                f"loss_scale is {self.loss_scale}, but only loss_aggregation: seq-mean-token-sum-norm divides by it: "
+                "set that, or remove loss_scale": self.loss_scale is not None and not scaled,
+                f"critic.updates_before_policy is {critic_only} and total_steps {self.total_steps}: the policy would "
+                "never be trained; set fewer": self.total_steps is not None and critic_only >= self.total_steps,
+            }
+        )
+
+    @property
+    def steps(self) -> int:
+        """``total_steps``; a run has counted those of ``total_epochs`` before it asks.
+
+        Raises:
+            ValueError: If it is null.
+        """
+        if self.total_steps is None:
+            raise ValueError("trainer.total_steps is null: give it, because only a run counts the steps of its epochs")
+        return self.total_steps

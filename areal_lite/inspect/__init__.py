@@ -1,1 +1,0 @@
-"""Looking at what a run wrote: its dumps in the terminal, its metrics as a picture."""

@@ -1,1 +1,0 @@
-"""``areal-lite view``: dumps and metrics as a page in the browser."""

@@ -1,0 +1,14 @@
+"""Size of a LoRA adapter, which servers must know before they start. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterShape:
+    """What a server must know about adapters before it loads one."""
+
+    rank: int
+    layers: tuple[str, ...]
+    """Last parts of the adapted layers' names, such as ``q_proj``."""

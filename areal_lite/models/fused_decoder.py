@@ -1,0 +1,199 @@
+"""Forward and backward passes of a Llama-like model in bfloat16 on a CPU, in fewer and larger operations.
+
+Gives what the model's own forward pass gives under autocast, up to the rounding of bfloat16: residuals, norms, rotary
+angles, attention scores and softmax are float32. Weights are rounded once per update, projections of one input are one
+product, and the last layer computes the chosen tokens only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from areal_lite.models.kernels.decoder_kernels import decoder_operations
+from areal_lite.models.kernels.decoder_operations import DecoderOperations, Heads, Tokens
+
+FAMILIES = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
+"""Decoders whose layers have this form."""
+
+
+class FusedDecoder:
+    """Reads packed bins.
+
+    Args:
+        decoder: Of one of the ``FAMILIES``; full attention, float32 weights on a CPU.
+        dtype: Of products and saved activations.
+    """
+
+    def __init__(self, decoder: Any, dtype: torch.dtype = torch.bfloat16) -> None:
+        self._decoder = decoder
+        self._dtype = dtype
+        self._layers = [_Layer(layer, dtype) for layer in decoder.layers]
+
+    @staticmethod
+    def fits(decoder: Any) -> bool:
+        """Return whether the decoder's layers have the form that is computed here."""
+        config = decoder.config
+        return (
+            type(decoder).__name__ in FAMILIES
+            and config.hidden_act == "silu"
+            and config.attention_dropout == 0
+            and not decoder.gradient_checkpointing
+            and all(weight.device.type == "cpu" and weight.dtype == torch.float32 for weight in decoder.parameters())
+            and all(type(linear) is nn.Linear for layer in decoder.layers for linear in _linears(layer))
+        )
+
+    def states(
+        self, input_ids: Tensor, position_ids: Tensor, lengths: Sequence[int], seen: Tensor | None, at: Tensor
+    ) -> Tensor:
+        """Return the states ``[N, hidden]`` at the chosen tokens, float32.
+
+        Args:
+            input_ids: ``[B, L]``.
+            position_ids: ``[B, L]``.
+            lengths: Tokens of each bin; the padding after them costs nothing.
+            seen: ``[B, 1, L, L]`` bool, True where a query sees a key; None if causal.
+            at: ``[N]`` flat positions.
+        """
+        used = (torch.arange(input_ids.shape[1]) < torch.tensor(lengths)[:, None]).flatten().nonzero()[:, 0]
+        at = torch.searchsorted(used, at)
+        hidden = self._decoder.embed_tokens(input_ids.flatten()[used])
+        cos, sin = self._decoder.rotary_emb(hidden, position_ids.flatten()[used][None])
+        tokens = Tokens(cos[0], sin[0], lengths, seen, self._layers[0].heads)
+        added, operations = torch.zeros_like(hidden, dtype=self._dtype), decoder_operations(self._dtype)
+        for layer in self._layers:
+            hidden, normed = _add_norm(hidden, added, layer.input_norm, operations)
+            read = layer.attend(layer.qkv(normed), tokens, operations)
+            if layer is self._layers[-1]:
+                hidden, read = hidden[at], read[at]
+            hidden, normed = _add_norm(hidden, layer.output(read), layer.mlp_norm, operations)
+            added = layer.down(_GatedSilu.apply(layer.gate_up(normed), operations))  # type: ignore[no-untyped-call]
+        states: Tensor = self._decoder.norm(hidden + added)
+        return states
+
+
+def _linears(layer: Any) -> list[Any]:
+    attention, mlp = layer.self_attn, layer.mlp
+    heads = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    return [*heads, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+
+
+class _Layer:
+    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
+        query, key, value, output, gate, up, down = _linears(layer)
+        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.qkv, self.output = _Product(dtype, query, key, value), _Product(dtype, output)
+        self.gate_up, self.down = _Product(dtype, gate, up), _Product(dtype, down)
+        self._attention = layer.self_attn
+        width = self._attention.head_dim
+        queries, keys, _ = (size // width for size in self.qkv.sizes)
+        self.heads = Heads(queries, keys, width, self._attention.scaling)
+
+    def attend(self, states: Tensor, tokens: Tokens, operations: DecoderOperations) -> Tensor:
+        attention, (queries, keys, width, _) = self._attention, self.heads
+        if hasattr(attention, "q_norm"):
+            query, key, value = torch.split(states.view(len(states), -1, width), [queries, keys, keys], 1)
+            states = torch.cat([attention.q_norm(query), attention.k_norm(key), value], 1).flatten(1).to(states.dtype)
+        read: Tensor = _Attention.apply(states, tokens, operations)  # type: ignore[no-untyped-call]
+        return read
+
+
+class _Product:
+    """One product with the weights of several linear layers."""
+
+    def __init__(self, dtype: torch.dtype, *linears: nn.Linear) -> None:
+        self.weights = [linear.weight for linear in linears]
+        self._biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+        self.sizes = [linear.out_features for linear in linears]
+        self._rounded = torch.empty(sum(self.sizes), linears[0].in_features, dtype=dtype)
+        self._versions: list[tuple[int, int]] = []
+
+    def rounded(self) -> Tensor:
+        """Return the joined weight, rounded again if it has changed."""
+        versions = [(weight.data_ptr(), weight._version) for weight in self.weights]
+        if versions != self._versions:
+            for part, weight in zip(torch.split(self._rounded, self.sizes), self.weights, strict=True):
+                part.copy_(weight.detach())
+            self._versions = versions
+        return self._rounded
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """Return the product with ``states``."""
+        bias = torch.cat(self._biases).to(self._rounded.dtype) if self._biases else None
+        product: Tensor = _JoinedProduct.apply(states, bias, self.rounded(), *self.weights)  # type: ignore[no-untyped-call]
+        return product
+
+
+class _JoinedProduct(torch.autograd.Function):
+    """The product with a joined weight; the gradients of its parts are float32."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, bias: Tensor | None, rounded: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(states)
+        ctx.rounded, ctx.sizes = rounded, [len(weight) for weight in weights]
+        return F.linear(states, rounded, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (states,) = ctx.saved_tensors
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[1] else None
+        weights = (part.float() for part in (grad.T @ states).split(ctx.sizes))
+        return grad @ ctx.rounded, grad_bias, None, *weights
+
+
+def _add_norm(hidden: Tensor, added: Tensor, norm: Any, operations: DecoderOperations) -> tuple[Tensor, Tensor]:
+    both: tuple[Tensor, Tensor] = _AddNorm.apply(  # type: ignore[no-untyped-call]
+        hidden, added, norm.weight, norm.variance_epsilon, operations
+    )
+    return both
+
+
+class _AddNorm(torch.autograd.Function):
+    """A float32 residual plus what is added, and its RMS norm."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, added: Tensor, scale: Tensor, eps: float, operations: DecoderOperations
+    ) -> tuple[Tensor, Tensor]:
+        total, normed, inverse = operations.add_norm(hidden, added, scale, eps)
+        ctx.save_for_backward(total, scale, inverse)
+        ctx.operations = operations
+        return total, normed
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.operations.norm_gradient(grad, grad_total, *ctx.saved_tensors), None, None
+
+
+class _GatedSilu(torch.autograd.Function):
+    """``silu(gate) * up`` of joined rows."""
+
+    @staticmethod
+    def forward(ctx: Any, joined: Tensor, operations: DecoderOperations) -> Tensor:
+        ctx.save_for_backward(joined)
+        ctx.operations = operations
+        return operations.gate(joined)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.operations.gate_gradient(grad, *ctx.saved_tensors), None
+
+
+class _Attention(torch.autograd.Function):
+    """Rotary attention of joined queries, keys and values ``[T, (queries + 2 * keys) * width]``."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, tokens: Tokens, operations: DecoderOperations) -> Tensor:
+        read, saved = operations.attend(states, tokens)
+        ctx.save_for_backward(read, *saved)
+        ctx.tokens, ctx.operations = tokens, operations
+        return read
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        read, *saved = ctx.saved_tensors
+        return ctx.operations.attend_gradient(grad, ctx.tokens, read, saved), None, None

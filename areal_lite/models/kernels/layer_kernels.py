@@ -1,0 +1,93 @@
+"""What a layer computes between its matrix products, in C++.
+
+Compiled when the model is loaded. torch's operations pad the tokens of all slots and read every slot up to the longest
+one; these read each slot up to its own end, and any number of tokens of it. They are used in bfloat16 on a CPU where
+there is a C++ compiler with OpenMP.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_lite.models.kernels.compiler import ARRAY, COUNT, INT, NUMBER, addresses, compile_library
+from areal_lite.models.kernels.layer_operations import LayerOperations, Turn
+from areal_lite.models.slot_cache import SlotLayer
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_ARGUMENTS = {
+    "attend": [*[ARRAY] * 5, NUMBER, *[ARRAY] * 4, *[COUNT] * 3, NUMBER, ARRAY, INT],
+    "add_norm": [*[ARRAY] * 3, NUMBER, *[COUNT] * 2, ARRAY, INT],
+    "gated_silu": [ARRAY, *[COUNT] * 2, ARRAY, INT],
+}
+
+
+def layer_operations(model: Any) -> LayerOperations:
+    """Return the compiled operations if they fit the model and can be compiled, else torch's."""
+    config = model.config
+    fits = model.dtype == torch.bfloat16 and model.device.type == "cpu" and config.hidden_act == "silu"
+    if not fits or "Gemma" in type(model).__name__:
+        return LayerOperations(model)
+    attention = model.model.layers[0].self_attn
+    sizes = f"WIDTH={attention.head_dim}", f"GROUPS={attention.num_key_value_groups}"
+    library = compile_library(_SOURCE, _ARGUMENTS, *sizes, otherwise="decoding takes up to twice as long")
+    return LayerOperations(model) if library is None else CompiledOperations(model, library)
+
+
+class CompiledOperations(LayerOperations):
+    """Each token is a row of its own, so that a pass needs no padding."""
+
+    pads = False
+
+    def __init__(self, model: Any, library: ctypes.CDLL) -> None:
+        super().__init__(model)
+        self._library = library
+
+    def attend(self, states: Tensor, attention: Any, cached: SlotLayer, turn: Turn) -> Tensor:
+        """See the base class."""
+        if not cached.is_initialized:
+            key_value = states[:, :, : states.shape[2] // (attention.num_key_value_groups + 2)].transpose(1, 2)
+            cached.lazy_initialization(key_value, key_value)
+        assert cached.keys is not None and cached.values is not None
+        (tokens, _, heads, width), (_, kv_heads, capacity, _) = states.shape, cached.keys.shape
+        out = states.new_empty(tokens, 1, (heads - 2 * kv_heads) * width)
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        self._library.attend(
+            *addresses(states, turn.cos, turn.sin),
+            *(norm and norm.weight.data_ptr() for norm in norms),
+            norms[0].variance_epsilon if norms[0] is not None else 0.0,
+            *addresses(cached.keys, cached.values, cached.plan.used, cached.plan.columns),
+            tokens,
+            kv_heads,
+            capacity,
+            attention.scaling,
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def add_norm(self, hidden: Tensor, added: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+        """See the base class."""
+        normed = torch.empty_like(hidden)
+        rows, width = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
+        self._library.add_norm(
+            *addresses(hidden, added, norm.weight),
+            norm.variance_epsilon,
+            rows,
+            width,
+            normed.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return hidden, normed
+
+    def gated(self, joined: Tensor, activation: Any) -> Tensor:
+        """See the base class."""
+        width = joined.shape[-1] // 2
+        out = joined.new_empty(*joined.shape[:-1], width)
+        rows = joined.numel() // (2 * width)
+        self._library.gated_silu(joined.data_ptr(), rows, width, out.data_ptr(), torch.get_num_threads())
+        return out

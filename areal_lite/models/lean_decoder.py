@@ -1,0 +1,138 @@
+"""The forward pass of a Llama-like model, without the overhead of its modules.
+
+Projections of one input are one product, shared keys are not copied, and nothing but tensors is called. Rounds as the
+model's own forward does. Shares the model's weights; in bfloat16 on a CPU it also keeps a packed copy of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from areal_lite.models.kernels.layer_operations import LayerOperations, Turn
+from areal_lite.models.slot_cache import SlotCache, SlotLayer
+
+FAMILIES = frozenset(
+    {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GemmaForCausalLM"}
+)
+"""Classes whose layers have this form; other models run their own forward."""
+
+
+class _Linear:
+    """A product with a weight; in bfloat16 on a CPU with a packed copy, which gives the same bits in less time."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+        half = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+        self._packs = half and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # type: ignore[no-untyped-call]
+        self.packed: Tensor | None = None
+
+    def __call__(self, states: Tensor) -> Tensor:
+        if not self._packs:
+            return F.linear(states, self._weight, self._bias)
+        if self.packed is None:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self._weight)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(states, self.packed, self._bias, "none", [], "")
+        return product
+
+
+class _Layer(NamedTuple):
+    attention: Any
+    """The model's own, for its norms of queries and keys, if any."""
+    input_norm: nn.Module
+    qkv: _Linear
+    output: _Linear
+    mlp_norm: nn.Module
+    gate_up: _Linear
+    down: _Linear
+    activation: nn.Module
+
+
+class LeanDecoder:
+    """Computes logits with a cache.
+
+    Args:
+        model: Of one of the ``FAMILIES``; its projections of one input become views of a joined weight.
+        cache: Holds the keys and values of earlier tokens.
+        operations: What a layer computes between its matrix products.
+    """
+
+    def __init__(self, model: Any, cache: SlotCache, operations: LayerOperations) -> None:
+        self._cache = cache
+        self._body = model.model
+        self._head = _joined(model.get_output_embeddings())
+        self._layers = [_lean(layer) for layer in self._body.layers]
+        self._operations = operations
+
+    def weights_changed(self) -> None:
+        """Drop the packed copies; the next pass makes new ones."""
+        for linear in (self._head, *(part for layer in self._layers for part in layer if isinstance(part, _Linear))):
+            linear.packed = None
+
+    @property
+    def pads(self) -> bool:
+        """Whether the slots of a pass need equally many tokens; if not, each token is a row of its own."""
+        return self._operations.pads
+
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None, last: Tensor | None) -> Tensor:
+        """Run a pass that the cache's plan describes, and store its KV.
+
+        Args:
+            ids: ``[n, q]`` token ids.
+            positions: ``[n, q]`` their positions.
+            mask: ``[n, 1, q, kv]`` added to the attention's scores; None if no slot has earlier tokens.
+            last: ``[m]`` the only tokens that need logits, numbered through all rows; None for all.
+
+        Returns:
+            ``[m, vocab]`` logits with ``last``, else ``[n, q, vocab]``.
+        """
+        operations, groups = self._operations, self._layers[0].attention.num_key_value_groups
+        hidden = self._body.embed_tokens(ids)
+        turn = Turn.of(self._body.rotary_emb(hidden, positions), mask, groups)
+        normed = operations.norm(hidden, self._layers[0].input_norm)
+        next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._body.norm]
+        for layer, next_norm, cached in zip(self._layers, next_norms, self._cache.layers, strict=True):
+            assert isinstance(cached, SlotLayer)
+            states = layer.qkv(normed).view(*ids.shape, -1, layer.attention.head_dim)
+            read = layer.output(operations.attend(states, layer.attention, cached, turn))
+            hidden, normed = operations.add_norm(hidden, read, layer.mlp_norm)
+            added = layer.down(operations.gated(layer.gate_up(normed), layer.activation))
+            hidden, normed = operations.add_norm(hidden, added, next_norm)
+        if last is not None:
+            normed = normed.flatten(0, 1)[last]
+        logits: Tensor = self._head(normed)
+        return logits
+
+
+def _lean(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    return _Layer(
+        attention=attention,
+        input_norm=layer.input_layernorm,
+        qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
+        output=_joined(attention.o_proj),
+        mlp_norm=layer.post_attention_layernorm,
+        gate_up=_joined(mlp.gate_proj, mlp.up_proj),
+        down=_joined(mlp.down_proj),
+        activation=mlp.act_fn,
+    )
+
+
+def _joined(*linears: nn.Linear) -> _Linear:
+    """Return weight and bias of one product in place of several, of which they become views."""
+    if len(linears) == 1:
+        return _Linear(linears[0].weight, linears[0].bias)
+    sizes = [linear.out_features for linear in linears]
+    weight = torch.cat([linear.weight for linear in linears])
+    for linear, part in zip(linears, torch.split(weight, sizes), strict=True):
+        linear.weight.data = part
+    if linears[0].bias is None:
+        return _Linear(weight, None)
+    bias = torch.cat([linear.bias for linear in linears])
+    for linear, part in zip(linears, torch.split(bias, sizes), strict=True):
+        linear.bias.data = part
+    return _Linear(weight, bias)

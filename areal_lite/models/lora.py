@@ -1,0 +1,155 @@
+"""Low-rank adapters on frozen weights, with peft (LoRA, arXiv:2106.09685).
+
+Guarantees that the initial weights never change: with adapters disabled the model is the reference, bit for bit,
+and merged weights are separate tensors. The model keeps its class.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from areal_lite.config.trainer_config import LoRAConfig
+from areal_lite.errors import CheckpointError, ConfigError
+from areal_lite.models.adapter_shape import AdapterShape
+from areal_lite.models.parallel.sharding import full_tensors, shard_like
+
+_ADAPTER = "default"
+_PREFIX = "base_model.model."  # of every name in peft's files
+
+
+def add_adapters(model: Any, config: LoRAConfig) -> None:
+    """Add float32 adapters with zero effect to the model's linear layers; only the adapters train from here on.
+
+    Raises:
+        ConfigError: If peft is not installed, or ``config.target_modules`` names something that is not a linear layer.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ConfigError(
+            "trainer.lora is set, but peft is not installed: pip install peft, or set trainer.lora: null"
+        ) from error
+    model.add_adapter(
+        LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,  # type: ignore[arg-type]
+            target_modules=_layer_names(model, config.target_modules),
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+            task_type="CAUSAL_LM",
+        ),
+        _ADAPTER,
+    )
+    base = Path(model.name_or_path)
+    if base.is_dir():  # peft's files name it, and may be read from another directory
+        model.peft_config[_ADAPTER].base_model_name_or_path = str(base.resolve())
+
+
+@contextmanager
+def adapters_off(model: Any) -> Iterator[None]:
+    """Disable the adapters, so that the model is the one before :func:`add_adapters`; not for backward passes."""
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
+def has_adapters(model: Any) -> bool:
+    """Return whether the model has adapters."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def plain_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights in ``dtype`` with adapters merged, under the base model's names; tied weights once.
+
+    Adapters are merged in float32, one layer at a time, into new tensors.
+    """
+    layers = {
+        f"{name}.base_layer.weight": module for name, module in model.named_modules() if hasattr(module, "base_layer")
+    }
+    seen: set[int] = set()
+    for name, parameter in model.state_dict(keep_vars=True).items():
+        if ".lora_" in name or id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        tensor = parameter.detach()
+        if name in layers:
+            tensor = tensor + layers[name].get_delta_weight(_ADAPTER).detach()
+        if tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        yield name.replace(".base_layer.", "."), tensor
+
+
+def write_adapters(model: Any, folder: Path) -> None:
+    """Write only the adapters, in peft's format, which names their base model.
+
+    Every rank must call this; rank 0 writes.
+    """
+    trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
+    weights = {name: whole for name, whole in full_tensors(trained) if whole is not None}
+    if weights:
+        model.save_pretrained(folder, state_dict=weights)
+
+
+def load_adapters(model: Any, folder: Path) -> None:
+    """Load the adapters that :func:`write_adapters` wrote, bit for bit.
+
+    Raises:
+        CheckpointError: If the saved adapters have other layers, rank or alpha.
+    """
+    from peft import get_peft_model_state_dict
+
+    own = {f"{_PREFIX}{name}": value for name, value in get_peft_model_state_dict(model).items()}
+    saved = load_file(folder / "adapter_model.safetensors")
+    alpha = json.loads((folder / "adapter_config.json").read_bytes())["lora_alpha"]
+    shapes = {name: value.shape for name, value in own.items()}
+    if alpha != model.peft_config[_ADAPTER].lora_alpha or shapes != {n: v.shape for n, v in saved.items()}:
+        raise CheckpointError(
+            f"the adapters in {folder} have other layers, rank or alpha than the model's: use the trainer.lora "
+            "they were trained with"
+        )
+    with torch.no_grad():
+        for name, value in own.items():
+            value.copy_(shard_like(value, saved[name]))
+
+
+def adapter_shape(model: Any) -> AdapterShape:
+    """Return the rank of the model's adapters and the layers that have one."""
+    config = model.peft_config[_ADAPTER]
+    return AdapterShape(config.r, tuple(sorted({name.rpartition(".")[2] for name in config.target_modules})))
+
+
+def planned_shape(model_path: str, config: LoRAConfig) -> AdapterShape:
+    """Return the shape of the adapters that the model in a folder would get; raises like :func:`add_adapters`."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))  # type: ignore[no-untyped-call]
+        add_adapters(model, config)
+    return adapter_shape(model)
+
+
+def _layer_names(model: Any, wanted: str | list[str]) -> list[str]:
+    head = model.get_output_embeddings()
+    linear = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head
+    ]
+    last = sorted({name.rpartition(".")[2] for name in linear})
+    if wanted == "all-linear":
+        return last
+    names = [wanted] if isinstance(wanted, str) else wanted
+    unknown = [name for name in names if not any(f".{layer}".endswith(f".{name}") for layer in linear)]
+    if unknown or not names:
+        raise ConfigError(
+            f"trainer.lora.target_modules names {unknown}, which are not linear layers below the output embedding: use "
+            f"all-linear or some of {last}"
+        )
+    return names

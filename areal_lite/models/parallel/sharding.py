@@ -1,0 +1,57 @@
+"""A model sharded over the ranks: each keeps a part of every weight, gradient and optimizer state.
+
+Guarantees that a full weight exists only while its layer computes or while it is written. Knows nothing of losses:
+gradients are averaged over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from areal_lite.models.parallel.ranks import Ranks
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def shard(module: M) -> M:
+    """Shard ``module`` in place over the ranks and return it; a single process leaves it unchanged.
+
+    Each layer is gathered while it computes. Weights outside of layers (embeddings, last norm, head) are gathered for
+    the whole forward and backward pass of ``module``: only its ``forward`` may use them directly. Call this before
+    the optimizer is made.
+    """
+    ranks = Ranks.current()
+    if ranks.size > 1:
+        mesh = init_device_mesh(next(module.parameters()).device.type, (ranks.size,))
+        layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+        for layer in reversed(layers):  # FSDP wants inner modules first
+            fully_shard(layer, mesh=mesh)
+        # Reshard even after a pass without gradient, so that weights outside of forward are always sharded.
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    return module
+
+
+def full_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield the named tensors, gathered one at a time, on rank 0; None in their place on other ranks.
+
+    Every rank must iterate over all of them. Besides their shards, ranks need memory for two tensors.
+    """
+    first = Ranks.current().rank == 0
+    for name, tensor in tensors:
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        yield name, full if first else None
+
+
+def shard_like(part: Tensor, full: Tensor) -> Tensor:
+    """Shard the replicated tensor ``full`` like ``part``, on its device."""
+    full = full.to(part.device)
+    if isinstance(part, DTensor):
+        return distribute_tensor(full, part.device_mesh, part.placements)
+    return full

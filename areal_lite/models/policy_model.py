@@ -1,0 +1,160 @@
+"""Loads Hugging Face models for training: in float32, without dropout, with every weight from the folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import logging
+
+from areal_lite.config.trainer_config import LoRAConfig
+from areal_lite.errors import ConfigError
+from areal_lite.files.hub_name import check_hub_name, is_hub_name
+from areal_lite.models.lora import add_adapters
+
+_NOT_SCORABLE = {
+    "falcon with alibi": "which takes no mask for several sequences",
+    "llama4": "which does not give its decoder",
+    "llama4_text": "which does not give its decoder",
+    "modernbert-decoder": "which does not give its decoder",
+}
+"""Kinds of models that cannot be trained here, with the reason."""
+
+
+def load_policy(
+    model_path: str,
+    *,
+    device: torch.device,
+    gradient_checkpointing: bool = False,
+    lora: LoRAConfig | None = None,
+) -> Any:
+    """Return the causal LM on ``device``, ready for backward passes; with ``lora`` only its adapters train.
+
+    Raises:
+        ConfigError: If ``model_path`` is neither a model folder nor a model on the hub or in its cache, lacks weights,
+            or adapters cannot be added.
+    """
+    model, missing = load_pretrained(AutoModelForCausalLM, model_path, what="causal LM")
+    if missing:
+        raise ConfigError(
+            f"model_path {model_path!r} has no weights for {missing}: give the folder of a complete causal LM, "
+            "not of a critic or reward model made from one"
+        )
+    if lora is not None:
+        add_adapters(model, lora)
+    return prepare(model, device=device, gradient_checkpointing=gradient_checkpointing)
+
+
+def load_scalar_model(auto_class: Any, model_path: str, *, what: str) -> tuple[Any, bool]:
+    """Return the model with a scalar head, and whether the folder had that head; a new head is zero."""
+    model, missing = load_pretrained(auto_class, model_path, what=what, num_labels=1)
+    body = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
+    if body:
+        raise ConfigError(
+            f"model_path {model_path!r} has no weights for {body[:4]}: give the folder of a complete model"
+        )
+    with torch.no_grad():
+        for name in missing:
+            model.get_parameter(name).zero_()
+    return model, not any(name.endswith("weight") for name in missing)
+
+
+def load_pretrained(auto_class: Any, model_path: str, *, what: str, **options: Any) -> tuple[Any, list[str]]:
+    """Return the model in float32 and the names of weights that the folder lacks."""
+    path = Path(model_path)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(
+            f"model_path {model_path!r} has no config.json: name the folder of a Hugging Face causal LM "
+            f"(config.json, model.safetensors, tokenizer files); it holds {sorted(p.name for p in path.iterdir())[:8]}"
+        )
+    if is_hub_name(model_path):
+        check_hub_name(model_path)
+    check_scorable(model_path)
+    try:
+        with without_progress_bars(), _without_load_report():
+            model, report = auto_class.from_pretrained(
+                model_path, dtype=torch.float32, output_loading_info=True, **options
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(
+            f"model_path {model_path!r} cannot be loaded as a {what} ({_first_line(error)}): "
+            "give a folder with config.json and model.safetensors, or a hub name"
+        ) from error
+    return model, sorted(report["missing_keys"])
+
+
+def check_scorable(model_path: str, *, key: str = "model_path") -> None:
+    """Refuse a model whose log-probs the trainer cannot compute, by its config alone; ``key`` is for errors.
+
+    Raises:
+        ConfigError: If it is one of them.
+    """
+    try:
+        config, _ = PretrainedConfig.get_config_dict(model_path)
+    except (OSError, ValueError):
+        return  # loading it gives the reason
+    kind = str(config.get("model_type"))
+    name = "falcon with alibi" if kind == "falcon" and config.get("alibi") else kind
+    if name in _NOT_SCORABLE:
+        raise ConfigError(
+            f"{key} {model_path!r} is a {name} model, {_NOT_SCORABLE[name]}, so the trainer cannot compute its "
+            "log-probs: choose a model of another architecture"
+        )
+
+
+def prepare(model: Any, *, device: torch.device, gradient_checkpointing: bool) -> Any:
+    """Switch off dropout, optionally enable activation checkpointing, and return the model on ``device``."""
+    _switch_off_dropout(model)
+    model.train(gradient_checkpointing)  # transformers recomputes activations in training mode only
+    if gradient_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    return model.to(device)
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing progress bars on stderr at each published version."""
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Silence transformers' report: missing weights are checked here, unused ones do not matter."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def resolve_device(device: str, *, key: str = "trainer.device") -> torch.device:
+    """Return the torch device for ``auto``, ``cpu`` or ``cuda``; ``key`` is the config key, for errors."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"{key} is 'cuda' but torch sees no GPU: use 'auto', or install torch for CUDA")
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _switch_off_dropout(model: nn.Module) -> None:
+    """Switch off dropout: with it, two passes over the same tokens would differ, and their ratio would be noise."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 -- a plain attribute of HF attention
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200]

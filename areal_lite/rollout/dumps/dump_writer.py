@@ -1,0 +1,125 @@
+"""The process that makes text of ended groups and writes the dump files.
+
+``trajectory_dumper`` starts it and sends it packed groups. In the run's process, making text would
+contend with the event loop for the interpreter lock. Guarantees that a file is whole or absent, and is never written
+again.
+
+Its input is messages: 8 bytes of length, then marshalled data. The first one is the tokenizer's path and what each line
+has as ``extra``, the others are batches, lists of :data:`File`; a length of 0 ends it. Its output is :class:`Report` as
+JSON lines.
+"""
+
+from __future__ import annotations
+
+import itertools
+import marshal
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from areal_lite.rollout.dumps.dump_lines import dump_lines, dump_text
+from areal_lite.rollout.dumps.packed_group import unpack_group
+
+File = tuple[str, str, bytes]
+"""Folder and name of a file, and its group; see :func:`~areal_lite.rollout.dumps.packed_group.pack_group`."""
+REPORT_S = 0.1
+"""Seconds after which files are reported before their batch is complete."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What became of the next files of a batch."""
+
+    written: int
+    """Files that were written."""
+    no_text: str | None = None
+    """Why the file after them was left out: the traceback, if its group has no JSON form."""
+    errno: int = 0
+    """Why the file after them could not be written, and nothing more is; 0 if nothing failed."""
+    size: int = 0
+    """Bytes of that file."""
+
+
+def main(descriptor: int) -> None:
+    """Write what comes from the pipe ``descriptor`` until its end."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a job: what is queued is still written
+    with os.fdopen(descriptor, "rb") as pipe:
+
+        def receive() -> Any:
+            length = int.from_bytes(pipe.read(8), "little")
+            return marshal.loads(pipe.read(length)) if length else None
+
+        path, extra = receive()
+        tokenizer, extra = _tokenizer(path), orjson.loads(extra)
+        while (batch := receive()) is not None:
+            _write_batch(batch, tokenizer, extra)
+        os._exit(0)  # every file and report is written; an orderly exit would only keep the run waiting
+
+
+def _tokenizer(path: str | None) -> Any:
+    """Return the tokenizer, loaded without torch, which would take two seconds and 250 MB more."""
+    if path is None:
+        return None
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that torch is missing
+    from areal_lite.data.chat.tokenizer import load_tokenizer
+
+    return load_tokenizer(path)
+
+
+def _write_batch(batch: list[File], tokenizer: Any, extra: dict[str, Any] | None) -> None:
+    """Write the files, and report, until one cannot be written."""
+    written, reported = 0, time.monotonic()
+    for folder, name, packed in batch:
+        try:
+            group, row = unpack_group(packed)
+            text = dump_text(dump_lines(group, tokenizer, row=row, extra=extra))
+        except Exception:
+            _report(Report(written=written, no_text=traceback.format_exc()))
+            written = 0
+            continue
+        try:
+            write_file(folder, name, text)
+        except OSError as error:
+            _report(Report(written=written, errno=error.errno or 1, size=len(text)))
+            return
+        written += 1
+        if time.monotonic() > reported + REPORT_S:
+            _report(Report(written=written))
+            written, reported = 0, time.monotonic()
+    if written:
+        _report(Report(written=written))
+
+
+def _report(report: Report) -> None:
+    os.write(1, orjson.dumps(report, option=orjson.OPT_APPEND_NEWLINE))
+
+
+def write_file(folder: str, name: str, text: bytes) -> None:
+    """Write ``folder/name.jsonl``, or ``name.1.jsonl`` if that is there, ...; leave nothing if that fails."""
+    unfinished = f"{folder}/.unfinished-{os.getpid()}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    try:
+        descriptor = os.open(unfinished, flags, 0o644)
+    except FileNotFoundError:
+        os.makedirs(folder, exist_ok=True)  # noqa: PTH103
+        descriptor = os.open(unfinished, flags, 0o644)
+    try:
+        try:
+            while text:  # a write may be short
+                text = text[os.write(descriptor, text) :]
+        finally:
+            os.close(descriptor)
+        path, numbers = f"{folder}/{name}.jsonl", itertools.count(1)
+        while os.access(path, os.F_OK):  # the user has given an id twice
+            path = f"{folder}/{name}.{next(numbers)}.jsonl"
+        os.rename(unfinished, path)  # noqa: PTH104
+    except OSError:
+        os.unlink(unfinished)  # noqa: PTH108
+        raise

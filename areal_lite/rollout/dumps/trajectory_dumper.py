@@ -1,0 +1,258 @@
+"""Dumps every ended group as JSONL, off the event loop.
+
+A file is one group, ``{fileroot}/{experiment}/{trial}/[rollout|eval-rollout]/{version}/{task_id}.jsonl``, with one line
+per sequence; docs/trajectories.md has the fields. Guarantees that a file is whole or absent and is never written again,
+that the queue is bounded, and that a group which the disk did not take is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import marshal
+import os
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from areal_lite.api.scalars import scope_name
+from areal_lite.api.trajectory import Group
+from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.errors import StorageError
+from areal_lite.processes.child_process import main_command, start_tied
+from areal_lite.rollout.dumps.dump_writer import File, Report
+from areal_lite.rollout.dumps.packed_group import pack_group
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED = 2**26
+"""Bytes of queued groups at which no further group may start; those that run still join the queue."""
+GATHER_S = 0.1
+"""Seconds in which ended groups gather, unless many wait already: each batch interrupts the event loop."""
+MANY = 1024
+"""Groups that are many."""
+BATCH_BYTES = 2**20
+"""Packed groups of one batch, beyond one group."""
+PIPE_BYTES = 2**20
+"""Size of the pipe to the process."""
+REPORT_S = 10.0
+"""Seconds between the log lines of a :meth:`TrajectoryDumper.close` that waits."""
+FLUSH_S = 10.0
+"""Most seconds of a :meth:`TrajectoryDumper.flush`."""
+STALLED_S = 60.0
+"""Seconds without a written group after which :meth:`TrajectoryDumper.close` gives up."""
+_MAX_DIGITS = 15
+"""Longer numbers are names that a user chose."""
+
+
+class TrajectoryDumper:
+    """A queue of packed groups, and a process that writes them as text (:mod:`areal_lite.rollout.dumps.dump_writer`).
+
+    Args:
+        config: Names the folder and the tokenizer.
+        on_change: Called by the thread when ``behind`` has ended or ``error`` is set.
+        extra: Written as ``extra`` on every line.
+
+    Raises:
+        ConfigError: If ``config.tokenizer_path`` is given and holds no tokenizer.
+    """
+
+    def __init__(
+        self,
+        config: InferenceEngineConfig,
+        on_change: Callable[[], object] = lambda: None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.root = config.run_dir
+        self.behind = False
+        """Whether no group may start: the queue was full and more than half is left, or the disk failed."""
+        self.error: StorageError | None = None
+        """Why nothing is written any more."""
+        self.failures = 0
+        """Groups that have no JSON form; they change no outcome."""
+        self._ended = self._written = 0
+        self._packed_bytes = self._done_bytes = 0
+        self._warned = False
+        self._on_change = on_change
+        if config.tokenizer_path is not None:
+            load_tokenizer(config.tokenizer_path)  # the process does too, and has nobody to tell
+        self._queue: deque[File] = deque()
+        self._wake, self._hurry, self._closing = threading.Event(), threading.Event(), threading.Event()
+        self._advanced = threading.Condition()  # also locks ``behind``
+        reads, writes = os.pipe()
+        try:
+            command = main_command("areal_lite.rollout.dumps.dump_writer", reads)
+            environment = {"OMP_NUM_THREADS": "1", **os.environ}
+            self._process, self._tie = start_tied(command, pass_fds=[reads], stdout=subprocess.PIPE, env=environment)
+        finally:
+            os.close(reads)
+        with contextlib.suppress(OSError):  # beyond the user's limit: a batch then wakes both sides for each page
+            fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self._pipe = os.fdopen(writes, "wb")
+        self._send((config.tokenizer_path, orjson.dumps(extra)))
+        self._thread = threading.Thread(target=self._main, name="areal-lite-dumper", daemon=True)
+        self._thread.start()
+
+    def put(self, group: Group) -> None:
+        """Pack and queue ``group``; returns in microseconds."""
+        self._ended += 1
+        if self.error is not None:
+            return
+        try:
+            packed = pack_group(group)
+        except Exception as error:
+            self._leave_out(str(group.task_id), error)
+            return
+        self._packed_bytes += len(packed)
+        version = group.start_version if group.tail_version is None else group.tail_version
+        self._queue.append((f"{self.root}/{scope_name(group.is_eval)}/{version}", str(group.task_id), packed))
+        if not self._wake.is_set():
+            self._wake.set()
+        if self._left_bytes < MAX_QUEUED:
+            return
+        with self._advanced:
+            self.behind = self.behind or self._left_bytes >= MAX_QUEUED
+        if self.behind and not self._warned:
+            self._warned = True
+            logger.warning(
+                "rollout waits for the disk: %d ended groups are not yet dumped below %s", self._left, self.root
+            )
+
+    def flush(self) -> None:
+        """Return once the groups that have ended are written, or nothing more can be, or after ``FLUSH_S``."""
+        ended = self._ended
+        self._hurry.set()
+        with self._advanced:
+            self._advanced.wait_for(lambda: self._left <= self._ended - ended or self.error is not None, FLUSH_S)
+
+    def close(self) -> None:
+        """Write what is queued; end thread and process.
+
+        Raises:
+            StorageError: If groups were not written, because the disk failed or stalled.
+        """
+        self._closing.set()
+        self._hurry.set()
+        self._wake.set()
+        try:
+            self._join()
+        except KeyboardInterrupt:
+            logger.warning("stopped: %d ended groups are not dumped below %s", self._left, self.root)
+            raise
+        finally:
+            error = self.error
+            self._process.kill()  # if it still runs
+            os.close(self._tie)
+        if self.failures:
+            logger.warning("%d ended groups could not be dumped below %s", self.failures, self.root)
+        if not self._left:
+            return
+        missing = f"{self._left} ended groups are not dumped below {self.root}"
+        if error is None:
+            raise StorageError(f"{missing}: the disk took none of them in {STALLED_S:g} s: is it still mounted?")
+        error.add_note(missing)
+        raise error
+
+    def _join(self) -> None:
+        left, since = self._left, time.monotonic()
+        self._thread.join(timeout=1.0)
+        while self._thread.is_alive() and time.monotonic() < since + STALLED_S:
+            logger.warning("waiting for the disk: %d ended groups are not yet dumped below %s", self._left, self.root)
+            self._thread.join(timeout=REPORT_S)
+            if self._left < left:
+                left, since = self._left, time.monotonic()
+
+    @property
+    def _left(self) -> int:
+        return self._ended - self._written - self.failures
+
+    @property
+    def _left_bytes(self) -> int:
+        return self._packed_bytes - self._done_bytes
+
+    def _main(self) -> None:
+        while not self._closing.is_set() or self._queue:
+            self._wake.wait()
+            self._wake.clear()
+            if len(self._queue) < MANY:
+                self._hurry.wait(GATHER_S)
+            if not self._closing.is_set():
+                self._hurry.clear()
+            files = self._next_batch()
+            if files and self.error is None:
+                self._write(files)
+            self._done_bytes += sum(len(packed) for _, _, packed in files)
+            if self._queue:
+                self._wake.set()
+            with self._advanced:
+                self._advanced.notify_all()
+                caught_up = self.behind and self._left_bytes <= MAX_QUEUED // 2
+                self.behind = self.error is not None or (self.behind and not caught_up)
+            if caught_up or self.error is not None:
+                self._on_change()
+        with contextlib.suppress(BrokenPipeError), self._process, self._pipe:
+            self._pipe.write(bytes(8))
+
+    def _next_batch(self) -> list[File]:
+        files: list[File] = []
+        size = 0
+        while self._queue and size < BATCH_BYTES:
+            files.append(self._queue.popleft())
+            size += len(files[-1][2])
+        return files
+
+    def _leave_out(self, name: str, why: Exception | str) -> None:
+        """Count a group without a JSON form, which must not end the run."""
+        with self._advanced:
+            self.failures += 1
+        if self.failures == 1:
+            logger.error("group %s could not be dumped; further failures are only counted: %s", name, why)
+
+    def _write(self, files: list[File]) -> None:
+        """Have the process write the files; set ``error`` if it cannot."""
+        reports = self._process.stdout
+        assert reports is not None
+        done = 0
+        try:
+            self._send(files)
+            while done < len(files):
+                report = Report(**orjson.loads(reports.readline()))
+                self._written += report.written
+                done += report.written
+                if report.no_text is not None:
+                    self._leave_out(files[done][1], report.no_text)
+                    done += 1
+                elif report.errno:
+                    folder, name, _ = files[done]
+                    self.error = StorageError(
+                        f"the dump {folder}/{name}.jsonl ({report.size} bytes) cannot be written: "
+                        f"{os.strerror(report.errno)}: free disk space or fix the folder's permissions, or set "
+                        "rollout.dump_to_file: false"
+                    )
+                    return
+        except (BrokenPipeError, ValueError):
+            self.error = StorageError(
+                f"the process that writes dumps below {self.root} was killed: free memory, or set "
+                "rollout.dump_to_file: false"
+            )
+
+    def _send(self, message: Any) -> None:
+        data = marshal.dumps(message)
+        self._pipe.write(len(data).to_bytes(8, "little"))
+        self._pipe.write(data)
+        self._pipe.flush()
+
+
+def next_task_id(root: Path) -> int:
+    """Return the task id after those of all dumps below ``root``."""
+    names = (path.name.partition(".")[0] for path in root.glob("*rollout/*/*.jsonl"))
+    return max((int(name) for name in names if name.isdecimal() and len(name) <= _MAX_DIGITS), default=-1) + 1

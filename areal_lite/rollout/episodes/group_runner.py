@@ -1,0 +1,255 @@
+"""The life of one group of episodes: started, run, stopped in time, ended exactly once.
+
+Knows nothing of queues, batches or staleness: :mod:`areal_lite.rollout.episodes.workflow_executor` decides what starts
+and where a group goes when it ended. There is one task per group, owned here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from areal_lite.api import episode_context
+from areal_lite.api.engine_api import FilterDecision, InferenceEngine, Row
+from areal_lite.api.episode_context import Episode, EpisodeContext
+from areal_lite.api.failure import Failure, FailureKind, attributed_to
+from areal_lite.api.shared_resources import SharedResources
+from areal_lite.api.tensor_dict import tensor_dict_of
+from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId, Trajectory
+from areal_lite.data.packer.data_packer import UnpreparedRow
+from areal_lite.data.source.sample import with_own_containers
+from areal_lite.errors import ConfigError
+from areal_lite.processes.deadlines import Deadlines
+from areal_lite.rollout.episodes.grouped_rollout import run_group
+from areal_lite.rollout.episodes.submission import EpisodeRecipe, Submission
+from areal_lite.rollout.workers.worker_pool import Workers
+
+logger = logging.getLogger(__name__)
+
+CANCEL_GRACE_S = 5.0
+"""Seconds a cancelled episode may take to clean up before it is left behind."""
+JUST_BLOCKED_S = 1.0
+"""Seconds after the event loop was blocked in which a deadline is put off, once."""
+
+_TASK_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class GroupRunner:
+    """Runs submissions; each ends in exactly one call of ``on_end``.
+
+    Args:
+        engine: What workflows generate with.
+        timeout_s: Wall-clock limit of one group.
+        on_end: Called on the loop with each submission and its group, once.
+    """
+
+    def __init__(
+        self, engine: InferenceEngine, *, timeout_s: float, on_end: Callable[[Submission, Group], None]
+    ) -> None:
+        self.abandoned = 0
+        """Episodes that swallowed their cancellation and were left behind."""
+        self.live: dict[TaskId, Submission] = {}
+        """Submissions that have not ended, waiting or running."""
+        self.workers: Workers | None = None
+        """Where groups run, if not on this loop."""
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._on_end = on_end
+        self.shared = SharedResources()
+        """What all episodes share."""
+        self._first_task_id = self._next_task_id = 0
+        self._ids_lock = threading.Lock()
+        self._start_orders = itertools.count()
+        self._deadlines: Deadlines[Submission] = Deadlines(timeout_s, self._on_deadline)
+
+    def number_from(self, first: int) -> None:
+        """Choose task ids from ``first`` on; ids that are beyond it stay as they are."""
+        with self._ids_lock:
+            self._first_task_id = self._next_task_id = max(self._next_task_id, first)
+
+    def make(
+        self,
+        data: Row,
+        recipe: EpisodeRecipe,
+        deliver: Callable[[Group], None],
+        *,
+        training: bool,
+        task_id: TaskId | None = None,
+        seed_name: str | None = None,
+        **drawn: Any,
+    ) -> Submission:
+        """Return a new submission with a task id of its own; any thread may call this.
+
+        Args:
+            data: The dataset row.
+            recipe: What to run on it.
+            deliver: Gets the group.
+            training: Whether the group waits for a training step.
+            task_id: Its id; None takes the next number.
+            seed_name: Separates its sampling seeds from those of other groups; None is its task id.
+            **drawn: ``feed`` and ``samples`` of a group drawn from a data source.
+
+        Raises:
+            ConfigError: If ``task_id`` is in use or cannot name a file.
+        """
+        with self._ids_lock:
+            if task_id is None:
+                task_id = self._next_task_id
+                seed_name = seed_name or f"task {task_id - self._first_task_id}"
+            elif isinstance(task_id, str) and not _TASK_ID.fullmatch(task_id):
+                raise ConfigError(
+                    f"task_id {task_id!r} names a file: use letters, digits, '.', '_' and '-', at most 100"
+                )
+            elif task_id in self.live:
+                raise ConfigError(f"task_id {task_id!r} has not ended yet: use another, or None for a fresh one")
+            if isinstance(task_id, int):
+                self._next_task_id = max(self._next_task_id, task_id + 1)
+            submission = self.live[task_id] = Submission(
+                task_id=task_id,
+                data=data,
+                recipe=recipe,
+                deliver=deliver,
+                training=training,
+                episodes=[
+                    Episode(member_idx=i, seed_name=seed_name or f"task {task_id}") for i in range(recipe.group_size)
+                ],
+                submitted=time.monotonic(),
+                **drawn,
+            )
+        return submission
+
+    def start(self, submission: Submission, *, version: int) -> None:
+        """Run the group's episodes under the policy ``version``."""
+        submission.started = time.monotonic()
+        submission.start_order = next(self._start_orders)
+        submission.start_version = version
+        submission.task = asyncio.get_running_loop().create_task(self._run(submission))
+        submission.task.add_done_callback(lambda task: self._on_done(submission, task))
+        self._deadlines.add(submission)
+
+    def deadline_of(self, task_id: TaskId) -> float | None:
+        """Return when a running group must end, on the monotonic clock; from any thread."""
+        submission = self.live.get(task_id)
+        return None if submission is None or not submission.started else submission.started + self._timeout_s
+
+    async def stop(self, submissions: Iterable[Submission], reason: str) -> None:
+        """Cancel running groups and wait until they have cleaned up, or the grace is over."""
+        tasks = [s.task for s in submissions if s.task is not None]
+        for submission in submissions:
+            self._cancel(submission, Failure.cancelled(reason))
+        if tasks:
+            await asyncio.wait(tasks, timeout=CANCEL_GRACE_S)
+
+    def end_waiting(self, submission: Submission, reason: str) -> None:
+        """End a submission that never started."""
+        failure = Failure.cancelled(reason)
+        self._end(submission, submission.group(EpisodeStatus.CANCELLED, failure))
+
+    async def close(self, reason: str) -> None:
+        """Stop all running groups; leave behind those that do not end in time."""
+        await self.stop(list(self.live.values()), reason)
+        for submission in list(self.live.values()):
+            self._abandon(submission)
+        self._deadlines.close()
+        await self.shared.aclose()
+
+    async def _run(self, submission: Submission) -> Group:
+        recipe, episodes = submission.recipe, submission.episodes
+        episode_context.enter(
+            EpisodeContext(
+                is_eval=recipe.is_eval,
+                task_id=submission.task_id,
+                group_id=str(submission.task_id),
+                version=submission.start_version,
+                episodes=episodes,
+                episode=episodes[0],
+                shared=self.shared,
+            )
+        )
+        try:
+            with attributed_to(FailureKind.DATA):  # a packer is user code, so it runs here
+                if submission.feed is not None:
+                    submission.data = submission.feed.source.rollout_input(submission.samples)
+                if isinstance(submission.data, UnpreparedRow):
+                    submission.data = submission.data.prepared()
+            if self.workers is None:
+                data = with_own_containers(dict(submission.data))
+                await run_group(recipe.workflow, self._engine, data, episodes)
+            elif (failure := await self.workers.run(submission, submission.started + self._timeout_s)) is not None:
+                return submission.group(EpisodeStatus.FAILED, failure)
+            return self._judge(submission)
+        except asyncio.CancelledError:
+            if submission.stopped_by is not None:
+                raise
+            failure = Failure(FailureKind.AGENT, "CancelledError", "the episode cancelled itself")
+            return submission.group(EpisodeStatus.FAILED, failure)
+        except BaseException as error:  # the one place where a group's error becomes data
+            return submission.group(EpisodeStatus.FAILED, Failure.of(error))
+
+    def _judge(self, submission: Submission) -> Group:
+        """Return the finished group: accepted, rejected by workflow or filter, or failed with its episodes."""
+        trajectories = [episode.end(EpisodeStatus.REJECTED) for episode in submission.episodes]
+        if not any(trajectory.sequences for trajectory in trajectories):
+            failed = (t.failure for t in trajectories if t.status is EpisodeStatus.FAILED)
+            if (failure := next(failed, None)) is not None:
+                return submission.group(EpisodeStatus.FAILED, failure)
+            return submission.group(EpisodeStatus.REJECTED, rejection="the workflow returned None")
+        if (accepts := submission.recipe.should_accept_fn) is not None:
+            decision = accepts(_filtered(trajectories))
+            keep, reason = decision if isinstance(decision, FilterDecision) else (decision, "")
+            if not keep:
+                rejection = f"should_accept_fn said no{reason and ': '}{reason}"
+                return submission.group(EpisodeStatus.REJECTED, rejection=rejection)
+        return submission.group(EpisodeStatus.ACCEPTED)
+
+    def _on_done(self, submission: Submission, task: asyncio.Task[Group]) -> None:
+        if self.live.get(submission.task_id) is not submission:
+            return  # it had been abandoned
+        stopped = submission.stopped_by is not None
+        if task.cancelled() or (stopped and task.result().status is EpisodeStatus.FAILED):
+            self._end_stopped(submission)
+        else:
+            self._end(submission, task.result())
+
+    def _on_deadline(self, submission: Submission) -> None:
+        if not submission.extended and time.monotonic() - self.shared.blocked_at < JUST_BLOCKED_S:
+            submission.extended = True  # the time was another's, who blocked the loop
+            self._deadlines.add(submission)
+            return
+        message = f"the episode ran longer than episode_timeout_s={self._timeout_s:g}"
+        self._cancel(submission, Failure(FailureKind.DEADLINE, "", message))
+
+    def _cancel(self, submission: Submission, failure: Failure) -> None:
+        if submission.stopped_by is None and submission.task is not None:
+            submission.stopped_by = failure
+            submission.task.cancel()
+            asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._abandon, submission)
+
+    def _abandon(self, submission: Submission) -> None:
+        if self.live.get(submission.task_id) is submission:
+            self.abandoned += 1
+            logger.warning("episode %s swallowed its cancellation and is left behind", submission.task_id)
+            self._end_stopped(submission)
+
+    def _end_stopped(self, submission: Submission) -> None:
+        failure = submission.stopped_by or Failure.cancelled("the task was cancelled")
+        late = failure.kind is FailureKind.DEADLINE
+        status = EpisodeStatus.FAILED if late else EpisodeStatus.CANCELLED
+        self._end(submission, submission.group(status, failure))
+
+    def _end(self, submission: Submission, group: Group) -> None:
+        self._deadlines.discard(submission)
+        del self.live[submission.task_id]
+        self._on_end(submission, group)
+
+
+def _filtered(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Return a filter's input: AReaL's tensor dict with the episode of each sequence."""
+    members = [t.member_idx for t in trajectories for _ in t.sequences]
+    return {**(tensor_dict_of(trajectories) or {}), "member_idx": members}

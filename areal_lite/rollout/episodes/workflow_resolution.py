@@ -1,0 +1,165 @@
+"""Resolve what a user names to a workflow object, with an error for every wrong case."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from areal_lite.api.workflow_api import RolloutWorkflow, WorkflowLike
+from areal_lite.config.dotted_path import load_object
+from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.errors import ConfigError
+from areal_lite.processes.child_process import PickledObject, pickled_object
+from areal_lite.rollout.episodes.grouped_rollout import GroupedRolloutWorkflow
+
+_FORMS = (
+    "give a RolloutWorkflow instance, a class with workflow_kwargs, a dotted path 'package.module.Name', "
+    "or any class or object with `async def run(self, data, **extra_kwargs)`"
+)
+
+_signature: Callable[[Any], inspect.Signature] = functools.lru_cache(32)(inspect.signature)
+"""Made once per class: the signature of one without ``__init__`` costs 50 KB of cyclic garbage."""
+
+_PATH_TYPES = {"str", "Path", "PathLike", "None", "Optional", "Union", "pathlib", "os", "typing"}
+
+
+def grouped_workflow(
+    workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None, group_size: int, config: InferenceEngineConfig
+) -> RolloutWorkflow:
+    """Return the workflow that runs a group of episodes; see :func:`resolve_workflow`."""
+    resolved = resolve_workflow(
+        workflow,
+        workflow_kwargs,
+        wrap_agent=partial(wrap_agent, config=config),
+        allow_sync=config.agent_isolation != "inline",
+    )
+    return resolved if group_size == 1 else GroupedRolloutWorkflow(resolved, group_size, config.on_error)
+
+
+def pickled_workflow(
+    workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None, group_size: int, config: InferenceEngineConfig
+) -> PickledObject:
+    """Return the arguments of :func:`grouped_workflow` for a worker process.
+
+    Raises:
+        ConfigError: If they cannot be sent to one.
+    """
+    name = workflow if isinstance(workflow, str) else getattr(workflow, "__qualname__", type(workflow).__qualname__)
+    return pickled_object(
+        (workflow, workflow_kwargs, group_size),
+        name=f"rollout.workers is {config.workers}, and workflow {name}",
+        hint="Define its class at the top level of a module and pass the class, or its dotted path, with "
+        "workflow_kwargs of plain values and importable functions; or set rollout.workers: 1",
+    )
+
+
+def resolve_workflow(
+    workflow: WorkflowLike,
+    workflow_kwargs: Mapping[str, Any] | None,
+    *,
+    wrap_agent: Callable[[Any], RolloutWorkflow],
+    allow_sync: bool = False,
+) -> RolloutWorkflow:
+    """Return the workflow that ``workflow`` names.
+
+    Args:
+        workflow: Instance, class, dotted path, or agent (see ``WorkflowLike``).
+        workflow_kwargs: Arguments of the class's constructor. A path in ``tokenizer`` is loaded, unless the
+            constructor annotates it as ``str``.
+        wrap_agent: Makes a workflow of an object with ``async run()``.
+        allow_sync: Whether an agent's ``run`` may be a plain function.
+
+    Raises:
+        ConfigError: If it is none of these, kwargs do not fit, ``run`` is not async, or the tokenizer cannot
+            be loaded.
+    """
+    target = check_workflow(workflow, workflow_kwargs, allow_sync=allow_sync)
+    if inspect.isclass(target):
+        target = target(**_with_tokenizer(target, workflow_kwargs or {}))
+    return target if isinstance(target, RolloutWorkflow) else wrap_agent(target)
+
+
+def wrap_agent(agent: Any, config: InferenceEngineConfig) -> RolloutWorkflow:
+    """Return the workflow of ``config.agent_workflow`` around an agent."""
+    wrapper = load_object(config.agent_workflow, where="rollout.agent_workflow")
+    wrapped = wrapper(agent, config)
+    assert isinstance(wrapped, RolloutWorkflow)
+    return wrapped
+
+
+def check_workflow(
+    workflow: WorkflowLike, workflow_kwargs: Mapping[str, Any] | None, *, allow_sync: bool = False
+) -> Any:
+    """Return the class or instance that ``workflow`` names, without constructing it.
+
+    Raises:
+        ConfigError: As :func:`resolve_workflow`.
+    """
+    name = repr(workflow) if isinstance(workflow, str) else getattr(workflow, "__name__", type(workflow).__name__)
+    target: Any = load_object(workflow, where="workflow") if isinstance(workflow, str) else workflow
+    if target is None:
+        raise ConfigError(f"workflow is None: {_FORMS}")
+    if inspect.ismodule(target):
+        raise ConfigError(f"workflow {name} is a module: name the class in it, '{target.__name__}.Name'")
+    if inspect.isclass(target):
+        _check_constructor(target, workflow_kwargs or {}, name)
+    elif workflow_kwargs:
+        raise ConfigError(
+            f"workflow {name} is already an instance, so workflow_kwargs {sorted(workflow_kwargs)} have nowhere to "
+            "go: pass the class, or drop workflow_kwargs"
+        )
+    if not (issubclass(target, RolloutWorkflow) if inspect.isclass(target) else isinstance(target, RolloutWorkflow)):
+        _check_run(target, name, allow_sync)
+    return target
+
+
+def _with_tokenizer(cls: type[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kwargs with the tokenizer itself instead of its path, unless the class wants the path."""
+    path, parameter = kwargs.get("tokenizer"), _signature(cls).parameters.get("tokenizer")
+    if not isinstance(path, str) or parameter is None:
+        return dict(kwargs)
+    named = set(re.findall(r"\w+", inspect.formatannotation(parameter.annotation)))
+    return dict(kwargs) if named <= _PATH_TYPES else {**kwargs, "tokenizer": load_tokenizer(path)}
+
+
+def _check_run(target: Any, name: str, allow_sync: bool) -> None:
+    run = getattr(target, "run", None)
+    if not callable(run):
+        kind = "a function" if inspect.isfunction(target) else "not a workflow"
+        raise ConfigError(f"workflow {name} is {kind}: {_FORMS}")
+    if not (allow_sync or inspect.iscoroutinefunction(run)):
+        raise ConfigError(
+            f"workflow {name} has a run() that is not async, so it would block all episodes: write "
+            "`async def run(self, data, **extra_kwargs)`, or set rollout.agent_isolation: thread"
+        )
+    parameters = inspect.signature(run).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        named = {p.name for p in parameters}
+        if missing := {"base_url", "api_key", "http_client"} - named:
+            raise ConfigError(
+                f"workflow {name} has a run() that cannot take {', '.join(sorted(missing))}: write "
+                "`async def run(self, data, **extra_kwargs)`"
+            )
+
+
+def _check_constructor(cls: type[Any], kwargs: Mapping[str, Any], name: str) -> None:
+    if inspect.isabstract(cls):
+        missing = ", ".join(sorted(cls.__abstractmethods__))
+        raise ConfigError(f"workflow {name} does not define {missing}: write `async def {missing}(self, engine, data)`")
+    signature = _signature(cls)
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        accepted = [p for p in signature.parameters if p not in ("args", "kwargs")]
+        close = [difflib.get_close_matches(k, accepted, 1) for k in kwargs if k not in accepted]
+        hint = f"; did you mean {close[0][0]!r}?" if close and close[0] else ""
+        raise ConfigError(
+            f"workflow {name}: workflow_kwargs {sorted(kwargs)} do not fit its constructor ({error}){hint} "
+            f"It takes {', '.join(accepted) or 'nothing'}"
+        ) from None

@@ -1,0 +1,370 @@
+"""The process of one rollout worker: runs whole groups of episodes on an event loop of its own.
+
+``worker_pool`` starts it and sends it groups. To the episodes it is the inference engine: their model
+calls go to the run's process, which has the servers. Both sides send length-prefixed pickles over a socket that only
+they have. Guarantees that each group it gets is answered once, whatever its code does short of ending the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging.handlers
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from multiprocessing import spawn
+from typing import Any, NamedTuple, NoReturn
+
+from areal_lite.api import episode_context
+from areal_lite.api.engine_api import InferenceEngine
+from areal_lite.api.episode_context import Episode, EpisodeContext
+from areal_lite.api.failure import Failure, FailureKind
+from areal_lite.api.io_struct import ModelRequest, ModelResponse, TokenPrefix
+from areal_lite.api.shared_resources import SharedResources
+from areal_lite.api.trajectory import TaskId
+from areal_lite.api.turn_tree import packed
+from areal_lite.api.workflow_api import RolloutWorkflow
+from areal_lite.config.generation import GenerationHyperparameters
+from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.errors import ConfigError
+from areal_lite.processes.child_process import PickledObject
+from areal_lite.rollout import garbage_collection as collector_pace
+from areal_lite.rollout.episodes.grouped_rollout import run_group
+from areal_lite.rollout.episodes.workflow_resolution import grouped_workflow
+from areal_lite.rollout.loop_thread import LoopThread
+from areal_lite.rollout.loop_watchdog import LoopWatchdog
+from areal_lite.servers.client.engine_client import continued, own_copy
+
+LENGTH = struct.Struct("!Q")
+SEND_S = 600.0
+"""Seconds that the run's process may leave a message unread."""
+RESPONSE_FIELDS = (
+    *("output_tokens", "output_logprobs", "output_versions", "output_top_logprobs", "stop_reason"),
+    *("latency", "ttft", "started", "attempts", "server"),
+)
+"""What the answer to a call has beyond its request."""
+
+
+def frame(message: tuple[Any, ...]) -> bytes:
+    """Return a message as it is sent."""
+    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(body)) + body
+
+
+class MessageReader(asyncio.Protocol):
+    """Passes each message that arrives on a socket to ``on_message``."""
+
+    def __init__(self, on_message: Callable[..., object], on_close: Callable[[], object]) -> None:
+        self._on_message = on_message
+        self._on_close = on_close
+        self._buffer = bytearray()
+
+    def data_received(self, data: bytes) -> None:
+        """Add what arrived and pass on the messages that are complete."""
+        self._buffer += data
+        start = 0
+        while len(self._buffer) >= start + LENGTH.size:
+            body = start + LENGTH.size
+            end = body + LENGTH.unpack_from(self._buffer, start)[0]
+            if len(self._buffer) < end:
+                break
+            with memoryview(self._buffer) as view, view[body:end] as part:
+                message = pickle.loads(part)
+            self._on_message(*message)
+            start = end
+        del self._buffer[:start]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Report the end of the connection."""
+        self._on_close()
+
+
+class WorkerSettings(NamedTuple):
+    """What a worker starts with."""
+
+    config: InferenceEngineConfig
+    log_levels: dict[str, int]
+    """By logger; "" is the root."""
+
+
+class CallRequest(NamedTuple):
+    """A model call of an episode, as it is sent."""
+
+    rid: str
+    gconfig: GenerationHyperparameters
+    top_logprobs: int
+    agent: Any
+    """``metadata["agent"]``."""
+    streams: bool
+    ids: list[int]
+    """Those of the prompt that its group has not sent before."""
+    prefix: tuple[int, int, int] | None
+    """Of the prompt's :class:`TokenPrefix`: number of its list of ids in the group, ``length``, ``num_accepted``. None
+    outside a group: ``ids`` are the prompt."""
+
+
+class EpisodeReply(NamedTuple):
+    """What an episode left in its worker; its model calls are in the run's process."""
+
+    trajectory: dict[str, Any] | None
+    """See :func:`areal_lite.api.turn_tree.packed`; None if it has not ended."""
+    records: dict[str, Any]
+    """What its code recorded, by field of :class:`Episode`."""
+
+
+class _RunningGroup:
+    """A group of episodes in this process."""
+
+    def __init__(self, key: int, size: int, deadline: float) -> None:
+        self.key = key
+        self.size = size
+        self.deadline = deadline
+        self.task: asyncio.Task[None] | None = None
+        self.started = self.stopped = False
+        self.calls: set[asyncio.Future[tuple[Any, ...]]] = set()
+        self._sent: dict[int, tuple[int, list[int], int]] = {}
+        """Number, ids and how many of them were sent, of each list that prompts share, by its identity."""
+
+    def unsent(self, prefix: TokenPrefix) -> tuple[list[int], tuple[int, int, int]]:
+        """Return the ids that the run's process lacks, and what it needs to make the prefix."""
+        number, ids, length = self._sent.get(id(prefix.ids), (len(self._sent), prefix.ids, 0))
+        self._sent[id(ids)] = (number, ids, max(length, prefix.length))
+        return ids[length : prefix.length], (number, prefix.length, prefix.num_accepted)
+
+
+class _Workflow:
+    """A workflow that was sent, loaded when its first group starts."""
+
+    def __init__(self, config: InferenceEngineConfig, sent: PickledObject) -> None:
+        self._config = config
+        self._sent = sent
+        self._loading = asyncio.Lock()
+        self._loaded: RolloutWorkflow | None = None
+
+    async def loaded(self) -> RolloutWorkflow:
+        """Return the workflow; its module is imported in a thread, because that may take seconds."""
+        async with self._loading:
+            if self._loaded is None:
+                self._loaded = await asyncio.to_thread(self._load)
+        return self._loaded
+
+    def _load(self) -> RolloutWorkflow:
+        spawn.prepare(self._sent.preparation)
+        workflow, kwargs, size = pickle.loads(self._sent.pickled)
+        return grouped_workflow(workflow, kwargs, size, self._config)
+
+
+class WorkerProcess(InferenceEngine):
+    """Runs groups until the socket closes or ``close`` arrives; the engine of their episodes."""
+
+    def __init__(self, connection: socket.socket, settings: WorkerSettings) -> None:
+        self.config = settings.config
+        self.ended = threading.Event()
+        self._version = 0
+        self._groups: dict[int, _RunningGroup] = {}
+        self._by_task: dict[TaskId, _RunningGroup] = {}
+        self._workflows: dict[bytes, _Workflow] = {}
+        self._calls: dict[int, tuple[ModelRequest, asyncio.Future[tuple[Any, ...]]]] = {}
+        self._call_ids = itertools.count()
+        self._shared = SharedResources()
+        self._shared.while_blocked.append(lambda *_: self._send("blocked"))
+        self._sending = threading.Lock()
+        self._sender = connection.dup()
+        self._sender.settimeout(SEND_S)
+        self._loop = LoopThread("areal-lite-worker")
+        logging.getLogger().addHandler(_LogSender(self._send))
+        for name, level in settings.log_levels.items():
+            logging.getLogger(name).setLevel(level)
+        self._watchdog = LoopWatchdog(self._loop, self._shared, self._deadline_of)
+        collector_pace.relax()
+        self._loop.call(self._connect(connection))
+
+    async def _connect(self, connection: socket.socket) -> None:
+        reader = MessageReader(lambda kind, *rest: getattr(self, f"_on_{kind}")(*rest), self.ended.set)
+        await asyncio.get_running_loop().create_unix_connection(lambda: reader, sock=connection)
+        self._send("ready")
+
+    def _send(self, *message: Any) -> None:
+        """Send a message at once, from any thread; the run's process always reads."""
+        framed = frame(message)
+        with self._sending, contextlib.suppress(ConnectionError):
+            self._sender.sendall(framed)
+
+    # -- what the run's process sends --------------------------------------------------------------
+
+    def _on_workflow(self, sent: PickledObject) -> None:
+        self._workflows[sent.key] = _Workflow(self.config, sent)
+
+    def _on_forget_workflows(self) -> None:
+        self._workflows.clear()
+
+    def _on_run(
+        self, key: int, workflow: bytes, data: bytes, context: dict[str, Any], size: int, deadline: float
+    ) -> None:
+        group = self._groups[key] = self._by_task[context["task_id"]] = _RunningGroup(key, size, deadline)
+        run = self._run(group, self._workflows[workflow], data, context)
+        group.task = asyncio.get_running_loop().create_task(run)
+
+    def _deadline_of(self, task_id: TaskId) -> float | None:
+        group = self._by_task.get(task_id)
+        return None if group is None else group.deadline
+
+    def _on_cancel(self, key: int) -> None:
+        if (group := self._groups.get(key)) is not None and group.task is not None:
+            group.stopped = True
+            if group.started:  # a task that is cancelled before its first step would not answer
+                group.task.cancel()
+
+    def _on_answer(self, call_id: int, answer: tuple[Any, ...] | Exception) -> None:
+        if call_id not in self._calls or (future := self._calls[call_id][1]).done():
+            return
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+
+    def _on_tokens(self, call_id: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        if call_id not in self._calls or (call := self._calls[call_id])[1].done():
+            return
+        request, future = call
+        assert request.on_tokens is not None
+        try:
+            request.on_tokens(tokens, logprobs)
+        except Exception as error:  # the receiver's error ends the call
+            future.set_exception(error)
+
+    def _on_version(self, version: int) -> None:
+        self._version = version
+
+    def _on_close(self) -> None:
+        async def close() -> None:
+            await self._shared.aclose()
+            self.ended.set()
+
+        self._closing = asyncio.get_running_loop().create_task(close())
+
+    # -- groups ------------------------------------------------------------------------------------
+
+    async def _run(self, group: _RunningGroup, workflow: _Workflow, data: bytes, context: dict[str, Any]) -> None:
+        episodes = [Episode(member_idx=index) for index in range(group.size)]
+        episode_context.enter(EpisodeContext(**context, episodes=episodes, episode=episodes[0], shared=self._shared))
+        was_stopped, failure = False, None
+        group.started = True
+        try:
+            if group.stopped:
+                raise asyncio.CancelledError
+            await run_group(await workflow.loaded(), self, pickle.loads(data), episodes)
+        except asyncio.CancelledError:
+            was_stopped = group.stopped
+            if not was_stopped:
+                failure = Failure(FailureKind.AGENT, "CancelledError", "the episode cancelled itself")
+        except BaseException as error:  # the one place where a group's error becomes data
+            failure = Failure.of(error)
+        for call in list(group.calls):  # of tasks that its code left behind
+            call.cancel()
+        replies = [_reply(episode) for episode in episodes]
+        try:
+            left = pickle.dumps((was_stopped, failure, replies), pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # a workflow returned something beside tensors
+            failure = replace(Failure.of(error), kind=FailureKind.OUTPUT)
+            left = pickle.dumps((was_stopped, failure, [EpisodeReply(None, {})] * len(episodes)))
+        del self._groups[group.key]
+        if self._by_task.get(context["task_id"]) is group:
+            del self._by_task[context["task_id"]]
+        self._send("ended", group.key, left, dict(self._shared.counts))
+
+    # -- the engine of the episodes ----------------------------------------------------------------
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Return one complete answer to ``req``, from the run's process."""
+        if not self._loop.is_current():
+            return await self._loop.acall(self.agenerate(req))
+        context = episode_context.current()
+        group = None if context.task_id is None else self._by_task.get(context.task_id)
+        prefix = req.prefix or continued(req.input_ids, context.episode)
+        ids, place = (req.input_ids, None) if group is None else group.unsent(prefix)
+        call = CallRequest(
+            rid=req.rid,
+            gconfig=req.gconfig,
+            top_logprobs=req.top_logprobs,
+            agent=req.metadata.get("agent"),
+            streams=req.on_tokens is not None,
+            ids=ids,
+            prefix=place,
+        )
+        prompt = prefix.tolist() if req.prefix is None else req.input_ids
+        call_id = next(self._call_ids)
+        future: asyncio.Future[tuple[Any, ...]] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = req, future
+        if group is not None:
+            group.calls.add(future)
+        try:
+            self._send("generate", call_id, None if group is None else group.key, context.member_idx, call)
+            answer = dict(zip(RESPONSE_FIELDS, await future, strict=True))
+        except BaseException:
+            self._send("drop", call_id)
+            raise
+        finally:
+            del self._calls[call_id]
+            if group is not None:
+                group.calls.discard(future)
+        response = ModelResponse(
+            input_tokens=prompt, rid=req.rid, tokenizer=req.tokenizer, metadata=req.metadata, **answer
+        )
+        if context.episode is not None:
+            context.episode.calls.append(own_copy(response, prefix))
+        return response
+
+    def get_version(self) -> int:
+        """Return the policy version."""
+        return self._version
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(
+            f"rollout.workers is {self.config.workers}, and in a worker an episode can only generate: call "
+            "engine.agenerate() and get_version(), or set rollout.workers: 1"
+        )
+
+    submit = wait = rollout_batch = prepare_batch = pause = resume = set_version = _refuse
+    asubmit = await_results = arollout_batch = aprepare_batch = apause = aresume = aset_version = _refuse
+
+
+def _reply(episode: Episode) -> EpisodeReply:
+    return EpisodeReply(
+        None if episode.trajectory is None else packed(episode.trajectory),
+        {name: getattr(episode, name) for name in ("counts", "reward_extra", "scalars", "processes")},
+    )
+
+
+class _LogSender(logging.handlers.QueueHandler):
+    """Sends log records to the run's process."""
+
+    def __init__(self, send: Callable[..., None]) -> None:
+        super().__init__(queue=None)  # type: ignore[arg-type]
+        self._send = send
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Send a record."""
+        self._send("log", record)
+
+
+def main(descriptor: int) -> None:
+    """Serve the socket with this number until the other side closes it."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a job: the run's process decides
+        signal.signal(number, lambda *_: None)
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    (size,) = LENGTH.unpack(connection.recv(LENGTH.size, socket.MSG_WAITALL))
+    (sent,) = pickle.loads(connection.recv(size, socket.MSG_WAITALL))
+    spawn.prepare(sent.preparation)
+    WorkerProcess(connection, pickle.loads(sent.pickled)).ended.wait()
+    sys.stdout.flush()
+    os._exit(0)  # an orderly exit takes seconds where torch is loaded, and waits for threads of episodes

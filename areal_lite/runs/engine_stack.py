@@ -1,0 +1,138 @@
+"""Start the inference engine of a run and, if no running servers are named, the servers behind it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from areal_lite.config.run_config import RunConfig
+from areal_lite.errors import ConfigError
+from areal_lite.models.adapter_shape import AdapterShape
+from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+from areal_lite.runs.run_data import WorkflowChoice
+from areal_lite.servers.pool.sglang_router import check_router
+from areal_lite.servers.programs.embedded_settings import check_model_path
+from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_router, make_servers
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ThreadBudget:
+    """CPU threads of the embedded server and of each trainer process."""
+
+    server: int
+    trainer: int
+
+
+def thread_budget(config: RunConfig) -> ThreadBudget:
+    """Return the CPU threads of server and trainers; ``num_threads`` above 0 in the config is kept.
+
+    In an on-policy run server and trainer take turns, so each gets all cores; otherwise they share them. A trainer
+    without an embedded server gets all cores. Under torchrun the trainers of a machine divide theirs.
+    """
+    trainers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0))
+    together = config.rollout.max_head_offpolicyness > 0 and not config.rollout.addresses
+    server = config.server.num_threads or (max(1, cores // 2) if together else cores)
+    trainer = config.trainer.num_threads or max(1, (cores - server if together else cores) // trainers)
+    return ThreadBudget(server=server, trainer=trainer)
+
+
+def check_startable(config: RunConfig, workflow: WorkflowChoice | None = None) -> None:
+    """Check before anything starts that the model and the workflow exist and that there are servers or can be."""
+    check_model_path(config.model_path)
+    (workflow or WorkflowChoice.of(config)).check(config)
+    protocol, program = config.rollout.backend, config.server.backend
+    check_router(config.rollout)
+    if config.server.router and config.rollout.weight_update == "adapter":
+        raise ConfigError(
+            "server.router is true and rollout.weight_update is adapter: requests through a router cannot name the "
+            "adapter of the server that answers. Use one of the two"
+        )
+    if config.rollout.addresses:
+        if config.server.router:
+            raise ConfigError(
+                "server.router is for servers that the run starts, and rollout.addresses names running "
+                "ones: set rollout.router to the address of their router"
+            )
+        if program is not None:
+            raise ConfigError(
+                f"server.backend is {program}, which starts servers, and rollout.addresses names running ones: remove "
+                "one of the two"
+            )
+        return
+    if protocol != "embedded" and protocol != program:
+        raise ConfigError(
+            f"rollout.backend is {protocol} and rollout.addresses is empty: name the running servers "
+            f"(rollout.addresses=[127.0.0.1:30000]), or have the run start them (server.backend={protocol})"
+        )
+    check_servers(config.server)
+
+
+@contextmanager
+def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEngine]:
+    """Yield an engine with running servers; both stop when the context ends."""
+    if config.rollout.addresses:
+        with _reporting(RemoteInfEngine(config.rollout, model_path=config.model_path)) as engine:
+            yield engine
+        return
+    settings = config.server
+    if settings.backend in (None, "embedded"):
+        threads = settings.num_threads or max(1, thread_budget(config).server // settings.replicas)
+        settings = replace(settings, num_threads=threads)
+    servers = make_servers(
+        settings,
+        model_path=config.model_path,
+        seed=config.seed,
+        deterministic=config.trainer.deterministic,
+        log_dir=run_dir / "servers",
+        adapters=_adapters(config),
+    )
+    with ServerGroup(servers) as group, ServerGroup(make_router(settings, run_dir / "servers")) as router:
+        patience = max(config.rollout.outage_patience_s, settings.start_timeout_s)  # for all of them to restart
+        rollout = replace(
+            config.rollout,
+            addresses=group.addresses,
+            backend=settings.backend or "embedded",
+            router=next(iter(router.addresses), None),
+            outage_patience_s=patience,
+        )
+        with _reporting(RemoteInfEngine(rollout, model_path=config.model_path)) as engine:
+            for one in (group, router):
+                one.attach(engine)
+            try:
+                yield engine
+            finally:
+                for one in (group, router):
+                    one.attach(None)
+
+
+def _adapters(config: RunConfig) -> AdapterShape | None:
+    """Return the shape of the adapters that the servers must be started for."""
+    lora = config.trainer.lora
+    if config.rollout.weight_update != "adapter" or lora is None or config.server.backend in (None, "embedded"):
+        return None
+    from areal_lite.models.lora import planned_shape
+
+    return planned_shape(config.model_path, lora)
+
+
+def reports_truncated(config: RunConfig) -> bool:
+    """Return whether the servers' log-probs are renormalized over the tokens that top_p, top_k and min_p keep."""
+    return "vllm" in (config.rollout.backend, config.server.backend)
+
+
+@contextmanager
+def _reporting(engine: RemoteInfEngine) -> Iterator[RemoteInfEngine]:
+    """Run the engine, and log its failed episodes by cause when it ends, also after an error."""
+    with engine:
+        try:
+            yield engine
+        finally:
+            if table := engine.failures.table():
+                logger.warning("%s", table)

@@ -1,0 +1,201 @@
+"""Entry points of the runs with rollouts: training, rollouts alone, evaluation alone. ``rl`` has the training loop."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from areal_lite.api.trajectory import EpisodeStatus, Group
+from areal_lite.config.generation import GenerationHyperparameters
+from areal_lite.config.run_config import RunConfig
+from areal_lite.data.rows.load_rows import check_held_out
+from areal_lite.errors import ConfigError
+from areal_lite.processes.quick_import import quick_import
+from areal_lite.runs.engine_stack import check_startable, generating_engine, reports_truncated
+from areal_lite.runs.evaluation import Evaluation, evaluate, no_success
+from areal_lite.runs.folder.run_directory import run_directory
+from areal_lite.runs.monitoring.run_metrics import OnStep, recorded
+from areal_lite.runs.run_data import WorkflowChoice, workflow_rows
+from areal_lite.servers.programs.embedded_settings import check_model_path, check_text_model
+
+if TYPE_CHECKING:
+    from areal_lite.runs.training_run import Summary
+
+logger = logging.getLogger(__name__)
+
+
+def run_training(
+    config: RunConfig, *, on_step: OnStep | None = None, workflow: WorkflowChoice | None = None
+) -> Summary[Evaluation]:
+    """Train a policy by reinforcement learning; ``on_step`` sees every record of metrics.jsonl.
+
+    Under torchrun all ranks call it; the first one generates, writes and has the metrics. ``workflow`` replaces that
+    of the config.
+
+    Raises:
+        ConfigError: Before anything expensive starts, for anything in the config that cannot work.
+        Stopped: On SIGINT or SIGTERM, with a checkpoint of the last whole step if the run makes any.
+    """
+    check_model_path(config.model_path)  # before torch is loaded
+    with quick_import():
+        from areal_lite.models.parallel.ranks import join_ranks
+        from areal_lite.models.policy_model import resolve_device
+        from areal_lite.runs.rl_run import run_rl
+
+    check_trainable(config, workflow)
+    if workflow is not None:
+        config = workflow.recorded(config)
+
+    with join_ranks(resolve_device(config.trainer.device)):
+        return run_rl(config, on_step, workflow=workflow)
+
+
+def run_rollout(config: RunConfig, *, on_step: OnStep | None = None) -> list[Group]:
+    """Run the workflow once on every training row, without training, and return the results.
+
+    With ``rollout.dump_to_file`` the episodes are dumped under ``rollout/``. rollout_metrics.jsonl gets one record,
+    which ``on_step`` sees.
+
+    Raises:
+        EpisodeError: If every group failed.
+    """
+    check_startable(config)
+    choice = WorkflowChoice.of(config)
+    kwargs = choice.kwargs(config, is_eval=False)
+    rows = workflow_rows(config, config.train_dataset, is_train=True)
+    with (
+        run_directory(config, fresh=False, trains=False) as run_dir,
+        generating_engine(config, run_dir) as engine,
+        recorded(engine, run_dir, "rollout", on_step) as metrics,
+    ):
+        logger.info("running %d rows x %d episodes", len(rows), config.rollout.group_size)
+        groups = engine.rollout_batch(rows, choice.workflow, kwargs, config.should_accept_fn)
+        if rewards := [reward for group in groups for reward in group.rewards]:
+            metrics["rollout/reward"] = sum(rewards) / len(rewards)
+    if groups and all(group.status is EpisodeStatus.FAILED for group in groups):
+        raise no_success(groups)
+    return groups
+
+
+def run_evaluation(config: RunConfig, *, on_step: OnStep | None = None) -> Evaluation:
+    """Run the workflow on the held-out rows and return the rewards.
+
+    eval_metrics.jsonl gets one record, which ``on_step`` sees.
+
+    Raises:
+        ConfigError: If there is no ``eval_dataset``.
+        EpisodeError: If no episode gave a reward.
+    """
+    if config.eval_dataset is None:
+        raise ConfigError("eval_dataset is missing: give the rows to evaluate on (eval_dataset.path=rows.jsonl)")
+    check_startable(config)
+    rows = workflow_rows(config, config.eval_dataset, is_train=False)
+    with (
+        run_directory(config, fresh=False, trains=False) as run_dir,
+        generating_engine(config, run_dir) as engine,
+        recorded(engine, run_dir, "eval", on_step) as metrics,
+    ):
+        result = evaluate(engine, config, rows, WorkflowChoice.of(config))
+        metrics |= result.metrics()
+        return result
+
+
+def check_trainable(config: RunConfig, workflow: WorkflowChoice | None = None) -> None:
+    """Check a training run's options, model folders and workflow; raises ConfigError."""
+    check_model_path(config.model_path)  # before torch is loaded
+
+    from areal_lite.models.policy_model import resolve_device
+
+    check_startable(config, workflow)
+    if not config.rollout.addresses and config.server.backend in (None, "embedded"):
+        resolve_device(config.server.device, key="server.device")
+    if config.rollout.weight_update == "adapter" and config.trainer.lora is None:
+        raise ConfigError(
+            "rollout.weight_update is adapter, and there are no adapters: set trainer.lora, or weight_update: auto"
+        )
+    check_learnable(config)
+    if config.eval_dataset is not None:
+        check_held_out(config.train_dataset, config.eval_dataset)
+
+
+def check_learnable(config: RunConfig) -> None:
+    """Check what a run needs to train, without servers and rows; raises ConfigError."""
+    from areal_lite.models.policy_model import check_scorable, resolve_device
+    from areal_lite.trainer.estimators import COMPARES_GROUP
+
+    resolve_device(config.trainer.device)
+    critic = config.trainer.critic
+    for key, path in (
+        ("model_path", config.model_path),
+        ("reward_model", config.reward_model),
+        ("trainer.critic.model_path", None if critic is None else critic.model_path),
+    ):
+        if path is not None:
+            check_model_path(path, key=key, has_tokenizer=key == "model_path")
+            check_scorable(path, key=key)
+    check_text_model(config.model_path)
+    rollout = config.rollout
+    if rollout.group_size < 2 and config.trainer.advantage in COMPARES_GROUP:
+        raise ConfigError(
+            f"rollout.group_size is {rollout.group_size}: a group of one has no baseline, so every advantage of "
+            f"{config.trainer.advantage} would be 0. Use 2 or more"
+        )
+    minibatches = config.trainer.minibatches_per_step
+    if minibatches > rollout.consumer_batch_size:
+        raise ConfigError(
+            f"trainer.minibatches_per_step is {minibatches} and rollout.consumer_batch_size "
+            f"{rollout.consumer_batch_size}: a minibatch has whole groups, so some would be empty. Use fewer "
+            "minibatches, or more groups"
+        )
+    if groups_left := rollout.consumer_batch_size % minibatches:
+        logger.warning(
+            "trainer.minibatches_per_step %d does not divide rollout.consumer_batch_size %d: %d minibatches have %d "
+            "groups and the others %d, all with the same learning rate",
+            minibatches,
+            rollout.consumer_batch_size,
+            groups_left,
+            rollout.consumer_batch_size // minibatches + 1,
+            rollout.consumer_batch_size // minibatches,
+        )
+    if rollout.gconfig.effective_temperature == 0:
+        raise ConfigError(
+            "rollout.gconfig is greedy: all episodes of a group would be equal and every advantage 0. Set greedy: "
+            "false and a temperature above 0"
+        )
+    _check_log_probs(config)
+
+
+def _check_log_probs(config: RunConfig) -> None:
+    """Check that trainer and servers can agree on log-probs; warn where they differ."""
+    rollout = config.rollout
+    if rollout.gconfig.is_truncated and config.trainer.proximal == "behaviour" and not reports_truncated(config):
+        raise ConfigError(
+            "trainer.proximal is 'behaviour', but the log-probs of these servers ignore top_p, top_k and min_p of "
+            "rollout.gconfig: set trainer.proximal: trainer, or remove them"
+        )
+    whole = rollout.weight_update != "adapter"
+    if whole and config.trainer.dtype == "float32" and config.server.dtype in ("bfloat16", "float16"):
+        logger.warning(
+            "trainer.dtype is float32 and server.dtype %s: published weights are rounded, which undoes most of a small "
+            "update for the servers; set server.dtype: float32",
+            config.server.dtype,
+        )
+    if config.trainer.dtype == "bfloat16" and config.server.dtype == "float32":
+        logger.warning(
+            "trainer.dtype is bfloat16 and server.dtype float32: the trainer rounds small updates away, which the "
+            "servers see, so that log-probs soon differ by several nats; set trainer.dtype: float32"
+        )
+    changed = [
+        name
+        for name in (
+            *("min_new_tokens", "frequency_penalty", "presence_penalty"),
+            *("repetition_penalty", "logit_bias", "json_schema", "regex", "ebnf"),
+        )
+        if getattr(rollout.gconfig, name) != getattr(GenerationHyperparameters, name)
+    ]
+    if changed:
+        logger.warning(
+            "rollout.gconfig changes %s: tokens are sampled from a different distribution than the one their log-probs "
+            "describe, and neither corrections nor metrics account for it. Keep the defaults while training",
+            ", ".join(changed),
+        )

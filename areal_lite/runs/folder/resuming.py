@@ -1,0 +1,89 @@
+"""The checkpoint that a run resumes from, found and checked before anything expensive starts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_lite.config.loader import dump_config
+from areal_lite.config.run_config import RunConfig
+from areal_lite.config.supervised_config import SupervisedConfig
+from areal_lite.errors import ConfigError
+
+_Config = RunConfig | SupervisedConfig
+
+CHECKPOINTS = "checkpoints"
+"""Folder of a run's checkpoints."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a run starts."""
+
+    checkpoint: Path | None = None
+    """None starts fresh."""
+    step: int = 0
+    """Steps already done."""
+    evaluates: bool
+    """Whether to evaluate before the first step: a resumed run only if metrics.jsonl lacks that evaluation."""
+    is_done: bool = False
+    """Whether nothing is left to train, evaluate or save."""
+
+
+def find_start(config: _Config, total_steps: int) -> Start:
+    """Return where the run starts, as ``checkpoint.resume`` and the run's folder say.
+
+    Raises:
+        CheckpointError: If the checkpoint is missing or broken.
+        ConfigError: If it belongs to another config, or has more than ``total_steps``.
+    """
+    from areal_lite.trainer.checkpoint.checkpoint import check_config, checkpoint_step, find_checkpoint
+
+    run_dir = config.run_dir
+    checkpoint = find_checkpoint(run_dir / CHECKPOINTS, config.checkpoint.resume)
+    if checkpoint is None:
+        return Start(evaluates=isinstance(config, SupervisedConfig) or config.evaluation.at_start)
+    check_config(checkpoint, dump_config(config))
+    step = checkpoint_step(checkpoint)
+    if step > total_steps:
+        raise ConfigError(
+            f"{checkpoint} has trained {step} steps and trainer.total_steps is {total_steps}: raise it to train "
+            "longer, or choose another trial_name"
+        )
+    is_done = step == total_steps and _is_complete(config, run_dir, step)
+    return Start(checkpoint=checkpoint, step=step, evaluates=not _is_evaluated(run_dir, step), is_done=is_done)
+
+
+def resume_hint(run_dir: Path) -> str:
+    """Return which checkpoint a failed run can be resumed from."""
+    from areal_lite.trainer.checkpoint.checkpoint import find_checkpoint
+
+    last = find_checkpoint(run_dir / CHECKPOINTS, "auto")
+    if last is None:
+        return "there is no checkpoint to resume from: set checkpoint.every_minutes or every_steps to make them"
+    return f"the last good checkpoint is {last}"
+
+
+def _is_complete(config: _Config, run_dir: Path, step: int) -> bool:
+    """Return whether the last step has its evaluation and its saved model, if the run makes them."""
+    if config.eval_dataset is not None and not _is_evaluated(run_dir, step):
+        return False
+    if not config.save_model:
+        return True
+    manifest = run_dir / "model" / "manifest.json"
+    # A model older than this step's records was saved by a run with fewer steps.
+    trained_at = max((record["time"] for record in _records(run_dir, step)), default=0.0)
+    return manifest.is_file() and manifest.stat().st_mtime >= trained_at
+
+
+def _is_evaluated(run_dir: Path, step: int) -> bool:
+    return any(name.startswith("eval/") for record in _records(run_dir, step) for name in record)
+
+
+def _records(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    start = b'{"step": %d,' % step
+    return [json.loads(line) for line in lines if line.startswith(start) and line.endswith(b"\n")]

@@ -1,0 +1,100 @@
+"""The folder of one run, locked by one process at a time, and its log of skipped updates."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from areal_lite.config.loader import dump_config
+from areal_lite.config.run_config import ExperimentConfig
+from areal_lite.errors import ConfigError, RunDirBusyError, StorageError
+from areal_lite.files.whole_files import write_whole
+
+logger = logging.getLogger(__name__)
+
+_SKIPPED_UPDATES = "skipped_updates.jsonl"
+
+
+@contextmanager
+def run_directory(config: ExperimentConfig, *, fresh: bool, trains: bool = True) -> Iterator[Path]:
+    """Make the run's folder, lock it while the context lasts, and save the config in it.
+
+    Args:
+        fresh: The run starts at step 0. A folder with metrics of another training run is refused, unless that run
+            made no step, or had this config and made no checkpoint; then its metrics are removed.
+        trains: False keeps the config that a training run saved there.
+
+    Raises:
+        RunDirBusyError: If another live process holds it.
+        ConfigError: If ``fresh`` and the folder holds a training run.
+        StorageError: If it is not writable.
+    """
+    path = config.run_dir
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise StorageError(
+            f"the run directory {path} cannot be written: {error}. Set fileroot to a writable folder"
+        ) from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 32, 0).decode() or "unknown"
+            raise RunDirBusyError(
+                f"{path} is held by a run that is still alive (pid {holder}): stop it, or choose another trial_name"
+            ) from None
+        if fresh and (path / "metrics.jsonl").exists():
+            check_disposable(config, path)
+            logger.warning("%s: the run in it ended before its first checkpoint; starting again", path)
+            for name in ("metrics.jsonl", _SKIPPED_UPDATES):
+                (path / name).unlink(missing_ok=True)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        if trains or not (path / "config.yaml").exists():
+            try:
+                write_whole(path / "config.yaml", dump_config(config).encode())
+            except OSError as error:
+                raise StorageError(f"cannot save the config in {path}: {error}: free disk space") from error
+        yield path
+    finally:
+        os.close(lock)
+
+
+def check_disposable(config: ExperimentConfig, path: Path) -> None:
+    """Refuse a folder whose run has anything to lose, or made a step under another config."""
+    from areal_lite.trainer.checkpoint.checkpoint import CONFIG_FILE, check_config
+
+    trained = b'"train/' in (path / "metrics.jsonl").read_bytes()
+    if not trained and not (path / "model").exists():
+        return
+    if (
+        config.checkpoint.resume == "never"
+        or (path / "model").exists()
+        or not (path / CONFIG_FILE).is_file()
+        or not config.checkpoint.enabled
+    ):
+        raise ConfigError(
+            f"{path} already holds a training run, which this one would mix with: choose another name "
+            "(trial_name=...), or remove the folder"
+        )
+    check_config(path, dump_config(config))
+
+
+def append_skipped_update(run_dir: Path, update: Mapping[str, Any]) -> None:
+    """Append an update that was not applied, because it was not finite, to skipped_updates.jsonl."""
+    # JSON has no nan and no infinity.
+    record = {name: str(value) if isinstance(value, float) else value for name, value in update.items()}
+    path = run_dir / _SKIPPED_UPDATES
+    try:
+        with path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error}: free disk space") from error

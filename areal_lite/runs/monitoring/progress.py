@@ -1,0 +1,141 @@
+"""Console output of training runs: a progress bar on a terminal, one line per record elsewhere.
+
+Under torchrun only the first rank prints.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column, Table
+
+from areal_lite.runs.evaluation import Evaluation
+
+if TYPE_CHECKING:
+    from areal_lite.runs.training_run import Summary
+
+_ROWS = ("held-out reward", "held-out episodes", "of them failed")
+
+
+class TrainingProgress:
+    """A context manager whose :meth:`on_step` is the callback of ``run_training``."""
+
+    def __init__(self, total_steps: int | None, *, console: Console | None = None) -> None:
+        self.console = console or Console(quiet=os.environ.get("RANK", "0") != "0")
+        self.last: dict[str, float] = {}
+        """The newest value of each metric."""
+        self._bar = Progress(
+            TextColumn("[bold]training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("reward {task.fields[reward]}  held-out {task.fields[held_out]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task(
+            "train",
+            total=total_steps,
+            reward="-",
+            held_out="-",
+            visible=False,  # a resumed run does not start at 0
+        )
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show one record of metrics.jsonl."""
+        self.last = {**self.last, **metrics}
+        if "eval/reward" in metrics:
+            reward = metrics["eval/reward"]
+            self.console.print(
+                f"step {step:>4}  held-out reward {reward:.3f} over {metrics['eval/episodes']:.0f} episodes "
+                f"({metrics['eval/seconds']:.1f} s)"
+            )
+            shown: dict[str, Any] = {"held_out": f"{reward:.3f}"}
+        else:
+            self.console.print(
+                f"step {step:>4}  reward {metrics['train/reward_mean']:.3f}  loss {metrics['train/loss']:+.4f}  "
+                f"{metrics['timing/step_s']:.1f} s (rollout {metrics['timing/rollout_wait_s']:.1f}, "
+                f"weights {metrics['timing/weight_update_s']:.1f}){_failures(metrics)}"
+            )
+            shown = {"reward": f"{metrics['train/reward_mean']:.3f}"}
+        if total := getattr(metrics, "total_steps", None):
+            self._bar.update(self._task, total=total)
+        self._bar.update(self._task, completed=step, visible=True, **shown)
+
+
+def _failures(metrics: Mapping[str, float]) -> str:
+    """Return failed episodes with the top cause, and retried requests, so far; empty without any."""
+    text, cause = "", getattr(metrics, "top_cause", "")
+    if failed := metrics.get("rollout/failed_episodes"):
+        text += f"  failed {failed:.0f}{f' (most: {cause})' if cause else ''}"
+    if retried := metrics.get("rollout/retried_requests"):
+        text += f"  retried {retried:.0f}"
+    return text
+
+
+def server_table(metrics: Mapping[str, float], addresses: Sequence[str]) -> Table | None:
+    """Return the figures of each server in the last record of a run; None without any."""
+    figures: dict[str, dict[str, float]] = {}
+    for metric, value in metrics.items():
+        if metric.startswith("servers/"):
+            _, index, key = metric.split("/")
+            figures.setdefault(index, {})[key] = value
+    if not figures:
+        return None
+    columns = [key for key in figures["0"] if key != "outstanding"]  # nothing is at the end
+    named = len(addresses) == len(figures) - ("router" in figures)
+    headings = (Column(key.removeprefix("latency_").replace("_", " "), justify="right") for key in columns)
+    table = Table(Column("server", no_wrap=True), *headings, box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for index, server in figures.items():
+        name = addresses[int(index)] if named and index != "router" else index if addresses else "embedded"
+        table.add_row(name, *(f"{server[c]:.2f}" if c.endswith("_s") else f"{server[c]:.0f}" for c in columns))
+    return table
+
+
+def summary_table(summary: Summary[Evaluation]) -> Table | str:
+    """Return the evaluations before and after a training run as a table, or one line if there are none."""
+    title = f"{summary.steps} training steps in {summary.seconds:.0f} s"
+    if summary.after is None:
+        return title
+    table = Table("", "before", "after", title=title)
+    for name, *values in zip(_ROWS, _column(summary.before), _column(summary.after), strict=True):
+        table.add_row(name, *values)
+    return table
+
+
+def _column(evaluation: Evaluation | None) -> list[str]:
+    if evaluation is None:
+        return ["-"] * len(_ROWS)
+    return [f"{evaluation.reward:.3f}", str(evaluation.episodes), str(evaluation.failed)]
+
+
+def progress_line(step: int, metrics: Mapping[str, float]) -> str:
+    """Return one record of a supervised run as a line of text."""
+    scope = "eval" if "eval/loss" in metrics else "train"
+    formats = {"loss": ".4f", "accuracy": ".3f", "margin": "+.3f", "learning_rate": ".2e", "grad_norm": ".2f"}
+    formats["tokens_per_second"] = ".0f"
+    values = [
+        f"{name.replace('_', ' ')} {metrics[f'{scope}/{name}']:{form}}"
+        for name, form in formats.items()
+        if f"{scope}/{name}" in metrics
+    ]
+    return f"step {step:>5}  {'held-out ' * (scope == 'eval')}{'  '.join(values)}"

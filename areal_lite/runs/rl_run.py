@@ -1,0 +1,287 @@
+"""A reinforcement-learning run: :meth:`RLRun.fit` is the algorithm.
+
+The first rank also drives rollouts and owns engine, data source and files; the other ranks train on the batches it
+broadcasts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from areal_lite.config.run_config import RunConfig
+from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.data.source.data_source_state import state_bytes, state_path
+from areal_lite.errors import ServerError
+from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, broadcast_json
+from areal_lite.models.truncation import Truncation
+from areal_lite.runs.engine_stack import generating_engine, reports_truncated, thread_budget
+from areal_lite.runs.evaluation import Evaluation
+from areal_lite.runs.folder.resuming import Start, find_start
+from areal_lite.runs.monitoring.profiling import MemorySnapshots, StepProfiler
+from areal_lite.runs.monitoring.run_metrics import OnStep, with_scalars
+from areal_lite.runs.rollout_driver import RolloutDriver, RolloutInputs, load_rollout_inputs
+from areal_lite.runs.run_data import TrainingData, WorkflowChoice, tokenizer_path, training_data, with_steps
+from areal_lite.runs.server_probe import NUM_TOKENS, Answer, compare_logprobs, probe_prompt, usual_difference
+from areal_lite.runs.stopping import Stopped, interruptible, stop_together
+from areal_lite.runs.training_run import (
+    RunFiles,
+    StepMetrics,
+    Summary,
+    TrainingRun,
+    open_run_files,
+    summary_of_finished,
+    with_prefix,
+)
+from areal_lite.servers.programs.server_program import gpu_groups
+from areal_lite.servers.weights.publisher import Publish, weight_publisher
+from areal_lite.trainer.rl.algorithm import Algorithm
+from areal_lite.trainer.rl.policy_step import Batch
+from areal_lite.trainer.rl.policy_trainer import OnFacts, OnSkip, PolicyTrainer
+from areal_lite.trainer.rl.token_facts import FactsWriter
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class RLRun(TrainingRun[Evaluation]):
+    """A reinforcement-learning run."""
+
+    config: RunConfig
+    trainer: PolicyTrainer
+    driver: RolloutDriver | None
+    """None on ranks other than the first."""
+    profiler: StepProfiler
+    snapshots: MemorySnapshots
+    publish_version: Publish
+    _last_record: tuple[float, float] = field(init=False, default=(0.0, 0.0))
+    """When the last step was recorded, on the monotonic clock, and the tokens generated until then."""
+
+    def run(self) -> Summary[Evaluation]:
+        """Train up to ``total_steps`` and save the model; servers that were running before get the weights first.
+
+        Raises:
+            ConfigError: If a server serves another model, before the first step.
+        """
+        if self.start.checkpoint is None:
+            if self.config.rollout.addresses:
+                self.publish()  # they may still serve the weights of an earlier run
+            self.compare_with_servers()
+        return super().run()
+
+    def fit(self) -> None:
+        """Train up to ``total_steps``: generate, train, publish the weights; evaluate and save when due.
+
+        :meth:`PolicyTrainer.train_step` lists the stages of training: log-probs, values, advantages, updates.
+        """
+        while self.step < self.total_steps:
+            with self.profiler(self.step + 1), self.snapshots(self.step + 1):
+                began = time.monotonic()
+                probed = self.probe_if_due()
+                batch = self.generate()
+                generated = time.monotonic()
+                metrics = self.trainer.train_step(batch, version=self.step) | probed
+                self.step += 1
+                self.mark_trained(batch)
+                trained = time.monotonic()
+                self.publish()
+                self.log(metrics, began, generated, trained)
+                self.save_if_due()
+            self.evaluate_if_due()
+
+    def generate(self) -> Batch:
+        """Return the next batch with its rewards, the same on every rank."""
+        return broadcast_batch(self.on_lead_rank(lambda driver: driver.batch(self.step + 1)))
+
+    def mark_trained(self, batch: Batch) -> None:
+        """Tell the data source that the batch of this step was trained."""
+        if self.driver is not None:
+            self.driver.mark_trained(self.step, batch)
+
+    def publish(self) -> None:
+        """Publish the weights as policy version ``step`` and have the servers load them.
+
+        A run that is asked to stop does not wait for the servers.
+        """
+        weights = self.publish_version(self.step)
+        if self.driver is not None:
+            with suppress(Stopped), interruptible():
+                self.driver.engine.update_weights(weights)
+
+    def compare_with_servers(self, *, warn_above: float | None = None) -> dict[str, float]:
+        """Compare the servers' log-probs of a short answer with the trainer's; see :mod:`server_probe`.
+
+        With ``warn_above`` the result is empty if no server answers.
+        """
+        prompt = probe_prompt(load_tokenizer(self.tokenizer_path))
+
+        def ask(driver: RolloutDriver) -> list[Answer]:
+            with suppress(*[ServerError] if warn_above is not None else []):
+                return driver.engine.probe(prompt, NUM_TOKENS)
+            return []
+
+        answers = broadcast_json(self.on_lead_rank(ask))
+        return compare_logprobs(self.trainer, prompt, answers, warn_above=warn_above) if answers else {}
+
+    def probe_if_due(self) -> dict[str, float]:
+        """Compare the servers with the trainer every ``rollout.probe_every_steps``; return the largest difference."""
+        every = self.config.rollout.probe_every_steps
+        if every == 0 or self.step == self.start.step or self.step % every:
+            return {}
+        figures = self.compare_with_servers(warn_above=usual_difference(self.config))
+        return {"probe_log_prob_diff": max(figures.values())} if figures else {}
+
+    def log(self, metrics: dict[str, float], began: float, generated: float, trained: float) -> None:
+        """Record the metrics of the step; the moments are of the monotonic clock."""
+        if self.driver is not None:
+            now = time.monotonic()
+            engine = self.driver.metrics()
+            (since, before), self._last_record = self._last_record, (now, engine["rollout/generated_tokens"])
+            metrics = {
+                **with_prefix("train", metrics),
+                "timing/rollout_wait_s": generated - began,
+                "timing/weight_update_s": now - trained,
+                "timing/step_s": now - began,
+                "perf/throughput": metrics["tokens"] / (now - began) / num_devices(self.config),
+                "perf/generated_tokens_per_second": (self._last_record[1] - before) / (now - (since or began)),
+                **engine,
+            }
+            record = StepMetrics(with_scalars(metrics, self.driver.scalars()))
+            record.total_steps = self.total_steps
+            record.top_cause = self.driver.engine.failures.top_cause()
+            self.record_step(record, began=began)
+
+    def evaluate(self) -> None:
+        """Run the held-out rows, if there are any, and record their rewards."""
+        if (result := self.on_lead_rank(RolloutDriver.evaluate)) is not None:
+            self.record_evaluation(result, result.metrics())
+
+    def on_lead_rank(self, work: Callable[[RolloutDriver], T]) -> T | None:
+        """Return the result of ``work`` on the first rank; the others wait for it and get None.
+
+        Raises:
+            Stopped: On every rank, if one was asked to stop; ``work`` is interrupted.
+        """
+        result = None
+        with suppress(Stopped):
+            if self.driver is not None:
+                with interruptible():
+                    result = work(self.driver)
+        stop_together()
+        return result
+
+    def resume_from(self, checkpoint: Path) -> None:
+        """Load the trainer's state and publish its weights."""
+        super().resume_from(checkpoint)
+        self.publish()
+        self.compare_with_servers()
+
+    def save(self) -> None:
+        """Start writing a checkpoint once the groups that it was trained on are dumped."""
+        if self.driver is not None:
+            self.driver.engine.flush_dumps()
+        super().save()
+
+    def data_state(self) -> dict[str, bytes]:
+        """Return the state of the data source."""
+        assert self.driver is not None
+        return {str(state_path("", self.step)): state_bytes(self.driver.data.source.state_dict())}
+
+
+def run_rl(
+    config: RunConfig,
+    on_step: OnStep | None,
+    *,
+    workflow: WorkflowChoice | None = None,
+    make_run: Callable[..., RLRun] = RLRun,
+) -> Summary[Evaluation]:
+    """Train a policy; call it on every rank, after the ranks have joined. ``make_run`` may return a subclass."""
+    data = training_data(config, workflow) if Ranks.current().rank == 0 else None
+    if config.trainer.total_epochs is not None:
+        config = with_steps(config, broadcast_json(data and len(data.dataset)))
+    start = find_start(config, config.trainer.steps)
+    if start.is_done:
+        return summary_of_finished(config, start)
+    inputs = rollout_inputs(config, start, data, workflow) if data is not None else None
+    with ExitStack() as stack:
+        files = stack.enter_context(open_run_files(config, start, on_step))
+        driver = None
+        if inputs is not None:
+            engine = stack.enter_context(generating_engine(config, files.run_dir))
+            driver = RolloutDriver(config, files.run_dir, engine=engine, inputs=inputs)
+        disable_progress_bar()  # type: ignore[no-untyped-call]
+        started = time.monotonic()
+        dtype = served_dtype(config)
+        trainer = open_trainer(config, files, stack)
+        return make_run(
+            config=config,
+            files=files,
+            start=start,
+            trainer=trainer,
+            total_steps=config.trainer.steps,
+            tokenizer_path=tokenizer_path(config),
+            dtype=dtype,
+            started=started,
+            driver=driver,
+            publish_version=stack.enter_context(
+                weight_publisher(config.rollout, trainer.model, files.run_dir / "weights", dtype)
+            ),
+            profiler=stack.enter_context(StepProfiler(config.profile_steps, files.run_dir / "profile")),
+            snapshots=MemorySnapshots(config.memory_snapshot_steps, files.run_dir / "memory"),
+        ).run()
+
+
+def rollout_inputs(
+    config: RunConfig, start: Start, data: TrainingData, workflow: WorkflowChoice | None = None
+) -> RolloutInputs:
+    """Return the inputs of a run's rollouts; a ConfigError says what in algorithm, workflow or rows cannot work."""
+    algorithm = Algorithm(config.trainer, max_new_tokens=config.rollout.gconfig.max_new_tokens)
+    return load_rollout_inputs(config, start, data, baselines="baselines" in algorithm.needs, workflow=workflow)
+
+
+def num_devices(config: RunConfig) -> int:
+    """Return the devices of a run: one for each rank of the trainer, and the GPUs of servers that it starts."""
+    started = [] if config.rollout.addresses else gpu_groups(config.server)
+    return Ranks.current().size + sum(len(gpus.split(",")) for gpus in started if gpus)
+
+
+def served_dtype(config: RunConfig) -> torch.dtype:
+    """Return the dtype in which models are published and saved."""
+    dtype: torch.dtype = getattr(torch, "float32" if config.server.dtype == "auto" else config.server.dtype)
+    return dtype
+
+
+def open_trainer(config: RunConfig, files: RunFiles, stack: ExitStack) -> PolicyTrainer:
+    """Return the policy trainer of a run; with ``dump_training`` it writes training facts until ``stack`` closes."""
+    logger.info("loading %s into the trainer", config.model_path)
+    folder = files.run_dir / "training" if Ranks.current().rank == 0 else None
+    on_facts = stack.enter_context(FactsWriter(folder)) if config.dump_training else None
+    return make_trainer(config, files.record_skipped_update, on_facts)
+
+
+def make_trainer(config: RunConfig, on_skip: OnSkip, on_facts: OnFacts | None = None) -> PolicyTrainer:
+    """Return the policy trainer of a run."""
+    gconfig = config.rollout.gconfig
+    truncation = Truncation(
+        top_p=gconfig.top_p, top_k=gconfig.top_k, min_p=gconfig.min_p, reported=reports_truncated(config)
+    )
+    return PolicyTrainer(
+        replace(config.trainer, num_threads=thread_budget(config).trainer),
+        model_path=config.model_path,
+        seed=config.seed,
+        temperature=gconfig.effective_temperature,
+        truncation=truncation if gconfig.is_truncated else None,
+        max_new_tokens=gconfig.max_new_tokens,
+        on_skip=on_skip,
+        on_facts=on_facts,
+    )

@@ -1,0 +1,249 @@
+"""Drives rollouts on the first rank: data source and engine in, batches with rewards out."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from areal_lite.api.engine_api import Row
+from areal_lite.api.trajectory import Group
+from areal_lite.config.run_config import RunConfig
+from areal_lite.data.batch.data_proto import DataProto
+from areal_lite.data.batch.data_proto_file import BatchCache
+from areal_lite.data.batch.rollout_dump import dump_rollouts
+from areal_lite.data.batch.training_batch import data_proto_of
+from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.data.packer.data_packer import row_of, training_batch
+from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
+from areal_lite.data.rows.collate import object_array
+from areal_lite.data.source.buffered_data_source import CurriculumDataSource
+from areal_lite.models.policy_model import resolve_device
+from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+from areal_lite.runs.evaluation import Evaluation, evaluate
+from areal_lite.runs.folder.resuming import Start
+from areal_lite.runs.folder.trained_batches import record_batch
+from areal_lite.runs.monitoring.run_metrics import engine_metrics
+from areal_lite.runs.run_data import (
+    TrainingData,
+    WorkflowChoice,
+    tokenizer_path,
+    workflow_rows,
+)
+from areal_lite.trainer.forward.scalar_model import RewardModel, load_reward_model
+from areal_lite.trainer.rl.policy_step import Batch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutInputs:
+    """Inputs of rollouts, loaded and checked before anything starts."""
+
+    data: TrainingData
+    """Training rows."""
+    workflow: WorkflowChoice
+    held_out: Sequence[Row] = ()
+    """Rows to evaluate on."""
+    reward_model: RewardModel | None = None
+    """Scores whole sequences in place of the workflow's rewards."""
+    baselines: bool = False
+    """Whether the estimator needs the reward of a greedy answer per row."""
+    cache: BatchCache | None = None
+    """Where batches are kept."""
+
+
+def load_rollout_inputs(
+    config: RunConfig,
+    start: Start,
+    data: TrainingData,
+    *,
+    baselines: bool,
+    workflow: WorkflowChoice | None = None,
+) -> RolloutInputs:
+    """Return the run's inputs, with the data source at the position of ``start``."""
+    if start.checkpoint is not None:
+        data.source.load(start.step, start.checkpoint)
+    workflow = workflow or WorkflowChoice.of(config)
+    held_out = config.eval_dataset
+    return RolloutInputs(
+        data=data,
+        workflow=workflow,
+        held_out=workflow_rows(config, held_out, is_train=False, workflow=workflow) if held_out else [],
+        cache=_batch_cache(config, baselines=baselines),
+        reward_model=make_reward_model(config),
+        baselines=baselines,
+    )
+
+
+class RolloutDriver:
+    """Makes the batches of a run and reports trained ones to its data source."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, *, engine: RemoteInfEngine, inputs: RolloutInputs) -> None:
+        self.engine = engine
+        self.data = inputs.data
+        self._config = config
+        self._run_dir = run_dir
+        self._inputs = inputs
+        self._groups: list[Group] = []
+
+    def batch(self, step: int) -> Batch:
+        """Return the batch of a step: whole groups with rewards, and baselines if the estimator needs them.
+
+        A ``DataProto`` if it went through the user's own packer or, with ``rollout_cache``, through a file. It is
+        generated only if the file is missing.
+        """
+        self._groups = []
+        if self._inputs.cache is None:
+            groups = self._generate(step)
+            return groups if type(self.data.packer) is DecoderOnlyLLMDataPacker else self._packed(groups)
+        batch = self._inputs.cache.batch(step, lambda: self._packed(self._generate(step)))
+        if not self._groups:  # draw the cached batch's rows, so that later steps get other rows
+            source = self.data.source
+            source.mark_trained(source.get_samples(self._config.rollout.consumer_batch_size))
+        return batch
+
+    def mark_trained(self, step: int, batch: Batch) -> None:
+        """Tell the data source, curriculum and dataset that a step's batch was trained; dump its ids and scores.
+
+        The curriculum and the dataset get a ``DataProto``, with the dataset row of each sequence as ``rows`` unless
+        the batch was cached.
+        """
+        self.data.source.mark_trained(group.samples for group in self._groups)
+        if self._config.rollout.dump_to_file and self._groups:
+            record_batch(self._run_dir, step, self._groups)
+        if self._config.dump_scores and self._groups:
+            self._dump(step)
+        curriculum = self.data.source if isinstance(self.data.source, CurriculumDataSource) else None
+        grows = step < self._config.trainer.steps and hasattr(self.data.dataset, "on_batch_end")
+        if curriculum is None and not grows:
+            return
+        proto = batch if isinstance(batch, DataProto) else data_proto_of(batch)
+        if self._groups:
+            rows = object_array(row_of(group) for group in self._groups for _ in group.sequences)
+            proto = DataProto(proto.batch, {**proto.non_tensor_batch, "rows": rows}, proto.meta_info)
+        if curriculum is not None:
+            curriculum.update(proto)
+        if grows:
+            self.data.dataset.on_batch_end(proto)
+
+    def evaluate(self) -> Evaluation | None:
+        """Run the held-out rows and return their rewards; None if there are none."""
+        held_out = self._inputs.held_out
+        return evaluate(self.engine, self._config, held_out, self._inputs.workflow) if held_out else None
+
+    def metrics(self) -> dict[str, float]:
+        """Return the engine's metrics and the position in the data."""
+        source = self.data.source
+        metadata = {name: value for name, value in source.get_metadata().items() if isinstance(value, int | float)}
+        return {
+            **{f"data/metadata/{name}": float(value) for name, value in metadata.items()},
+            "data/epoch": float(source.epoch_id),
+            "data/owed_groups": float(source.num_owed),
+            "data/buffered_groups": float(source.get_buffer_length()),
+            "data/dropped_groups": float(source.dropped.total()),
+            **engine_metrics(self.engine),
+        }
+
+    def scalars(self) -> dict[str, float]:
+        """Return the means of what episodes recorded since the last step; greedy baselines are evaluation episodes."""
+        return self.engine.take_scalars(is_eval=True) | self.engine.take_scalars()
+
+    def _generate(self, step: int) -> list[Group]:
+        config, workflow = self._config, self._inputs.workflow
+        kwargs = workflow.kwargs(config, is_eval=False)
+        groups = self.engine.prepare_batch(self.data.source, workflow.workflow, kwargs, config.should_accept_fn)
+        if step == config.trainer.steps:
+            self.engine.close_source(self.data.source)
+        self._groups = groups
+        apply_reward_model(self._inputs.reward_model, groups, self._config)
+        if self._inputs.baselines:
+            self._generate_baselines(groups)
+        return groups
+
+    def _packed(self, groups: list[Group]) -> DataProto:
+        """Return the groups packed by the run's packer."""
+        batch = training_batch(self.data.packer, groups)
+        if self._inputs.baselines:
+            baselines = {group.group_id: group.baseline for group in groups}
+            names = batch.non_tensor_batch["group_ids"]
+            batch.batch["baselines"] = torch.tensor([baselines[name] for name in names])
+        return batch
+
+    def _generate_baselines(self, groups: Sequence[Group]) -> None:
+        """Give each group the reward of one greedy episode, or its own mean reward if that episode failed."""
+        gconfig = self._config.rollout.gconfig.new(greedy=True)
+        rollout = dataclasses.replace(self._config.rollout, gconfig=gconfig)
+        workflow = self._inputs.workflow
+        kwargs = workflow.kwargs(dataclasses.replace(self._config, rollout=rollout), is_eval=False)
+        rows = [dict(group.data) for group in groups]
+        greedy = self.engine.rollout_batch(rows, workflow.workflow, kwargs, group_size=1, is_eval=True)
+        answered = [answer for answer in greedy if answer.rewards]
+        apply_reward_model(self._inputs.reward_model, answered, self._config)
+        for group, answer in zip(groups, greedy, strict=True):
+            rewards = answer.rewards or group.rewards
+            group.baseline = sum(rewards) / len(rewards)
+        if failed := sum(not answer.rewards for answer in greedy):
+            logger.warning(
+                "%d of %d greedy episodes failed: their baseline is the mean reward of the group",
+                failed,
+                len(groups),
+            )
+
+    def _dump(self, step: int) -> None:
+        tokenizer = load_tokenizer(tokenizer_path(self._config))
+        lines = [(g, s, t.prompt_len(s.path)) for g in self._groups for t in g.trajectories for s in t.sequences]
+        facts = [t.reward_extra for g in self._groups for t in g.trajectories for _ in t.sequences]
+        names = dict.fromkeys(name for each in facts for name in each)
+        dump_rollouts(
+            self._run_dir / "scores",
+            step,
+            inputs=[tokenizer.decode(sequence.input_ids[:start]) for _, sequence, start in lines],
+            outputs=[tokenizer.decode(sequence.input_ids[start:]) for _, sequence, start in lines],
+            gts=[group.samples[0].label for group, _, _ in lines],
+            scores=[sequence.reward or 0.0 for _, sequence, _ in lines],
+            extra={name: [each.get(name) for each in facts] for name in names}
+            | {"task_id": [str(group.task_id) for group, _, _ in lines]},
+        )
+
+
+def make_reward_model(config: RunConfig) -> RewardModel | None:
+    """Return the run's reward model, if it has one."""
+    if config.reward_model is None:
+        return None
+    return RewardModel(load_reward_model(config.reward_model, device=resolve_device(config.trainer.device)))
+
+
+def apply_reward_model(model: RewardModel | None, groups: Sequence[Group], config: RunConfig) -> None:
+    """Replace the workflow's rewards by those of ``model``, if there is one."""
+    if model is None:
+        return
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    rewards = model.score(sequences, max_tokens=config.trainer.max_tokens_per_microbatch).tolist()
+    for sequence, reward in zip(sequences, rewards, strict=True):
+        sequence.reward, sequence.token_rewards = reward, None
+    for trajectory in trajectories:
+        trajectory.average_rewards()
+
+
+def _batch_cache(config: RunConfig, *, baselines: bool) -> BatchCache | None:
+    if config.rollout_cache is None:
+        return None
+    sections = {
+        "rollout.gconfig": dataclasses.asdict(config.rollout.gconfig),
+        "train_dataset": dataclasses.asdict(config.train_dataset),
+        "workflow_kwargs": config.workflow_kwargs,
+    }
+    names = ("model_path", "seed", "workflow", "reward_model", "should_accept_fn", "data_packer")
+    return BatchCache(
+        config.rollout_cache,
+        {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
+        | {name: getattr(config, name) for name in names}
+        | {f"rollout.{name}": getattr(config.rollout, name) for name in ("group_size", "consumer_batch_size")}
+        | {"greedy baselines": baselines},
+    )

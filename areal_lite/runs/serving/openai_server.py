@@ -1,0 +1,131 @@
+"""The embedded server with OpenAI's chat completions and completions, which answer with its own model.
+
+``areal-lite serve`` runs it as a program with the arguments of :mod:`areal_lite.embedded`. The APIs are those of
+:mod:`areal_lite.agents`, without keys: each request is a session of its own, and the client sets the sampling.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, cast
+
+from aiohttp import web
+
+from areal_lite.agents.doors.agent_service import AgentService
+from areal_lite.agents.doors.listener import send_stream
+from areal_lite.agents.session.chat_renderer import ChatRenderer
+from areal_lite.agents.session.chat_session import ChatSession
+from areal_lite.api.engine_api import InferenceEngine
+from areal_lite.api.io_struct import ModelRequest, ModelResponse
+from areal_lite.config.generation import GenerationHyperparameters
+from areal_lite.data.chat.hermes_tools import drops_tools
+from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.embedded.__main__ import main
+from areal_lite.embedded.http_server import SGLangDialect
+from areal_lite.errors import ConfigError, ServerError
+from areal_lite.servers.dialects.sglang import SGLang
+from areal_lite.servers.dialects.sglang_errors import BadRequest
+
+PATHS = ("/v1/chat/completions", "/v1/completions")
+_NO_TEMPLATE = "{{ raise_exception('the tokenizer has no chat template: send a prompt to /v1/completions') }}"
+
+
+class OpenService(AgentService):
+    """The agents' APIs without keys."""
+
+    def __init__(self, dialect: SGLangDialect, model_path: Path) -> None:
+        super().__init__()
+        tokenizer = load_tokenizer(str(model_path))
+        if tokenizer.chat_template is None:
+            tokenizer.chat_template = _NO_TEMPLATE
+        self._renderer = ChatRenderer(tokenizer, tools_in_system_prompt=drops_tools(tokenizer, {}))
+        self._engine = LocalEngine(dialect)
+        length = dialect.context_length
+        self._gconfig = GenerationHyperparameters(max_new_tokens=length, max_tokens=length)
+
+    def _session(self, key: str) -> ChatSession:
+        """Return a new session, whatever the key."""
+        return ChatSession(cast(InferenceEngine, self._engine), self._renderer, self._gconfig, agent_samples=True)
+
+
+class LocalEngine:
+    """Generates with the model in this process; all that a session needs of an engine."""
+
+    def __init__(self, dialect: SGLangDialect) -> None:
+        self._dialect = dialect
+        self._protocol = SGLang(embedded=True)
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Return the answer to one request; a client that leaves aborts it.
+
+        Raises:
+            ConfigError: If the request is invalid.
+            ServerError: If the server was paused, or its weights changed with ``abort_all_requests``.
+        """
+        began, gconfig = time.time(), req.gconfig
+        body = self._protocol.generate_body(
+            req.input_ids,
+            gconfig,
+            rid=req.rid,
+            max_new_tokens=gconfig.max_new_tokens,
+            min_new_tokens=gconfig.min_new_tokens,
+            seed=gconfig.seed,
+            top_logprobs=req.top_logprobs,
+            stream=True,
+        )
+        response = ModelResponse(input_tokens=req.input_ids, output_tokens=[], output_logprobs=[], output_versions=[])
+        try:
+            async with aclosing(self._dialect.events(body)) as events:
+                async for event in events:
+                    self._add(event, req, response)
+        except BadRequest as error:
+            details = error.body.get("error", error.body)
+            raise ConfigError(str(details.get("message", details))) from error
+        response.output_versions = [-1] * len(response.output_tokens)
+        response.latency, response.started, response.rid = time.time() - began, began, req.rid
+        return response
+
+    def _add(self, event: dict[str, Any], req: ModelRequest, response: ModelResponse) -> None:
+        """Add the tokens of an event to the response, and pass them on."""
+        meta = event["meta_info"]
+        finish = meta["finish_reason"]
+        if finish is not None and finish["type"] == "abort":
+            if finish.get("status_code"):
+                raise ConfigError(finish["message"])
+            raise ServerError("the server was paused or its weights changed: send the request again")
+        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+        response.output_tokens += event["output_ids"]
+        response.output_logprobs += logprobs
+        for top in meta.get("output_top_logprobs", ()):
+            response.output_top_logprobs.append([(token, logprob) for logprob, token, _ in top])
+        if finish is not None:
+            response.stop_reason = finish["type"]
+        if req.on_tokens is not None and event["output_ids"]:
+            req.on_tokens(event["output_ids"], logprobs)
+
+
+def add_routes(model_path: Path, dialect: SGLangDialect, app: web.Application) -> None:
+    """Serve the paths of OpenAI's APIs."""
+    service = OpenService(dialect, model_path)
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        reply = await service.handle(request.method, request.raw_path, request.headers, await request.read())
+        if not isinstance(reply.body, bytes):
+            return await send_stream(request, reply)
+        return web.Response(status=reply.status, headers=reply.headers, body=reply.body)
+
+    for path in PATHS:
+        app.router.add_post(path, handle)
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Serve until a signal; return the exit code."""
+    return main(argv, extend=add_routes)
+
+
+if __name__ == "__main__":
+    sys.exit(run())

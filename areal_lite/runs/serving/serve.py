@@ -1,0 +1,59 @@
+"""``areal-lite serve``: the servers of a run, without the run."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import yaml
+
+from areal_lite.config.run_config import ServerConfig
+from areal_lite.embedded.__main__ import argument_parser
+from areal_lite.errors import ConfigError
+from areal_lite.servers.programs.embedded_settings import check_model_path, checked_settings
+from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_router, make_servers
+
+
+def serve(argv: Sequence[str]) -> NoReturn:
+    """Start the servers, print what a run needs to use them, and keep them running until a signal.
+
+    Raises:
+        ConfigError: If a setting cannot be used.
+        ServerError: If a server does not start, or ends too often.
+    """
+    parser = argument_parser(
+        ServerConfig,
+        prog="areal-lite serve",
+        description="Serve a Hugging Face model for runs that name the servers in rollout.addresses.",
+    )
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="Folder of the servers' logs; default a new one")
+    arguments = vars(parser.parse_args(argv))
+    names = ServerConfig.__dataclass_fields__
+    settings = {name: value for name, value in arguments.items() if name in names}
+    for name in settings.keys() & {"args", "env"}:
+        try:
+            settings[name] = yaml.safe_load(settings[name])
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--{name} {settings[name]!r} is not YAML: write {{name: value}}") from error
+    config = checked_settings(ServerConfig, settings)
+    check_servers(config)
+    check_model_path(arguments["model_path"])
+    log_dir = arguments["log_dir"] or Path(tempfile.mkdtemp(prefix="areal-lite-servers-"))
+    print(f"logs: {log_dir}", flush=True)
+    servers = make_servers(
+        config,
+        model_path=arguments["model_path"],
+        seed=arguments["seed"],
+        deterministic=arguments["deterministic"],
+        weight_version=arguments["weight_version"],
+        log_dir=log_dir,
+        program="areal_lite.runs.serving.openai_server",
+    )
+    with ServerGroup(servers) as group, ServerGroup(make_router(config, log_dir)) as router:
+        addresses = ", ".join(address.removeprefix("http://") for address in group.addresses)
+        front = "".join(f" rollout.router={address.removeprefix('http://')}" for address in router.addresses)
+        backend = config.backend or "embedded"
+        print(f"ready: rollout.backend={backend} 'rollout.addresses=[{addresses}]'{front}", flush=True)
+        group.wait_for_failure()

@@ -1,0 +1,162 @@
+"""Supervised runs: fine-tuning on answers, preference pairs, reward models; :meth:`SupervisedRun.fit` is the loop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from areal_lite.config.supervised_config import (
+    ConversationsConfig,
+    DPOConfig,
+    RewardModelConfig,
+    SFTConfig,
+    SupervisedConfig,
+)
+from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.data.rows.loader import ResumableLoader
+from areal_lite.data.supervised.preference_dataset import PreferenceDataset
+from areal_lite.data.supervised.sft_dataset import SFTDataset
+from areal_lite.data.supervised.tokenized_dataset import BaseDataset, Item
+from areal_lite.models.parallel.ranks import join_ranks
+from areal_lite.models.policy_model import check_scorable, resolve_device
+from areal_lite.runs.folder.resuming import find_start
+from areal_lite.runs.monitoring.run_metrics import OnStep
+from areal_lite.runs.stopping import interruptible, stop_together
+from areal_lite.runs.training_run import Summary, TrainingRun, open_run_files, summary_of_finished, with_prefix
+from areal_lite.servers.programs.embedded_settings import check_model_path, check_text_model
+from areal_lite.trainer.supervised.preference_trainer import DPOTrainer, RewardModelTrainer
+from areal_lite.trainer.supervised.supervised_trainer import SFTTrainer, SupervisedTrainer
+
+logger = logging.getLogger(__name__)
+
+_LOADER_FILE = "loader.json"
+
+_CLASSES: dict[type[SupervisedConfig], tuple[type[BaseDataset[Any]], type[SupervisedTrainer[Any]]]] = {
+    SFTConfig: (SFTDataset, SFTTrainer),
+    DPOConfig: (PreferenceDataset, DPOTrainer),
+    RewardModelConfig: (PreferenceDataset, RewardModelTrainer),
+}
+"""The dataset and the trainer of each kind of run."""
+
+
+@dataclass(kw_only=True)
+class SupervisedRun(TrainingRun[dict[str, float]]):
+    """A supervised run."""
+
+    trainer: SupervisedTrainer[Any]
+    loader: ResumableLoader
+    held_out: BaseDataset[Any] | None
+
+    def fit(self) -> None:
+        """Train up to ``total_steps``; evaluate and save when due."""
+        batches = _endless(self.loader)
+        while self.step < self.total_steps:
+            began = time.monotonic()
+            metrics = self.trainer.train_step(next(batches))
+            self.step += 1
+            self.record_step(with_prefix("train", metrics), began=began)
+            self.save_if_due()
+            stop_together()
+            self.evaluate_if_due()
+
+    def evaluate(self) -> None:
+        """Record the loss on the held-out rows, if there are any."""
+        if self.held_out is not None:
+            logger.info("evaluating %d held-out rows", len(self.held_out))
+            alone = self.trainer.learner.ranks.size == 1
+            with interruptible() if alone else nullcontext():
+                metrics = self.trainer.evaluate(_all_of(self.held_out))
+            stop_together()
+            self.record_evaluation(metrics, with_prefix("eval", metrics))
+
+    def data_state(self) -> dict[str, bytes]:
+        """Return the position of the loader."""
+        return {_LOADER_FILE: json.dumps(self.loader.state_dict()).encode()}
+
+
+def run_supervised(
+    config: SFTConfig | DPOConfig | RewardModelConfig,
+    *,
+    on_step: OnStep | None = None,
+    make_run: Callable[..., SupervisedRun] = SupervisedRun,
+) -> Summary[dict[str, float]]:
+    """Run supervised training; ``on_step`` sees every record of metrics.jsonl, ``make_run`` may return a subclass.
+
+    Under torchrun all ranks call it; the first one writes and has the metrics.
+
+    Raises:
+        ConfigError: Before a model is loaded, for anything in the config or the rows that cannot work.
+        Stopped: On SIGINT or SIGTERM, after the current update and its checkpoint if the run makes any.
+    """
+    started = time.monotonic()
+    check_model_path(config.model_path)
+    check_text_model(config.model_path)
+    check_scorable(config.model_path)
+    logger.info("checking the rows")
+    _, make_trainer = _CLASSES[type(config)]
+    train, held_out = datasets(config)
+    loader = ResumableLoader(
+        train,
+        batch_size=config.trainer.batch_size,
+        shuffle=config.train_dataset.shuffle,
+        seed=config.seed,
+        num_workers=config.train_dataset.num_workers,
+        read_ahead=True,
+        collate_fn=train.collate_fn,
+    )
+    total_steps = loader.total_training_steps(config.trainer.epochs, override=config.trainer.total_steps)
+    start = find_start(config, total_steps)
+    if start.is_done:
+        return summary_of_finished(config, start)
+    if start.checkpoint is not None:
+        loader.load_state_dict(json.loads((start.checkpoint / _LOADER_FILE).read_bytes()))
+    with join_ranks(resolve_device(config.trainer.device)), open_run_files(config, start, on_step) as files:
+        logger.info("loading %s", config.model_path)
+        trainer = make_trainer(
+            config.trainer,
+            model_path=config.model_path,
+            seed=config.seed,
+            total_steps=total_steps,
+            on_skip=files.record_skipped_update,
+        )
+        return make_run(
+            config=config,
+            files=files,
+            start=start,
+            trainer=trainer,
+            total_steps=total_steps,
+            tokenizer_path=config.model_path,
+            dtype=getattr(torch, config.trainer.dtype),
+            started=started,
+            loader=loader,
+            held_out=held_out,
+        ).run()
+
+
+def datasets(config: SupervisedConfig) -> tuple[BaseDataset[Any], BaseDataset[Any] | None]:
+    """Return the training and the held-out items; every row has been checked."""
+    make, _ = _CLASSES[type(config)]
+    train = _dataset(make, config, config.train_dataset)
+    return train, _dataset(make, config, config.eval_dataset) if config.eval_dataset else None
+
+
+def _dataset(
+    make: Callable[..., BaseDataset[Any]], config: SupervisedConfig, rows: ConversationsConfig
+) -> BaseDataset[Any]:
+    return make(rows.path, load_tokenizer(config.model_path), config=rows, seed=config.seed)
+
+
+def _all_of(dataset: BaseDataset[Any]) -> Iterator[Item]:
+    return (dataset[number] for number in range(len(dataset)))
+
+
+def _endless(loader: ResumableLoader) -> Iterator[list[Item]]:
+    while True:
+        yield from loader

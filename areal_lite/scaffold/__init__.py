@@ -1,1 +1,0 @@
-"""Starts projects from templates: areal-lite init."""

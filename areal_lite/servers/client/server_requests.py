@@ -1,0 +1,344 @@
+"""HTTP requests to inference servers. Each is sent once: retries and the choice of the server are the caller's.
+
+A request may take as long as it likes while its server sends something, to it or to others, every
+``request_timeout_s`` seconds. A reply that cannot be trusted is never returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import orjson
+
+from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.errors import ServerError
+from areal_lite.processes.deadlines import Deadlines
+from areal_lite.servers.client.model_identity import read_config
+from areal_lite.servers.dialects.dialect import (
+    BadResponse,
+    Chunk,
+    ControlCall,
+    Dialect,
+    ErrorReply,
+    ServerInfo,
+    check_budget,
+    check_version,
+)
+from areal_lite.servers.dialects.token_stream import TokenStream
+from areal_lite.servers.pool.server_pool import Server
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
+"""What a request raises if its server cannot be reached or stays silent."""
+CONTROL_TIMEOUT_S = 25.0
+"""Seconds for a request of the control plane; loading weights may take longer."""
+MAX_RETRY_AFTER_S = 30.0
+ADAPTER_PREFIX = "areal-lite-"
+"""Beginning of the names of the adapters that runs load."""
+_JSON = {"Content-Type": "application/json"}
+
+
+class SilentServerError(TimeoutError):
+    """A request was given up because its server sent nothing."""
+
+
+class RefusedError(ServerError):
+    """A server refused a request of the control plane; sent again, it would be refused again."""
+
+
+class _Request:
+    """A request whose task is cancelled when it is given up."""
+
+    __slots__ = ("begun", "given_up", "server", "task")
+
+    def __init__(self, server: Server) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.task = task
+        self.server = server
+        self.begun = False
+        """Whether a part of its stream has come, so that it does not wait in the server's queue."""
+        self.given_up: str | None = None
+
+    def give_up(self, reason: str) -> None:
+        if self.given_up is None:
+            self.given_up = reason
+            self.task.cancel()
+
+
+class ServerRequests:
+    """Keep-alive connections to all servers; ``open`` and ``close`` on the loop they are used on."""
+
+    def __init__(self, config: InferenceEngineConfig, dialect: Dialect) -> None:
+        self._config = config
+        self._dialect = dialect
+        self._session: aiohttp.ClientSession | None = None
+        self._silences: Deadlines[_Request] = Deadlines(config.request_timeout_s, self._on_silence)
+        self._warned_no_version = False
+        self.limits = ServerInfo(vocab_size=_vocab_size(config.tokenizer_path))
+        """What every request must respect: limits that servers, or the tokenizer's folder, report."""
+
+    def open(self) -> None:
+        """Open the session."""
+        count = 1 if self._config.router is None else len(self._config.addresses)
+        # uvicorn closes idle connections after 5 s and aiohttp does not retry a POST on a closed one.
+        connector = aiohttp.TCPConnector(
+            limit=0,
+            limit_per_host=count * self._config.max_connections_per_server,
+            keepalive_timeout=4,
+            ttl_dns_cache=300,
+        )
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_timeout_s)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=timeout,
+            trust_env=False,
+            read_bufsize=2**18,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    async def close(self) -> None:
+        """Close all connections; servers drop what they still generate for us."""
+        self._silences.close()
+        if self._session is not None:
+            await self._session.close()
+
+    def respect(self, info: ServerInfo) -> None:
+        """Narrow :attr:`limits` to those of one more server."""
+        ours = self.limits
+        self.limits = ServerInfo(
+            context_length=min(filter(None, (ours.context_length, info.context_length)), default=None),
+            vocab_size=min(filter(None, (ours.vocab_size, info.vocab_size)), default=None),
+        )
+
+    async def generate(
+        self,
+        server: Server,
+        body: bytes,
+        stream: TokenStream | None,
+        *,
+        version: int,
+        top_logprobs: int,
+        max_tokens: int | None = None,
+        headers: Mapping[str, str] | None = None,
+        newest: Callable[[], int | None] = lambda: None,
+    ) -> Chunk:
+        """Return the reply to one generation; its tokens go to ``stream`` as they arrive, if given.
+
+        Args:
+            server: Where to send it.
+            body: JSON.
+            stream: Reads the events of a streamed reply.
+            version: Label of tokens whose version the server does not report.
+            top_logprobs: Number of top log-probs asked for.
+            max_tokens: The budget that ``body`` asks for.
+            headers: Further headers.
+            newest: Returns the newest version that any server was given; an answer may stay while it grows.
+
+        Raises:
+            ErrorReply: If the server refused.
+            BadResponse: If the reply cannot be trusted or ends too early.
+            ReceiverError: If the receiver of the stream raised.
+        """
+        status, reply, retry_after_s = await self._post(server, body, stream, headers or {})
+        if status != 200:
+            raise ErrorReply(status, _message(reply), retry_after_s)
+        if stream is None:
+            chunk = self._dialect.parse_generate(orjson.loads(reply), top_logprobs=top_logprobs)
+            self._check(chunk, max_tokens, newest)
+            if chunk.versions is not None or not chunk.tokens:  # vLLM reports none for an answer without tokens
+                return chunk
+            chunk = replace(chunk, versions=[version] * len(chunk.tokens))
+        else:
+            if not stream.finished:
+                raise BadResponse("a stream that ends before its answer does")
+            chunk = stream.chunk()
+            _check_not_empty(chunk)
+            if stream.reports_versions:
+                return chunk
+        if not self._warned_no_version:
+            self._warned_no_version = True
+            logger.warning(
+                "%s does not report the weight version of its tokens; they are labelled with the version at which the "
+                "request was sent",
+                server.url,
+            )
+        return chunk
+
+    def _check(self, chunk: Chunk, max_tokens: int | None, newest: Callable[[], int | None]) -> None:
+        _check_not_empty(chunk)
+        check_budget(len(chunk.tokens), max_tokens)
+        if chunk.versions is not None:
+            check_version(chunk.versions, newest())
+        vocab_size = self.limits.vocab_size
+        if vocab_size and max(chunk.tokens, default=0) >= vocab_size:
+            raise BadResponse(f"token {max(chunk.tokens)}, which is not in the vocabulary [0, {vocab_size})")
+
+    async def _post(
+        self, server: Server, body: bytes, stream: TokenStream | None, headers: Mapping[str, str]
+    ) -> tuple[int, bytes, float]:
+        """Return status, body and the seconds of Retry-After; the body of a 200 goes to ``stream``, if given."""
+        assert self._session is not None, "open() first"
+        request = _Request(server)
+        self._silences.add(request)
+        try:
+            url = server.url + self._dialect.generate_path
+            async with self._session.post(url, data=body, headers={**_JSON, **headers}, allow_redirects=False) as reply:
+                if stream is not None and reply.status == 200:
+                    await self._feed(stream, reply, request)
+                    return 200, b"", 0.0
+                after = "" if reply.status == 200 else reply.headers.get("Retry-After", "")
+                return (
+                    reply.status,
+                    await reply.read(),
+                    min(MAX_RETRY_AFTER_S, float(after)) if after.isdigit() else 0.0,
+                )
+        except asyncio.CancelledError:
+            if request.given_up is not None and request.task.uncancel() == 0:
+                if stream is not None and stream.finished:  # only the connection's end is missing
+                    return 200, b"", 0.0
+                raise SilentServerError(request.given_up) from None
+            raise
+        finally:
+            self._silences.discard(request)
+
+    def _on_silence(self, request: _Request) -> None:
+        """Give up a request, unless its server answers others meanwhile and it may be in the queue or a long answer.
+
+        What a router sends to others may come from another server.
+        """
+        heard = 0.0 if request.server.is_router else request.server.heard
+        if not request.begun and time.monotonic() - heard < self._config.request_timeout_s:
+            self._silences.add(request)
+        else:
+            request.give_up(f"no answer in {self._config.request_timeout_s:g} s")
+
+    def give_up(self, server: Server, reason: str) -> None:
+        """Fail the running generations of one server."""
+        for request in self._silences.pending():
+            if request.server is server:
+                request.give_up(reason)
+
+    async def _feed(self, stream: TokenStream, reply: aiohttp.ClientResponse, request: _Request) -> None:
+        """Pass the body on as it arrives; each part restarts the timeout."""
+        try:
+            async for data in reply.content.iter_any():
+                self._silences.discard(request)
+                self._silences.add(request)
+                request.begun = True
+                request.server.heard = time.monotonic()
+                stream.feed(data)
+        except (aiohttp.ClientError, OSError):
+            if not stream.finished:
+                raise
+
+    async def info(self, server: Server) -> ServerInfo:
+        """Return what the server reports about itself; an unknown route reports nothing.
+
+        Raises:
+            ErrorReply: If none of its routes answers, with the status of the last.
+            aiohttp.ClientError, TimeoutError, OSError: If it cannot be reached.
+        """
+        info, known = ServerInfo(), False
+        for path in self._dialect.info_paths:
+            status, body = await self._get(server, path)
+            if status == 200:
+                known = True
+                with contextlib.suppress(orjson.JSONDecodeError):
+                    info = info.merged(self._dialect.parse_info(orjson.loads(body)))
+        if not known and (status := (await self._get(server, self._dialect.health_path))[0]) != 200:
+            paths = ", ".join((*self._dialect.info_paths, self._dialect.health_path))
+            raise ErrorReply(status, f"{server.url} said HTTP {status} to {paths}")
+        return info
+
+    async def adapters(self, server: Server) -> list[str]:
+        """Return the names of the adapters that runs have loaded into a server."""
+        status, body = await self._get(server, "/v1/models")
+        names = [str(model["id"]) for model in orjson.loads(body)["data"]] if status == 200 else []
+        return [name for name in names if name.startswith(ADAPTER_PREFIX)]
+
+    async def is_healthy(self, server: Server) -> bool:
+        """Return whether the health route answers in time; SGLang's takes 20 s to say that it is stuck."""
+        try:
+            status, _ = await self._get(server, self._dialect.health_path)
+        except REQUEST_ERRORS:
+            return False
+        return status < 500
+
+    async def _get(self, server: Server, path: str) -> tuple[int, bytes]:
+        assert self._session is not None, "open() first"
+        timeout = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_S)
+        async with self._session.get(server.url + path, allow_redirects=False, timeout=timeout) as reply:
+            return reply.status, await reply.read()
+
+    async def ask(self, server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """Return the reply of a route that belongs to no dialect.
+
+        Raises:
+            ServerError: If it has a status from 300.
+            aiohttp.ClientError, TimeoutError, OSError: If it does not answer in time.
+        """
+        assert self._session is not None, "open() first"
+        timeout = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_S)
+        data = None if body is None else orjson.dumps(body)
+        async with self._session.request(
+            method, server.url + path, data=data, headers=_JSON, allow_redirects=False, timeout=timeout
+        ) as reply:
+            text = await reply.read()
+        if reply.status >= 300:
+            raise ServerError(f"{server.url}{path} said HTTP {reply.status}: {_message(text)}")
+        return text
+
+    async def control(self, server: Server, call: ControlCall, *, timeout_s: float | None = None) -> None:
+        """Send a request of the control plane.
+
+        Raises:
+            RefusedError: If the server refuses it.
+            aiohttp.ClientError, TimeoutError, OSError: If it does not answer within ``timeout_s``, or has an error.
+        """
+        assert self._session is not None, "open() first"
+        timeout = aiohttp.ClientTimeout(total=timeout_s or CONTROL_TIMEOUT_S)
+        body = orjson.dumps(call.body)
+        async with self._session.post(
+            server.url + call.path, data=body, headers=_JSON, allow_redirects=False, timeout=timeout
+        ) as reply:
+            status, text = reply.status, await reply.read()
+        if status != 200:
+            kind = OSError if status in (429, 502, 503, 504) else RefusedError
+            raise kind(f"{server.url}{call.path} said HTTP {status}: {_message(text)}")
+        try:
+            error = self._dialect.update_error(orjson.loads(text))
+        except orjson.JSONDecodeError:
+            return
+        if error is not None:
+            raise RefusedError(f"{server.url}{call.path}: {error}")
+
+
+def _check_not_empty(chunk: Chunk) -> None:
+    if not chunk.tokens and chunk.finish != "abort":  # an answer that ends at once has its end token
+        raise BadResponse(f"no tokens, with the finish reason {chunk.finish!r}")
+
+
+def _vocab_size(folder: str | None) -> int | None:
+    size = read_config(folder).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def _message(reply: bytes) -> str:
+    """Return what an error reply says: its message if it is JSON with one, else its beginning."""
+    text = reply[:500].decode(errors="replace")
+    with contextlib.suppress(orjson.JSONDecodeError):
+        parsed: Any = orjson.loads(reply)
+        if isinstance(parsed, dict):
+            parsed = parsed.get("error", parsed)
+            text = str(parsed.get("message", text) if isinstance(parsed, dict) else parsed)[:500]
+    return text

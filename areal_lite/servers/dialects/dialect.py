@@ -1,0 +1,309 @@
+"""The interface of a server's protocol to the engine client."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from areal_lite.config.generation import GenerationHyperparameters
+from areal_lite.errors import ConfigError
+from areal_lite.models.adapter_shape import AdapterShape
+from areal_lite.servers.weights.published_weights import AdapterFolder, WeightBucket, WeightFolder, WeightGroup
+
+TopLogprobs = list[list[tuple[int, float]]]
+"""Per token, ``(id, log-prob)``, best first."""
+
+
+class BadResponse(Exception):
+    """A reply that cannot be trusted: wrong shape, lengths that differ, log-probs that are not finite."""
+
+
+class ErrorReply(Exception):
+    """An error that the server reports, with its HTTP status; a stream reports it in an event."""
+
+    def __init__(self, status: int, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens of one reply; a request takes several if it is aborted and continued."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int] | None
+    """Per token; None if the server does not report versions."""
+    finish: Literal["stop", "length", "abort"]
+    top_logprobs: TopLogprobs = field(default_factory=list)
+    """Per token, or empty if the request did not ask for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """The new tokens of one event of a stream."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    top_logprobs: TopLogprobs
+    version: int | None
+    """Version of the new tokens; None if the event does not report it."""
+    all_versions: list[int] | None
+    """Version of each token of the stream so far; None if the event does not report them."""
+    finish: Literal["stop", "length", "abort"] | None
+    """None if more tokens follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlCall:
+    """One request of the control plane."""
+
+    path: str
+    body: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a server reports about itself; None if unreported."""
+
+    context_length: int | None = None
+    vocab_size: int | None = None
+    model: str | None = None
+    """Folder or name of the served model."""
+    version: int | None = None
+    """Version of its weights; 0 before the first update."""
+    paused: bool | None = None
+    device: str | None = None
+    """``cpu`` or ``cuda``."""
+    num_ranks: int | None = None
+    """Processes that hold a part of the model."""
+
+    def merged(self, newer: ServerInfo) -> ServerInfo:
+        """Return these facts, replaced by those that ``newer`` has."""
+        known = {name: value for name, value in asdict(newer).items() if value is not None}
+        return replace(self, **known)
+
+
+class Dialect(Protocol):
+    """One backend's wire protocol, without any I/O."""
+
+    generate_path: str
+    health_path: str
+    info_paths: tuple[str, ...]
+    """Routes that describe the server; the facts of later ones win."""
+    receives_while_generating: bool
+    """Whether a server takes broadcast weights while it generates, and need pause only to load them."""
+    adapter_variables: dict[str, str]
+    """Environment variables with which a server loads adapters."""
+    keeps_adapter: bool
+    """Whether a request keeps its adapter until it ends, also if it stays on the server over an update."""
+    continues_constraints: bool
+    """Whether a schema, regex or grammar holds for a continued answer as a whole. If not, it starts anew."""
+
+    def generate_body(
+        self,
+        input_ids: list[int],
+        gconfig: GenerationHyperparameters,
+        *,
+        rid: str,
+        max_new_tokens: int,
+        min_new_tokens: int,
+        seed: int | None,
+        num_continued: int = 0,
+        top_logprobs: int = 0,
+        stream: bool = False,
+    ) -> dict[str, Any]:
+        """Return the JSON body of one generation.
+
+        Args:
+            num_continued: How many of the last ``input_ids`` are tokens of the answer sampled so far.
+
+        Raises:
+            ConfigError: If ``gconfig.extra`` has a parameter that another field sets.
+        """
+
+    def parse_generate(self, reply: Any, *, top_logprobs: int = 0) -> Chunk:
+        """Return the tokens of a reply; raises BadResponse."""
+
+    def parse_event(self, event: Any, received: int, *, top_logprobs: int = 0) -> StreamEvent | None:
+        """Return what an event adds to the ``received`` tokens of its stream; None if it is not about tokens.
+
+        Raises:
+            BadResponse: If the event cannot be trusted.
+            ErrorReply: If it reports an error.
+        """
+
+    def parse_info(self, reply: Any) -> ServerInfo:
+        """Parse the reply of one of ``info_paths``; never raises."""
+
+    def abort(self, rid: str) -> ControlCall:
+        """Return the call that aborts one running request, which returns its tokens so far."""
+
+    def pause(self, *, keep: bool = False) -> ControlCall:
+        """Return the call that aborts running requests, which return their tokens so far.
+
+        With ``keep`` they stay on the server instead and continue after :meth:`resume`, with the new weights.
+        """
+
+    def load_folder(self, weights: WeightFolder) -> list[ControlCall]:
+        """Return the calls that load a checkpoint folder."""
+
+    def join_group(self, group: WeightGroup) -> ControlCall:
+        """Return the call with which the server's processes join a process group as the ranks from 1 on."""
+
+    def begin_broadcast(self) -> list[ControlCall]:
+        """Return the calls before the first bucket; refused if an earlier broadcast broke off."""
+
+    def receive(self, bucket: WeightBucket, group: str, version: int | None) -> ControlCall:
+        """Return the call that receives one bucket; ``version`` is the policy version in the last, else None."""
+
+    def end_broadcast(self, version: int) -> list[ControlCall]:
+        """Return the calls after the last bucket."""
+
+    def abandon_broadcast(self) -> list[ControlCall]:
+        """Return the calls that end an earlier broadcast, which broke off."""
+
+    def adapter_flags(self, shape: AdapterShape) -> dict[str, Any]:
+        """Return the options with which a server loads adapters of this shape."""
+
+    def load_adapter(self, name: str, weights: AdapterFolder) -> list[ControlCall]:
+        """Return the calls that load adapters under a new name."""
+
+    def name_adapter(self, name: str) -> dict[str, Any]:
+        """Return the field of a generation's body that chooses an adapter by its name."""
+
+    def unload_adapter(self, name: str) -> ControlCall:
+        """Return the call that unloads an adapter; it may wait for the requests that use it."""
+
+    def resume(self) -> ControlCall:
+        """Return the call that ends :meth:`pause`."""
+
+    def update_error(self, reply: Any) -> str | None:
+        """Return why a reply with status 200 is a failed update, or None."""
+
+
+def with_extra(sampling: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters with ``gconfig.extra`` added.
+
+    Raises:
+        ConfigError: If both set the same parameter, or ``extra`` asks for several answers.
+    """
+    if clash := sorted(extra.keys() & {*sampling, "n"}):
+        raise ConfigError(
+            f"gconfig.extra sets {clash[0]!r}, which the engine sets itself: remove it from extra and use gconfig's "
+            "own field"
+        )
+    return sampling | extra
+
+
+def checked_chunk(
+    tokens: list[int],
+    logprobs: list[float],
+    versions: list[int] | None,
+    finish: str,
+    top_logprobs: TopLogprobs | None = None,
+) -> Chunk:
+    """Check lengths, token ids and log-probs, and return them as a chunk.
+
+    Raises:
+        BadResponse: If a check fails.
+    """
+    _check_tokens(tokens, logprobs, top_logprobs)
+    if finish not in ("stop", "length", "abort"):
+        raise BadResponse(f"the unknown finish reason {finish!r}")
+    return Chunk(tokens, logprobs, versions, finish, top_logprobs or [])  # type: ignore[arg-type]
+
+
+def checked_event(
+    tokens: list[int],
+    logprobs: list[float],
+    top_logprobs: TopLogprobs | None,
+    *,
+    version: int | None,
+    all_versions: list[int] | None,
+    finish: str | None,
+) -> StreamEvent:
+    """Check an event like :func:`checked_chunk`; raises BadResponse."""
+    _check_tokens(tokens, logprobs, top_logprobs)
+    if finish not in ("stop", "length", "abort", None):
+        raise BadResponse(f"the unknown finish reason {finish!r}")
+    return StreamEvent(tokens, logprobs, top_logprobs or [], version, all_versions, finish)  # type: ignore[arg-type]
+
+
+def _check_tokens(tokens: list[int], logprobs: list[float], top_logprobs: TopLogprobs | None) -> None:
+    if len(tokens) != len(logprobs):
+        raise BadResponse(f"{len(tokens)} tokens, {len(logprobs)} log-probs")
+    _check_pairs(tokens, logprobs)
+    if top_logprobs is not None:
+        if len(top_logprobs) != len(tokens):
+            raise BadResponse(f"{len(tokens)} tokens, {len(top_logprobs)} lists of top log-probs")
+        pairs = [pair for top in top_logprobs for pair in top]
+        _check_pairs([token for token, _ in pairs], [logprob for _, logprob in pairs])
+
+
+def _check_pairs(tokens: list[int], logprobs: list[float]) -> None:
+    if tokens:
+        if set(map(type, tokens)) != {int} or min(tokens) < 0:
+            raise BadResponse("token ids that are not whole numbers from 0")
+        if not set(map(type, logprobs)) <= {float, int}:
+            raise BadResponse("log-probs that are not numbers")
+        total = sum(logprobs)
+        if total - total != 0.0 or max(logprobs) > 1e-3:
+            raise BadResponse("log-probs that are not finite numbers up to 0")
+
+
+def check_budget(count: int, max_tokens: int | None) -> None:
+    """Raise BadResponse for more tokens than the request asked for."""
+    if max_tokens is not None and count > max_tokens:
+        raise BadResponse(f"{count} tokens for a request of at most {max_tokens}")
+
+
+def check_version(versions: list[int], newest: int | None) -> None:
+    """Raise BadResponse if the last token has a version that no server was given."""
+    if newest is not None and versions and versions[-1] > newest:
+        raise BadResponse(f"tokens of version {versions[-1]}, but the newest is {newest}")
+
+
+def check_error_event(event: Any) -> None:
+    """Raise ErrorReply if the event of a stream is ``{"error": {message, code}}``."""
+    error = event.get("error") if isinstance(event, dict) else None
+    if error:
+        code = error.get("code") if isinstance(error, dict) else None
+        message = error.get("message", error) if isinstance(error, dict) else error
+        raise ErrorReply(code if type(code) is int else 500, str(message))
+
+
+def version_number(label: Any) -> int:
+    """Return a server's version label as a policy version; ``default`` is 0.
+
+    Raises:
+        BadResponse: If it is neither a number nor ``default``.
+    """
+    if label == "default":
+        return 0
+    try:
+        return int(label)
+    except (TypeError, ValueError):
+        raise BadResponse(f"the weight version {label!r}: it must be a number") from None
+
+
+def version_or_none(label: Any) -> int | None:
+    """Return a version label as a policy version; None if it is missing or not a number."""
+    try:
+        return None if label is None else version_number(label)
+    except BadResponse:
+        return None
+
+
+def spans_to_versions(spans: Any, length: int) -> list[int]:
+    """Return the version of each of ``length`` tokens from ``[{version, start, end}, ...]``."""
+    versions: list[int] = []
+    for span in spans:
+        if span["start"] != len(versions) or span["end"] > length:
+            raise BadResponse(f"version spans with a gap or no end from token {len(versions)} of {length} on")
+        versions.extend([version_number(span["version"])] * (span["end"] - span["start"]))
+    if len(versions) != length:
+        raise BadResponse(f"version spans over {len(versions)} of {length} tokens")
+    return versions

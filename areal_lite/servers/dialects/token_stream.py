@@ -1,0 +1,124 @@
+"""The bytes of one streamed answer to its tokens. Pure: the engine client does the I/O.
+
+Guarantees that the receiver gets each token of ``chunk()`` once, in order, as soon as its event is complete, however
+the bytes are split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import orjson
+
+from areal_lite.servers.dialects.dialect import (
+    BadResponse,
+    Chunk,
+    Dialect,
+    StreamEvent,
+    TopLogprobs,
+    check_budget,
+    check_version,
+)
+
+Receiver = Callable[[Sequence[int], Sequence[float]], None]
+
+
+class ReceiverError(Exception):
+    """The receiver of tokens raised ``__cause__``; no fault of the server."""
+
+
+class TokenStream:
+    """Reads server-sent events and passes on their tokens."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        receive: Receiver,
+        *,
+        version: int,
+        vocab_size: int | None,
+        top_logprobs: int = 0,
+        max_tokens: int | None = None,
+        newest: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """Start an answer.
+
+        Args:
+            dialect: The server's.
+            receive: Called with new ids and log-probs.
+            version: Label of tokens whose version the server does not report.
+            vocab_size: Ids must be below it.
+            top_logprobs: Number of top log-probs asked for.
+            max_tokens: The request's budget; None checks none.
+            newest: Returns the newest version that any server was given; None checks none.
+        """
+        self._dialect = dialect
+        self._receive = receive
+        self._version = version
+        self._vocab_size = vocab_size
+        self._num_top = top_logprobs
+        self._max_tokens = max_tokens
+        self._newest = newest
+        self._rest = b""
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._top_logprobs: TopLogprobs = []
+        self._finish: str | None = None
+        self.reports_versions = True
+        """Whether the server reported the version of all tokens so far."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer is complete."""
+        return self._finish is not None
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes, and pass on the tokens of the events that they complete.
+
+        Raises:
+            BadResponse: If an event cannot be trusted; the tokens before it can.
+            ErrorReply: If the server reports an error.
+            ReceiverError: If the receiver raised.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:") and not self.finished and (text := line[5:].strip()) != b"[DONE]":
+                try:
+                    parsed = orjson.loads(text)
+                except orjson.JSONDecodeError as error:
+                    raise BadResponse(f"an event that is not JSON ({error})") from None
+                event = self._dialect.parse_event(parsed, len(self._tokens), top_logprobs=self._num_top)
+                if event is not None:
+                    self._take(event)
+
+    def _take(self, event: StreamEvent) -> None:
+        largest = max(event.tokens, default=0)
+        if self._vocab_size and largest >= self._vocab_size:
+            raise BadResponse(f"token {largest}, which is not in the vocabulary [0, {self._vocab_size})")
+        check_budget(len(self._tokens) + len(event.tokens), self._max_tokens)
+        check_version(event.all_versions or ([] if event.version is None else [event.version]), self._newest())
+        self._tokens += event.tokens
+        self._logprobs += event.logprobs
+        self._top_logprobs += event.top_logprobs
+        if event.all_versions is not None:
+            self._versions = event.all_versions
+            self.reports_versions = True
+        else:
+            version = self._version if event.version is None else event.version
+            self._versions += [version] * len(event.tokens)
+            self.reports_versions = self.reports_versions and event.version is not None
+        self._finish = event.finish
+        if event.tokens:
+            try:
+                self._receive(event.tokens, event.logprobs)
+            except Exception as error:
+                raise ReceiverError from error
+
+    def chunk(self) -> Chunk:
+        """Return the tokens so far; an answer that did not finish is as good as aborted."""
+        finish = self._finish or "abort"
+        return Chunk(self._tokens, self._logprobs, self._versions, finish, self._top_logprobs)  # type: ignore[arg-type]

@@ -1,0 +1,240 @@
+"""vLLM's token protocol (``/inference/v1/generate``, servers started with ``--enable-scale-out``).
+
+vLLM's log-probs ignore temperature by default. Start it with ``--logprobs-mode processed_logprobs`` if the
+temperature is not 1, or trainer and engine disagree. Its log-probs come after the mask of a grammar in both modes, and
+after penalties and ``logit_bias`` in the processed mode.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areal_lite.config.generation import GenerationHyperparameters
+from areal_lite.models.adapter_shape import AdapterShape
+from areal_lite.servers.dialects.dialect import (
+    BadResponse,
+    Chunk,
+    ControlCall,
+    ServerInfo,
+    StreamEvent,
+    TopLogprobs,
+    check_error_event,
+    checked_chunk,
+    checked_event,
+    spans_to_versions,
+    version_or_none,
+    with_extra,
+)
+from areal_lite.servers.weights.published_weights import AdapterFolder, WeightBucket, WeightFolder, WeightGroup
+
+_MOST_LOGPROBS = 20
+"""vLLM's own limit, unless it is started with another."""
+_FINISH = {"repetition": "stop"}
+"""vLLM's finish reasons in our words."""
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of ``--max-lora-rank``."""
+
+
+class VLLM:
+    """Weight updates use the methods of the worker extension; docs/servers.md shows how to start it."""
+
+    generate_path = "/inference/v1/generate"
+    health_path = "/health"
+    info_paths: tuple[str, ...] = ("/v1/models", "/weight_info", "/is_paused", "/get_world_size")
+    receives_while_generating = True
+    adapter_variables: dict[str, str] = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    keeps_adapter = True
+    continues_constraints = False
+
+    def generate_body(
+        self,
+        input_ids: list[int],
+        gconfig: GenerationHyperparameters,
+        *,
+        rid: str,
+        max_new_tokens: int,
+        min_new_tokens: int,
+        seed: int | None,
+        num_continued: int = 0,
+        top_logprobs: int = 0,
+        stream: bool = False,
+    ) -> dict[str, Any]:
+        """Return the JSON body of one generation; vLLM silently ignores unknown fields, so names must be exact."""
+        sampling: dict[str, Any] = {
+            "max_tokens": max_new_tokens,
+            "min_tokens": min_new_tokens,
+            "temperature": gconfig.effective_temperature,
+            "top_p": gconfig.top_p,
+            "top_k": gconfig.top_k or -1,
+            # One more than asked for: where the sampled token is not among the best, vLLM puts it in place of the last.
+            "logprobs": top_logprobs + (0 < top_logprobs < _MOST_LOGPROBS),
+            "ignore_eos": gconfig.ignore_eos,
+            "skip_special_tokens": gconfig.skip_special_tokens,
+            "frequency_penalty": gconfig.frequency_penalty,
+        }
+        for name in ("stop", "stop_token_ids", "presence_penalty", "min_p"):
+            if value := getattr(gconfig, name):
+                sampling[name] = value
+        if gconfig.ignore_eos:
+            sampling.pop("stop_token_ids", None)  # vLLM would stop at them; SGLang does not
+        if gconfig.repetition_penalty != 1:
+            sampling["repetition_penalty"] = gconfig.repetition_penalty
+        if gconfig.logit_bias:
+            sampling["logit_bias"] = {str(token): bias for token, bias in gconfig.logit_bias.items()}
+        for name, key in (("json_schema", "json"), ("regex", "regex"), ("ebnf", "grammar")):
+            if (text := getattr(gconfig, name)) is not None:
+                sampling["structured_outputs"] = {key: text}
+        if seed is not None:
+            sampling["seed"] = seed
+        return {
+            "request_id": rid,
+            "token_ids": input_ids,
+            "sampling_params": with_extra(sampling, gconfig.extra) if gconfig.extra else sampling,
+            "stream": stream,
+        }
+
+    def parse_generate(self, reply: Any, *, top_logprobs: int = 0) -> Chunk:
+        """Return the tokens of a reply; raises BadResponse."""
+        try:
+            choice = reply["choices"][0]
+            tokens = list(choice["token_ids"])
+            content = (choice["logprobs"] or {}).get("content", [])
+            logprobs = [entry["logprob"] for entry in content]
+            spans = choice.get("weight_versions")
+            versions = spans_to_versions(spans, len(tokens)) if spans else None
+            finish = _FINISH.get(choice["finish_reason"], choice["finish_reason"])
+            top = _top_logprobs(content, top_logprobs) if top_logprobs else None
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise BadResponse(f"a reply without the fields of /inference/v1/generate ({error!r})") from None
+        return checked_chunk(tokens, logprobs, versions, finish, top)
+
+    def parse_event(self, event: Any, received: int, *, top_logprobs: int = 0) -> StreamEvent | None:
+        """Return the tokens of an event; one without choices reports the usage."""
+        check_error_event(event)
+        try:
+            if not event["choices"]:
+                return None
+            choice = event["choices"][0]
+            tokens = list(choice["token_ids"] or [])
+            content = (choice["logprobs"] or {}).get("content", [])
+            spans, finish = choice.get("weight_versions"), choice["finish_reason"]
+            return checked_event(
+                tokens,
+                [entry["logprob"] for entry in content],
+                _top_logprobs(content, top_logprobs) if top_logprobs else None,
+                version=None,
+                all_versions=spans_to_versions(spans, received + len(tokens)) if spans else None,
+                finish=_FINISH.get(finish, finish),
+            )
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise BadResponse(f"an event without the fields of /inference/v1/generate ({error!r})") from None
+
+    def parse_info(self, reply: Any) -> ServerInfo:
+        """Return what the server reports: model and window, version, or whether it is paused."""
+        if not isinstance(reply, dict):
+            return ServerInfo()
+        try:
+            model = reply["data"][0]
+            window, name = model["max_model_len"], model.get("root")
+        except (KeyError, TypeError, IndexError, AttributeError):
+            window = name = None
+        paused, num_ranks = reply.get("is_paused"), reply.get("world_size")
+        return ServerInfo(
+            context_length=window if isinstance(window, int) else None,
+            model=name if isinstance(name, str) else None,
+            version=version_or_none(reply.get("weight_version")),
+            paused=paused if isinstance(paused, bool) else None,
+            num_ranks=num_ranks if isinstance(num_ranks, int) else None,
+        )
+
+    def abort(self, rid: str) -> ControlCall:
+        """Abort one request by the id that vLLM made from its ``rid``."""
+        return ControlCall("/abort_requests", {"request_ids": [f"generate-tokens-{rid}"]})
+
+    def pause(self, *, keep: bool = False) -> ControlCall:
+        """Abort what runs; the client keeps the partial tokens and continues them afterwards."""
+        return ControlCall("/pause?mode=keep" if keep else "/pause?mode=abort")
+
+    def load_folder(self, weights: WeightFolder) -> list[ControlCall]:
+        """Load from disk on every worker, name the version, drop the prefix cache."""
+        return [_on_workers("load_checkpoint_dir", weights_path=weights.path), *_name_version(weights.version)]
+
+    def join_group(self, group: WeightGroup) -> ControlCall:
+        """Join on every worker; vLLM's own transfer engines need GPUs and a flag at its start."""
+        return _on_workers(
+            "join_weight_group",
+            name=group.name,
+            master_address=group.master_address,
+            master_port=group.master_port,
+            size=group.size,
+            backend=group.backend,
+        )
+
+    def begin_broadcast(self) -> list[ControlCall]:
+        """Drop what an earlier broadcast left."""
+        return [_on_workers("forget_received_weights")]
+
+    def receive(self, bucket: WeightBucket, group: str, version: int | None) -> ControlCall:
+        """Begin to receive a bucket in a thread of each worker."""
+        return _on_workers("receive_weights", name=group, **bucket.description())
+
+    def end_broadcast(self, version: int) -> list[ControlCall]:
+        """Load what was received, name the version, drop the prefix cache."""
+        return [_on_workers("load_received_weights"), *_name_version(version)]
+
+    def abandon_broadcast(self) -> list[ControlCall]:
+        """Return nothing: an update that broke off has changed nothing."""
+        return []
+
+    def adapter_flags(self, shape: AdapterShape) -> dict[str, Any]:
+        """Return vLLM's options.
+
+        Answers that stay on the server during updates keep their adapters: up to ``max-loras`` are computed together,
+        and one that falls out of ``max-cpu-loras`` is read again from its folder, which ends vLLM if it is gone.
+        """
+        rank = next((rank for rank in _RANKS if rank >= shape.rank), shape.rank)
+        return {"enable-lora": True, "max-lora-rank": rank, "max-loras": 4, "max-cpu-loras": 16}
+
+    def load_adapter(self, name: str, weights: AdapterFolder) -> list[ControlCall]:
+        """Load the adapters, then name the version; prefix caches are per adapter."""
+        return [
+            ControlCall("/v1/load_lora_adapter", {"lora_name": name, "lora_path": weights.path}),
+            ControlCall("/update_weight_version", {"new_version": str(weights.version)}),
+        ]
+
+    def name_adapter(self, name: str) -> dict[str, Any]:
+        """Return vLLM's field: an adapter is a model of its own."""
+        return {"model": name}
+
+    def unload_adapter(self, name: str) -> ControlCall:
+        """Unload an adapter; its running requests finish."""
+        return ControlCall("/v1/unload_lora_adapter", {"lora_name": name})
+
+    def resume(self) -> ControlCall:
+        """Resume generation."""
+        return ControlCall("/resume")
+
+    def update_error(self, reply: Any) -> str | None:
+        """Return the message of the first worker that failed."""
+        for result in reply.get("results") or [] if isinstance(reply, dict) else []:
+            if isinstance(result, dict) and result.get("success") is False:
+                return str(result.get("message"))
+        return None
+
+
+def _on_workers(method: str, **arguments: Any) -> ControlCall:
+    return ControlCall("/collective_rpc", {"method": method, "kwargs": arguments})
+
+
+def _name_version(version: int) -> list[ControlCall]:
+    return [ControlCall("/update_weight_version", {"new_version": str(version)}), ControlCall("/reset_prefix_cache")]
+
+
+def _top_logprobs(content: list[Any], count: int) -> TopLogprobs:
+    """Return the ``count`` best of each token, of those and the sampled token."""
+    return [
+        [(one["token_id"], one["logprob"]) for one in sorted(entry["top_logprobs"], key=lambda one: one["rank"])][
+            :count
+        ]
+        for entry in content
+    ]

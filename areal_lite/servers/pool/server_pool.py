@@ -1,0 +1,320 @@
+"""The state of each server, and the choice of the server for a request. Pure bookkeeping: no I/O and no clock.
+
+Guarantees that a request goes to the usable server with the fewest outstanding tokens, in O(log n), that a server which
+fails or serves old weights gets no requests, and that each change of a server's state is logged once, with its reason.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from areal_lite.errors import ConfigError
+from areal_lite.servers.dialects.dialect import ServerInfo
+
+logger = logging.getLogger(__name__)
+
+FAILURES_TO_OPEN = 3
+"""Failures in a row after which a server rests, see also :data:`REQUESTS_PER_FAILURE`."""
+REQUESTS_PER_FAILURE = 8
+"""A server with many running requests rests after one failure in a row for so many of them: errors return before the
+answers to requests that were sent with them."""
+FIRST_REST_S = 1.0
+MAX_REST_S = 30.0
+SUCCESSES_TO_GROW = 50
+"""Answers after which a server that said HTTP 429 may run one more request."""
+MAX_REPORTED = 32
+"""Servers with metrics of their own."""
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """One inference server as the client sees it."""
+
+    url: str
+    index: int
+    is_router: bool = False
+    """Whether other servers answer for it."""
+    info: ServerInfo = field(default_factory=ServerInfo)
+    version: int | None = None
+    """The last version that it acknowledged; None before the first update."""
+    adapter: str | None = None
+    """Name of the adapter that is this version; None if the version is whole weights."""
+
+    down: str | None = None
+    """Why it rests until a probe succeeds."""
+    trial: bool = False
+    """Whether it was down or behind and its first answer is awaited: one request at a time."""
+    behind: str | None = None
+    """Why its weights are outdated; such a server gets no requests until it has the newest."""
+    said: str = "up"
+    """The state that was logged last."""
+    slow: bool = False
+    """Whether it has been silent for long, but answers its health route."""
+    capacity: float = math.inf
+    """Requests it may run at once; 0 while it is down, behind or waits for its Retry-After."""
+    limit: float = math.inf
+    """Requests it may run at once while it is healthy: halved by HTTP 429, grown by answers."""
+    waits: int = 0
+    """Running waits for its Retry-After."""
+    limited_at: float = 0.0
+    unhealthy: bool = False
+    """Whether it has given no answer since it failed, was down, behind, or said HTTP 429."""
+    failures: int = 0
+    """Failures in a row."""
+    last_failure: str = ""
+    openings: int = 0
+    """Rests in a row."""
+    rest_s: float = 0.0
+    """Seconds to rest before the next probe."""
+    bad_replies: int = 0
+    """Replies that could not be trusted."""
+
+    outstanding: int = 0
+    load: int = 0
+    """Tokens of its outstanding requests: prompts and budgets."""
+    staying: int = 0
+    """Outstanding requests whose answer it could not continue after an abort."""
+    adapters_in_use: Counter[str] = field(default_factory=Counter)
+    """Outstanding requests by the adapter that they use."""
+    busy_since: float = 0.0
+    """Time from which it has had outstanding requests."""
+    heard: float = 0.0
+    """Time of its last answer or streamed token."""
+    requests: int = 0
+    tokens: int = 0
+    failed_requests: int = 0
+    latencies: deque[float] = field(default_factory=lambda: deque(maxlen=512))
+    entry: tuple[int, int, int] | None = None
+    """Its place in the pool's heap."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether it takes one more request."""
+        return self.outstanding < self.capacity
+
+    @property
+    def state(self) -> str:
+        """The state in one word; a server on trial keeps the one it had."""
+        if self.down is not None:
+            return "down"
+        if self.behind is not None:
+            return "behind"
+        return self.said if self.trial else "slow" if self.slow else "up"
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures since the start, and quantiles of the last 512 latencies."""
+        latencies = sorted(self.latencies) or [0.0]
+        return {
+            "up": float(self.state in ("up", "slow")),
+            "version": float(-1 if self.version is None else self.version),
+            "requests": float(self.requests),
+            "tokens": float(self.tokens),
+            "failures": float(self.failed_requests),
+            "bad_replies": float(self.bad_replies),
+            "outstanding": float(self.outstanding),
+            "latency_p50_s": latencies[len(latencies) // 2],
+            "latency_p95_s": latencies[int(0.95 * len(latencies))],
+        }
+
+
+class ServerPool:
+    """All servers: routing by outstanding tokens with affinity, a breaker and a concurrency limit per server."""
+
+    def __init__(self, addresses: Sequence[str], *, key: str = "rollout.addresses") -> None:
+        if not addresses:
+            raise ConfigError(
+                "rollout.addresses is empty: name the servers host:port, or run through `areal-lite train`, which "
+                "starts an embedded one"
+            )
+        self.servers = [Server(_url(address, key), index) for index, address in enumerate(addresses)]
+        self._heap: list[tuple[int, int, int]] = []
+        """(load, order, index); an entry's load is at most that of its server."""
+        self._orders = itertools.count()
+        for server in self.servers:
+            self._push(server)
+
+    # -- routing ---------------------------------------------------------------------------------
+
+    def pick(self, *, preferred: Server | None = None, avoid: Sequence[Server] = ()) -> Server | None:
+        """Return the server for a request; None if no server takes one.
+
+        ``preferred`` wins while it is usable; ``avoid`` (servers that just failed this request) are taken only when
+        nothing else is left.
+        """
+        if len(self.servers) == 1:
+            (only,) = self.servers
+            return only if only.outstanding < only.capacity else None
+        if preferred is not None and preferred.outstanding < preferred.capacity and preferred not in avoid:
+            return preferred
+        avoided: list[Server] = []
+        while (server := self._least_loaded()) is not None and server in avoid:
+            server.entry = None
+            avoided.append(server)
+        for one in avoided:
+            self._push(one)
+        return server or (avoided[0] if avoided else None)
+
+    def _least_loaded(self) -> Server | None:
+        heap = self._heap
+        while heap:
+            entry = heap[0]
+            server = self.servers[entry[2]]
+            if server.entry is not entry:  # superseded by one of less load, or withdrawn
+                heapq.heappop(heap)
+            elif server.outstanding >= server.capacity:
+                server.entry = None
+            elif entry[0] < server.load:
+                heapq.heapreplace(heap, self._new_entry(server))
+            else:
+                return server
+        return None
+
+    def _new_entry(self, server: Server) -> tuple[int, int, int]:
+        server.entry = (server.load, next(self._orders), server.index)
+        return server.entry
+
+    def _push(self, server: Server) -> None:
+        entry = self._new_entry(server)
+        if len(self._heap) > 4 * len(self.servers) + 64:
+            self._heap = [s.entry for s in self.servers if s.entry is not None]
+            heapq.heapify(self._heap)
+        else:
+            heapq.heappush(self._heap, entry)
+
+    def start(
+        self, server: Server, tokens: int, now: float, *, adapter: str | None = None, stays: bool = False
+    ) -> None:
+        """Count a request that is sent to a server.
+
+        Args:
+            tokens: Of its prompt and its budget.
+            adapter: The adapter that it uses.
+            stays: Whether its answer could not be continued after an abort.
+        """
+        if not server.outstanding:
+            server.busy_since = now
+        server.outstanding += 1
+        server.requests += 1
+        server.load += tokens
+        server.staying += stays
+        if adapter is not None:
+            server.adapters_in_use[adapter] += 1
+
+    def end(self, server: Server, tokens: int, *, adapter: str | None = None, stays: bool = False) -> None:
+        """Count the end of a request that was started with the same arguments."""
+        server.outstanding -= 1
+        server.load -= tokens
+        server.staying -= stays
+        if adapter is not None:
+            server.adapters_in_use[adapter] -= 1
+            if not server.adapters_in_use[adapter]:
+                del server.adapters_in_use[adapter]
+        if server.usable if server.entry is None else server.load < server.entry[0]:
+            self._push(server)
+
+    # -- states ----------------------------------------------------------------------------------
+
+    def succeeded(self, server: Server, tokens: int, latency_s: float, now: float) -> None:
+        """Count an answer; it closes the breaker and grows a lowered limit."""
+        server.tokens += tokens
+        server.latencies.append(latency_s)
+        server.heard = now
+        if server.unhealthy and server.down is None and server.behind is None:
+            self.recovered(server)
+        if server.limit is not math.inf:
+            server.limit += 1 / SUCCESSES_TO_GROW
+            self._refresh(server)
+
+    def recovered(self, server: Server) -> None:
+        """Record that a server that is neither down nor behind is healthy."""
+        server.unhealthy = server.trial = server.slow = False
+        server.failures = server.openings = 0
+        self._refresh(server, "it answers again")
+
+    def failed(self, server: Server, reason: str, *, at_once: bool = False) -> bool:
+        """Count a failed request, and return whether the server now has to rest.
+
+        It rests from the third failure in a row on, later if it runs many requests, or ``at_once``; each rest in a row
+        is longer.
+        """
+        server.failures += 1
+        server.failed_requests += 1
+        server.last_failure = reason
+        server.unhealthy = True
+        enough = server.failures >= max(FAILURES_TO_OPEN, server.outstanding // REQUESTS_PER_FAILURE)
+        if server.down is not None or not (at_once or server.trial or enough):
+            return False
+        self.rest(server, reason)
+        return True
+
+    def rest(self, server: Server, reason: str) -> None:
+        """Send no requests until :meth:`try_again`."""
+        server.rest_s = min(MAX_REST_S, FIRST_REST_S * 2 ** min(server.openings, 5))
+        server.openings += 1
+        server.down, server.trial, server.slow, server.unhealthy = reason, False, False, True
+        self._refresh(server, reason)
+
+    def set_behind(self, server: Server, reason: str) -> None:
+        """Send no requests until :meth:`try_again`: the server's weights are not the newest."""
+        server.behind, server.trial, server.unhealthy = reason, False, True
+        self._refresh(server, reason)
+
+    def try_again(self, server: Server) -> None:
+        """Send one request at a time until one succeeds."""
+        server.down, server.behind, server.trial = None, None, True
+        self._refresh(server)
+
+    def caught_up(self, server: Server) -> None:
+        """Record that a server that is not down has the newest weights."""
+        server.behind = None
+        self._refresh(server, f"it has version {server.version}")
+
+    def set_slow(self, server: Server, reason: str) -> None:
+        """Record that a server has been silent for long; it still gets requests."""
+        server.slow = server.unhealthy = True
+        self._refresh(server, reason)
+
+    def throttled(self, server: Server, reason: str, *, sent: float, now: float) -> None:
+        """Halve the limit of a server that said HTTP 429, once for all requests that were running then."""
+        server.unhealthy = True
+        server.last_failure = reason
+        if sent >= server.limited_at:
+            server.limit = max(1.0, min(server.limit, server.outstanding) / 2)
+            server.limited_at = now
+            self._refresh(server)
+
+    def wait(self, server: Server, change: int) -> None:
+        """Begin (1) or end (-1) a Retry-After, in which it gets no requests."""
+        server.waits += change
+        self._refresh(server)
+
+    def _refresh(self, server: Server, reason: str = "") -> None:
+        blocked = server.down is not None or server.behind is not None or server.waits > 0
+        server.capacity = 0 if blocked else 1 if server.trial else server.limit
+        if server.entry is None and server.usable:
+            self._push(server)
+        if server.state != server.said:
+            server.said = server.state
+            logger.warning("server %s is %s: %s", server.url, "back" if server.said == "up" else server.said, reason)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures of the first 32 servers as ``INDEX/NAME``."""
+        return {
+            f"{server.index}/{name}": value
+            for server in self.servers[:MAX_REPORTED]
+            for name, value in server.metrics().items()
+        }
+
+
+def _url(address: str, key: str) -> str:
+    url = address if "://" in address else f"http://{address}"
+    host, _, port = url.partition("://")[2].rstrip("/").rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"{key} holds {address!r}: write host:port, for example 127.0.0.1:30000")
+    return url.rstrip("/")

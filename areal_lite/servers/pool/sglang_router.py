@@ -1,0 +1,304 @@
+"""An sglang-router in front of the servers: generation goes to it, everything else to the servers themselves.
+
+The router's replies do not say which server wrote them, so a bad or outdated one makes every server be examined.
+Guarantees that a server which is down, behind or examined with old weights is removed from the router, and added again
+once it serves the newest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import orjson
+
+from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.errors import ConfigError, ServerError
+from areal_lite.servers.client.server_requests import REQUEST_ERRORS, ServerRequests
+from areal_lite.servers.pool.reconciler import START_TIMEOUT_S, Reconciler
+from areal_lite.servers.pool.server_pool import Server, ServerPool
+
+logger = logging.getLogger(__name__)
+
+AFFINITY_HEADER = "X-SMG-Routing-Key"
+"""Requests with equal values go to one server, with the router's policies manual and consistent_hashing."""
+SYNC_S = 0.2
+"""Seconds between two looks while the router's servers are not as they should be."""
+IDLE_SYNC_S = 5.0
+_ERRORS = (ServerError, ValueError, KeyError, TypeError, *REQUEST_ERRORS)
+_PASSED_ON = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids"),
+        *("ignore_eos", "frequency_penalty", "presence_penalty", "repetition_penalty", "json_schema", "regex", "ebnf"),
+        *("skip_special_tokens", "sampling_seed", "no_stop_trim"),
+    }
+)
+"""Sampling parameters that sglang-router 0.3.2 passes on; it drops all others without a word."""
+
+
+def check_router(config: InferenceEngineConfig) -> None:
+    """Check that ``config.router`` is possible with the other settings; raises ConfigError."""
+    if config.router is None:
+        return
+    if config.backend != "sglang":
+        raise ConfigError(
+            f"rollout.router is an sglang-router, and rollout.backend is {config.backend}: only SGLang servers can be "
+            "behind one"
+        )
+    if not config.addresses:
+        raise ConfigError(
+            "rollout.router is set and rollout.addresses is empty: name the servers behind the router too, because "
+            "weights go to them directly; or let the run start both with server.router: true"
+        )
+    if config.weight_update == "adapter":
+        raise ConfigError(
+            "rollout.weight_update is adapter, and rollout.router is set: each server has its own names of adapters, "
+            "and a request through the router cannot know its server. Use another weight_update, or no router"
+        )
+
+
+async def servers_behind(config: InferenceEngineConfig) -> InferenceEngineConfig:
+    """Return the config with the servers of a router that ``addresses`` names, and the router as ``router``.
+
+    An address of the backend sglang is a router if it lists workers; other configs come back as they are.
+
+    Raises:
+        ConfigError: If the router is not the only address, or has servers that cannot be used.
+        ServerError: If it lists no server in time.
+    """
+    if config.backend != "sglang" or config.router is not None:
+        return config
+    timeout = aiohttp.ClientTimeout(total=config.connect_timeout_s)
+    async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+        urls = [server.url for server in ServerPool(config.addresses).servers]
+        listed = await asyncio.gather(*(_workers_of(session, url) for url in urls))
+        routers = [url for url, workers in zip(urls, listed, strict=True) if workers is not None]
+        if not routers:
+            return config
+        if len(urls) > 1:
+            raise ConfigError(
+                f"{routers[0]} in rollout.addresses is a router, which sends requests to servers of its own: name it "
+                "alone, or name the servers in rollout.addresses and the router in rollout.router"
+            )
+        workers, deadline = listed[0], time.monotonic() + START_TIMEOUT_S
+        while not workers:
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"the router at {routers[0]} has no servers: start it with --worker-urls, or add them with POST "
+                    "/workers"
+                )
+            await asyncio.sleep(SYNC_S)
+            workers = await _workers_of(session, routers[0])
+    addresses = sorted(_worker_url(routers[0], worker) for worker in workers)
+    logger.info("%s is a router; the servers behind it are %s", routers[0], ", ".join(addresses))
+    return replace(config, addresses=addresses, router=routers[0])
+
+
+async def _workers_of(session: aiohttp.ClientSession, url: str) -> list[dict[str, Any]] | None:
+    """Return the workers that a router lists; None if it is no router or does not answer."""
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError):
+        for path in ("/workers", "/list_workers"):
+            async with session.get(url + path, allow_redirects=False) as reply:
+                body = orjson.loads(await reply.read()) if reply.status == 200 else None
+            if not isinstance(body, dict):
+                continue
+            workers = body.get("workers")
+            if isinstance(workers, list):
+                return workers
+            if "urls" in body:
+                raise ConfigError(
+                    f"the router at {url} is older than sglang-router 0.3, which has the route /workers: update it "
+                    "(pip install -U sglang-router)"
+                )
+    return None
+
+
+def _worker_url(router: str, worker: dict[str, Any]) -> str:
+    """Return the URL of a worker that can be used alone, by HTTP."""
+    url, kind = str(worker.get("url")), worker.get("worker_type", "regular")
+    if kind != "regular" or not url.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"the router at {router} has the server {url} ({kind}): use one whose servers do both prefill and decode, "
+            "by HTTP"
+        )
+    return url.rstrip("/")
+
+
+class Router:
+    """The router and its list of servers, from :meth:`open` to :meth:`close`."""
+
+    def __init__(
+        self,
+        config: InferenceEngineConfig,
+        servers: ServerPool,
+        requests: ServerRequests,
+        reconciler: Reconciler,
+        *,
+        on_change: Callable[[], None],
+        is_waiting: Callable[[], bool],
+        on_outage: Callable[[ServerError], None],
+    ) -> None:
+        """Describe the router of a checked config; the callbacks are those of :class:`Reconciler`."""
+        assert config.router is not None
+        self.pool = ServerPool([config.router], key="rollout.router")
+        """The router alone, as the server of every generation."""
+        self._target = self.pool.servers[0]
+        self._target.is_router = True
+        self._servers = servers
+        self._requests = requests
+        self._reconciler = reconciler
+        self._on_change = on_change
+        self._is_waiting = is_waiting
+        self._on_outage = on_outage
+        self._patience_s = config.outage_patience_s
+        self._blocked = False
+        """Whether the router has no server that may answer."""
+        self._lock = asyncio.Lock()
+        self._wake = asyncio.Event()
+        self._examination: asyncio.Task[bool] | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Give the router our servers, and return once it has one that answers.
+
+        Raises:
+            ServerError: If it does not answer in time.
+            ConfigError: If it has servers that are not ours.
+        """
+        ours = {server.url for server in self._servers.servers}
+        last = "it does not list all servers of rollout.addresses"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while True:
+                    try:
+                        if strangers := sorted(set(await self._listed()) - ours):
+                            raise ConfigError(
+                                f"the router at {self._target.url} sends requests to {strangers[0]}, which is not in "
+                                "rollout.addresses, so it would not get the weights: write both alike"
+                            )
+                        if await self.sync():
+                            self._watching = asyncio.create_task(self._watch())
+                            return
+                    except (ServerError, *REQUEST_ERRORS) as error:
+                        last = str(error) or type(error).__name__
+                    await asyncio.sleep(SYNC_S)
+        raise ServerError(f"the router at {self._target.url} is not ready: {last}. Is it up, and is it sglang-router?")
+
+    async def close(self) -> None:
+        """Stop watching."""
+        tasks = [task for task in (self._watching, self._examination) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=1.0)
+
+    def check_fields(self, body: dict[str, Any]) -> None:
+        """Raise ConfigError if the router would drop a sampling parameter."""
+        if dropped := sorted(body["sampling_params"].keys() - _PASSED_ON):
+            raise ConfigError(
+                f"sglang-router does not pass on the sampling parameter {dropped[0]!r}: leave it out, or use no router"
+            )
+
+    # -- as the keeper of the router's own state -----------------------------------------------------
+
+    def failed(self, _: Server, reason: str, *, at_once: bool = False) -> None:
+        """Count a failure of the router."""
+        self.pool.failed(self._target, reason, at_once=at_once)
+        self._wake.set()
+
+    def refresh(self) -> None:
+        """Take over changes of the servers' states soon."""
+        self._wake.set()
+
+    async def _confirm(self) -> None:
+        """Examine the servers on trial, as no answer will tell that they are well again."""
+        for server in self._servers.servers:
+            if server.unhealthy and server.down is None and server.behind is None:
+                if server.trial and await self._reconciler.examine(server):
+                    continue
+                self._servers.recovered(server)
+
+    async def update(self, version: int) -> None:
+        """Take the servers that lack the newest version out before requests are sent on."""
+        self._target.version = version
+        with contextlib.suppress(*_ERRORS):  # the watch tries again, and outdated replies are refused
+            await self._confirm()
+            await self.sync()
+
+    async def examine(self) -> bool:
+        """Examine every server after a bad reply; return whether some were found that should not have answered."""
+        if self._examination is None or self._examination.done():
+            self._examination = asyncio.create_task(self._examine())
+        return await asyncio.shield(self._examination)
+
+    async def _examine(self) -> bool:
+        bad = any(await asyncio.gather(*map(self._reconciler.examine, self._serving())))
+        with contextlib.suppress(*_ERRORS):
+            await self.sync()
+        return bad
+
+    # -- the list ------------------------------------------------------------------------------------
+
+    async def sync(self) -> bool:
+        """Make the router's list of servers ours; return whether it has one that answers.
+
+        Raises:
+            ServerError: If the router refuses.
+            aiohttp.ClientError, TimeoutError, OSError: If it does not answer.
+        """
+        async with self._lock:
+            listed = await self._listed()
+            serving = {server.url for server in self._serving()}
+            for url in listed.keys() - serving:
+                await self._requests.ask(self._target, "DELETE", f"/workers/{listed[url]['id']}")
+            for url in serving - listed.keys():
+                await self._requests.ask(self._target, "POST", "/workers", {"url": url})
+            ready = any(listed[url].get("is_healthy", True) for url in serving & listed.keys())
+            if ready == self._blocked:
+                self._blocked = not ready
+                self.pool.wait(self._target, -1 if ready else 1)
+                self._on_change()
+            if self._target.down is not None:
+                self.pool.try_again(self._target)
+                self._on_change()
+            return ready and listed.keys() == serving
+
+    def _serving(self) -> list[Server]:
+        return [s for s in self._servers.servers if s.down is None and s.behind is None and not s.trial]
+
+    async def _listed(self) -> dict[str, dict[str, Any]]:
+        reply = orjson.loads(await self._requests.ask(self._target, "GET", "/workers"))
+        try:
+            return {str(worker["url"]).rstrip("/"): worker for worker in reply["workers"]}
+        except (KeyError, TypeError, AttributeError):
+            raise ServerError(f"{self._target.url}/workers sent no list of workers") from None
+
+    async def _watch(self) -> None:
+        """Keep the list as it should be, and bring back a router that failed; waits end after the patience."""
+        unusable_since: float | None = None
+        while True:
+            try:
+                await self._confirm()
+                settled = await self.sync()
+            except _ERRORS as error:
+                settled = False
+                self._target.last_failure = str(error) or type(error).__name__
+            now = time.monotonic()
+            unusable = self._is_waiting() and (self._target.down is not None or self._blocked)
+            unusable_since = (unusable_since or now) if unusable else None
+            if unusable_since is not None and now - unusable_since >= self._patience_s:
+                unusable_since = None
+                reason = self._target.down or self._target.last_failure or "it has no healthy server"
+                self._on_outage(
+                    ServerError(f"the router {self._target.url} is unusable since {self._patience_s:g} s: {reason}")
+                )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_SYNC_S if settled else SYNC_S):
+                    await self._wake.wait()
+            self._wake.clear()

@@ -1,0 +1,153 @@
+"""The embedded server as a child process. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import areal_lite
+from areal_lite.errors import ConfigError, ServerError
+from areal_lite.processes.child_process import ChildProcess
+from areal_lite.processes.server_process import ServerProcess
+from areal_lite.servers.programs.embedded_settings import (
+    check_model_path,
+    check_port,
+    check_text_model,
+    cpu_threads,
+    server_config,
+)
+
+
+class EmbeddedServer(ServerProcess):
+    """One child process that serves one model.
+
+    Example:
+        with EmbeddedServer(model_path="models/smollm2", dtype="float32") as server:
+            requests.post(f"{server.address}/generate", json=...)
+    """
+
+    def __init__(
+        self,
+        *,
+        model_path: str,
+        seed: int = 0,
+        weight_version: str = "0",
+        deterministic: bool = False,
+        log_path: str | Path | None = None,
+        start_timeout_s: float = 600.0,
+        name: str = "the embedded server",
+        variables: Mapping[str, str] | None = None,
+        program: str = "areal_lite.embedded",
+        **settings: Any,
+    ) -> None:
+        """Check the settings; ``start`` runs the server.
+
+        Args:
+            model_path: Directory with config.json, tokenizer and safetensors weights; or a name on the Hugging Face
+                Hub.
+            seed: Seed for requests without one; their outputs then depend on the order of arrival.
+            weight_version: Name of the first weights.
+            deterministic: Make the bits of each answer depend on its request, the weights and ``num_threads`` only.
+                Requests run one by one and share no KV cache: several times slower with many at once.
+            log_path: File to append the child's stdout and stderr to. None: a temporary file, for error messages.
+            start_timeout_s: Seconds in which it must be ready.
+            name: Its name in messages.
+            variables: Environment variables of the child.
+            program: Module that the child runs; it takes the arguments of :mod:`areal_lite.embedded`.
+            settings: Fields of ``EmbeddedServerConfig``.
+
+        Raises:
+            ConfigError: If a setting is unknown or out of range, or model or port cannot be used.
+        """
+        super().__init__(
+            name,
+            model_path=model_path,
+            weight_version=weight_version,
+            log_path=log_path,
+            start_timeout_s=start_timeout_s,
+        )
+        self.config = server_config(**settings)
+        self.seed = seed
+        self.deterministic = deterministic
+        self._variables = dict(variables or {})
+        self._program = program
+        check_model_path(model_path)
+        check_text_model(model_path)
+        check_port(self.config.host, self.config.port)
+        self._port = self.config.port
+        self._ready = -1
+
+    def _launch(self, output: IO[bytes]) -> ChildProcess:
+        self._ready, ready_write = os.pipe()
+        try:
+            return ChildProcess(
+                [sys.executable, "-m", self._program, *self._arguments(ready_write)],
+                environment=self._environment(),
+                output=output,
+                pass_fds=(ready_write,),
+            )
+        finally:
+            os.close(ready_write)
+
+    def _wait_for_answer(self, deadline: float) -> str | None:
+        """Read the child's ready line; if the child ends, the pipe closes without one."""
+        poll, line = select.poll(), b""
+        poll.register(self._ready, select.POLLIN)
+        try:
+            while not line.endswith(b"\n"):
+                if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+                    return None
+                piece = os.read(self._ready, 4096)
+                if not piece:
+                    self.wait(max(0.0, deadline - time.monotonic()))
+                    return None
+                line += piece
+        finally:
+            os.close(self._ready)
+        ready = json.loads(line)
+        self._port = ready["port"]
+        return f"http://{ready['host']}:{ready['port']}"
+
+    def _start_error(self, code: int) -> ServerError | ConfigError:
+        if code == ConfigError.exit_code:
+            tail = self.log_tail()
+            return ConfigError(tail[tail.rfind("error: ") + len("error: ") :])
+        return super()._start_error(code)
+
+    def _arguments(self, ready_fd: int) -> list[str]:
+        values = {
+            **asdict(self.config),
+            "port": self._port,
+            "seed": self.seed,
+            "weight_version": self.weight_version,
+        }
+        return [
+            self.model_path,
+            f"--ready-fd={ready_fd}",
+            *(["--deterministic"] if self.deterministic else []),
+            *(f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None),
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        """Return the child's environment: threads that wait sleep soon, and this package can be imported."""
+        threads = str(cpu_threads(self.config))
+        package_root = str(Path(areal_lite.__file__).resolve().parent.parent)
+        variables = os.environ | self._variables
+        return variables | {
+            # With spinning threads, two processes on the same cores generated 15 times slower; GOMP_SPINCOUNT in the
+            # environment of a run whose processes take turns lets them spin a little.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "KMP_BLOCKTIME": "0",
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": os.pathsep.join(filter(None, [package_root, variables.get("PYTHONPATH")])),
+            "PYTHONUNBUFFERED": "1",
+        }

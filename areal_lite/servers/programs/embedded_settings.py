@@ -1,0 +1,114 @@
+"""Checks of server settings that need no torch, so bad ones fail before a process starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from areal_lite.config.help import meaning_of
+from areal_lite.config.run_config import EmbeddedServerConfig
+from areal_lite.errors import ConfigError
+from areal_lite.files.hub_name import check_hub_name, is_hub_name
+from areal_lite.files.model_folder import read_checkpoint_header
+
+C = TypeVar("C", bound=EmbeddedServerConfig)
+
+
+def server_config(**settings: Any) -> EmbeddedServerConfig:
+    """Build the settings of one embedded server from field names and values."""
+    return checked_settings(EmbeddedServerConfig, settings)
+
+
+def checked_settings(kind: type[C], settings: dict[str, Any]) -> C:
+    """Build the config class ``kind`` from field names and values; raises ConfigError with every fault."""
+    try:
+        return kind(**settings)
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+    known = ", ".join(kind.__dataclass_fields__)
+    lines = []
+    for fault in faults:
+        name = str(fault["loc"][0])
+        if fault["type"] == "unexpected_keyword_argument":
+            lines.append(f"the embedded server has no setting {name!r}; it has {known}.")
+        else:
+            rule = fault["msg"].replace("Input should", "it must")
+            lines.append(f"{name} is {fault['input']!r}: {rule}. {meaning_of(kind, name)}")
+    raise ConfigError("\n".join(lines))
+
+
+def cpu_threads(config: EmbeddedServerConfig) -> int:
+    """Return the CPU threads of the model: those of ``config``, or half of the cores this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return config.num_threads or max(1, cores // 2)
+
+
+def check_model_path(model_path: str, *, key: str = "model_path", has_tokenizer: bool = True) -> None:
+    """Check that a model directory can be loaded, or that the Hugging Face Hub or its cache has the name.
+
+    Args:
+        key: Config key the path comes from, for error texts.
+        has_tokenizer: Whether the directory must hold a tokenizer, too.
+
+    Raises:
+        ConfigError: If the path is neither a directory nor a name on the Hub, lacks config.json, tokenizer or weights,
+            or its weights are cut off.
+    """
+    path = Path(model_path).expanduser()
+    if not path.is_dir():
+        if not is_hub_name(model_path):
+            what = "is a file" if path.is_file() else "does not exist"
+            raise ConfigError(
+                f"{key} {model_path!r} {what}: it must be a directory with config.json and weights, or the "
+                "name of a model on the Hugging Face Hub, such as 'HuggingFaceTB/SmolLM2-135M-Instruct'."
+            )
+        check_hub_name(model_path, key=key)
+        return
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{key} {model_path!r} has no config.json: give the directory that save_pretrained wrote.")
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"{key} {model_path!r} has no *.safetensors file: save the model with save_pretrained.")
+    if has_tokenizer and not any(
+        (path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    ):
+        raise ConfigError(f"{key} {model_path!r} has no tokenizer: add it with tokenizer.save_pretrained.")
+    try:
+        read_checkpoint_header(path)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def check_text_model(model_path: str) -> None:
+    """Check that a model directory does not hold a model that reads images; a name on the Hub passes unchecked.
+
+    Raises:
+        ConfigError: If its config.json has a vision part.
+    """
+    try:
+        config = json.loads((Path(model_path).expanduser() / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return  # not a directory, or check_model_path and the loader say more
+    if isinstance(config, dict) and config.get("vision_config"):
+        raise ConfigError(
+            f"model_path {model_path!r} is a {config.get('model_type')} model, which reads images: trainer and "
+            "embedded server take models of text only. Use the text model of the same family."
+        )
+
+
+def check_port(host: str, port: int) -> None:
+    """Check that the server can listen on an address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port} ({error.strerror}): stop the process that uses the port, choose "
+                "another, or use port 0 to take a free one."
+            ) from error

@@ -1,0 +1,233 @@
+"""The servers that a run starts: started together, watched, restarted, stopped.
+
+A server that ends is restarted at its address at most ``MAX_RESTARTS`` times within ``RESTART_WINDOW_S`` of uptime; its
+next end is the group's. It restarts with the run's first weights: the engine gives it the newest ones before it gets
+requests, and running answers continue from their tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NoReturn, Self
+
+from areal_lite.config.run_config import EmbeddedServerConfig, ServerConfig
+from areal_lite.errors import ArealLiteError, ServerError
+from areal_lite.models.adapter_shape import AdapterShape
+from areal_lite.processes.server_process import ServerProcess, cause_of_death
+from areal_lite.servers.programs.embedded_server import EmbeddedServer
+from areal_lite.servers.programs.router_program import RouterProgram, check_router_program
+from areal_lite.servers.programs.server_program import (
+    ServerProgram,
+    check_embedded,
+    check_program,
+    gpu_groups,
+    server_ports,
+)
+
+if TYPE_CHECKING:
+    from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+
+logger = logging.getLogger(__name__)
+
+MAX_RESTARTS = 3
+RESTART_WINDOW_S = 600.0
+STOP_SECONDS = 5.0
+
+
+def check_servers(config: ServerConfig) -> None:
+    """Check before anything starts that the servers can be started; raises ConfigError."""
+    if config.backend in ("sglang", "vllm"):
+        check_program(config, config.backend)
+    else:
+        check_embedded(config)
+    gpu_groups(config)
+    check_router_program(config)
+
+
+def make_servers(
+    config: ServerConfig,
+    *,
+    model_path: str,
+    seed: int,
+    deterministic: bool,
+    log_dir: Path,
+    weight_version: str = "0",
+    adapters: AdapterShape | None = None,
+    program: str = "areal_lite.embedded",
+) -> list[ServerProcess]:
+    """Return the servers of a checked config, not yet started; their logs go to ``log_dir``.
+
+    SGLang and vLLM can load adapters only of the given shape; the embedded server loads any. ``program`` is the module
+    that an embedded server runs.
+    """
+    backend: Literal["sglang", "vllm", "embedded"] = config.backend or "embedded"
+    servers: list[ServerProcess] = []
+    for number, (gpus, port) in enumerate(zip(gpu_groups(config), server_ports(config), strict=True)):
+        name, log_path = f"server {backend}-{number}", log_dir / f"{backend}-{number}.log"
+        if backend != "embedded":
+            server = ServerProgram(
+                name,
+                backend=backend,
+                config=config,
+                model_path=model_path,
+                seed=seed,
+                weight_version=weight_version,
+                port=port,
+                gpus=gpus,
+                log_path=log_path,
+                adapters=adapters,
+            )
+            servers.append(server)
+            continue
+        settings = {field.name: getattr(config, field.name) for field in fields(EmbeddedServerConfig)}
+        variables = config.env | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
+        servers.append(
+            EmbeddedServer(
+                model_path=model_path,
+                seed=seed,
+                weight_version=weight_version,
+                deterministic=deterministic,
+                log_path=log_path,
+                start_timeout_s=config.start_timeout_s,
+                name=name,
+                variables=variables,
+                program=program,
+                **settings | {"port": port if config.port else 0},  # it reports a free port itself
+            )
+        )
+    return servers
+
+
+def make_router(config: ServerConfig, log_dir: Path) -> list[ServerProcess]:
+    """Return the router of a checked config, not yet started; empty without one."""
+    return [RouterProgram(config, log_path=log_dir / "router.log")] if config.router else []
+
+
+class ServerGroup:
+    """Servers that run inside a ``with`` statement."""
+
+    def __init__(self, servers: Sequence[ServerProcess]) -> None:
+        self._servers = servers
+        self._changed = threading.Condition()
+        """Guards the fields below; notified when one of them changes."""
+        self._up = set(servers)
+        self._deaths = 0
+        self._stopping = False
+        self._failure: ServerError | None = None
+        self._engine: RemoteInfEngine | None = None
+        self._watchers: list[threading.Thread] = []
+
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses of the servers; they stay the same."""
+        return [server.address for server in self._servers]
+
+    def __enter__(self) -> Self:
+        """Start all servers, and return once each answers requests."""
+        if self._servers:
+            logger.info("starting %s", ", ".join(server.name for server in self._servers))
+        try:
+            for server in self._servers:
+                server.launch()
+            for server in self._servers:
+                server.wait_until_ready()
+        except BaseException:
+            self._stop()
+            raise
+        for server in self._servers:
+            self._watchers.append(threading.Thread(target=self._watch, args=(server,), name=server.name, daemon=True))
+            self._watchers[-1].start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._engine = None
+            self._changed.notify_all()
+        for server in self._servers:
+            server.terminate()
+        deadline = time.monotonic() + STOP_SECONDS
+        for server in self._servers:
+            server.end(max(0.0, deadline - time.monotonic()))
+        for watcher in self._watchers:
+            watcher.join()
+        for server in self._servers:
+            server.stop()
+
+    # -- the run's side --------------------------------------------------------------------------
+
+    def attach(self, engine: RemoteInfEngine | None) -> None:
+        """End the calls of this engine if the group fails."""
+        with self._changed:
+            self._engine = engine
+            if engine is not None and self._failure is not None:
+                engine.fail(self._failure)
+
+    def wait_for_failure(self) -> NoReturn:
+        """Block until the group has failed, and raise its error."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure)
+            assert self._failure is not None
+            raise self._failure
+
+    # -- watching --------------------------------------------------------------------------------
+
+    def _watch(self, server: ServerProcess) -> None:
+        """Restart a server whenever it ends; runs in a thread of its own."""
+        deaths_at = [float("-inf")] * MAX_RESTARTS  # in seconds of uptime
+        uptime_s, up_since, error = 0.0, time.monotonic(), ""
+        while (code := server.wait()) is not None:
+            uptime_s += time.monotonic() - up_since
+            restart = uptime_s - deaths_at[-MAX_RESTARTS] > RESTART_WINDOW_S
+            deaths_at.append(uptime_s)
+            if not self._mark_down(server, error or f"{server.name} {cause_of_death(code)}", restart=restart):
+                return
+            try:
+                server.wait_until_ready()
+                error = ""
+                self._mark_up(server)
+            except ArealLiteError as failure:
+                error = str(failure)
+            up_since = time.monotonic()
+
+    def _mark_down(self, server: ServerProcess, cause: str, *, restart: bool) -> bool:
+        """Record that a server ended, and launch it again if ``restart``; return False if it stays down."""
+        with self._changed:
+            if self._stopping:
+                return False
+            self._deaths += 1
+            self._up.discard(server)
+            if restart:
+                logger.warning("%s. Restarting it", cause)
+                try:
+                    server.launch()
+                except OSError as error:
+                    self._fail(f"{cause}\nIt cannot be started again: {error}")
+                    return False
+            else:
+                times = f"{MAX_RESTARTS + 1} times within {RESTART_WINDOW_S / 60:g} minutes"
+                self._fail(f"{cause.rstrip()}\nIt ended {times}, so it is not restarted. {server.log_tail()}")
+            self._changed.notify_all()
+        return restart
+
+    def _fail(self, message: str) -> None:
+        self._failure = ServerError(message)
+        if self._engine is not None:
+            self._engine.fail(self._failure)
+        self._changed.notify_all()
+
+    def _mark_up(self, server: ServerProcess) -> None:
+        with self._changed:
+            if self._stopping:
+                return
+            self._up.add(server)
+            logger.warning("%s is up again at %s", server.name, server.address)
+            self._changed.notify_all()

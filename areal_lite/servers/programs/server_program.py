@@ -1,0 +1,318 @@
+"""SGLang and vLLM as child processes: their command lines, their environment, and when they are ready."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from areal_lite.config.generation import GenerationHyperparameters
+from areal_lite.config.run_config import ServerConfig
+from areal_lite.errors import ConfigError
+from areal_lite.models.adapter_shape import AdapterShape
+from areal_lite.processes.child_process import ChildProcess
+from areal_lite.processes.server_process import ServerProcess
+from areal_lite.servers.dialects import dialect_of
+from areal_lite.servers.dialects.dialect import BadResponse
+from areal_lite.servers.programs.embedded_settings import check_port
+
+Backend = Literal["sglang", "vllm"]
+
+_MODULES = {"sglang": "sglang.launch_server", "vllm": "vllm.entrypoints.openai.api_server"}
+_EXTENSION = Path(__file__).with_name("vllm_extension")
+_OWN_KEYS = {
+    **dict.fromkeys(("model", "model-path", "tokenizer", "tokenizer-path"), "model_path"),
+    **dict.fromkeys(("seed", "random-seed"), "seed"),
+    **dict.fromkeys(("context-length", "max-model-len"), "server.context_length"),
+    **{name: f"server.{name}" for name in ("host", "port", "dtype", "device")},
+}
+"""The config key of a flag that server.args may not set."""
+_NEEDED = {
+    "sglang": {"weight-version", "incremental-streaming-output", "api-key", "admin-api-key"},
+    "vllm": {"enable-scale-out", "logprobs-mode", "worker-extension-cls", "api-key"},
+}
+"""Flags whose value the engine needs: token ids in and out, log-probs, versions, weight updates, no key."""
+_OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "SGLANG_RETURN_ORIGINAL_LOGPROB")
+_OF_TORCHRUN = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*)")
+"""Variables of the trainers, which a server would take for its own."""
+_EMBEDDED_ONLY = ("max_running_requests", "max_total_tokens", "max_prefill_tokens")
+_TENSOR_PARALLEL = ("tp", "tp-size", "tensor-parallel-size")
+_PORTS = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
+_PROBE_SECONDS = 0.2
+_PROBE_TOKENS = 4
+
+
+class ServerProgram(ServerProcess):
+    """A server of SGLang or vLLM. It is ready once it answers a generation with log-probs."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        backend: Backend,
+        config: ServerConfig,
+        model_path: str,
+        seed: int,
+        weight_version: str,
+        port: int,
+        gpus: str | None,
+        log_path: Path,
+        adapters: AdapterShape | None = None,
+    ) -> None:
+        """Describe the server; :func:`check_program` has checked the config.
+
+        Args:
+            gpus: Value of CUDA_VISIBLE_DEVICES; None leaves it.
+            adapters: The adapters that it must be able to load.
+        """
+        super().__init__(
+            name,
+            model_path=model_path,
+            weight_version=weight_version,
+            log_path=log_path,
+            start_timeout_s=config.start_timeout_s,
+        )
+        self._backend = backend
+        self._config = config
+        self._seed = seed
+        self._port = port
+        self._gpus = gpus
+        self._adapters = adapters
+
+    def _launch(self, output: IO[bytes]) -> ChildProcess:
+        return ChildProcess(self._command(), environment=self._environment(), output=output)
+
+    def _command(self) -> list[str]:
+        flags = _flags(
+            self._backend,
+            self._config,
+            model_path=self.model_path,
+            version=self.weight_version,
+            seed=self._seed,
+            port=self._port,
+        )
+        if self._adapters is not None:
+            flags |= dialect_of(self._backend).adapter_flags(self._adapters)
+            if self._backend == "sglang" and self._config.device == "cpu":
+                flags["lora-backend"] = "torch_native"  # the others are kernels for GPUs
+        given = {_flag(name): value for name, value in self._config.args.items()}
+        return [
+            interpreter(self._config),
+            *("-m", _MODULES[self._backend]),
+            *(word for name, value in (flags | given).items() for word in _words(name, value, self._backend)),
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        variables = {
+            name: value for name, value in os.environ.items() if not _OF_TORCHRUN.fullmatch(name)
+        } | self._config.env
+        if self._adapters is not None:
+            variables |= dialect_of(self._backend).adapter_variables
+        variables.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probs without temperature
+        variables["PYTHONUNBUFFERED"] = "1"
+        if self._config.num_threads:
+            variables["OMP_NUM_THREADS"] = str(self._config.num_threads)
+        if self._gpus is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = self._gpus
+        if self._backend == "vllm":
+            variables["VLLM_SERVER_DEV_MODE"] = "1"  # routes of the control plane
+            path = filter(None, [str(_EXTENSION), variables.get("PYTHONPATH")])
+            variables["PYTHONPATH"] = os.pathsep.join(path)
+        return variables
+
+    def _wait_for_answer(self, deadline: float) -> str | None:
+        address = f"http://{self._config.host}:{self._port}"
+        while (left_s := deadline - time.monotonic()) > 0 and self.wait(min(left_s, _PROBE_SECONDS)) is None:
+            if self._generates(address, timeout_s=max(1.0, deadline - time.monotonic())):
+                return address
+        return None
+
+    def _generates(self, address: str, *, timeout_s: float) -> bool:
+        """Return whether the server answers a prompt of a few tokens with tokens and log-probs."""
+        dialect = dialect_of(self._backend)
+        gconfig = GenerationHyperparameters(greedy=True, ignore_eos=True)
+        body = dialect.generate_body(
+            [1, 2, 3], gconfig, rid=uuid.uuid4().hex, max_new_tokens=_PROBE_TOKENS, min_new_tokens=0, seed=None
+        )
+        try:
+            chunk = dialect.parse_generate(_post(address + dialect.generate_path, body, timeout_s))
+            if self._backend == "vllm":  # it has no flag for it
+                _post(f"{address}/update_weight_version", {"new_version": self.weight_version}, timeout_s)
+        except (OSError, http.client.HTTPException, ValueError, BadResponse):
+            return False
+        return len(chunk.tokens) == _PROBE_TOKENS
+
+
+def check_program(config: ServerConfig, backend: Backend) -> None:
+    """Check before anything starts that SGLang or vLLM is installed and its settings are possible.
+
+    Raises:
+        ConfigError: Naming the setting.
+    """
+    for name in _EMBEDDED_ONLY:
+        if getattr(config, name) != getattr(ServerConfig, name):
+            raise ConfigError(
+                f"server.{name} is a setting of the embedded server, and server.backend is {backend}: put "
+                f"{backend}'s own flag into server.args"
+            )
+    for name in config.args:
+        flag = _flag(name).removeprefix("no-")
+        if key := _OWN_KEYS.get(flag):
+            raise ConfigError(f"server.args sets {name!r}, which comes from {key}: set {key} instead")
+        if flag in _NEEDED[backend]:
+            raise ConfigError(f"server.args sets {name!r}, whose value the engine needs to be its own: remove it")
+    for name in _OWN_VARIABLES:
+        if name in config.env:
+            raise ConfigError(f"server.env sets {name}, which the engine sets itself: remove it")
+    for port in server_ports(config):
+        check_port(config.host, port)
+    python = interpreter(config)
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({backend!r}) is None)"
+    try:
+        missing = subprocess.run([python, "-c", look], env=os.environ | config.env, timeout=60).returncode
+    except OSError as error:
+        raise ConfigError(
+            f"server.python is {python!r}, which cannot be run ({error.strerror}): give the interpreter of an "
+            f"environment with {backend}, such as venv/bin/python"
+        ) from None
+    if missing:
+        raise ConfigError(
+            f"server.backend is {backend}, which is not installed for {python}: run `{python} -m pip install "
+            f"{backend}`, or set server.python to the interpreter of an environment that has it"
+        )
+
+
+def gpu_groups(config: ServerConfig) -> list[str] | list[None]:
+    """Return CUDA_VISIBLE_DEVICES of each replica: groups of its tensor parallel size, the last GPUs of the machine.
+
+    None for each on a machine without GPUs.
+
+    Raises:
+        ConfigError: If there are fewer GPUs.
+    """
+    gpus = [] if config.device == "cpu" else visible_gpus()
+    if not gpus:
+        return [None] * config.replicas
+    size = next((value for name, value in config.args.items() if _flag(name) in _TENSOR_PARALLEL), 1)
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError(f"server.args gives the tensor parallel size {size!r}: use a whole number from 1")
+    needed = size * config.replicas
+    if needed > len(gpus):
+        raise ConfigError(
+            f"server.replicas is {config.replicas} with {size} GPUs each, and this machine shows {len(gpus)}: use fewer"
+        )
+    last = gpus[len(gpus) - needed :]
+    return [",".join(last[start : start + size]) for start in range(0, needed, size)]
+
+
+def visible_gpus() -> list[str]:
+    """Return the NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1")]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
+    return [str(place) for place in range(sum(line.startswith("GPU ") for line in listed.splitlines()))]
+
+
+def interpreter(config: ServerConfig) -> str:
+    """Return the interpreter of SGLang or vLLM."""
+    return config.python or sys.executable
+
+
+def server_ports(config: ServerConfig) -> list[int]:
+    """Return the port of each replica: from ``server.port`` on, or free ones.
+
+    Raises:
+        ConfigError: If there are not enough.
+    """
+    if config.port:
+        return list(range(config.port, config.port + config.replicas))
+    return free_ports(config.host, config.replicas)
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Return ports that nothing listens on; raises ConfigError if there are not enough."""
+    free = (port for port in random.SystemRandom().sample(_PORTS, len(_PORTS)) if _is_free(host, port))
+    ports = list(itertools.islice(free, count))
+    if len(ports) < count:
+        raise ConfigError(f"too few ports from {_PORTS[0]} to {_PORTS[-1]} are free on {host}: set server.port")
+    return ports
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        check_port(host, port)
+    except ConfigError:
+        return False
+    return True
+
+
+def check_embedded(config: ServerConfig) -> None:
+    """Check that nothing is set that the embedded server does not have."""
+    for name in ("args", "python"):
+        if getattr(config, name):
+            raise ConfigError(f"server.{name} is for sglang and vllm, and server.backend is embedded: remove it")
+
+
+def _flags(
+    backend: Backend, config: ServerConfig, *, model_path: str, version: str, seed: int, port: int
+) -> dict[str, Any]:
+    shared = {"host": config.host, "port": port, "dtype": config.dtype}
+    if backend == "sglang":
+        return shared | {
+            "model-path": model_path,
+            "context-length": config.context_length,
+            "random-seed": seed,
+            "device": None if config.device == "auto" else config.device,
+            "weight-version": version,
+            "incremental-streaming-output": True,
+            "constrained-json-disable-any-whitespace": True,  # a small model fills its budget with white space
+        }
+    return shared | {
+        "model": model_path,
+        "max-model-len": config.context_length,
+        "seed": seed,
+        "enable-scale-out": True,
+        "logprobs-mode": "processed_logprobs",
+        "worker-extension-cls": "areal_lite_vllm.WorkerExtension",
+        "structured-outputs-config": {"backend": "xgrammar", "disable_any_whitespace": True},
+    }
+
+
+def _flag(name: str) -> str:
+    return name.lstrip("-").replace("_", "-")
+
+
+def _words(name: str, value: Any, backend: Backend) -> list[str]:
+    """Return one option as it stands on the command line."""
+    if value is True:
+        return [f"--{name}"]
+    if value is False:
+        return [f"--no-{name}"] if backend == "vllm" else []  # flags of SGLang are off by default
+    if value is None:
+        return []
+    if isinstance(value, dict):
+        return [f"--{name}", json.dumps(value)]
+    return [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+
+
+def _post(url: str, body: Mapping[str, Any], timeout_s: float) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(request, timeout=timeout_s) as reply:
+        content = reply.read()
+    return json.loads(content) if content else None

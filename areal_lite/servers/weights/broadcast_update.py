@@ -1,0 +1,153 @@
+"""Weight updates over process groups, one for each server.
+
+Guarantees that a group whose broadcast failed is never used again: the next update forms another one, and so does the
+first after a server was down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from areal_lite.errors import ServerError
+from areal_lite.servers.client.server_requests import RefusedError, ServerRequests
+from areal_lite.servers.dialects.dialect import ControlCall, Dialect
+from areal_lite.servers.pool.server_pool import Server
+from areal_lite.servers.weights.published_weights import WeightBroadcast, WeightBucket, WeightGroup
+
+T = TypeVar("T")
+Paused = Callable[[], AbstractAsyncContextManager[None]]
+"""Returns a context in which a server is paused."""
+
+
+class WeightGroups:
+    """The process groups of the trainer with its servers."""
+
+    def __init__(self, requests: ServerRequests, dialect: Dialect, *, timeout_s: float) -> None:
+        self._requests = requests
+        self._dialect = dialect
+        self._timeout_s = timeout_s
+        self._groups: dict[Server, WeightGroup] = {}
+
+    async def load(
+        self,
+        server: Server,
+        weights: WeightBroadcast,
+        paused: Paused,
+    ) -> None:
+        """Broadcast ``weights`` to a server, which generates meanwhile if it can; ``paused`` pauses it.
+
+        Raises:
+            RefusedError: If the server refused them and keeps what it has.
+            ServerError, aiohttp.ClientError, TimeoutError, OSError: If the broadcast failed.
+        """
+        if server in self._groups:
+            with contextlib.suppress(RefusedError, OSError):  # the server may have restarted since the last update
+                return await self._broadcast(server, weights, paused)
+        await self._join(server, weights)
+        await self._broadcast(server, weights, paused)
+
+    def drop(self, server: Server) -> None:
+        """Close the group of a server; its end notices that."""
+        if (group := self._groups.pop(server, None)) is not None:
+            group.close()
+
+    def close(self) -> None:
+        """Close all groups."""
+        for server in list(self._groups):
+            self.drop(server)
+
+    async def _join(self, server: Server, weights: WeightBroadcast) -> None:
+        host, info = urlsplit(server.url).hostname or "", server.info
+        group = await _in_thread(
+            lambda: weights.sender.open_group(host, num_ranks=info.num_ranks or 1, device=info.device)
+        )
+        self._groups[server] = group
+        try:
+            await self._both(server, self._dialect.join_group(group), group.join)
+        except BaseException:
+            self.drop(server)
+            raise
+
+    async def _broadcast(
+        self,
+        server: Server,
+        weights: WeightBroadcast,
+        paused: Paused,
+    ) -> None:
+        group, dialect = self._groups[server], self._dialect
+        try:
+            async with AsyncExitStack() as stack:
+                if not dialect.receives_while_generating:
+                    await stack.enter_async_context(paused())
+                await self._begin(server)
+                for number, bucket in enumerate(weights.buckets, start=1):
+                    version = weights.version if number == len(weights.buckets) else None
+                    call = dialect.receive(bucket, group.name, version)
+                    try:
+                        await self._both(server, call, _sending(group, bucket))
+                    except RefusedError as error:
+                        if number > 1 and not dialect.receives_while_generating:
+                            raise ServerError(f"{error}; it has some of the new weights") from None
+                        raise
+                if dialect.receives_while_generating:
+                    await stack.enter_async_context(paused())
+                for call in dialect.end_broadcast(weights.version):
+                    await self._requests.control(server, call, timeout_s=self._timeout_s)
+        except BaseException:
+            self.drop(server)
+            raise
+
+    async def _begin(self, server: Server) -> None:
+        for call in self._dialect.begin_broadcast():
+            try:
+                await self._requests.control(server, call)
+            except RefusedError:  # one that broke off has left the server in the middle of an update
+                for end in self._dialect.abandon_broadcast():
+                    with contextlib.suppress(RefusedError):  # the embedded server loads no part of the weights
+                        await self._requests.control(server, end)
+                await self._requests.control(server, call)
+
+    async def _both(self, server: Server, call: ControlCall, work: Callable[[], None]) -> None:
+        """Send a request while a thread does the trainer's part; the first error ends both."""
+        tasks = [
+            asyncio.create_task(self._requests.control(server, call, timeout_s=self._timeout_s)),
+            asyncio.create_task(_in_thread(work)),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+
+def _sending(group: WeightGroup, bucket: WeightBucket) -> Callable[[], None]:
+    return lambda: group.send(bucket)
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Run blocking work in a thread that no one joins, because it may hang longer than its caller waits."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome = work()
+        except Exception as error:
+            result.set_exception(error)
+        else:
+            result.set_result(outcome)
+
+    threading.Thread(target=run, name="weight broadcast", daemon=True).start()
+    waited = asyncio.wrap_future(result)
+    waited.add_done_callback(lambda future: future.cancelled() or future.exception())  # the caller may have left
+    return await asyncio.shield(waited)

@@ -1,0 +1,176 @@
+"""Published weights as a copy in memory of the first rank, which sends it to servers over process groups.
+
+Each server has a group of its own, so a server that is gone or hangs delays no other.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from areal_lite.models.lora import plain_weights
+from areal_lite.models.parallel.sharding import full_tensors
+from areal_lite.servers.weights.process_group import STALL_S, Backend, broadcast, join_group, open_store
+from areal_lite.servers.weights.published_weights import WeightBroadcast, WeightBucket
+
+MAX_BUCKET_BYTES = 1 << 30
+"""Servers that load tensors as they arrive need this much memory besides their weights."""
+JOIN_TIMEOUT_S = 60.0
+_POLL_S = 0.01
+
+
+class WeightBroadcaster:
+    """Publishes versions of a model's weights until ``close``. Every rank has one and makes the same calls."""
+
+    def __init__(self, model: Any, *, dtype: torch.dtype) -> None:
+        self._model = model
+        self._dtype = dtype
+        self._device: torch.device = next(model.parameters()).device
+        self._groups: list[BroadcastGroup] = []
+        self._lock = threading.Lock()
+
+    def publish(self, version: int) -> WeightBroadcast:
+        """Copy the weights, with adapters merged; on other ranks than the first the result is empty."""
+        own = {one.data_ptr() for one in self._model.parameters() if not isinstance(one, DTensor)}
+        buckets: list[dict[str, Tensor]] = [{}]
+        size = 0
+        for name, tensor in full_tensors(plain_weights(self._model, self._dtype)):
+            if tensor is None:
+                continue
+            copied = tensor.to("cpu", copy=tensor.data_ptr() in own).contiguous()
+            if size and size + copied.nbytes > MAX_BUCKET_BYTES:
+                buckets.append({})
+                size = 0
+            buckets[-1][name] = copied
+            size += copied.nbytes
+        return WeightBroadcast(version, [WeightBucket(bucket) for bucket in buckets], self)
+
+    def open_group(self, host: str, *, num_ranks: int, device: str | None) -> BroadcastGroup:
+        """Open a group with the ``num_ranks`` processes of the server at ``host``; NCCL if both ends are on GPUs."""
+        backend: Backend = "nccl" if self._device.type == "cuda" and device in (None, "cuda") else "gloo"
+        group = BroadcastGroup(_own_address(host), size=1 + num_ranks, backend=backend, device=self._device)
+        with self._lock:
+            self._groups = [one for one in self._groups if not one.closed] + [group]
+        return group
+
+    def close(self) -> None:
+        """Leave all groups; returns within seconds, also if a server hangs."""
+        with self._lock:
+            for group in self._groups:
+                group.close()
+            for group in self._groups:
+                group.wait_until_idle()
+
+
+class BroadcastGroup:
+    """The trainer's end of a process group with one server."""
+
+    def __init__(self, address: str, *, size: int, backend: Backend, device: torch.device) -> None:
+        """Listen at ``address`` for the server's processes."""
+        self.name = f"areal-lite-{uuid.uuid4().hex[:12]}"
+        self.master_address = address
+        self.size = size
+        self.backend: str = backend
+        self._backend = backend
+        self._device = device if backend == "nccl" else torch.device("cpu")
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family)
+        self.master_port: int = listener.getsockname()[1]
+        self._store: Any = open_store(
+            address, self.master_port, size, timeout_s=JOIN_TIMEOUT_S, listener=listener.detach()
+        )
+        self._group: Any = None
+        self._closed = threading.Event()
+        self._busy = threading.Lock()
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed.is_set()
+
+    def join(self) -> None:
+        """Return once the server's processes have joined.
+
+        Raises:
+            OSError: If they do not in time, or the group was closed.
+        """
+        with self._working():
+            deadline = time.monotonic() + JOIN_TIMEOUT_S
+            while not self.closed and not self._store.num_keys():  # a server writes its first key when it connects
+                if time.monotonic() > deadline:
+                    raise OSError(f"the server did not join the process group in {JOIN_TIMEOUT_S:g} s")
+                time.sleep(_POLL_S)
+            self._check_open()
+            try:
+                self._group = join_group(
+                    self.name, self._store, rank=0, size=self.size, backend=self._backend, timeout_s=JOIN_TIMEOUT_S
+                )
+            except RuntimeError as error:
+                raise OSError(f"joining the process group failed: {_first_line(error)}") from error
+
+    def send(self, bucket: WeightBucket) -> None:
+        """Send the tensors of ``bucket``, one by one.
+
+        Raises:
+            OSError: If the server is gone or takes nothing, or the group was closed.
+        """
+        with self._working():
+            for tensor in bucket.tensors.values():
+                self._check_open()
+                try:
+                    broadcast(self._group, tensor.to(self._device))
+                except RuntimeError as error:
+                    self._closed.set()
+                    raise OSError(f"the broadcast failed: {_first_line(error)}") from error
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        with self._busy:
+            try:
+                yield
+            finally:
+                if self.closed:
+                    self._disconnect()
+
+    def _disconnect(self) -> None:
+        self._group = self._store = None
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise OSError("the process group was closed")
+
+    def close(self) -> None:
+        """Leave the group; ``join`` and ``send`` in other threads end soon."""
+        self._closed.set()
+        if self.backend == "nccl" and self._group is not None:
+            self._group.abort()
+        if self._busy.acquire(blocking=False):
+            self._disconnect()
+            self._busy.release()
+
+    def wait_until_idle(self) -> None:
+        """Return when no thread sends or joins: a process that ends during either would crash."""
+        if self._busy.acquire(timeout=2 * STALL_S):
+            self._disconnect()
+            self._busy.release()
+
+
+def _own_address(host: str) -> str:
+    """Return the address of this machine from which ``host`` is reached."""
+    family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:300]

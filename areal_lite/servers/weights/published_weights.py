@@ -1,0 +1,94 @@
+"""A published version of the policy's weights. Each way in which servers take weights has its class here.
+
+The trainer's side makes one, launch hands it to the engine, and infra has every server load it, some of them later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from areal_lite.models.adapter_shape import AdapterShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFolder:
+    """A checkpoint folder that servers read."""
+
+    path: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"policy version {self.version} from {self.path}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightBroadcast:
+    """A copy of the weights that the trainer sends to each server over a process group of the two."""
+
+    version: int
+    buckets: Sequence[WeightBucket]
+    sender: WeightSender
+
+    def __str__(self) -> str:
+        return f"policy version {self.version} by broadcast"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightBucket:
+    """Tensors that are sent together, in this order."""
+
+    tensors: Mapping[str, Tensor]
+
+    def description(self) -> dict[str, Any]:
+        """Return names, dtypes and shapes, as SGLang's protocol has them."""
+        return {
+            "names": list(self.tensors),
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors.values()],
+            "shapes": [list(tensor.shape) for tensor in self.tensors.values()],
+        }
+
+
+class WeightSender(Protocol):
+    """Opens the trainer's end of process groups."""
+
+    def open_group(self, host: str, *, num_ranks: int, device: str | None) -> WeightGroup:
+        """Open a group for the server at ``host``, with ``num_ranks`` processes on ``device`` (None: the trainer's)."""
+
+
+class WeightGroup(Protocol):
+    """The trainer's end, rank 0, of a process group with one server; methods block, from any thread."""
+
+    name: str
+    master_address: str
+    master_port: int
+    size: int
+    backend: str
+
+    def join(self) -> None:
+        """Return once the server's processes have joined; raises OSError if they do not in time."""
+
+    def send(self, bucket: WeightBucket) -> None:
+        """Send one bucket; raises OSError if the server is gone or takes nothing."""
+
+    def close(self) -> None:
+        """Leave the group; ``join`` and ``send`` in other threads end soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """A folder in peft's format with low-rank adapters of the model that servers started with."""
+
+    path: str
+    version: int
+    shape: AdapterShape
+
+    def __str__(self) -> str:
+        return f"the adapters of policy version {self.version} from {self.path}"
+
+
+PublishedWeights = WeightFolder | WeightBroadcast | AdapterFolder

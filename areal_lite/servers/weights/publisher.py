@@ -1,0 +1,60 @@
+"""How a run publishes its weights: ``rollout.weight_update``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.models.lora import adapter_shape
+from areal_lite.models.parallel.ranks import Ranks
+from areal_lite.servers.weights.broadcaster import WeightBroadcaster
+from areal_lite.servers.weights.published_weights import AdapterFolder, PublishedWeights, WeightFolder
+from areal_lite.servers.weights.shared_memory import SharedWeights, can_share
+from areal_lite.servers.weights.weight_folder import keep_newest, names_differ, publish_weights
+
+logger = logging.getLogger(__name__)
+
+Publish = Callable[[int], PublishedWeights]
+"""Publishes the model's weights as a version; every rank calls it, and the first rank's result is for the servers."""
+
+
+@contextmanager
+def weight_publisher(
+    config: InferenceEngineConfig, model: Any, weights_dir: Path, dtype: torch.dtype
+) -> Iterator[Publish]:
+    """Yield the function that publishes the weights of ``model`` in ``dtype``; of files the last version stays."""
+
+    def folder(path: Path, version: int) -> WeightFolder:
+        return WeightFolder(str(path.resolve()), version)
+
+    way = config.weight_update
+    if way == "auto":
+        way = "disk" if config.addresses else "memory"
+    if (way == "broadcast" and names_differ(model)) or (way == "memory" and not can_share(model)):
+        if config.weight_update != "auto":
+            logger.warning("weights are published as files: rollout.weight_update %s is not possible here", way)
+        way = "disk"
+    if way == "broadcast":
+        with closing(WeightBroadcaster(model, dtype=dtype)) as broadcaster:
+            yield broadcaster.publish
+    elif way == "memory":
+        with closing(SharedWeights(weights_dir, dtype=dtype)) as shared:
+            yield lambda version: folder(shared.publish(model, version), version)
+    else:
+        shape = adapter_shape(model) if way == "adapter" else None
+        published: list[int] = []
+
+        def publish(version: int) -> PublishedWeights:
+            published.append(version)
+            path = publish_weights(model, weights_dir, version, dtype=dtype, adapters_only=shape is not None)
+            return folder(path, version) if shape is None else AdapterFolder(str(path.resolve()), version, shape)
+
+        yield publish
+        if published and Ranks.current().rank == 0:
+            keep_newest(weights_dir, 1, last=published[-1])

@@ -1,0 +1,160 @@
+"""Published weights: ordinary Hugging Face folders, written atomically, so a server never loads half a version."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from areal_lite.files.atomic_folder import remove_folder, write_folder
+from areal_lite.files.crash_points import crash_point
+from areal_lite.models.lora import has_adapters, plain_weights, write_adapters
+from areal_lite.models.parallel.ranks import Ranks
+from areal_lite.models.parallel.sharding import full_tensors
+from areal_lite.models.policy_model import without_progress_bars
+
+MAX_SHARD_BYTES = 4 << 30
+"""Size of one file of weights, and of the memory needed to write it."""
+
+WEIGHTS_FILE = "model.safetensors"
+_VERSION_FOLDER = re.compile(r"v(\d{8,})")
+_KEPT = 2
+
+
+def publish_weights(
+    model: Any,
+    directory_root: Path | str,
+    version: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    adapters_only: bool = False,
+) -> Path:
+    """Write ``directory_root/v{version:08d}`` and return it; keep the newest two versions.
+
+    The folder holds config.json, generation_config.json, model.safetensors (Hugging Face names, tied
+    weights once; several files and their index where the model is large) in ``dtype``, and the ``manifest.json`` of
+    :mod:`areal_lite.files.atomic_folder`. With ``adapters_only`` it holds the adapters in float32 instead, in peft's
+    format. Every rank must call this; the folder exists when rank 0 returns.
+
+    Raises:
+        StorageError: If the disk is full or not writable.
+    """
+    root = Path(directory_root)
+    folder = root / f"v{version:08d}"
+
+    def write(path: Path) -> None:
+        if adapters_only:
+            write_adapters(model, path)
+        else:
+            write_model(model, path, dtype)
+
+    if Ranks.current().rank:
+        write(folder)
+        return folder
+    write_folder(folder, write, kind="weights", version=version)
+    keep_newest(root, _KEPT, last=version)
+    crash_point("weights:after_delete")
+    return folder
+
+
+def keep_newest(root: Path, count: int, *, last: int) -> None:
+    """Delete the published versions up to ``last`` but the newest ``count``; call it on rank 0."""
+    found = [(int(match[1]), path) for path in root.iterdir() if (match := _VERSION_FOLDER.fullmatch(path.name))]
+    for _, path in sorted(one for one in found if one[0] <= last)[:-count]:
+        remove_folder(path, kind="weights")
+
+
+def save_model(model: Any, tokenizer: Any, directory: Path | str, *, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write model and tokenizer atomically to ``directory``, replacing weights saved there before.
+
+    Adapters are merged, in float32 because a coarser ``dtype`` rounds much of them away, and also written to
+    ``directory/adapters`` in peft's format. Every rank must call this; the folder exists when rank 0 returns.
+
+    Raises:
+        StorageError: If the disk is full or not writable, or ``directory`` holds other files.
+    """
+
+    adapted = has_adapters(model)
+
+    def write(temporary: Path) -> None:
+        write_model(model, temporary, torch.float32 if adapted else dtype)
+        if adapted:
+            write_adapters(model, temporary / "adapters")
+
+    def write_all(temporary: Path) -> None:
+        write(temporary)
+        tokenizer.save_pretrained(temporary)
+
+    folder = Path(directory)
+    if Ranks.current().rank:
+        write(folder)
+    else:
+        write_folder(folder, write_all, kind="model", version=None)
+    return folder
+
+
+def write_model(model: Any, folder: Path, dtype: torch.dtype, *, max_shard_bytes: float = MAX_SHARD_BYTES) -> None:
+    """Write the weights in ``dtype``, with adapters merged, and the config as a Hugging Face folder.
+
+    Every rank must call this; rank 0 writes. Besides the model it needs memory for one file of weights.
+    """
+    if names_differ(model):
+        max_shard_bytes = math.inf  # saved names differ, and one may be made from several weights
+    plain = copy.copy(model)  # shares the weights, has its own attributes
+    plain._hf_peft_config_loaded = False  # or transformers would write only the adapters
+    parts: list[Path] = []
+    for weights in _shards(full_tensors(plain_weights(model, dtype)), max_shard_bytes):
+        with without_progress_bars():
+            plain.save_pretrained(folder, state_dict=weights, max_shard_size=sys.maxsize)
+        parts.append((folder / WEIGHTS_FILE).rename(folder / f"{len(parts)}.part"))
+    if not parts:
+        return
+    _name_parts(folder, parts)
+    config = json.loads((folder / "config.json").read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def names_differ(model: Any) -> bool:
+    """Return whether checkpoints name weights differently than the model does, or make one from several."""
+    return bool(getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False))
+
+
+def _shards(weights: Iterable[tuple[str, Tensor | None]], max_bytes: float) -> Iterator[dict[str, Tensor]]:
+    """Yield the weights of one file at a time, copied to the CPU; nothing on ranks without weights."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        if tensor is None:
+            continue
+        if shard and size + tensor.nbytes > max_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.cpu()
+        size += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def _name_parts(folder: Path, parts: list[Path]) -> None:
+    """Rename the files of weights to the names that Hugging Face's loaders expect."""
+    if len(parts) == 1:
+        parts[0].rename(folder / WEIGHTS_FILE)
+        return
+    places: dict[str, str] = {}
+    for number, part in enumerate(parts, start=1):
+        name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        with safe_open(part.rename(folder / name), framework="pt") as file:
+            places |= dict.fromkeys(file.keys(), name)
+    index = {"metadata": {}, "weight_map": places}
+    (folder / f"{WEIGHTS_FILE}.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,107 @@
+"""areal-lite doctor: is everything there that a run needs? The checks in order, each a small function.
+
+A check yields findings. If it raises, the error is a finding to fix: errors of areal_lite say value, rule and fix, and
+the first one decides the exit code. Checks write only to a temporary folder: the run's folder does not change.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from areal_lite.config.loader import load_config
+from areal_lite.config.run_config import ExperimentConfig, RunConfig
+from areal_lite.config.supervised_config import SupervisedConfig
+from areal_lite.errors import ArealLiteError
+from areal_lite.tools.doctor.doctor_machine import Finding, Findings, Level, devices, machine, ok, packages, warning
+
+
+class Checkup:
+    """Runs checks, shows their findings, and keeps the exit code."""
+
+    def __init__(self, show: Callable[[Finding], None]) -> None:
+        self.show = show
+        self.exit_code = 0
+        """That of the first failure, as in :mod:`areal_lite.errors`; 0 without failures."""
+        self._failures: set[str] = set()
+
+    def run(self, check: Findings) -> bool:
+        """Show what a check finds; return whether it ended without an error."""
+        try:
+            for finding in check:
+                self.show(finding)
+        except ArealLiteError as error:
+            return self._failed("\n".join([str(error), *getattr(error, "__notes__", ())]), error.exit_code)
+        except Exception as error:  # of a library, or of the user's code
+            return self._failed(f"{type(error).__name__}: {error}", ArealLiteError.exit_code)
+        return True
+
+    def _failed(self, text: str, exit_code: int) -> bool:
+        if text not in self._failures:  # several checks need the model
+            self.show(Finding(Level.FIX, text))
+            self._failures.add(text)
+        self.exit_code = self.exit_code or exit_code
+        return False
+
+
+def doctor(config: str | None, overrides: Sequence[str], *, show: Callable[[Finding], None]) -> int:
+    """Check the machine and, with a config, its run; return the exit code.
+
+    Args:
+        config: A YAML file of any kind of run; None checks the machine alone.
+        overrides: ``key=value`` each.
+        show: Called with each finding as soon as it is known.
+    """
+    checkup = Checkup(show)
+    with _warnings_shown(show):
+        for check in (packages, devices, machine):
+            checkup.run(check())
+        if config is not None:
+            loaded: list[ExperimentConfig] = []
+            if checkup.run(config_file(config, overrides, loaded)):
+                _check_run(checkup, loaded[0])
+    return checkup.exit_code
+
+
+def _check_run(checkup: Checkup, config: ExperimentConfig) -> None:
+    from areal_lite.tools.doctor import doctor_model as model
+    from areal_lite.tools.doctor import doctor_run as run
+
+    assert isinstance(config, RunConfig | SupervisedConfig)
+    has_model = checkup.run(model.model_folder(config.model_path))
+    fine = [
+        has_model and checkup.run(model.tokenizer(config)),
+        checkup.run(run.settings(config)),
+        checkup.run(run.run_folder(config)),
+        has_model and checkup.run(model.room(config)),
+    ]
+    if all(fine):
+        checkup.run(run.supervised(config) if isinstance(config, SupervisedConfig) else run.rollouts(config))
+    else:
+        tried = "training step" if isinstance(config, SupervisedConfig) else "servers, episode and training step"
+        checkup.show(warning(f"{tried} not tried: fix the above first"))
+
+
+@contextmanager
+def _warnings_shown(show: Callable[[Finding], None]) -> Iterator[None]:
+    """Show warnings that areal_lite logs as findings, and no other log lines."""
+    from areal_lite.servers.pool import server_pool
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.name != server_pool.__name__:  # the check of the servers shows their state
+                show(warning(record.getMessage()))
+
+    logger, handler = logging.getLogger("areal_lite"), Handler(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def config_file(path: str, overrides: Sequence[str], loaded: list[ExperimentConfig]) -> Findings:
+    """Load the config into ``loaded``."""
+    loaded.append(load_config(path, overrides, root=ExperimentConfig))
+    yield ok(f"{path}: {loaded[0].experiment_name}, kind {getattr(loaded[0], 'kind', 'reinforcement learning')}")

@@ -1,0 +1,214 @@
+"""Checks of ``areal-lite doctor`` on the model: its folder, its tokenizer, and the memory and disk that it needs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from areal_lite.agents.session.chat_renderer import chat_renderer
+from areal_lite.config.run_config import RunConfig
+from areal_lite.config.supervised_config import SFTConfig, SupervisedConfig
+from areal_lite.data.chat.hermes_tools import drops_tools
+from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.errors import ConfigError, StorageError
+from areal_lite.files.model_folder import read_checkpoint_header
+from areal_lite.runs.run_data import tokenizer_path
+from areal_lite.servers.programs.embedded_settings import check_model_path
+from areal_lite.tools.doctor.doctor_machine import Findings, free_memory, gigabytes, ok, warning
+
+Config = RunConfig | SupervisedConfig
+_QUESTION = {"role": "user", "content": "What is 1 + 1?"}
+_ANSWER = {"role": "assistant", "content": "It is 2."}
+_TRAINED = 4 + 4 + 8
+"""Bytes per trained parameter: weight, gradient, and two moments of AdamW."""
+_SAVED = 4 + 8
+"""Bytes per trained parameter in a checkpoint."""
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 4}
+_LITTLE_REASONING = 256
+"""New tokens that reasoning alone often takes."""
+_SMALL_NORM = 0.2
+"""A row of the output embedding with less than this share of the usual norm was hardly trained."""
+_SAMPLED_ROWS = 200
+
+
+def model_folder(path: str) -> Findings:
+    """Check config.json, and that every weight of the architecture is in complete safetensors files."""
+    from transformers import AutoModelForCausalLM
+
+    from areal_lite.models.policy_model import load_pretrained
+
+    check_model_path(path)
+    if not Path(path).expanduser().is_dir():
+        yield warning(f"model_path {path!r} is a hub name: the run reads its files from the cache or downloads them")
+        return
+    try:
+        model, missing = load_pretrained(AutoModelForCausalLM, path, what="causal LM", device_map="meta")
+    except ImportError:  # accelerate, which is no dependency
+        yield ok(f"model {path}: {_parameters(path) / 1e6:,.1f} M parameters; the training step checks their names")
+        return
+    if missing:
+        raise ConfigError(
+            f"model_path {path!r} has no weights for {missing[:4]}: give the folder of a complete causal LM, and save "
+            "it with save_pretrained"
+        )
+    yield ok(f"model {path}: {model.config.model_type}, {_parameters(path) / 1e6:,.1f} M parameters, complete")
+
+
+def tokenizer(config: Config) -> Findings:
+    """Check the tokenizer, and what its chat template renders: tools, the end of a turn, reasoning."""
+    path = tokenizer_path(config) if isinstance(config, RunConfig) else config.model_path
+    loaded = load_tokenizer(path)
+    yield ok(f"tokenizer {path}: {len(loaded):,} tokens")
+    if isinstance(config, SFTConfig) and not config.train_dataset.apply_chat_template:
+        return
+    rollout = config.rollout if isinstance(config, RunConfig) else None
+    in_system_prompt = (rollout or config.train_dataset).tools_in_system_prompt
+    renderer = chat_renderer(loaded, tools_in_system_prompt=in_system_prompt)  # refuses a missing template
+    if in_system_prompt:
+        yield ok("tools are written into the system prompt")
+    elif drops_tools(loaded, {}):
+        key = "rollout" if rollout else "train_dataset"
+        yield warning(f"the chat template does not render tools: for tools set {key}.tools_in_system_prompt: true")
+    else:
+        yield ok("the chat template renders tools")
+    yield from end_of_turn(config.model_path, loaded, renderer.stop_ids)
+    prompt = loaded.apply_chat_template([_QUESTION], tokenize=False, add_generation_prompt=True)
+    if rollout and str(prompt).rstrip().endswith("<think>"):
+        budget = rollout.gconfig.max_new_tokens
+        text = f"the chat template opens <think>: answers begin with reasoning, within max_new_tokens {budget}"
+        yield (
+            ok(text)
+            if budget >= _LITTLE_REASONING
+            else warning(
+                f"{text}, which may cut them: raise rollout.gconfig.max_new_tokens to {_LITTLE_REASONING} or more"
+            )
+        )
+
+
+def end_of_turn(model_path: str, tokenizer: Any, stop_ids: list[int]) -> Findings:
+    """Check that the token which ends an answer in the template is trained and stops generation."""
+    rendered = str(tokenizer.apply_chat_template([_QUESTION, _ANSWER], tokenize=False))
+    _, answer, rest = rendered.rpartition(_ANSWER["content"])
+    after = tokenizer.encode(rest, add_special_tokens=False) if answer else []
+    if not after or after[0] not in stop_ids:
+        yield warning(
+            "the chat template ends an answer without a special token, so the model does not learn to stop, and its "
+            "answers end at max_new_tokens: use a template that writes an end token"
+        )
+        return
+    end, text = after[0], repr(tokenizer.decode(after[:1]))
+    model_ends = _model_ends(model_path) | {tokenizer.eos_token_id} - {None}
+    if end not in model_ends:
+        yield warning(
+            f"answers end with {text} (id {end}), and the model with {sorted(model_ends)}: agents stop at "
+            f"both, but for other workflows set rollout.gconfig.stop_token_ids: [{end}]"
+        )
+    if (share := _norm_of(model_path, end)) is not None and share < _SMALL_NORM:
+        yield warning(
+            f"the weights of {text} are {share:.2f} of the usual size, so the model has hardly been trained to end its "
+            "answers: use an instruction-tuned model, or train it with SFT first"
+        )
+    elif end in model_ends:
+        yield ok(f"answers end with {text}, which stops generation and is trained")
+
+
+def room(config: Config) -> Findings:
+    """Compare memory and disk with what weights, optimizer and checkpoints need."""
+    if not Path(config.model_path).expanduser().is_dir():
+        return
+    parameters = _parameters(config.model_path)
+    yield from _memory(_needs(config, parameters))
+    yield from _disk(config, parameters)
+
+
+def _needs(config: Config, parameters: int) -> Mapping[str, float]:
+    """Return the bytes that weights and optimizer need by device; activations and KV caches come on top."""
+    from areal_lite.models.policy_model import resolve_device
+
+    device = resolve_device(config.trainer.device).type
+    lora = config.trainer.lora is not None
+    needs: Counter[str] = Counter({device: parameters * (4 if lora else _TRAINED)})
+    if isinstance(config, RunConfig):
+        if config.trainer.critic is not None:
+            needs[device] += parameters * _TRAINED
+        if config.trainer.kl is not None and not lora:
+            needs[device] += parameters * 4
+        if not config.rollout.addresses:
+            served = resolve_device(config.server.device, key="server.device").type
+            needs[served] += parameters * _BYTES[config.server.dtype] * config.server.replicas
+    return needs
+
+
+def _memory(needs: Mapping[str, float]) -> Findings:
+    import torch
+
+    for device, need in needs.items():
+        gpus = range(torch.cuda.device_count()) if device == "cuda" else ()
+        free = sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus) if gpus else free_memory()
+        what = f"weights and optimizer need {gigabytes(need)} of memory ({device}), {gigabytes(free)} are free"
+        if need > free:
+            raise ConfigError(f"{what}: use a smaller model, trainer.lora, or a machine with more memory")
+        yield (
+            ok(what)
+            if 1.5 * need < free
+            else warning(
+                f"{what}, and activations come on top: lower trainer.max_tokens_per_microbatch if memory runs out"
+            )
+        )
+
+
+def _disk(config: Config, parameters: int) -> Findings:
+    folder = config.run_dir.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not os.access(folder, os.W_OK):
+        raise StorageError(f"{folder} is not writable: set fileroot to a writable folder")
+    each = 0 if config.trainer.lora is not None else parameters * _SAVED
+    count = config.checkpoint.keep + 1 if config.checkpoint.enabled else 0
+    need, free = each * count + parameters * 4 * config.save_model, shutil.disk_usage(folder).free
+    what = f"{count} checkpoints and the model need {gigabytes(need)} of disk, {gigabytes(free)} are free in {folder}"
+    if need > free:
+        raise StorageError(f"{what}: free some, lower checkpoint.keep, or set fileroot to another disk")
+    yield ok(what)
+
+
+def _parameters(path: str) -> int:
+    return sum(math.prod(shape) for shape in read_checkpoint_header(Path(path).expanduser()).shapes.values())
+
+
+def _model_ends(path: str) -> set[int]:
+    """Return the ids that end an output by config.json and generation_config.json."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        try:
+            given = json.loads((Path(path).expanduser() / name).read_text()).get("eos_token_id")
+        except (OSError, ValueError):
+            continue
+        ids |= set(given if isinstance(given, list) else [] if given is None else [given])
+    return ids
+
+
+def _norm_of(path: str, token: int) -> float | None:
+    """Return the norm of a token's row in the output embedding, as a share of the median; None if it is unknown."""
+    import torch
+    from safetensors import safe_open
+
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return None
+    header = read_checkpoint_header(folder)
+    names = [n for end in ("lm_head.weight", "embed_tokens.weight") for n in header.shapes if n.endswith(end)]
+    if not names:
+        return None
+    with safe_open(header.locations[names[0]][0], framework="pt") as file:
+        rows = file.get_slice(names[0])
+        size = header.shapes[names[0]][0]
+        sample = range(0, size, max(1, size // _SAMPLED_ROWS))
+        usual = torch.stack([rows[index].float().norm() for index in sample]).median()
+        return float(rows[token].float().norm() / usual)

@@ -1,0 +1,219 @@
+"""Checks of ``areal-lite doctor`` on a run: its folder and settings, then servers, an episode and a training step.
+
+They write to a temporary folder. Servers that were running before keep their weights.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from areal_lite.config.run_config import CheckpointConfig, RunConfig
+from areal_lite.config.supervised_config import SupervisedConfig
+from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.errors import EpisodeError, RunDirBusyError, StarvationError, TrainingError
+from areal_lite.runs.run_data import tokenizer_path, training_data, with_steps
+from areal_lite.servers.programs.embedded_settings import check_model_path
+from areal_lite.tools.doctor.doctor_machine import Findings, ok, warning
+
+_GROUP = 2
+_NEW_TOKENS = 64
+_EPISODE_SECONDS = 300.0
+_ROWS = 8
+
+
+def run_folder(config: RunConfig | SupervisedConfig) -> Findings:
+    """Check that a run can start or resume in its folder, and that no live run holds it."""
+    from areal_lite.runs.folder.resuming import find_start
+    from areal_lite.runs.folder.run_directory import check_disposable
+
+    path = config.run_dir
+    lock = path / ".lock"
+    if lock.exists():
+        with lock.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunDirBusyError(
+                    f"{path} is held by a run that is still alive (pid {file.read() or 'unknown'}): stop it, or choose "
+                    "another trial_name"
+                ) from None
+    total = config.trainer.total_steps
+    start = find_start(config, sys.maxsize if total is None else total)
+    if start.checkpoint is not None:
+        done = "nothing to do, all steps are trained" if start.is_done else f"training resumes after step {start.step}"
+        yield ok(f"{path}: {done}")
+        return
+    if (path / "metrics.jsonl").exists():
+        check_disposable(config, path)
+    yield ok(f"{path}: a new run")
+
+
+def settings(config: RunConfig | SupervisedConfig) -> Findings:
+    """Check what the run itself checks before anything expensive starts: devices, options, workflow, rows."""
+    if isinstance(config, SupervisedConfig):
+        from areal_lite.models.policy_model import resolve_device
+
+        resolve_device(config.trainer.device)
+        return  # the training step reads the rows
+    from areal_lite.runs.entry_points import check_trainable
+    from areal_lite.runs.folder.resuming import Start
+    from areal_lite.runs.rl_run import rollout_inputs
+
+    check_trainable(config)
+    data = training_data(config)
+    inputs = rollout_inputs(config, Start(evaluates=False), data)
+    count = "generated" if data.dataset is None else f"{len(data.dataset):,}"
+    steps = config.trainer.total_steps if data.dataset is None else with_steps(config, len(data.dataset)).trainer.steps
+    rows = f"{count} training rows, {len(inputs.held_out):,} held out, {steps:,} steps"
+    yield ok(f"workflow {config.workflow}, {rows}")
+
+
+def dry_run(config: RunConfig | SupervisedConfig) -> Findings:
+    """Check all that a run checks before servers and models start: its folder, its settings, every row.
+
+    Raises:
+        ArealLiteError: As the run itself.
+    """
+    yield from run_folder(config)
+    yield from settings(config)
+    if isinstance(config, SupervisedConfig):
+        from areal_lite.runs.supervised_run import datasets
+
+        check_model_path(config.model_path)
+        train, held_out = datasets(config)
+        yield ok(f"{len(train):,} training items, {len(held_out or ()):,} held out")
+
+
+def rollouts(config: RunConfig) -> Findings:
+    """Start or reach the servers, run the episodes of one row, and train one step on them."""
+    from areal_lite.runs.engine_stack import generating_engine
+    from areal_lite.runs.folder.resuming import Start
+    from areal_lite.runs.rl_run import make_trainer, rollout_inputs
+    from areal_lite.runs.rollout_driver import RolloutDriver
+
+    with TemporaryDirectory(prefix="areal-lite-doctor-") as folder:
+        small = _small_rollouts(config, folder)
+        inputs = rollout_inputs(small, Start(evaluates=False), training_data(small))
+        began = time.monotonic()
+        with generating_engine(small, Path(folder)) as engine:
+            yield from _servers(config, engine, began)
+            driver = RolloutDriver(small, Path(folder), engine=engine, inputs=inputs)
+            batch = _episodes(driver)
+            yield from _spread_rewards(batch)
+            began = time.monotonic()
+            skipped: list[Any] = []
+            trainer = make_trainer(small, skipped.append)
+            yield from _compare(small, engine, trainer)
+            metrics = trainer.train_step(batch, version=0)
+            if skipped:
+                raise TrainingError(f"the update of one training step is not finite: {skipped[0]}")
+            seconds = time.monotonic() - began
+            yield ok(
+                f"training step: loss {metrics['loss']:+.4f}, gradient {metrics['grad_norm']:.4f}, {seconds:.1f} s"
+            )
+
+
+def supervised(config: SupervisedConfig) -> Findings:
+    """Train one step on the first rows."""
+    from areal_lite.config.supervised_config import DPOConfig, RewardModelConfig, SFTConfig
+    from areal_lite.runs.supervised_run import run_supervised
+
+    assert isinstance(config, SFTConfig | DPOConfig | RewardModelConfig)
+    with TemporaryDirectory(prefix="areal-lite-doctor-") as folder:
+        rows = replace(config.train_dataset, max_samples=min(config.train_dataset.max_samples or _ROWS, _ROWS))
+        changes = _without_files(folder) | {
+            "train_dataset": rows,
+            "eval_dataset": None,
+            "trainer": replace(config.trainer, total_steps=1, batch_size=min(config.trainer.batch_size, _GROUP)),
+        }
+        small = replace(config, **changes)
+        metrics: dict[str, float] = {}
+        summary = run_supervised(small, on_step=lambda step, record: metrics.update(record))
+        if metrics["train/skipped_updates"]:
+            raise TrainingError("the update of one training step is not finite")
+        yield ok(f"training step: loss {metrics['train/loss']:+.4f} in {summary.seconds:.1f} s")
+
+
+def _without_files(folder: str) -> dict[str, Any]:
+    """Return the top-level settings of a run that leaves nothing outside of ``folder``."""
+    checkpoint = CheckpointConfig(every_minutes=None)
+    return {"fileroot": folder, "checkpoint": checkpoint, "tracking": [], "save_model": False}
+
+
+def _small_rollouts(config: RunConfig, folder: str) -> RunConfig:
+    gconfig = config.rollout.gconfig
+    rollout = replace(
+        config.rollout,
+        fileroot=folder,
+        group_size=min(config.rollout.group_size, _GROUP),
+        consumer_batch_size=1,
+        over_sampling_groups=0,
+        gen_batch_size=None,
+        dump_to_file=False,
+        failed_group_retries=0,
+        max_empty_batches=1,
+        episode_timeout_s=min(config.rollout.episode_timeout_s, _EPISODE_SECONDS),
+        outage_patience_s=min(config.rollout.outage_patience_s, 30.0),
+        gconfig=gconfig.new(max_new_tokens=min(gconfig.max_new_tokens, _NEW_TOKENS)),
+    )
+    return replace(
+        config,
+        **_without_files(folder),
+        rollout=rollout,
+        trainer=replace(config.trainer, total_steps=1, total_epochs=None, minibatches_per_step=1),
+        eval_dataset=None,
+        should_accept_fn=None,  # it may reject the only group
+        rollout_cache=None,
+        dump_scores=False,
+        dump_training=False,
+        profile_steps=[],
+        memory_snapshot_steps=[],
+    )
+
+
+def _servers(config: RunConfig, engine: Any, began: float) -> Findings:
+    whose = "answers" if config.rollout.addresses else f"started in {time.monotonic() - began:.1f} s"
+    for server in engine.servers:
+        if server.down is not None:
+            yield warning(f"server {server.url} is down: {server.down}. Start it, or remove it from rollout.addresses")
+        else:
+            yield ok(f"server {server.url} {whose} and serves {server.info.model or 'a model that it does not name'}")
+
+
+def _episodes(driver: Any) -> Any:
+    """Return the batch of one row; raises with the cause if no episode succeeded."""
+    try:
+        return driver.batch(1)
+    except StarvationError as error:
+        cause = driver.engine.failures.table(1) or str(error)
+        raise EpisodeError(f"no episode succeeded. {cause}") from error
+
+
+def _spread_rewards(batch: Any) -> Findings:
+    """Show the rewards; make equal ones differ, because a batch without advantages computes nothing."""
+    if not isinstance(batch, list):  # packed by the user's own packer
+        return
+    rewards = [reward for group in batch for reward in group.rewards]
+    yield ok(f"{len(rewards)} episodes of one row with rewards {', '.join(f'{reward:.3f}' for reward in rewards)}")
+    if len(set(rewards)) == 1:
+        first = batch[0].trajectories[0]
+        for sequence in first.sequences:
+            sequence.reward = rewards[0] + 1.0
+        first.average_rewards()
+
+
+def _compare(config: RunConfig, engine: Any, trainer: Any) -> Findings:
+    from areal_lite.runs.server_probe import NUM_TOKENS, compare_logprobs, probe_prompt, usual_difference
+
+    prompt = probe_prompt(load_tokenizer(tokenizer_path(config)))
+    answers = engine.probe(prompt, NUM_TOKENS)
+    usual = usual_difference(config)
+    for url, figure in compare_logprobs(trainer, prompt, answers).items():
+        text = f"log-probs of {url} and of the trainer differ by {figure:.4f} nats on average"
+        yield ok(text) if figure <= usual else warning(f"{text}, more than the {usual:g} of rounding")

@@ -1,0 +1,1 @@
+"""``areal-lite init``: new projects from templates/."""

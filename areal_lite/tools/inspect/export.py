@@ -1,0 +1,246 @@
+"""``areal-lite export``: dumped episodes as training rows (SFT, DPO, OpenAI's fine-tuning) or as a Parquet table.
+
+Guarantees that the file is whole or absent, that the chat template renders the exported messages to the text of the
+episode, and that what is left out is counted by reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from areal_lite.errors import ConfigError, StorageError
+from areal_lite.tools.inspect.conversation_text import ConversationReader, Message
+from areal_lite.tools.inspect.dumps import Dumps, Row
+from areal_lite.tools.inspect.episode_text import printable
+from areal_lite.tools.inspect.filters import Both, Expr, Not, parse
+from areal_lite.tools.inspect.last_answer import last_answer, run_tokenizer
+
+Form = Literal["sft", "dpo", "openai", "parquet"]
+_PARQUET_ROWS = 1000
+"""Lines of a row group."""
+_NEXT = {
+    "sft": "train on them: areal-lite sft CONFIG.yaml train_dataset.path={file}",
+    "dpo": "train on them: areal-lite dpo CONFIG.yaml train_dataset.path={file}",
+    "openai": "the file is in the format of OpenAI's fine-tuning of chat models",
+    "parquet": "read them: pyarrow.parquet.read_table('{file}')",
+}
+
+
+@dataclass(slots=True)
+class _Export:
+    """What an export is made from, and what it leaves out."""
+
+    dumps: Dumps
+    form: Form
+    choose: str
+    keep_cut_off: bool
+    named_tokenizer: str | None
+    left_out: Counter[str] = field(default_factory=Counter)
+    readers: dict[str, tuple[Any, ConversationReader | None]] = field(default_factory=dict)
+    as_text: bool = False
+    """Whether rows have texts instead of messages, because the run has no chat template here."""
+
+    def reader(self, run: str) -> tuple[Any, ConversationReader | None]:
+        """Return the tokenizer of a run and the reader of its conversations, where they are known."""
+        if run not in self.readers:
+            tokenizer = run_tokenizer(self.dumps.runs[run], self.named_tokenizer)
+            templated = tokenizer is not None and getattr(tokenizer, "chat_template", None)
+            self.readers[run] = tokenizer, ConversationReader(tokenizer) if templated else None
+        return self.readers[run]
+
+    def messages(self, record: Mapping[str, Any]) -> list[Message] | None:
+        """Return the messages of a line up to its last answer; None, counted, if it cannot be a training row."""
+        tokenizer, reader = self.reader(record["run"])
+        answer = last_answer(record, tokenizer)
+        if answer is None:
+            self.left_out["without an answer"] += 1
+        elif answer.cut_off and not self.keep_cut_off:
+            self.left_out["cut off, so training would add an end that the model never wrote (--keep-cut-off)"] += 1
+        elif reader is not None:
+            text = tokenizer.decode(answer.prompt_ids + answer.completion_ids)
+            if (messages := reader.messages(text)) is not None and messages[-1]["role"] == "assistant":
+                return messages
+            self.left_out["that the chat template does not render to the same text from messages"] += 1
+        elif self.form != "sft":
+            raise ConfigError(
+                f"{record['run']}: without the tokenizer of the run and its chat template there are no messages: name "
+                "its folder with --tokenizer"
+            )
+        else:
+            self.as_text = True
+            return [{"role": "user", "content": answer.prompt}, {"role": "assistant", "content": answer.completion}]
+        return None
+
+    def groups(self, filter: str) -> Iterator[list[Mapping[str, Any]]]:
+        """Yield the lines of each group that may train, in the order of the dumps."""
+
+        def key(row: Row) -> tuple[Any, ...]:
+            return tuple(row[name] for name in ("run", "scope", "version", "group", "task"))
+
+        for _, rows in itertools.groupby(self.dumps.rows(_of_training(filter)), key):
+            yield [record for record in self.dumps.records(rows) if record.get("reward") is not None]
+
+    def sft(self, filter: str) -> Iterator[Mapping[str, Any]]:
+        """Yield a row per chosen line."""
+        for group in self.groups(filter):
+            ranked = sorted(group, key=lambda record: -record["reward"])
+            usable = ((record, messages) for record in ranked if (messages := self.messages(record)) is not None)
+            for record, messages in itertools.islice(usable, 1 if self.choose == "best" else None):
+                if self.form == "openai":
+                    yield {"messages": messages}
+                elif self.as_text:
+                    yield {"prompt": messages[0]["content"], "response": messages[1]["content"]} | _place(record)
+                else:
+                    yield {"messages": messages} | _place(record)
+
+    def dpo(self, filter: str) -> Iterator[Mapping[str, Any]]:
+        """Yield the best against the worst answer of each group whose rewards differ."""
+        for group in self.groups(filter):
+            usable = [(record, messages) for record in group if (messages := self.messages(record)) is not None]
+            if len({record["reward"] for record, _ in usable}) < 2:
+                self.left_out["groups without two rewards"] += 1
+                continue
+            best, chosen = max(usable, key=lambda each: each[0]["reward"])
+            worst, rejected = min(usable, key=lambda each: each[0]["reward"])
+            if chosen[:-1] != rejected[:-1]:
+                self.left_out["groups whose best and worst episode differ before the last answer"] += 1
+            elif chosen == rejected:
+                self.left_out["groups whose best and worst answers are equal"] += 1
+            else:
+                rewards = {"chosen_reward": best["reward"], "rejected_reward": worst["reward"]}
+                answers = {"chosen": chosen[-1:], "rejected": rejected[-1:]}
+                yield {"prompt": chosen[:-1], **answers, **rewards} | _place(best, "id")
+
+
+def export(
+    path: Path,
+    form: Form,
+    file: Path,
+    *,
+    filter: str = "",
+    choose: str = "best",
+    keep_cut_off: bool = False,
+    tokenizer: str | None = None,
+) -> int:
+    """Write the file and return its number of rows.
+
+    Args:
+        choose: For SFT and OpenAI: the ``best`` line of each group, or every ``accepted`` one.
+        keep_cut_off: Also take answers that ended at a limit of tokens.
+        tokenizer: Folder of the tokenizer; None takes the run's.
+
+    Raises:
+        ConfigError: For a path without dumps, a wrong filter, or nothing to export.
+        StorageError: If the file cannot be written.
+    """
+    unfinished = file.with_name(f".unfinished-{os.getpid()}-{file.name}")
+    with Dumps.open(path) as dumps:
+        each = _Export(dumps, form, choose, keep_cut_off, tokenizer)
+        try:
+            if form == "parquet":
+                count = _write_parquet(unfinished, dumps.records(dumps.rows(filter)))
+            else:
+                count = _write_lines(unfinished, each.dpo(filter) if form == "dpo" else each.sft(filter))
+            if not count:
+                reasons = ", ".join(f"{number} {reason}" for reason, number in each.left_out.items())
+                raise ConfigError(f"nothing to export: {reasons or 'no accepted episode of the run matches'}")
+            unfinished.replace(file)
+        except OSError as error:
+            raise StorageError(
+                f"{file} cannot be written: {error.strerror}: name a file in a writable folder"
+            ) from error
+        finally:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+        notes = dumps.notes()
+    if each.as_text:
+        notes.append("rows have prompt and response as text: train with train_dataset.apply_chat_template=false")
+    for reason, number in each.left_out.items():
+        notes.append(f"left out: {number} {reason}")
+    for note in notes:
+        print(f"note: {printable(note)}", file=sys.stderr)
+    print(f"{count} rows written to {file}; {_NEXT[form].format(file=file)}")
+    return count
+
+
+def _of_training(filter: str) -> str:
+    """Return the filter for accepted training episodes, where it does not choose status and scope itself."""
+    names = set(_names(parse(filter))) if filter.strip() else set()
+    defaults = {"status": "status=accepted", "scope": "scope!=eval-rollout"}
+    terms = [f"({filter})"] if filter.strip() else []
+    return " ".join([*terms, *(term for name, term in defaults.items() if name not in names)])
+
+
+def _names(expr: Expr) -> Iterator[str]:
+    if isinstance(expr, Not):
+        yield from _names(expr.part)
+    elif isinstance(expr, Both):
+        for part in expr.parts:
+            yield from _names(part)
+    else:
+        yield expr.key.name
+
+
+def _place(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return where a row comes from."""
+    return {name: record.get(name) for name in names or ("id", "reward")} | {"run": record["run"]}
+
+
+def _write_lines(file: Path, rows: Iterable[Mapping[str, Any]]) -> int:
+    count = 0
+    with file.open("wb") as stream:
+        for count, row in enumerate(rows, 1):  # noqa: B007 -- the last number is the count
+            stream.write(orjson.dumps(row) + b"\n")
+    return count
+
+
+# -- Parquet
+
+_TEXTS = ("run", "id", "scope", "group_id", "status", "error", "error_kind", "error_type", "prompt", "completion")
+_INTEGERS = ("version", "sample_idx", "member_idx", "seqlen", "prompt_len", "start_version", "head_version")
+
+
+def _write_parquet(file: Path, records: Iterable[Mapping[str, Any]]) -> int:
+    """Write a row per dumped line: its fields, and one column per token column of its turns."""
+    import pyarrow  # type: ignore[import-untyped]
+    from pyarrow import parquet
+
+    numbers = pyarrow.list_(pyarrow.int32())
+    schema = pyarrow.schema(
+        [(name, pyarrow.string()) for name in ("task_id", *_TEXTS)]
+        + [(name, pyarrow.int64()) for name in (*_INTEGERS, "tail_version")]
+        + [("reward", pyarrow.float64()), ("finished_at", pyarrow.float64())]
+        + [(name, numbers) for name in ("input_ids", "loss_mask", "versions")]
+        + [("logprobs", pyarrow.list_(pyarrow.float64()))]
+    )
+    count = 0
+    records = iter(records)
+    with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
+        while chunk := [_flat(record) for record in itertools.islice(records, _PARQUET_ROWS)]:
+            writer.write_table(pyarrow.Table.from_pylist(chunk, schema))
+            count += len(chunk)
+    return count
+
+
+def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
+    turns = record["turns"]
+    names = (*_TEXTS, *_INTEGERS, "tail_version", "reward")
+    return {
+        **{name: record.get(name) for name in names},
+        "task_id": str(record["task_id"]),
+        "finished_at": (record.get("timings") or {}).get("finished_at"),
+        "input_ids": [id for turn in turns for id in turn["ids"]],
+        "loss_mask": [mask for turn in turns for mask in turn["loss_mask"]],
+        "versions": [each for turn in turns for each in turn.get("versions") or [-1] * len(turn["ids"])],
+        "logprobs": [each for turn in turns for each in turn.get("logprobs") or [0.0] * len(turn["ids"])],
+    }

@@ -1,0 +1,79 @@
+"""The last answer of a dumped line, as reward functions and training rows need it, and the run's config and tokenizer.
+
+Knows nothing of rewards and file formats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_lite.config.loader import load_config
+from areal_lite.config.run_config import RunConfig
+from areal_lite.errors import ConfigError
+
+CONFIG = "config.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A model call: what the model read, and what it wrote."""
+
+    prompt: str
+    """Special tokens shown."""
+    completion: str
+    """Without special tokens if there is a tokenizer to remove them."""
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    cut_off: bool
+    """Whether it ended at a limit of tokens or was stopped."""
+
+
+def last_answer(record: Mapping[str, Any], tokenizer: Any = None) -> Answer | None:
+    """Return the last answer of a dumped line; None without an answer, or without its text."""
+    turns = record["turns"]
+    last = max((place for place, turn in enumerate(turns) if turn["role"] == "assistant"), default=None)
+    if last is None or not turns[last]["ids"]:
+        return None
+    texts = [turn.get("text") for turn in turns[: last + 1]]
+    prompt_ids = [id for turn in turns[:last] for id in turn["ids"]]
+    if tokenizer is None:
+        if None in texts:
+            return None
+        prompt, completion = "".join(texts[:-1]), texts[-1]
+    else:
+        prompt = tokenizer.decode(prompt_ids)
+        completion = tokenizer.decode(turns[last]["ids"], skip_special_tokens=True)
+    cut_off = turns[last].get("stop_reason") in ("length", "abort")
+    return Answer(prompt, completion, prompt_ids, turns[last]["ids"], cut_off)
+
+
+def run_config(run: Path) -> RunConfig | None:
+    """Return the config in a run's folder; None without a readable one of a run with rollouts."""
+    with contextlib.suppress(ConfigError):
+        return load_config(run / CONFIG)
+    return None
+
+
+def run_tokenizer(run: Path, named: str | None = None) -> Any:
+    """Return the tokenizer ``named``, or the one of the run in the folder ``run``; None without one on this machine."""
+    if named is not None:
+        from areal_lite.data.chat.tokenizer import load_tokenizer
+
+        return load_tokenizer(named)
+    for path in _tokenizer_folders(run):
+        if (path / "tokenizer_config.json").is_file():  # never a download
+            from areal_lite.data.chat.tokenizer import load_tokenizer
+
+            with contextlib.suppress(ConfigError):
+                return load_tokenizer(str(path))
+    return None
+
+
+def _tokenizer_folders(run: Path) -> Iterator[Path]:
+    if (config := run_config(run)) is not None:
+        yield Path(config.rollout.tokenizer_path or config.model_path)
+    yield run / "model"

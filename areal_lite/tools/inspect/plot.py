@@ -1,0 +1,211 @@
+"""Plot the metrics.jsonl of one or several runs, or means over seeds; a run may still be in progress.
+
+Panels without data are left out. Metric names are those of docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_lite.errors import ConfigError
+from areal_lite.tools.inspect.episode_text import read_records
+from areal_lite.tools.sweep.seed_statistics import mean_interval
+
+Records = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One plot of the figure."""
+
+    title: str
+    unit: str
+    """Label of the y-axis."""
+    curves: Mapping[str, str]
+    """Metric name -> legend label."""
+
+
+PANELS = (
+    Panel("Reward", "reward", {"train/reward_mean": "train", "eval/reward": "eval"}),
+    Panel("Loss", "loss", {"train/loss": "train", "eval/loss": "eval"}),
+    Panel(
+        "Response length",
+        "tokens",
+        {"train/response_length_mean": "mean", "train/response_length_max": "max"},
+    ),
+    Panel(
+        "KL divergence",
+        "nats per token",
+        {"train/kl": "from the reference", "train/approx_kl": "within the step"},
+    ),
+    Panel("Staleness", "policy versions", {"train/staleness_mean": "mean", "train/staleness_max": "max"}),
+    Panel("Entropy", "nats", {"train/entropy": "policy"}),
+    Panel("Gradient norm", "before clipping", {"train/grad_norm": "policy", "train/critic_grad_norm": "critic"}),
+    Panel(
+        "Clip fraction",
+        "share of tokens",
+        {"train/clip_fraction": "all", "train/clip_fraction_high": "at the upper bound"},
+    ),
+    Panel(
+        "Reward deviation",
+        "reward",
+        {"train/reward_std": "of the batch", "train/reward_group_std": "within groups"},
+    ),
+    Panel("Learning rate", "per step", {"train/learning_rate": "policy", "train/critic_learning_rate": "critic"}),
+    Panel("Trainer throughput", "tokens per second", {"train/tokens_per_second": "train"}),
+)
+PHASES = ("timing/", "train/seconds_")
+"""Prefixes of the metrics stacked as seconds of a step by phase."""
+_TOTALS = ("timing/step_s", "train/seconds_step")
+_LINES = ("-", "--")
+
+
+def plot_metrics(*run_dirs: str | Path, out: str | Path | None = None) -> Path:
+    """Save :func:`metrics_figure` to ``out`` and return its path.
+
+    Args:
+        out: Image file; the suffix selects the format. None is ``metrics.png`` in the run folder, for one run only.
+
+    Raises:
+        ConfigError: If there is no data, matplotlib is missing, or ``out`` cannot be written.
+    """
+    if out is None:
+        if len(run_dirs) != 1:
+            raise ConfigError(f"the plot of {len(run_dirs)} runs needs a file name: use --out FILE.png")
+        out = Path(run_dirs[0]) / "metrics.png"
+    return _save(metrics_figure(*run_dirs), out)
+
+
+def plot_means(variants: Mapping[str, Sequence[Path]], *, out: str | Path, level: float = 0.95) -> Path:
+    """Save :func:`means_figure` to ``out`` and return its path; raises ConfigError as :func:`plot_metrics`."""
+    return _save(means_figure(variants, level=level), out)
+
+
+def metrics_figure(*run_dirs: str | Path) -> Any:
+    """Return a matplotlib figure with one panel per kind of metric, all runs in the same panels.
+
+    Seconds by phase are stacked, so each run has its own panel for them.
+    """
+    runs: dict[str, Records] = {
+        "/".join(Path(folder).resolve().parts[-2:]): list(read_records(Path(folder) / "metrics.jsonl"))
+        for folder in run_dirs
+    }
+    panels = [panel for panel in PANELS if any(_points(r, name) for r in runs.values() for name in panel.curves)]
+    stacks = {run: phases for run, records in runs.items() if (phases := _phases(records))}
+    count = len(panels) + len(stacks)
+    figure = _figure(count, runs)
+    axes = iter(figure.axes)
+    for panel in panels:
+        _draw_panel(next(axes), panel, runs)
+    for run, (steps, seconds) in stacks.items():
+        plot = next(axes)
+        borders = [step - 0.5 for step in steps] + [steps[-1] + 0.5]  # so that a single step has a width
+        plot.stackplot(borders, *([*s, s[-1]] for s in seconds.values()), labels=list(seconds), step="post")
+        plot.set(title="Step time" if len(runs) == 1 else f"Step time, {run}", ylabel="seconds")
+        plot.margins(y=0.5)  # room for the legend
+    for plot in figure.axes:
+        plot.legend(fontsize="small", ncols=3 if plot.collections else 1)
+    return figure
+
+
+def means_figure(variants: Mapping[str, Sequence[Path]], *, level: float = 0.95) -> Any:
+    """Return a matplotlib figure with the mean of each metric over the runs of a variant, and its interval.
+
+    Args:
+        variants: Folders of the runs (one per seed) by name. Steps that a run lacks are left out.
+        level: Of the intervals.
+    """
+    runs = {name: [list(read_records(run / "metrics.jsonl")) for run in folders] for name, folders in variants.items()}
+    metrics = [metric for panel in PANELS for metric in panel.curves]
+    means = {(name, m): points for name in runs for m in metrics if (points := _means(runs[name], m, level))}
+    panels = [panel for panel in PANELS if any(metric in panel.curves for _, metric in means)]
+    figure = _figure(len(panels), runs)
+    for axes, panel in zip(figure.axes, panels, strict=True):
+        axes.set(title=panel.title, ylabel=panel.unit)
+        for color, name in enumerate(runs):
+            for number, (metric, label) in enumerate(panel.curves.items()):
+                if (name, metric) in means:
+                    steps, middle, low, high = zip(*means[name, metric], strict=True)
+                    axes.plot(steps, middle, f"C{color}{_LINES[number]}", label=f"{name}: {label}", linewidth=1.5)
+                    axes.fill_between(steps, low, high, color=f"C{color}", alpha=0.2, linewidth=0)
+        axes.legend(fontsize="small")
+    return figure
+
+
+def _means(runs: Sequence[Records], metric: str, level: float) -> list[tuple[int, float, float, float]]:
+    """Return step, mean and interval of the steps that all runs have; an interval of one run has no width."""
+    columns = [dict(_points(records, metric)) for records in runs]
+    points = []
+    for step in sorted(set.intersection(*map(set, columns))):
+        interval = mean_interval([column[step] for column in columns], level)
+        edges = (interval.low, interval.high) if len(runs) > 1 else (interval.mean, interval.mean)
+        points.append((step, interval.mean, *edges))
+    return points
+
+
+def _figure(count: int, names: Iterable[str]) -> Any:
+    """Return a figure with ``count`` empty panels."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"plots need {error.name}: pip install {error.name}") from None
+    if not count:
+        metrics = " or ".join(name for panel in PANELS[:2] for name in panel.curves)
+        raise ConfigError(f"metrics.jsonl of {', '.join(names)}: no line has {metrics}. Did the run do a step?")
+    columns = min(2, count)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(6 * columns, 3.2 * rows), layout="constrained")
+    for place in range(count):
+        axes = figure.add_subplot(rows, columns, place + 1, xlabel="training step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+    figure.suptitle(", ".join(names))
+    return figure
+
+
+def _save(figure: Any, out: str | Path) -> Path:
+    try:
+        figure.savefig(out, dpi=150)
+    except (OSError, ValueError) as error:  # ValueError: a suffix that names no format
+        raise ConfigError(f"{out} cannot be written: {error}. Use a .png in an existing folder") from error
+    return Path(out)
+
+
+def _draw_panel(axes: Any, panel: Panel, runs: Mapping[str, Records]) -> None:
+    axes.set(title=panel.title, ylabel=panel.unit)
+    for color, (run, records) in enumerate(runs.items()):
+        for number, (name, label) in enumerate(panel.curves.items()):
+            if points := _points(records, name):
+                axes.plot(
+                    *zip(*points, strict=True),
+                    label=label if len(runs) == 1 else f"{run}: {label}",
+                    color=f"C{number if len(runs) == 1 else color}",
+                    linestyle=_LINES[number],
+                    marker="o" if name.startswith("eval/") else ".",
+                    markersize=4,
+                    linewidth=1,
+                )
+
+
+def _points(records: Records, name: str) -> list[tuple[int, float]]:
+    return [(record["step"], record[name]) for record in records if record.get(name) is not None]
+
+
+def _phases(records: Records) -> tuple[list[int], dict[str, list[float]]] | None:
+    """Return the steps, and the seconds per step of each phase that took any time."""
+    names = {name: None for record in records for name in record if name.startswith(PHASES)}
+    timed = [record for record in records if not names.keys().isdisjoint(record)]
+    seconds = {
+        _phase(name): column
+        for name in names
+        if name not in _TOTALS and any(column := [record.get(name) or 0.0 for record in timed])
+    }
+    return ([record["step"] for record in timed], seconds) if seconds else None
+
+
+def _phase(name: str) -> str:
+    return name.removeprefix(PHASES[0]).removeprefix(PHASES[1]).removesuffix("_s").replace("_", " ")

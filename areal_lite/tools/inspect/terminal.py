@@ -1,0 +1,342 @@
+"""``areal-lite inspect``: runs, versions, groups, episodes and turns of dumps in the terminal, or as JSON lines.
+
+Text comes from a model, so only its printable characters reach the terminal, and JSON escapes the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from areal_lite.errors import ConfigError
+from areal_lite.tools.inspect.dumps import Dumps, Row
+from areal_lite.tools.inspect.episode_text import episode_text, json_line, printable
+from areal_lite.tools.inspect.token_table import (
+    Difference,
+    Token,
+    decoder,
+    first_text_difference,
+    first_token_difference,
+    tokens,
+)
+from areal_lite.tools.inspect.training_facts import with_facts
+
+LEVELS = ("runs", "versions", "groups", "episodes", "turns", "problems")
+_WIDTH = 200
+"""Columns of output that is not a terminal."""
+_STATUS_STYLE = {"accepted": "green", "rejected": "yellow", "failed": "red", "cancelled": "dim"}
+_EPISODE_COLUMNS = ("id", "status", "reward", "tokens", "trained", "turns", "version", "stop", "cause")
+_CONTEXT = 60
+"""Characters before and after a difference of texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command was asked for."""
+
+    filter: str = ""
+    by: str | None = None
+    sort: str = "version"
+    limit: int | None = None
+    offset: int = 0
+    sample: int | None = None
+    seed: int = 0
+    json: bool = False
+    diff: tuple[str, str] | None = None
+    tokens: str | None = None
+
+    @property
+    def level(self) -> str | None:
+        """The level that the options ask for; None if the dumps decide."""
+        if self.by is not None:
+            return self.by
+        lists = self.filter.strip() or self.sort != "version" or self.sample is not None or self.json or self.offset
+        return "episodes" if lists or self.limit is not None else None
+
+
+def inspect(path: Path, options: Options, *, console: Console | None = None) -> int:
+    """Print what ``options`` ask for, and return the number of lines, rows or tokens.
+
+    Raises:
+        ConfigError: For a path without dumps, a wrong filter, sort key or id.
+    """
+    console = console or _console()
+    with Dumps.open(path, on_progress=_Progress()) as dumps:
+        shown = _print(dumps, _level(dumps, path, options), options, console)
+        _print_notes(dumps, shown)
+    return shown
+
+
+def _level(dumps: Dumps, path: Path, options: Options) -> str:
+    if options.level is not None:
+        return options.level
+    return "runs" if len(dumps.runs) > 1 else "turns" if path.is_file() else "versions"
+
+
+def _print(dumps: Dumps, level: str, options: Options, console: Console) -> int:
+    if options.tokens is not None:
+        return _print_tokens(dumps, options.tokens, options, console)
+    if options.diff is not None:
+        return _print_difference(dumps, options.diff, options, console)
+    if options.json:
+        return _print_json(_objects(dumps, level, options))
+    pager = console.pager(styles=bool(shutil.which("less"))) if console.is_terminal and sys.stdin.isatty() else None
+    os.environ.setdefault("LESS", "-FRX")
+    with pager or contextlib.nullcontext():
+        if level == "turns":
+            shown = 0
+            for record in dumps.records(_rows(dumps, options, 10)):
+                shown += 1
+                console.print(Text(printable(f"{record['run']} {record['id']}"), "dim"), soft_wrap=True)
+                for text in episode_text(record):
+                    console.print(text, soft_wrap=True)
+            return shown
+        if level == "versions":
+            return _print_versions(dumps, options, console)
+        table, count = _table(dumps, level, options)
+        console.print(table)
+        if level == "episodes" and count and options.sample is None:
+            total = dumps.page(options.filter, offset=options.offset, limit=1, count_s=1.0).total
+            if total != count:
+                total_text = "more" if total is None else f"{total}"
+                console.print(Text(f"{count} of {total_text}; --limit, --offset and --sort show others", "dim"))
+    return count
+
+
+def _rows(dumps: Dumps, options: Options, default_limit: int | None) -> Iterator[Row]:
+    limit = default_limit if options.limit is None else options.limit
+    if options.sample is not None:
+        return iter(dumps.sample(options.sample, options.seed, options.filter))
+    return dumps.rows(options.filter, sort=options.sort, offset=options.offset, limit=limit)
+
+
+# -- JSON
+
+
+def _objects(dumps: Dumps, level: str, options: Options) -> Iterator[Mapping[str, Any]]:
+    limit = sys.maxsize if options.limit is None else options.limit
+    if level in ("episodes", "turns"):
+        yield from dumps.records(_rows(dumps, options, None))
+    elif level == "groups":
+        yield from dumps.groups(options.filter, offset=options.offset, limit=limit)
+    elif level == "problems":
+        yield from dumps.problems(limit=limit)
+    else:
+        for run in dumps.summary(options.filter):
+            yield from [{"run": run["run"], **each} for each in run["versions"]] if level == "versions" else [run]
+
+
+def _print_json(objects: Iterable[Mapping[str, Any]]) -> int:
+    shown = 0
+    for shown, each in enumerate(objects, 1):  # noqa: B007 -- the last number is the count
+        print(json_line(each))
+    return shown
+
+
+# -- tables
+
+
+def _table(dumps: Dumps, level: str, options: Options) -> tuple[Table, int]:
+    limit = 50 if options.limit is None else options.limit
+    rows: Iterable[Mapping[str, Any]]
+    if level == "episodes":
+        rows = list(_rows(dumps, options, limit))
+        columns: Sequence[str] = _EPISODE_COLUMNS
+        if len(dumps.runs) > 1:
+            columns = ("run", *columns)
+        asked = options.sort.lstrip("-")
+        if rows and asked in rows[0] and asked not in columns:
+            columns = (*columns[:-1], asked, columns[-1])
+    elif level == "groups":
+        rows = dumps.groups(options.filter, offset=options.offset, limit=limit)
+        columns = ("scope", "version", "group", "task", "episodes", "reward", "reward_min", "reward_max", "status")
+    elif level == "problems":
+        rows = dumps.problems(limit=limit)
+        columns = ("run", "file", "line", "offset", "kind", "message")
+    else:
+        rows = dumps.summary(options.filter)
+        columns = ("run", "versions", "groups", "lines", "reward", "status", "problems")
+        rows = [{**row, "versions": _range(row["versions"])} for row in rows]
+    return _as_table(rows, columns)
+
+
+def _as_table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> tuple[Table, int]:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in columns:
+        numeric = name in ("reward", "reward_min", "reward_max", "tokens", "trained", "turns", "lines", "groups")
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold", no_wrap=name == "id")
+    count = 0
+    for count, row in enumerate(rows, 1):  # noqa: B007 -- the last number is the count
+        table.add_row(*(_cell(name, row[name]) for name in columns))
+    return table, count
+
+
+def _cell(name: str, value: Any) -> Text:
+    if value is None:
+        return Text("-", "dim")
+    if isinstance(value, dict):
+        value = ", ".join(f"{count} {kind}" for kind, count in value.items()) or "-"
+    elif isinstance(value, list):
+        value = ",".join(map(str, value))
+    elif isinstance(value, float):
+        is_time = name == "finished" and 0 <= value < 2**33
+        value = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value)) if is_time else f"{value:.3f}"
+    return Text(printable(str(value)), _STATUS_STYLE.get(str(value), "") if name == "status" else "")
+
+
+def _range(versions: Sequence[Mapping[str, Any]]) -> str:
+    known = [each["version"] for each in versions if each["version"] is not None]
+    return f"{min(known)}..{max(known)}" if known else "-"
+
+
+def _print_versions(dumps: Dumps, options: Options, console: Console) -> int:
+    shown = 0
+    for run in dumps.summary(options.filter):
+        console.print(Text(printable(f"{run['run']}: {run['lines']} lines in {run['groups']} groups"), "bold"))
+        columns = ("scope", "version", "groups", "lines", "reward", "tokens", "status")
+        table, count = _as_table(run["versions"], columns)
+        console.print(table)
+        shown += count
+        for failure in run["failures"]:
+            kinds = [failure["error_kind"] or failure["status"], failure["error_type"]]
+            name = ": ".join(each for each in kinds if each)
+            console.print(Text(printable(f"\n{failure['count']} x {name}, such as {failure['id']}"), "red"))
+            console.print(Text(printable(str(failure["error"] or "").rstrip())), soft_wrap=True)
+    if shown:
+        console.print(Text("\nepisodes: add a filter, such as status=failed or reward<0.5; groups: --by groups", "dim"))
+    return shown
+
+
+# -- single episodes
+
+
+def _record(dumps: Dumps, id: str) -> dict[str, Any]:
+    """Return the record with an id, in whichever run it is."""
+    error = None
+    for run in dumps.runs:
+        try:
+            return dumps.record(run, id.removeprefix(f"{run} ").removeprefix(f"{run}/"))
+        except ConfigError as each:
+            error = error or each
+    assert error is not None
+    raise error
+
+
+def _print_tokens(dumps: Dumps, id: str, options: Options, console: Console) -> int:
+    record = _record(dumps, id)
+    root = dumps.runs[record["run"]]
+    decode = decoder(root)
+    if decode is None:
+        _note("no text of tokens: the run's tokenizer is not on this machine")
+    rows = list(tokens(with_facts(root, record), decode))
+    if options.json:
+        return _print_json(map(_flat, rows))
+    known = dict.fromkeys(name for token in rows for name in token.facts)
+    columns = ("index", "turn", "role", "id", "text", "mask", "logprob", "version", *known)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in columns:
+        table.add_column(name.replace("_", " "), justify="left" if name in ("role", "text") else "right")
+    for token in rows:
+        values = _flat(token) | {"text": None if token.text is None else repr(token.text)}
+        values = {name: f"{value:.4f}" if isinstance(value, float) else value for name, value in values.items()}
+        table.add_row(*(_cell(name, values.get(name)) for name in columns), style="cyan" if token.mask else "")
+    console.print(table)
+    return len(rows)
+
+
+def _flat(token: Token) -> dict[str, Any]:
+    values = asdict(token)
+    facts = values.pop("facts")
+    return {**values, **facts}
+
+
+def _difference(where: Difference) -> dict[str, Any]:
+    first, second = (None if token is None else _flat(token) for token in (where.first, where.second))
+    return {"index": where.index, "first": first, "second": second}
+
+
+def _print_difference(dumps: Dumps, pair: tuple[str, str], options: Options, console: Console) -> int:
+    first, second = (_record(dumps, id) for id in pair)
+    where, text = first_token_difference(first, second), first_text_difference(first, second)
+    if options.json:
+        print(
+            json_line(
+                {
+                    **{"first": first["id"], "second": second["id"]},
+                    **{"rewards": [first.get("reward"), second.get("reward")]},
+                    **{"token": None if where is None else _difference(where)},
+                    **{"text": None if text is None else text[0]},
+                }
+            )
+        )
+        return 1
+    if first.get("group_id") != second.get("group_id"):
+        _note("the episodes are of different groups")
+    facts = ("group_id", "member_idx", "status", "reward", "seqlen", "head_version", "tail_version", "error_kind")
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("", first["id"], second["id"]):
+        table.add_column(Text(printable(name)), overflow="fold")
+    for name in facts:
+        table.add_row(name, *(_cell(name, record.get(name)) for record in (first, second)))
+    console.print(table)
+    if where is None:
+        console.print("the token ids are equal")
+    else:
+        console.print(Text(f"token {where.index} is the first that differs:", "bold"))
+        for record, token in ((first, where.first), (second, where.second)):
+            said = "ended"
+            if token is not None:
+                said = f"id {token.id}, turn {token.turn}, {token.role}, log-prob {token.logprob}"
+            console.print(Text(printable(f"  {record['id']}: {said}")), soft_wrap=True)
+    if text is None:
+        console.print("the texts are equal")
+    else:
+        place, *texts = text
+        console.print(Text(f"character {place} is the first that differs:", "bold"))
+        for record, whole in zip((first, second), texts, strict=True):
+            before, after = repr(whole[max(0, place - _CONTEXT) : place]), repr(whole[place : place + _CONTEXT])
+            line = Text.assemble(printable(f"  {record['id']}: {before} "), (printable(after), "bold cyan"))
+            console.print(line, soft_wrap=True)
+    return 1
+
+
+# -- notes
+
+
+def _print_notes(dumps: Dumps, shown: int) -> None:
+    """Say on stderr what could not be read, and that nothing matched."""
+    for note in dumps.notes():
+        _note(note)
+    if not shown:
+        _note("nothing matches")
+
+
+def _note(text: str) -> None:
+    print(f"note: {printable(text)}", file=sys.stderr)
+
+
+class _Progress:
+    """Says once that an index is made, if that takes longer than a second, and then how far it is."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + 1.0
+
+    def __call__(self, lines: int) -> None:
+        if time.monotonic() > self._next:
+            self._next = time.monotonic() + 5.0
+            _note(f"indexing the dumps: {lines} lines so far; the next time they open at once")
+
+
+def _console() -> Console:
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)

@@ -1,0 +1,78 @@
+"""Training facts beside the dump: what the trainer computed for the tokens of a dumped line.
+
+Reads the files of :mod:`areal_lite.trainer.rl.token_facts`. A file that is missing or cannot be read has no rows here;
+``areal-lite verify`` reports it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+Record = Mapping[str, Any]
+FOLDER = "training"
+_NOT_SHOWN = ("token_idx", "behaviour_logprobs")
+"""Lists that the turns have already."""
+_SEARCHED = 64
+"""Steps after the newest token of a line that may have trained it: more than any useful staleness bound."""
+
+
+def fact_files(root: Path) -> dict[int, Path]:
+    """Return the files of the run in ``root`` by step, in order."""
+    found = {int(path.stem): path for path in (root / FOLDER).glob("*.parquet") if path.stem.isdecimal()}
+    return dict(sorted(found.items()))
+
+
+def with_facts(root: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """Return the record with its facts: ``trained_step``, and lists of its answers, None where nothing trains."""
+    if (found := _find(root, record)) is None:
+        return record
+    step, row = found
+    places = {index: place for place, index in enumerate(row["token_idx"])}
+    lists = {name: values for name, values in row.items() if isinstance(values, list) and name not in _NOT_SHOWN}
+    turns, start = [], 0
+    for turn in record["turns"]:
+        end = start + len(turn.get("ids") or ())
+        if turn.get("role") == "assistant":
+            at = [places.get(index) for index in range(start, end)]
+            own = {name: [None if each is None else values[each] for each in at] for name, values in lists.items()}
+            turn = {**turn, **own}
+        turns.append(turn)
+        start = end
+    return {**record, "trained_step": step, "turns": turns}
+
+
+def _find(root: Path, record: Record) -> tuple[int, dict[str, Any]] | None:
+    """Return the step that trained a line, and its row; None if there is none."""
+    if record.get("status") != "accepted" or record.get("scope") == "eval-rollout":
+        return None
+    key, tail = (str(record["task_id"]), record.get("sample_idx")), record.get("tail_version")
+    for step, path in fact_files(root).items():
+        if tail is None or tail < step <= tail + _SEARCHED:
+            with contextlib.suppress(OSError, ValueError):  # pyarrow's errors are among them
+                if (place := _places(path, path.stat().st_mtime_ns).get(key)) is not None:
+                    return step, _row(path, place)
+    return None
+
+
+@lru_cache(maxsize=4 * _SEARCHED)
+def _places(path: Path, state: int) -> dict[tuple[str, int | None], int]:
+    """Return the row of each dumped line; ``state`` tells versions of the file apart."""
+    from pyarrow import parquet  # type: ignore[import-untyped]
+
+    keys = parquet.read_table(path, columns=["task_id", "sample_idx"]).to_pydict()
+    return {key: row for row, key in enumerate(zip(keys["task_id"], keys["sample_idx"], strict=True))}
+
+
+def _row(path: Path, place: int) -> dict[str, Any]:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        group = 0
+        while place >= (size := file.metadata.row_group(group).num_rows):
+            place, group = place - size, group + 1
+        row: dict[str, Any] = file.read_row_group(group).slice(place, 1).to_pylist()[0]
+        return row

@@ -1,0 +1,245 @@
+"""areal-lite plan: predict what a run takes, from a few steps of the real run in a temporary folder.
+
+A prediction is what the probe took, plus the steps, evaluations and checkpoints that it left out at the cost of those
+that it measured after its warm-up. Start-up is measured once and not multiplied. :data:`UNKNOWN` lists what a short
+probe cannot see.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from areal_lite.config.run_config import CheckpointConfig, RunConfig
+from areal_lite.errors import ConfigError
+from areal_lite.runs.monitoring.run_metrics import OnStep
+from areal_lite.runs.run_data import workflow_rows
+from areal_lite.tools.plan.probe import DUMPS, Measurements, Trainable, measure
+
+UNKNOWN = (
+    "answers that get longer or shorter while the model learns",
+    "other work on the machine, now or during the run",
+)
+UNKNOWN_ASYNC = "the lead of generation over training, which adapts every 8 steps"
+MAX_HELD_OUT = 256
+"""Most held-out rows that the probe evaluates on; the time for all rows is scaled up."""
+_STEADY_S = 5.0
+_MAX_STEADY_STEPS = 40
+"""Short steps vary, so the probe measures more of them: this many seconds, or this many steps."""
+_NAMED = {*DUMPS, "eval-rollout", "checkpoints", "model", "weights"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Predicted figures of a run."""
+
+    steps: int
+    probed_steps: int
+    probe_s: float
+    seconds: dict[str, float]
+    """``total`` and its parts; ``step``, ``evaluation`` and ``checkpoint`` are those of one."""
+    tokens: dict[str, float]
+    """``sampled``, evaluations included, and ``trained``."""
+    memory_bytes: dict[str, float]
+    """Peaks: ``trainer`` is this process, ``servers`` are its child processes together, ``gpus`` are all GPUs."""
+    disk_bytes: dict[str, float]
+    """What the run leaves in its folder, in all and by kind."""
+    staleness: dict[str, float]
+    """Mean in policy versions; shares of the sampled tokens that grew too old, and of the groups drawn again."""
+    unknown: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all figures."""
+        return dataclasses.asdict(self)
+
+
+def plan(config: Trainable, *, on_step: OnStep | None = None) -> Plan:
+    """Probe a run and predict the whole of it.
+
+    Servers in ``rollout.addresses`` load the probe's weights: they must not serve another run. The next run publishes
+    its own before its first step.
+
+    Raises:
+        ConfigError: Under torchrun.
+        ArealLiteError: As the run itself.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError("a plan is for a run of one process: call areal-lite plan without torchrun")
+    root = Path(config.fileroot).absolute()
+    while not root.exists():
+        root = root.parent
+    warm_up = 1 + (config.rollout.max_head_offpolicyness if isinstance(config, RunConfig) else 0)
+    measured = Measurements(warm_up_steps=warm_up, min_steady_s=_STEADY_S, max_steps=warm_up + _MAX_STEADY_STEPS)
+    with tempfile.TemporaryDirectory(prefix="areal-lite-plan-", dir=root) as folder:
+        measure(_probe_config(config, folder), measured, on_step)
+    held_out_scale = 1.0
+    if isinstance(config, RunConfig) and config.eval_dataset is not None:
+        held_out_scale = max(1.0, len(workflow_rows(config, config.eval_dataset, is_train=False)) / MAX_HELD_OUT)
+    return predict(config, measured, held_out_scale=held_out_scale)
+
+
+def _probe_config(config: Trainable, folder: str) -> Trainable:
+    """Return the config of the same run in ``folder``, which evaluates and saves only where it begins and ends."""
+    checkpoint = CheckpointConfig(every_minutes=1e9 if config.checkpoint.enabled else None, resume="never")
+    changes: dict[str, Any] = {
+        "fileroot": folder,
+        "checkpoint": checkpoint,
+        "tracking": [],
+        "evaluation": replace(config.evaluation, every_steps=None),
+    }
+    if isinstance(config, RunConfig):
+        changes |= {"rollout": replace(config.rollout, fileroot=folder), "rollout_cache": None}
+        changes |= {"profile_steps": [], "memory_snapshot_steps": []}
+        if (rows := config.eval_dataset) is not None:
+            count = min(rows.max_samples or MAX_HELD_OUT, MAX_HELD_OUT)
+            changes["eval_dataset"] = replace(rows, max_samples=count)
+    return replace(config, **changes)
+
+
+def predict(config: Trainable, measured: Measurements, *, held_out_scale: float = 1.0) -> Plan:
+    """Return the prediction for ``config`` from measurements of its first steps, or the figures of a whole run.
+
+    Args:
+        held_out_scale: Held-out rows of the run over those that the probe evaluated on.
+    """
+    probed, total = len(measured.step_s), measured.total_steps
+    left, done = total - probed, len(measured.evaluation_s)
+    step_s = _per_step(measured, list(itertools.accumulate(measured.step_s)))
+    evaluations = _evaluations(config, total, at_start=measured.evaluated_at_start) if done else 0
+    evaluated_s, evaluated_tokens = (measured.evaluation_s or [0.0])[-1], (measured.evaluation_tokens or [0.0])[-1]
+    evaluations_left = evaluations * held_out_scale - done  # in units of the probe's
+    checkpoints = _checkpoints(config, total, step_s) if measured.checkpoints else 0
+    checkpoint_s = measured.checkpoint_s + max(0.0, measured.write_s - total / max(1, checkpoints) * step_s)
+    total_s = measured.wall_s + left * step_s + evaluations_left * evaluated_s
+    total_s += max(0, checkpoints - measured.checkpoints) * checkpoint_s
+
+    def growth(name: str) -> float:
+        """Return how much a total grows in the steps that are left."""
+        return left * _per_step(measured, [totals[name] for totals in measured.totals])
+
+    parts = {
+        "steps": total * step_s,
+        "evaluations": evaluations * held_out_scale * evaluated_s,
+        "checkpoints": checkpoints * checkpoint_s,
+    }
+    return Plan(
+        steps=total,
+        probed_steps=probed,
+        probe_s=measured.wall_s,
+        seconds={
+            "total": total_s,
+            "start and end": total_s - sum(parts.values()),
+            **parts,
+            "step": step_s,
+            "evaluation": held_out_scale * evaluated_s,
+            "checkpoint": checkpoint_s,
+        },
+        tokens={
+            "sampled": measured.tokens + growth("sampled") + evaluations_left * evaluated_tokens,
+            "trained": measured.totals[-1]["trained"] + growth("trained"),
+        },
+        memory_bytes=measured.memory,
+        disk_bytes=_disk(config, measured, growth, evaluations * held_out_scale / max(1, done), checkpoints),
+        staleness=_staleness(config, measured),
+        unknown=[*UNKNOWN, *([UNKNOWN_ASYNC] if _is_async(config) else [])],
+    )
+
+
+def _is_async(config: Trainable) -> bool:
+    return isinstance(config, RunConfig) and config.rollout.max_head_offpolicyness > 0
+
+
+def _per_step(measured: Measurements, totals: Sequence[float]) -> float:
+    """Return the growth of ``totals`` per step after the warm-up."""
+    warm_up = min(measured.warm_up_steps, len(totals) - 1)
+    before = totals[warm_up - 1] if warm_up else 0.0
+    return (totals[-1] - before) / (len(totals) - warm_up)
+
+
+def _evaluations(config: Trainable, steps: int, *, at_start: bool) -> int:
+    every = config.evaluation.every_steps or steps
+    return at_start + -(-steps // every)
+
+
+def _checkpoints(config: Trainable, steps: int, step_s: float) -> int:
+    """Return how many checkpoints a run writes; its last step always has one."""
+    minutes = config.checkpoint.every_minutes
+    by_time = 0 if minutes is None else int(steps * step_s / (60 * minutes))
+    by_step = -(-steps // (config.checkpoint.every_steps or steps))
+    return min(steps, max(by_step, by_time + 1))
+
+
+def _disk(
+    config: Trainable, measured: Measurements, growth: Callable[[str], float], evaluations: float, checkpoints: int
+) -> dict[str, float]:
+    """Return the bytes at the end of the run.
+
+    Args:
+        growth: How much a total grows in the steps that are left.
+        evaluations: Evaluations of the run over those of the probe.
+    """
+    size, keep = Counter(measured.disk), config.checkpoint.keep
+    disk = {
+        "dumps": sum(size[name] for name in DUMPS) + growth("dumps") + evaluations * size["eval-rollout"],
+        "checkpoints": size["checkpoints"] / max(1, min(keep, measured.checkpoints)) * min(keep, checkpoints),
+        "model": size["model"],
+        "weights": size["weights"],
+        "other": growth("logs") + sum(bytes for name, bytes in size.items() if name not in _NAMED),
+    }
+    return {"total": sum(disk.values()), **disk}
+
+
+def _staleness(config: Trainable, measured: Measurements) -> dict[str, float]:
+    if not _is_async(config):
+        return {}
+    grows = {name: _per_step(measured, [totals[name] for totals in measured.totals]) for name in measured.totals[0]}
+    steady = measured.staleness[measured.warm_up_steps :] or measured.staleness
+    return {
+        "mean": sum(steady) / len(steady),
+        "discarded tokens": grows["discarded"] / max(1.0, grows["sampled"]),
+        "redrawn groups": grows["redrawn"] / max(1.0, grows["groups"]),
+    }
+
+
+def plan_table(plan: Plan) -> Table:
+    """Return the prediction for the terminal."""
+    seconds, probed = plan.seconds, plan.probed_steps
+    table = Table("", "predicted", title=f"{plan.steps} steps, from {probed} steps in {plan.probe_s:.0f} s")
+    for name in ("total", "start and end", "steps", "evaluations", "checkpoints"):
+        each = f"  ({_duration(seconds[name[:-1]])} each)" if name[:-1] in seconds and seconds[name] else ""
+        table.add_row(f"time: {name}", _duration(seconds[name]) + each)
+    for name, count in plan.tokens.items():
+        table.add_row(f"tokens: {name}", f"{count:,.0f}")
+    for title, sizes in (("peak memory", plan.memory_bytes), ("disk", plan.disk_bytes)):
+        for name, size in sizes.items():
+            if size:
+                table.add_row(f"{title}: {name}", _bytes(size))
+    for name, value in plan.staleness.items():
+        table.add_row(f"staleness: {name}", f"{value:.2f} versions" if name == "mean" else f"{value:.1%}")
+    return table
+
+
+def _bytes(size: float) -> str:
+    """Return bytes as text: 1.2 kB, 3.4 MB, 5.6 GB."""
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
+
+
+def _duration(seconds: float) -> str:
+    """Return seconds as text: 12.3 s, 4 min 5 s, 2 h 10 min."""
+    if seconds < 60:
+        return f"{seconds:.{1 if seconds >= 1 else 2}f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,253 @@
+"""A run that measures itself, and may end early: seconds, tokens, memory and disk by step.
+
+The measured run is the real one, with its servers, episodes, updates, evaluations and checkpoints. Knows nothing of
+predictions; :mod:`areal_lite.tools.plan.plan` makes them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal_lite.config.run_config import RunConfig
+from areal_lite.config.supervised_config import DPOConfig, RewardModelConfig, SFTConfig
+from areal_lite.models.parallel.ranks import join_ranks
+from areal_lite.models.policy_model import resolve_device
+from areal_lite.runs.entry_points import check_trainable
+from areal_lite.runs.monitoring.run_metrics import OnStep
+from areal_lite.runs.rl_run import RLRun, run_rl
+from areal_lite.runs.supervised_run import SupervisedRun, run_supervised
+from areal_lite.runs.training_run import Summary, TrainingRun
+from areal_lite.trainer.rl.policy_step import Batch
+
+Trainable = RunConfig | SFTConfig | DPOConfig | RewardModelConfig
+_SAMPLE_S = 0.5
+"""Seconds between two looks at the peaks that the kernel keeps for each process."""
+DUMPS = ("rollout", "scores", "training")
+"""Folders of a run that grow with each step."""
+_LOGS = ("metrics.jsonl", "skipped_updates.jsonl")
+_GROUP_ENDS = ("accepted", "rejected", "failed", "cancelled")
+
+
+@dataclass(kw_only=True)
+class Measurements:
+    """What a run took. Lists by step hold totals since the start of the run."""
+
+    warm_up_steps: int = 0
+    """First steps, which cost more."""
+    min_steady_steps: int = 2
+    min_steady_s: float = 0.0
+    max_steps: int | None = None
+    """The run ends after this many steps, or when it has enough steady steps and seconds. None: at its own end."""
+    total_steps: int = 0
+    """Steps that the config asks for."""
+    wall_s: float = 0.0
+    """From before the servers start until after they stopped."""
+    step_s: list[float] = field(default_factory=list)
+    """Seconds of each step, without evaluations and checkpoints."""
+    totals: list[dict[str, float]] = field(default_factory=list)
+    """Of each step: tokens, groups, and bytes of the files that grow."""
+    staleness: list[float] = field(default_factory=list)
+    """Mean staleness of each batch, in policy versions."""
+    evaluation_s: list[float] = field(default_factory=list)
+    evaluation_tokens: list[float] = field(default_factory=list)
+    evaluated_at_start: bool = False
+    checkpoints: int = 0
+    checkpoint_s: float = 0.0
+    """Seconds that the last checkpoint held training back."""
+    write_s: float = 0.0
+    """Seconds in which it was written in the background."""
+    memory: dict[str, float] = field(default_factory=dict)
+    """Peak bytes of the trainer's process, its child processes and all GPUs."""
+    disk: dict[str, float] = field(default_factory=dict)
+    """Bytes at the end, by folder of the run."""
+    tokens: float = 0.0
+    """Sampled tokens in all."""
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether the run may end."""
+        steady = self.step_s[self.warm_up_steps :]
+        if self.max_steps is None:
+            return False
+        enough = len(steady) >= self.min_steady_steps and sum(steady) >= self.min_steady_s
+        return enough or len(self.step_s) >= self.max_steps
+
+
+@dataclass(kw_only=True)
+class _Probe(TrainingRun[Any]):
+    """Measures a run as it goes."""
+
+    measured: Measurements
+    sampled: float = field(init=False, default=0.0)
+    """Tokens sampled for the batches and evaluations so far."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.measured.total_steps = self.total_steps
+
+    def tokens(self) -> float:
+        """Return the tokens sampled so far."""
+        return 0.0
+
+    def flush_files(self) -> None:
+        """Wait for the files of the step."""
+
+    def run(self) -> Summary[Any]:
+        """Run, and measure what is there at the end."""
+        summary = super().run()
+        self.measured.tokens = self.sampled
+        return summary
+
+    def record_step(self, metrics: dict[str, float], *, began: float) -> None:
+        """Record a step; end the run if that is enough."""
+        super().record_step(metrics, began=began)
+        measured, folder = self.measured, self.files.run_dir
+        measured.step_s.append(time.monotonic() - began)
+        self.flush_files()
+        before = measured.totals[-1]["trained"] if measured.totals else 0.0
+        measured.totals.append(
+            {
+                "sampled": self.sampled,
+                "trained": before + metrics.get("train/trained_tokens", 0.0),
+                "discarded": metrics.get("rollout/discarded_tokens", 0.0),
+                "redrawn": sum(metrics.get(f"episodes/{end}", 0.0) for end in _GROUP_ENDS[1:3]),
+                "groups": sum(metrics.get(f"episodes/{end}", 0.0) for end in _GROUP_ENDS),
+                "dumps": sum(_size(folder / name) for name in DUMPS),
+                "logs": sum(_size(folder / name) for name in _LOGS),
+            }
+        )
+        measured.staleness.append(metrics.get("train/staleness_mean", 0.0))
+        if measured.is_enough:
+            self.total_steps = self.step
+
+    def evaluate(self) -> None:
+        """Evaluate, and measure it."""
+        began, tokens, count = time.monotonic(), self.tokens(), len(self.evaluations)
+        super().evaluate()  # type: ignore[safe-super]
+        if len(self.evaluations) > count:
+            self.measured.evaluation_s.append(time.monotonic() - began)
+            self.measured.evaluation_tokens.append(self.tokens() - tokens)
+            self.sampled += self.measured.evaluation_tokens[-1]
+            self.measured.evaluated_at_start |= self.step == 0
+
+    def save(self) -> None:
+        """Save a checkpoint; measure how long the last one is written."""
+        began = time.monotonic()
+        super().save()
+        self.measured.checkpoints += 1
+        self.measured.checkpoint_s = time.monotonic() - began
+        if self.step == self.total_steps:
+            self.files.checkpoints.wait()
+            self.measured.write_s = time.monotonic() - began - self.measured.checkpoint_s
+
+
+@dataclass(kw_only=True)
+class _RLProbe(_Probe, RLRun):
+    config: RunConfig
+
+    def tokens(self) -> float:
+        """Return the tokens that the servers answered with."""
+        metrics = self.driver.engine.server_metrics() if self.driver is not None else {}
+        return sum(value for name, value in metrics.items() if name.endswith("/tokens"))
+
+    def flush_files(self) -> None:
+        """Wait for the dumps of the groups that have ended."""
+        if self.driver is not None:
+            self.driver.engine.flush_dumps()
+
+    def generate(self) -> Batch:
+        """Return the next batch; count tokens before the weights are published, when the batch after it starts."""
+        batch = super().generate()
+        self.sampled = self.tokens()
+        return batch
+
+    def record_step(self, metrics: dict[str, float], *, began: float) -> None:
+        """Record a step; after the last one, stop the episodes of the next batch, as a whole run does."""
+        super().record_step(metrics, began=began)
+        if self.step == self.total_steps and self.driver is not None:
+            self.driver.engine.close_source(self.driver.data.source)
+
+
+@dataclass(kw_only=True)
+class _SupervisedProbe(_Probe, SupervisedRun):
+    pass
+
+
+def measure(config: Trainable, measured: Measurements, on_step: OnStep | None = None) -> None:
+    """Run ``config`` in one process and write down what it took; errors are those of the run."""
+    began = time.monotonic()
+    with _peak_memory(measured.memory):
+        if isinstance(config, RunConfig):
+            check_trainable(config)
+            with join_ranks(resolve_device(config.trainer.device)):
+                run_rl(config, on_step, make_run=partial(_RLProbe, measured=measured))
+        else:
+            run_supervised(config, on_step=on_step, make_run=partial(_SupervisedProbe, measured=measured))
+    measured.wall_s = time.monotonic() - began
+    measured.disk = {path.name: _size(path) for path in config.run_dir.iterdir()}
+
+
+def _size(path: Path) -> float:
+    """Return the bytes of a file or of all files in a folder; 0 if there is none."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return float(sum(file.stat().st_size for file in files if file.is_file()))
+
+
+@contextmanager
+def _peak_memory(peak: dict[str, float]) -> Iterator[None]:
+    """Keep the peak memory of this process, its descendants together and all GPUs in ``peak``, in bytes."""
+    ended, seen = threading.Event(), set[int]()
+
+    def sample() -> None:
+        own, *others = _family()
+        peak["trainer"] = _peak_rss(own)
+        # A process that has just been forked still shows the memory of its parent.
+        peak["servers"] = max(peak.get("servers", 0.0), sum(_peak_rss(other) for other in others if other in seen))
+        seen.update(others)
+        if torch.cuda.is_available():
+            gpus = [torch.cuda.mem_get_info(gpu) for gpu in range(torch.cuda.device_count())]
+            peak["gpus"] = max(peak.get("gpus", 0.0), float(sum(total - free for free, total in gpus)))
+
+    def watch() -> None:
+        while not ended.wait(_SAMPLE_S):
+            sample()
+
+    thread = threading.Thread(target=watch, name="areal-lite-memory", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        sample()
+
+
+def _family() -> list[int]:
+    """Return this process and all its descendants."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # the process has ended
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    family = [os.getpid()]
+    for member in family:
+        family += [process for process, parent in parents.items() if parent == member]
+    return family
+
+
+def _peak_rss(process: int) -> float:
+    """Return the largest resident size of a process so far, in bytes; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0.0)

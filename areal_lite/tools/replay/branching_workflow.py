@@ -1,0 +1,242 @@
+"""Runs a dumped episode again from a turn: earlier model calls get the dumped answers, later ones are sampled.
+
+An episode is code, so its workflow is run again from the start. Guarantees that all tokens before the turn are those of
+the dump: a workflow that does not repeat them is stopped, and :attr:`Continuation.difference` says where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, cast
+
+from areal_lite.agents.agent_workflow import AgentWorkflow
+from areal_lite.agents.session.chat_renderer import ChatRenderer
+from areal_lite.api import episode_context
+from areal_lite.api.engine_api import InferenceEngine
+from areal_lite.api.io_struct import ModelRequest, ModelResponse
+from areal_lite.api.workflow_api import RolloutWorkflow
+from areal_lite.errors import ConfigError
+
+_SHOWN = 24
+"""Tokens of a difference that its text shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpedCall:
+    """A model call of a dumped episode."""
+
+    path: tuple[int, ...]
+    """Its turn and all before it, as ``turn_idx``."""
+    starts: tuple[int, ...]
+    """First token of each of them."""
+    prompt: tuple[int, ...]
+    turn: Mapping[str, Any]
+
+    def answer(self) -> ModelResponse:
+        """Return the dumped answer."""
+        turn = self.turn
+        return ModelResponse(
+            input_tokens=list(self.prompt),
+            output_tokens=list(turn["ids"]),
+            output_logprobs=[0.0 if value is None else value for value in turn["logprobs"]],
+            output_versions=list(turn["versions"]),
+            stop_reason=turn["stop_reason"] or "stop",
+        )
+
+    def turn_at(self, token: int) -> int:
+        """Return the turn that holds a token of the prompt; the last one before the answer beyond it."""
+        return [place for place, start in zip(self.path[:-1], self.starts, strict=False) if start <= token][-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Where an episode is continued."""
+
+    turn: int
+    kept: list[DumpedCall]
+    """Calls before the turn, in the order they began."""
+    first: DumpedCall
+    """The first call that is sampled anew."""
+    later: list[DumpedCall]
+    """The others."""
+    num_fixed: int
+    """Tokens of the first call's prompt that come before the turn."""
+
+    @classmethod
+    def at(cls, lines: Sequence[Mapping[str, Any]], turn: int) -> Fork:
+        """Return the fork of an episode at a turn.
+
+        Args:
+            lines: The episode's lines in a dump.
+            turn: A ``turn_idx``.
+
+        Raises:
+            ConfigError: If there is no such turn, or no model call at or after it.
+        """
+        turns = {each.get("turn_idx"): each for line in lines for each in line["turns"]}
+        if None in turns:
+            raise ConfigError("the dump has schema 1, which does not number turns: only schema 2 can be continued")
+        if turn not in turns:
+            raise ConfigError(f"--turn {turn}: the episode has the turns {', '.join(map(str, sorted(turns)))}")
+        calls = [_call(place, turns) for place, each in sorted(turns.items()) if each["role"] == "assistant"]
+        if all(call.turn.get("started") is not None for call in calls):
+            calls.sort(key=lambda call: call.turn["started"])
+        place = next((number for number, call in enumerate(calls) if turn in call.path), None)
+        if place is None:
+            raise ConfigError(
+                f"--turn {turn}: no model call follows it, so nothing would be sampled: name an earlier turn"
+            )
+        first = calls[place]
+        return cls(turn, calls[:place], first, calls[place + 1 :], first.starts[first.path.index(turn)])
+
+
+def _call(place: int, turns: Mapping[int, Mapping[str, Any]]) -> DumpedCall:
+    path = [place]
+    while (parent := turns[path[0]]["parent_idx"]) is not None:
+        path.insert(0, parent)
+    return DumpedCall(
+        path=tuple(path),
+        starts=tuple(turns[each]["start"] for each in path),
+        prompt=tuple(token for each in path[:-1] for token in turns[each]["ids"]),
+        turn=turns[place],
+    )
+
+
+class Continuation(RolloutWorkflow):
+    """Runs ``workflow`` with the dumped answers before a fork.
+
+    Args:
+        workflow: The workflow of the dumped episode.
+        fork: Where new answers begin.
+        tokenizer: Decodes a difference.
+        say: Text that replaces the last user message before the fork; only an agent's messages can be replaced.
+
+    Raises:
+        ConfigError: If ``say`` is given and the workflow is not that of an agent.
+    """
+
+    def __init__(self, workflow: RolloutWorkflow, fork: Fork, tokenizer: Any, *, say: str | None = None) -> None:
+        if say is not None and not isinstance(workflow, AgentWorkflow):
+            raise ConfigError(
+                f"--say replaces a message of an agent, and {type(workflow).__name__} writes its own prompts: leave "
+                "--say out"
+            )
+        self.difference: str | None = None
+        """What the workflow did not repeat; None if it repeated everything."""
+        self.fork = fork
+        self.say = say
+        self._workflow = workflow
+        self._tokenizer = tokenizer
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        """Run the workflow; an episode that differs from the dump fails."""
+        episode = episode_context.current().episode
+        assert episode is not None
+        for call in self.fork.kept:
+            episode.record(call.answer())
+        rerun = _Rerun(self, engine)
+        _rerun.set(rerun)
+        agent = self._workflow
+        if self.say is not None and isinstance(agent, AgentWorkflow):
+            agent.renderer = _SayingRenderer(await agent.load_renderer(), self.say)
+        returned = await agent.arun_episode(cast(InferenceEngine, rerun), data)
+        if rerun.pending:
+            raise self.stop(f"the agent ended without the model call of turn {rerun.pending[0].path[-1]}")
+        return returned
+
+    def stop(self, difference: str) -> ConfigError:
+        """Keep the first difference, and return it as an error."""
+        self.difference = self.difference or (
+            f"{difference}. To be continued, an agent must make its calls again: no clock, no randomness, and tools "
+            "that answer the same"
+        )
+        return ConfigError(self.difference)
+
+    def differs(self, prompt: Sequence[int], expected: Sequence[DumpedCall]) -> str:
+        """Return where a prompt differs from the most similar of the expected ones."""
+        call = max(expected, key=lambda call: shared_length(call.prompt, prompt))
+        at = shared_length(call.prompt, prompt)
+        then, now = (self._tokenizer.decode(list(ids[at : at + _SHOWN])) for ids in (call.prompt, prompt))
+        where = f"turn {call.turn_at(at)} is not repeated: from token {at} on"
+        return f"{where} the dump has {then!r}, and the agent sends {now!r}"
+
+
+_rerun: ContextVar[_Rerun | None] = ContextVar("areal_lite_rerun", default=None)
+
+
+class _Rerun:
+    """The engine of one continued episode: compares its calls with the dump and passes everything on."""
+
+    def __init__(self, continuation: Continuation, engine: InferenceEngine) -> None:
+        self.pending = list(continuation.fork.kept)
+        """Kept calls that were not made yet."""
+        self.sampled = False
+        """Whether there is a new answer; everything after it may differ."""
+        self._continuation = continuation
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        prompt = tuple(req.input_ids)
+        kept = next((call for call in self.pending if call.prompt == prompt), None)
+        if kept is None:
+            self._check_new(prompt)
+        else:
+            self.pending.remove(kept)
+            if req.top_logprobs:
+                raise self._continuation.stop(
+                    f"turn {kept.path[-1]} was dumped without the {req.top_logprobs} top log-probs that the agent "
+                    "asks for"
+                )
+        response = await self._engine.agenerate(req)
+        self.sampled = self.sampled or kept is None
+        return response
+
+    def _check_new(self, prompt: tuple[int, ...]) -> None:
+        """Stop the episode unless this may be the first new call, or comes after it."""
+        continuation, fork = self._continuation, self._continuation.fork
+        if self.sampled or any(prompt == call.prompt for call in (fork.first, *fork.later)):
+            return
+        fixed = fork.num_fixed
+        if continuation.say is not None:  # the turn before the call has another text
+            fixed = min(fixed, fork.first.starts[-2])
+        if fixed == len(fork.first.prompt) or prompt[:fixed] != fork.first.prompt[:fixed]:
+            raise continuation.stop(continuation.differs(prompt, self.pending or [fork.first]))
+
+
+class _SayingRenderer(ChatRenderer):
+    """A renderer that replaces the last user message of the first new call of each episode."""
+
+    def __init__(self, renderer: ChatRenderer, say: str) -> None:
+        self.__dict__ |= vars(renderer)
+        self._say = say
+
+    async def prompt(self, messages: list[dict[str, Any]], *rest: Any) -> list[int]:
+        return await super().prompt(self._replaced(messages), *rest)
+
+    async def continuation(
+        self, answer: list[int], ended: bool, messages: list[dict[str, Any]], *rest: Any
+    ) -> list[int]:
+        return await super().continuation(answer, ended, self._replaced(messages), *rest)
+
+    def _replaced(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        rerun = _rerun.get()
+        if rerun is None or rerun.pending or rerun.sampled:
+            return messages
+        place = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+        if place is None:
+            raise ConfigError(
+                "--say replaces the last user message, and none comes between the last kept answer and --turn: leave "
+                "--say out, or name a turn after a user message"
+            )
+        return [*messages[:place], {**messages[place], "content": self._say}, *messages[place + 1 :]]
+
+
+def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the common beginning."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

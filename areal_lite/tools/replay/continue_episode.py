@@ -1,0 +1,187 @@
+"""``areal-lite continue``: runs a dumped episode again from one of its turns; shows the branches beside the original.
+
+Guarantees that the run's folder is only read: branches are dumped in a folder of their own, and every line names the
+run, the episode and the turn that it continues, as ``extra``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.console import Group as Lines
+from rich.table import Table
+from rich.text import Text
+
+from areal_lite.api.trajectory import EpisodeStatus
+from areal_lite.config.run_config import RunConfig
+from areal_lite.data.chat.tokenizer import load_tokenizer
+from areal_lite.errors import ConfigError
+from areal_lite.rollout.dumps.trajectory_dumper import TrajectoryDumper, next_task_id
+from areal_lite.rollout.episodes.workflow_resolution import resolve_workflow, wrap_agent
+from areal_lite.runs.engine_stack import check_startable, generating_engine
+from areal_lite.runs.evaluation import no_success
+from areal_lite.runs.folder.resuming import CHECKPOINTS
+from areal_lite.runs.folder.run_directory import run_directory
+from areal_lite.runs.run_data import WorkflowChoice, tokenizer_path
+from areal_lite.tools.inspect.dumps import Dumps
+from areal_lite.tools.inspect.episode_row import SCOPES
+from areal_lite.tools.inspect.episode_text import episode_text
+from areal_lite.tools.inspect.last_answer import CONFIG
+from areal_lite.tools.replay.branching_workflow import Continuation, Fork, shared_length
+from areal_lite.tools.replay.replay import load_copy
+from areal_lite.trainer.checkpoint.checkpoint import checkpoints
+
+Record = Mapping[str, Any]
+_BESIDE = 3
+"""Most branches that are shown beside the original."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command was asked for."""
+
+    path: Path
+    task: str
+    turn: int
+    member: int = 0
+    model: str | None = None
+    address: str | None = None
+    say: str | None = None
+    n: int = 1
+    overrides: Sequence[str] = ()
+
+
+def continue_episode(options: Options, *, console: Console | None = None) -> Path:
+    """Continue an episode, print it, and return the folder of the run that holds the branches.
+
+    Raises:
+        ConfigError: If the episode cannot be continued there, or the agent does not repeat its calls.
+        EpisodeError: If every branch failed.
+    """
+    console = console or Console(highlight=False)
+    root, lines = _episode(options)
+    fork = Fork.at(lines, options.turn)
+    row = lines[0].get("row")
+    if not isinstance(row, dict):
+        raise ConfigError(
+            f"the dump of task {options.task} has no row, which the agent needs: its row has no JSON form, or an older "
+            "version wrote the dump"
+        )
+    config = _config(root, options)
+    is_eval = lines[0]["scope"] == SCOPES[1]
+    continuation = _continuation(config, fork, options, is_eval=is_eval)
+    check_startable(config)
+    source = options.address or config.model_path
+    console.print(f"{len(fork.kept)} answers come from the dump, the next from {source}", soft_wrap=True)
+    with run_directory(config, fresh=False, trains=False) as run_dir:
+        task_id = next_task_id(run_dir)
+        with generating_engine(config, run_dir) as engine:
+            engine.submit(row, continuation, group_size=options.n, task_id=task_id, is_eval=is_eval)
+            (group,) = engine.wait()
+        if continuation.difference is not None:
+            raise ConfigError(continuation.difference)
+        parent = {name: lines[0][name] for name in ("task_id", "member_idx")}
+        dumper = TrajectoryDumper(
+            config.rollout, extra={"continues": {"run": str(root), **parent, "turn_idx": options.turn}}
+        )
+        dumper.put(group)
+        dumper.close()
+    _show(lines, fork, run_dir, task_id, console)
+    if all(trajectory.status is EpisodeStatus.FAILED for trajectory in group.trajectories):
+        raise no_success([group])
+    return run_dir
+
+
+def _episode(options: Options) -> tuple[Path, list[dict[str, Any]]]:
+    """Return the run's folder and the lines of the episode; the first has the row."""
+    with Dumps.open(options.path) as dumps:
+        found = list(dumps.rows(f'task="{options.task}" member={options.member}'))
+        if not found:
+            raise ConfigError(
+                f"{options.path} has no episode with task {options.task} and member {options.member}: areal-lite "
+                f"inspect {options.path} --by episodes lists them"
+            )
+        if len(files := {(row["run"], row["file"]) for row in found}) > 1:
+            raise ConfigError(
+                f"{options.path} has {len(files)} dumps of task {options.task}: name one run, or one dump"
+            )
+        run, id = found[0]["run"], found[0]["id"]
+        lines = dumps.episode(run, id)
+        first = dumps.record(run, f"{found[0]['file']}:1")
+        root = dumps.runs[run]
+    return root, [{**lines[0], "row": first.get("row")}, *lines[1:]]
+
+
+def _config(root: Path, options: Options) -> RunConfig:
+    """Return the run's config with the model, or the server, that answers."""
+    if not (root / CONFIG).is_file():
+        raise ConfigError(f"{root} has no {CONFIG}, which names the agent: name the folder of a whole run")
+    addresses = [options.address] if options.address else []
+    overrides = [f"rollout.addresses={addresses}", *options.overrides]
+    config = load_copy(root, overrides, trial_name=f"{root.name}-continued")
+    rollout = replace(config.rollout, weight_update="auto", on_error="drop_episode")
+    server = config.server
+    if rollout.addresses:
+        rollout = replace(rollout, backend=server.backend or rollout.backend)
+        server = replace(server, backend=None, router=False)
+    elif server.backend is None:
+        rollout = replace(rollout, backend="embedded", router=None)
+    model = options.model or (config.model_path if rollout.addresses else _last_model(root))
+    if (checkpointed := Path(model) / "policy" / "model").is_dir():
+        model = str(checkpointed)
+    return replace(config, model_path=model, rollout=rollout, server=server)
+
+
+def _last_model(root: Path) -> str:
+    """Return the model that the run saved, or else its newest checkpoint."""
+    if (root / "model").is_dir():
+        return str(root / "model")
+    if found := checkpoints(root / CHECKPOINTS):
+        return str(found[-1])
+    raise ConfigError(f"{root} has saved no model and no checkpoint: name one with --model, or a server with --address")
+
+
+def _continuation(config: RunConfig, fork: Fork, options: Options, *, is_eval: bool) -> Continuation:
+    choice = WorkflowChoice.of(config)
+    workflow = resolve_workflow(
+        choice.workflow,
+        choice.kwargs(config, is_eval=is_eval),
+        wrap_agent=partial(wrap_agent, config=config.rollout),
+        allow_sync=config.rollout.agent_isolation != "inline",
+    )
+    return Continuation(workflow, fork, load_tokenizer(tokenizer_path(config)), say=options.say)
+
+
+def _show(original: Sequence[Record], fork: Fork, run_dir: Path, task_id: int, console: Console) -> None:
+    """Print the original and the branches side by side, from the first turn that differs, at most from the fork."""
+    with Dumps.open(run_dir) as dumps:
+        lines = list(dumps.records(dumps.rows(f"task={task_id}")))
+    branches = [
+        max(each, key=lambda line: shared_length(_ids(line["turns"]), fork.first.prompt))
+        for _, each in itertools.groupby(lines, lambda line: line["member_idx"])
+    ]
+    shown = [next(line for line in original if fork.first.path[-1] in _places(line)), *branches[:_BESIDE]]
+    turns = zip(*(line["turns"] for line in shown), strict=False)
+    same = sum(1 for _ in itertools.takewhile(lambda each: all(t["ids"] == each[0]["ids"] for t in each), turns))
+    same = min(same, fork.first.path.index(fork.turn))
+    table = Table("original", *(f"branch {line['member_idx']}" for line in shown[1:]), box=None, pad_edge=False)
+    table.add_row(*(Lines(*episode_text({**line, "turns": line["turns"][same:]})) for line in shown))
+    console.print(Text(f"turns before these: {same}, the same in all", "dim"))
+    console.print(table)
+    if len(branches) > _BESIDE:
+        rewards = ", ".join(str(line["reward"]) for line in branches[_BESIDE:])
+        console.print(f"{len(branches) - _BESIDE} more branches with the rewards {rewards}")
+
+
+def _ids(turns: Sequence[Record]) -> list[int]:
+    return [token for turn in turns for token in turn["ids"]]
+
+
+def _places(line: Record) -> list[int]:
+    return [turn["turn_idx"] for turn in line["turns"]]

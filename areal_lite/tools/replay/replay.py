@@ -1,0 +1,189 @@
+"""``areal-lite replay``: trains again from the dumps of a run instead of from servers.
+
+Guarantees that the same batches in the same order go through the same trainer, so that an unchanged config gives the
+run's weights (to the bit, where the run is deterministic), and that the run's folder is only read.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from areal_lite.config.loader import load_config
+from areal_lite.config.run_config import RunConfig, RunIdentity
+from areal_lite.errors import ConfigError
+from areal_lite.models.parallel.ranks import Ranks, broadcast_batch, join_ranks
+from areal_lite.models.policy_model import resolve_device
+from areal_lite.runs.entry_points import check_learnable
+from areal_lite.runs.evaluation import Evaluation
+from areal_lite.runs.folder.resuming import find_start
+from areal_lite.runs.folder.trained_batches import TrainedBatches
+from areal_lite.runs.monitoring.run_metrics import OnStep
+from areal_lite.runs.rl_run import open_trainer, served_dtype
+from areal_lite.runs.rollout_driver import apply_reward_model, make_reward_model
+from areal_lite.runs.run_data import tokenizer_path
+from areal_lite.runs.stopping import stop_together
+from areal_lite.runs.training_run import Summary, TrainingRun, open_run_files, with_prefix
+from areal_lite.trainer.forward.scalar_model import RewardModel
+from areal_lite.trainer.rl.algorithm import Algorithm
+from areal_lite.trainer.rl.policy_step import Batch
+from areal_lite.trainer.rl.policy_trainer import PolicyTrainer
+
+_DECIDES_WEIGHTS = ("trainer", "seed", "model_path", "reward_model")
+_MAY_CHANGE = (
+    *_DECIDES_WEIGHTS,
+    *("checkpoint", "dump_training", "tracking", "save_model", "experiment_name", "trial_name", "fileroot"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """A run that can be trained again."""
+
+    batches: TrainedBatches
+    config: RunConfig
+    total_steps: int
+    is_same: bool
+    """Whether it trains all steps of the run with the run's own config."""
+
+
+def plan_replay(run: Path, overrides: Sequence[str] = ()) -> Replay:
+    """Check everything that a replay of the run in the folder ``run`` needs, and return it; loads no model.
+
+    Args:
+        overrides: ``key=value`` of the keys that concern training. Without a name of its own, the new run is called
+            like the old one with ``-replay``.
+
+    Raises:
+        ConfigError: If the run cannot be replayed, or an override has no effect on training.
+    """
+    for override in overrides:
+        if override.split("=")[0].split(".")[0] not in _MAY_CHANGE:
+            raise ConfigError(
+                f"{override}: a replay trains the episodes as they are, so only these keys may change: "
+                f"{', '.join(_MAY_CHANGE)}. To generate anew, use areal-lite train"
+            )
+    before = load_config(run / "config.yaml")
+    config = load_copy(run, overrides, trial_name=f"{before.trial_name}-replay")
+    for key in ("data_packer", "rollout_cache"):
+        if (value := getattr(config, key)) is not None:
+            raise ConfigError(
+                f"{run}/config.yaml has {key}={value}, whose batches are not in the dumps: train the run again "
+                "without it"
+            )
+    check_learnable(config)
+    batches = TrainedBatches.open(run, max_staleness=config.rollout.max_head_offpolicyness)
+    algorithm = Algorithm(config.trainer, max_new_tokens=config.rollout.gconfig.max_new_tokens)
+    if "baselines" in algorithm.needs and not batches.have_baselines:
+        raise ConfigError(
+            f"trainer.advantage={config.trainer.advantage} needs the reward of a greedy answer per row, which {run} "
+            "did not generate: choose another estimator, or train a run with this one"
+        )
+    total_steps = min(config.trainer.steps, len(batches))
+    for step in range(1, total_steps + 1):
+        batches.groups(step)
+    return Replay(
+        batches=batches,
+        config=config,
+        total_steps=total_steps,
+        is_same=total_steps == before.trainer.total_steps
+        and all(getattr(config, key) == getattr(before, key) for key in _DECIDES_WEIGHTS),
+    )
+
+
+def load_copy(run: Path, overrides: Sequence[str], *, trial_name: str) -> RunConfig:
+    """Return the config of a run with overrides, for another run with that name that dumps nothing itself.
+
+    Raises:
+        ConfigError: If the config cannot be read, or names the run's own folder.
+    """
+    given = [f"trial_name={trial_name}", *overrides]
+    # The saved config has the run's identity in its rollout section, too.
+    given += [f"rollout.{override}" for override in given if _is_identity(override)]
+    config = load_config(run / "config.yaml", given)
+    if config.run_dir.resolve() == run.resolve():
+        raise ConfigError(f"{run} is the run itself, which is only read: choose another trial_name")
+    return replace(config, rollout=replace(config.rollout, dump_to_file=False))
+
+
+def _is_identity(override: str) -> bool:
+    return override.split("=")[0] in {field.name for field in fields(RunIdentity)}
+
+
+@dataclass(kw_only=True)
+class ReplayRun(TrainingRun[Evaluation]):
+    """A run that trains dumped batches; it starts no server and evaluates nothing."""
+
+    config: RunConfig
+    trainer: PolicyTrainer
+    batches: TrainedBatches
+    reward_model: RewardModel | None
+
+    def fit(self) -> None:
+        """Train up to ``total_steps``; save when due."""
+        while self.step < self.total_steps:
+            began = time.monotonic()
+            batch = broadcast_batch(self.batch() if Ranks.current().rank == 0 else None)
+            read = time.monotonic()
+            metrics = with_prefix("train", self.trainer.train_step(batch, version=self.step))
+            self.step += 1
+            now = time.monotonic()
+            metrics |= {"timing/rollout_wait_s": read - began, "timing/weight_update_s": 0.0}
+            self.record_step(metrics | {"timing/step_s": now - began}, began=began)
+            self.save_if_due()
+            stop_together()
+
+    def batch(self) -> Batch:
+        """Return the batch of the next step with its rewards."""
+        groups = self.batches.groups(self.step + 1)
+        apply_reward_model(self.reward_model, groups, self.config)
+        return groups
+
+    def evaluate(self) -> None:
+        """Do nothing: there are no servers."""
+
+    def data_state(self) -> dict[str, bytes]:
+        """Return nothing: the step says which batch comes next."""
+        return {}
+
+
+def run_replay(replay: Replay, *, on_step: OnStep | None = None) -> Summary[Evaluation]:
+    """Train the batches of a run; ``on_step`` sees every record of metrics.jsonl.
+
+    Under torchrun all ranks call it; the first one writes and has the metrics.
+
+    Raises:
+        Stopped: On SIGINT or SIGTERM, with a checkpoint from which the same command resumes.
+    """
+    started, config = time.monotonic(), replay.config
+    with join_ranks(resolve_device(config.trainer.device)), ExitStack() as stack:
+        start = find_start(config, replay.total_steps)
+        files = stack.enter_context(open_run_files(config, start, on_step))
+        return ReplayRun(
+            config=config,
+            files=files,
+            start=start,
+            trainer=open_trainer(config, files, stack),
+            total_steps=replay.total_steps,
+            tokenizer_path=tokenizer_path(config),
+            dtype=served_dtype(config),
+            started=started,
+            batches=replay.batches,
+            reward_model=make_reward_model(config) if Ranks.current().rank == 0 else None,
+        ).run()
+
+
+def same_weights(run: Path, other: Path) -> bool | None:
+    """Return whether two runs saved the same model, to the bit; None if one of them saved none."""
+    saved = []
+    for folder in (run, other):
+        manifest = folder / "model" / "manifest.json"
+        if not manifest.is_file():
+            return None
+        files = json.loads(manifest.read_bytes())["files"]
+        saved.append({name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")})
+    return saved[0] == saved[1]

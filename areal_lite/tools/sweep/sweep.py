@@ -1,0 +1,216 @@
+"""areal-lite sweep: the runs of one or several variants of a config over seeds, and what they show.
+
+Runs follow one another in this process, each in a trial folder of its own. A finished run leaves ``finished.yaml`` and
+is not made again; a stopped one resumes from its checkpoint, so the same command continues a sweep.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.table import Column, Table
+
+from areal_lite.config.loader import dump_config, load_config
+from areal_lite.config.run_config import ExperimentConfig
+from areal_lite.errors import ArealLiteError, ConfigError
+from areal_lite.files.whole_files import write_whole
+from areal_lite.tools.sweep.seed_statistics import Interval, Verdict, compare_pairs, mean_interval
+
+FINISHED = "finished.yaml"
+"""The config that a run of a sweep finished with."""
+_DEFAULT_METRICS = ("eval/reward", "train/reward_mean", "eval/loss", "train/loss")
+_LOWER_IS_BETTER = ("loss", "_s", "seconds")
+
+
+_LAST_PART = re.compile(r"^[^=]*\.(?=[^.=]*=)")
+"""What an override has before the last part of its key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One setting of the sweep."""
+
+    name: str
+    configs: list[ExperimentConfig]
+    """One per seed."""
+
+    @property
+    def run_dirs(self) -> list[Path]:
+        """The folders of its runs."""
+        return [config.run_dir for config in self.configs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What the runs of a variant reached."""
+
+    variant: Variant
+    scores: list[float]
+    """The metric of each seed."""
+    interval: Interval
+    verdict: Verdict | None
+    """Against the first variant, which has none."""
+    difference: Interval | None
+    """This variant minus the first, paired by seed."""
+
+
+def variants_of(paths: Sequence[str], overrides: Sequence[str], *, seeds: int) -> list[Variant]:
+    """Return a variant for each config and each combination of the overrides' values.
+
+    Args:
+        paths: YAML files.
+        overrides: ``key=value`` for all runs, or ``key=v1,v2`` for a variant per value. Commas inside of brackets,
+            braces and quotes do not separate values.
+        seeds: Runs per variant, with the seeds ``seed``, ``seed + 1`` and so on.
+
+    Raises:
+        ConfigError: If there is no config or a wrong one, or two runs would share a folder.
+    """
+    if not paths:
+        raise ConfigError("a sweep needs a config: areal-lite sweep CONFIG.yaml --seeds N")
+    keys = [override.partition("=")[0] for override in overrides]
+    values = [[f"{key}={v}" for v in _split(o.partition("=")[2])] for key, o in zip(keys, overrides, strict=True)]
+    variants = []
+    for path in paths:
+        for chosen in itertools.product(*values):
+            parts = [Path(path).stem] if len(paths) > 1 else []
+            parts += [_LAST_PART.sub("", one) for one, all_ in zip(chosen, values, strict=True) if len(all_) > 1]
+            base = load_config(path, chosen, root=ExperimentConfig)
+            first = 1 if base.seed is None else base.seed
+            trial = "-".join([base.trial_name, *parts])
+            configs = [
+                load_config(
+                    path,
+                    [*chosen, f"seed={seed}", f"trial_name={_folder_name(f'{trial}-seed{seed}')}"],
+                    root=ExperimentConfig,
+                )
+                for seed in range(first, first + seeds)
+            ]
+            variants.append(Variant(name=" ".join(parts) or base.experiment_name, configs=configs))
+    folders = [folder for variant in variants for folder in variant.run_dirs]
+    if twice := next((folder for folder in folders if folders.count(folder) > 1), None):
+        raise ConfigError(f"two runs of the sweep would write to {twice}: give the configs other file names")
+    return variants
+
+
+def run_sweep(variants: Sequence[Variant], train: Callable[[ExperimentConfig, str], object]) -> None:
+    """Make the runs that are not finished, seed by seed.
+
+    Args:
+        train: Makes a run; gets its config and a title.
+
+    Raises:
+        ConfigError: If a folder holds a finished run of another config.
+        ArealLiteError: Of the first run that fails, with a note that the same command continues the sweep.
+    """
+    runs = [config for of_seed in zip(*(v.configs for v in variants), strict=True) for config in of_seed]
+    todo = [config for config in runs if not _is_finished(config)]
+    done = len(runs) - len(todo)
+    for number, config in enumerate(todo, done + 1):
+        try:
+            train(config, f"run {number} of {len(runs)}: {config.run_dir}")
+        except ArealLiteError as error:
+            error.add_note(f"{number - 1} of {len(runs)} runs of the sweep are finished; the same command continues it")
+            raise
+        write_whole(config.run_dir / FINISHED, dump_config(config).encode())
+
+
+def results_of(
+    variants: Sequence[Variant], *, metric: str | None = None, level: float = 0.95
+) -> tuple[str, list[Result]]:
+    """Return the metric and the results of the variants, each compared with the first.
+
+    A held-out metric counts at its last evaluation, others as the mean over the last tenth of the steps. For losses
+    and times lower is better.
+
+    Args:
+        metric: A name of metrics.jsonl. None: the held-out reward, else the training reward, or the loss.
+        level: Of all intervals.
+
+    Raises:
+        ConfigError: If a run lacks the metric.
+    """
+    records = [[list(_records(folder)) for folder in variant.run_dirs] for variant in variants]
+    if metric is None:
+        every = [run for of_variant in records for run in of_variant]
+        metric = next((m for m in _DEFAULT_METRICS if all(_values(run, m) for run in every)), _DEFAULT_METRICS[0])
+    lower = metric.endswith(_LOWER_IS_BETTER)
+    results: list[Result] = []
+    for variant, runs in zip(variants, records, strict=True):
+        scores = [_score(run, metric, folder) for run, folder in zip(runs, variant.run_dirs, strict=True)]
+        verdict, difference = None, None
+        if results:
+            verdict, difference = compare_pairs(results[0].scores, scores, level=level, lower_is_better=lower)
+        interval = mean_interval(scores, level)
+        results.append(
+            Result(variant=variant, scores=scores, interval=interval, verdict=verdict, difference=difference)
+        )
+    return metric, results
+
+
+def _is_finished(config: ExperimentConfig) -> bool:
+    file = config.run_dir / FINISHED
+    if not file.exists():
+        return False
+    then, now = (set(text.splitlines()) for text in (file.read_text(), dump_config(config)))
+    if then != now:
+        was = "; ".join(sorted(line.strip() for line in then - now))
+        raise ConfigError(
+            f"{config.run_dir} holds a finished run of another config ({was}): choose another trial_name, or remove "
+            "the folder"
+        )
+    return True
+
+
+def _records(run_dir: Path) -> Iterator[dict[str, Any]]:
+    yield from map(orjson.loads, (run_dir / "metrics.jsonl").read_bytes().splitlines())
+
+
+def _values(records: Sequence[Mapping[str, Any]], metric: str) -> list[float]:
+    return [record[metric] for record in records if record.get(metric) is not None]
+
+
+def _score(records: Sequence[Mapping[str, Any]], metric: str, run_dir: Path) -> float:
+    values = _values(records, metric)
+    if not values:
+        raise ConfigError(
+            f"{run_dir}/metrics.jsonl has no {metric}: set --metric to one of docs/metrics.md that it has"
+        )
+    last = values[-1:] if metric.startswith("eval/") else values[-math.ceil(len(values) / 10) :]
+    return sum(last) / len(last)
+
+
+def _split(text: str) -> list[str]:
+    """Return the parts between the commas outside of brackets, braces and quotes."""
+    return re.findall(r"""(?:[^,\[\]{}"']|\[[^\]]*\]|\{[^}]*\}|"[^"]*"|'[^']*')+""", text) or [text]
+
+
+def _folder_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", text)
+
+
+def sweep_table(metric: str, results: Sequence[Result], *, level: float) -> Table:
+    """Return the results for the terminal."""
+    columns = [Column(name, overflow="fold") for name in ("variant", "mean and interval", "each seed")]
+    table = Table(*columns, title=f"{metric}, {level:.0%} interval")
+    for result in results:
+        scores = " ".join(f"{score:.4g}" for score in result.scores)
+        table.add_row(result.variant.name, str(result.interval), scores)
+    return table
+
+
+def verdict_lines(results: Sequence[Result]) -> Iterator[str]:
+    """Yield a line for each comparison with the first variant."""
+    first, *others = results
+    for other in others:
+        yield (
+            f"{other.variant.name} against {first.variant.name}: {other.verdict}; difference {other.difference} over "
+            f"{len(other.scores)} pairs of seeds"
+        )

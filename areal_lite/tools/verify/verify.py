@@ -1,0 +1,124 @@
+"""``areal-lite verify``: proves from a run's folder that it trained what it says.
+
+Guarantees that nothing is written but the index of the dumps, and that what the folder cannot prove is said. Each check
+is one function in one of the tables: :mod:`.verify_episodes` checks groups, :mod:`.verify_steps` steps against dumps,
+:mod:`.verify_weights` folders with weights, :mod:`.verify_tokens` what each token trained with.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from areal_lite.tools.inspect.dumps import Dumps
+from areal_lite.tools.inspect.episode_text import printable
+from areal_lite.tools.inspect.rescore import Rescored, scored
+from areal_lite.tools.verify.verify_episodes import GROUP_CHECKS, LINE_CHECKS
+from areal_lite.tools.verify.verify_run import DumpedGroup, Run, differs
+from areal_lite.tools.verify.verify_steps import METRICS_CHECKS
+from areal_lite.tools.verify.verify_tokens import TOKEN_CHECKS, token_findings
+from areal_lite.tools.verify.verify_weights import WEIGHT_CHECKS
+
+SHOWN = 20
+"""Most findings of one check that are printed."""
+
+
+@dataclass(slots=True)
+class Report:
+    """The result of the checks."""
+
+    findings: list[tuple[str, str]] = field(default_factory=list)
+    """Name of the check, and what it found."""
+    unproved: list[str] = field(default_factory=list)
+    """What the folder cannot prove."""
+    lines: int = 0
+    groups: int = 0
+    steps: int = 0
+    checks: int = 0
+
+
+def verify(path: Path, *, reward: str | None = None) -> int:
+    """Print the findings, then what cannot be proved; return 0 if the run is sound, 1 with findings.
+
+    Args:
+        reward: Dotted path of the reward function; scores every accepted episode again.
+
+    Raises:
+        ConfigError: If ``path`` is not the folder of a run, or ``reward`` needs rows that cannot be found.
+    """
+    report = check_run(path, reward=reward)
+    shown: Counter[str] = Counter()
+    for name, finding in report.findings:
+        shown[name] += 1
+        if shown[name] <= SHOWN:
+            print(printable(f"{name}: {finding}"))
+    for name, count in shown.items():
+        if count > SHOWN:
+            print(f"{name}: and {count - SHOWN} more")
+    for text in report.unproved:
+        print(printable(f"not proved: {text}"))
+    what = f"{report.checks} checks over {report.groups} groups, {report.lines} lines and {report.steps} steps"
+    print(f"{len(report.findings)} findings in {what}" if report.findings else f"sound: {what}")
+    return 1 if report.findings else 0
+
+
+def check_run(path: Path, *, reward: str | None = None) -> Report:
+    """Run all checks over the run in the folder ``path``; arguments as for :func:`verify`."""
+    run = Run.open(path)
+    report = Report(unproved=run.unproved, steps=len(run.steps))
+    tables = (LINE_CHECKS, GROUP_CHECKS, METRICS_CHECKS, WEIGHT_CHECKS, TOKEN_CHECKS)
+    report.checks = sum(len(table) for table in tables) + 1  # dumps
+    with Dumps.open(path, may_be_empty=True) as dumps:
+        dumps.refresh(budget_s=3600)  # look at every file again
+        for problem in dumps.problems():
+            report.findings.append(("dumps", f"{problem['file']}:{problem['line']}: {problem['message']}"))
+        _check_groups(run, dumps, report)
+        if reward is not None:
+            report.findings += _reward_findings(dumps, reward)
+        run.unproved.extend(dumps.notes())
+    if not run.groups:
+        run.unproved.append("anything about episodes: there are no dumps (rollout.dump_to_file)")
+    report.findings += token_findings(run)
+    for name, check in {**METRICS_CHECKS, **WEIGHT_CHECKS}.items():
+        report.findings.extend((name, finding) for finding in _found(check(run)))
+    return report
+
+
+def _check_groups(run: Run, dumps: Dumps, report: Report) -> None:
+    for group in run.dumped(dumps):
+        report.lines += len(group.records)
+        report.findings += _group_findings(group, run)
+        group.records = ()
+        run.groups.append(group)
+    report.groups = len(run.groups)
+
+
+def _reward_findings(dumps: Dumps, reward: str) -> Iterator[tuple[str, str]]:
+    """Yield the accepted lines whose reward is not the one that the reward function gives."""
+    for record, new in scored(dumps, reward, Rescored(), filter="status=accepted"):
+        if isinstance(new, Exception):
+            yield "rewards", f"{record['id']}: {reward} raised {type(new).__name__}: {new}"
+        elif differs(record.get("reward"), new):
+            yield "rewards", f"{record['id']}: the reward is {record.get('reward')}, and {reward} gives {new}"
+
+
+def _group_findings(group: DumpedGroup, run: Run) -> Iterator[tuple[str, str]]:
+    broken = False
+    for record in group.records:
+        for name, check in LINE_CHECKS.items():
+            for finding in _found(check(record)):
+                broken = broken or name == "columns"
+                yield name, f"{record['id']}: {finding}"
+    for name, group_check in GROUP_CHECKS.items() if not broken else ():
+        for finding in _found(group_check(group, run)):
+            yield name, f"{group.id}: {finding}"
+
+
+def _found(findings: Iterator[str]) -> Iterator[str]:
+    """Yield the findings of a check; a field that is missing or has another type is one."""
+    try:
+        yield from findings
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        yield f"it cannot be checked: {type(error).__name__}: {error}"

@@ -1,0 +1,185 @@
+"""Checks of single groups: masks, log-probs, versions, shared turns, members."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from areal_lite.tools.verify.verify_run import EVALUATION, TRAINING, DumpedGroup, Record, Run, differs, some
+
+LineCheck = Callable[[Record], Iterator[str]]
+GroupCheck = Callable[[DumpedGroup, Run], Iterator[str]]
+
+
+def columns_fit(record: Record) -> Iterator[str]:
+    """Every column has an entry per token, and turns follow each other."""
+    at, first_answer = 0, None
+    for place, turn in enumerate(record["turns"]):
+        length = len(turn["ids"])
+        names = ("loss_mask", "logprobs", "versions") if turn["role"] == "assistant" else ("loss_mask",)
+        for name in (*names, *(["rewards"] if "rewards" in turn else [])):
+            if len(turn.get(name) or ()) != length:
+                yield f"turn {place} has {length} ids and {len(turn.get(name) or ())} {name}"
+        if turn["start"] != at:
+            yield f"turn {place} starts at {turn['start']}, but {at} tokens come before it"
+        if turn["role"] == "assistant" and first_answer is None:
+            first_answer = at
+        at += length
+    if record["seqlen"] != at:
+        yield f"seqlen is {record['seqlen']}, but its turns have {at} tokens"
+    by_token = [number for turn in record["turns"] for number in turn.get("rewards") or ()]
+    if by_token and differs(record.get("reward"), math.fsum(by_token)):
+        yield f"the reward is {record['reward']}, and its tokens' rewards sum to {math.fsum(by_token)}"
+    if record["schema"] > 1 and record["prompt_len"] != (at if first_answer is None else first_answer):
+        yield f"prompt_len is {record['prompt_len']}, but the first answer begins at {first_answer}"
+
+
+def only_sampled_tokens_train(record: Record) -> Iterator[str]:
+    """The mask is 1 only in answers, and a partly trained answer is masked where its tokens are too old."""
+    for place, turn in enumerate(record["turns"]):
+        mask, trained = turn["loss_mask"], sum(turn["loss_mask"])
+        if trained and turn["role"] != "assistant":
+            yield f"turn {place} ({turn['role']}) trains {trained} tokens that the model did not sample"
+        elif 0 < trained < len(mask):
+            versions = turn.get("versions") or [-1] * len(mask)
+            kept = [version for version, on in zip(versions, mask, strict=False) if on]
+            masked = [version for version, on in zip(versions, mask, strict=False) if not on]
+            if max(masked, default=-1) >= min(kept, default=-1):
+                yield f"turn {place} trains {trained} of {len(mask)} sampled tokens, and the others are not older"
+    if record["turns"] and (record["turns"][0]["loss_mask"] or [0])[0]:
+        yield "the first token trains, which nothing predicts"
+
+
+def logprobs_are_numbers(record: Record) -> Iterator[str]:
+    """Recorded log-probs of trained tokens are finite and at most 0."""
+    for place, turn in enumerate(record["turns"]):
+        pairs = zip(turn.get("logprobs") or (), turn["loss_mask"], strict=False)
+        recorded = (logprob for logprob, on in pairs if on and logprob is not None)
+        if wrong := [logprob for logprob in recorded if not -math.inf < logprob <= 1e-3]:
+            yield f"turn {place} trains tokens with the log-probs {some(wrong)}"
+
+
+def versions_fit(record: Record) -> Iterator[str]:
+    """``head_version`` and ``tail_version`` are those of the trained tokens."""
+    known = [
+        version
+        for turn in record["turns"]
+        for version, on in zip(turn.get("versions") or (), turn["loss_mask"], strict=False)
+        if on and version >= 0
+    ]
+    found = (min(known), max(known)) if known else (None, None)
+    labelled = (record["head_version"], record["tail_version"])
+    if labelled != found:
+        yield f"head and tail version are {labelled}, but its trained tokens have {found}"
+
+
+def outcome_is_consistent(record: Record) -> Iterator[str]:
+    """An accepted line has a finite reward and no error; a broken one has a kind of failure."""
+    status, reward = record["status"], record.get("reward")
+    if status == "accepted":
+        if reward is None or not math.isfinite(reward):
+            yield f"it is accepted, and its reward is {reward}"
+        if record.get("error") is not None or record.get("error_kind") is not None:
+            yield "it is accepted, and has an error"
+    elif status not in ("rejected", "failed", "cancelled"):
+        yield f"its status is {status!r}"
+    elif status != "rejected" and record["schema"] > 1 and record.get("error_kind") is None:
+        yield f"it is {status} without a kind of failure"
+    if status == "failed" and (reward is not None or any(sum(turn["loss_mask"]) for turn in record["turns"])):
+        yield "it failed, but has a reward or trains tokens: a failure is never a reward of 0"
+
+
+LINE_CHECKS: dict[str, LineCheck] = {
+    "columns": columns_fit,
+    "mask": only_sampled_tokens_train,
+    "log-probs": logprobs_are_numbers,
+    "versions": versions_fit,
+    "outcome": outcome_is_consistent,
+}
+
+
+def members_are_whole(group: DumpedGroup, run: Run) -> Iterator[str]:
+    """The lines of a group are numbered without gaps, agree on the group, and have all its episodes."""
+    samples = [record["sample_idx"] for record in group.records]
+    if samples != list(range(len(samples))):
+        yield f"its lines have the sample_idx {some(samples)}"
+    for name in ("group_id", "start_version", "timings"):
+        if any(record.get(name) != group.records[0].get(name) for record in group.records):
+            yield f"its lines differ in {name}"
+    members = sorted({record["member_idx"] for record in group.records})
+    sizes = group_sizes(group, run)
+    if members != list(range(len(members))) or (sizes and len(members) not in sizes):
+        yield f"it has the episodes {some(members)}, and a group has {' or '.join(map(str, sizes or {len(members)}))}"
+
+
+def group_sizes(group: DumpedGroup, run: Run) -> set[int]:
+    """Return the sizes that a group of this scope may have; none if unknown."""
+    if run.rl is None or group.scope not in (TRAINING, EVALUATION):
+        return set()
+    return {run.rl.rollout.group_size} if group.scope == TRAINING else {run.rl.evaluation.group_size, 1}
+
+
+def shared_turns_agree(group: DumpedGroup, run: Run) -> Iterator[str]:
+    """Lines of an episode have the same tokens in a shared turn, and one of them trains it at most."""
+    episodes: dict[Any, list[Record]] = {}
+    for record in group.records:
+        if record["schema"] > 1:
+            episodes.setdefault(record["member_idx"], []).append(record)
+    for member, records in episodes.items():
+        turns: dict[int, Any] = {}
+        trained: dict[int, Sequence[int]] = {}
+        for record in records:
+            yield from _path_faults(record)
+            for turn in record["turns"]:
+                index, mask = turn["turn_idx"], turn["loss_mask"]
+                same = {name: turn.get(name) for name in _SHARED}
+                if turns.setdefault(index, same) != same:
+                    yield f"lines of episode {member} differ in turn {index}"
+                before = trained.get(index, [0] * len(mask))
+                if any(one and other for one, other in zip(before, mask, strict=False)):
+                    yield f"lines of episode {member} train turn {index} twice"
+                trained[index] = [one or other for one, other in zip(before, mask, strict=False)]
+
+
+_SHARED = ("role", "parent_idx", "start", "ids", "logprobs", "versions")
+
+
+def _path_faults(record: Record) -> Iterator[str]:
+    parent = None
+    for place, turn in enumerate(record["turns"]):
+        if turn["parent_idx"] != parent:
+            yield f"line {record['sample_idx']}: turn {place} follows turn_idx {turn['parent_idx']}, not {parent}"
+        parent = turn["turn_idx"]
+
+
+def folder_fits(group: DumpedGroup, run: Run) -> Iterator[str]:
+    """The folder is named by the newest trained version, and no version is newer than the run's last."""
+    tails = [record["tail_version"] for record in group.records if record["tail_version"] is not None]
+    expected = max(tails, default=group.start)
+    if group.scope in (TRAINING, EVALUATION) and group.version != expected:
+        yield f"it is in the folder of version {group.version}, and its newest trained token has version {expected}"
+    last = max((record["step"] for record in run.metrics), default=None)
+    if last is not None and run.complete and expected > last:
+        yield f"its tokens have version {expected}, and the run made {last} steps"
+
+
+def reward_is_the_sum_of_its_parts(group: DumpedGroup, run: Run) -> Iterator[str]:
+    """With ``rollout.reward_weights``, a reward is the weighted sum of its named parts."""
+    weights = None if run.rl is None else run.rl.rollout.reward_weights
+    for record in group.records if weights else ():
+        parts = {name: (record.get("counts") or {}).get(f"reward/{name}") for name in weights or ()}
+        lines = sum(other["member_idx"] == record["member_idx"] for other in group.records)
+        if record["status"] != "accepted" or None in parts.values() or lines > 1 or run.rl.reward_model:  # type: ignore[union-attr]
+            continue
+        total = math.fsum(weights[name] * part for name, part in parts.items() if part is not None)  # type: ignore[index]
+        if not math.isclose(total, record["reward"], rel_tol=1e-6, abs_tol=1e-6):
+            yield f"the reward is {record['reward']}, and its parts sum to {total}"
+
+
+GROUP_CHECKS: dict[str, GroupCheck] = {
+    "members": members_are_whole,
+    "shared turns": shared_turns_agree,
+    "folder": folder_fits,
+    "reward parts": reward_is_the_sum_of_its_parts,
+}

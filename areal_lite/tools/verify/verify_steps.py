@@ -1,0 +1,340 @@
+"""Checks of the steps: dumps against metrics.jsonl, each step computed again from its groups, the staleness bound."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_lite.api.trajectory import Group
+from areal_lite.config.run_config import RunConfig
+from areal_lite.errors import ArealLiteError
+from areal_lite.runs.folder.trained_batches import BATCHES, TrainedBatches
+from areal_lite.tools.inspect.episode_text import read_records
+from areal_lite.tools.inspect.training_facts import fact_files
+from areal_lite.tools.verify.verify_run import EVALUATION, SLACK_S, Record, Run, began, differs, some
+
+RunCheck = Callable[[Run], Iterator[str]]
+MISMATCH = 0.1
+"""Mean difference of log-probs (nats) beyond which a server did not have the trainer's weights (docs/metrics.md)."""
+
+
+# -- metrics.jsonl alone
+
+
+def steps_are_whole(run: Run) -> Iterator[str]:
+    """Every step has one record, and each trained as many groups as the config says."""
+    yield from run.broken_metrics
+    numbers = [record["step"] for record in run.steps]
+    if numbers != list(range(1, len(numbers) + 1)):
+        yield f"metrics.jsonl has the steps {some(numbers, 20)}: each must be there once, from 1 on"
+    times = [record["time"] for record in run.metrics]
+    if any(after < before - SLACK_S for before, after in itertools.pairwise(times)):
+        yield "the records of metrics.jsonl are not in the order of their times"
+    if run.rl is None or run.rl.rollout_cache or run.rl.data_packer:
+        return
+    size = run.rl.rollout.consumer_batch_size
+    for record in run.steps:
+        if record.get("train/groups") != size:
+            yield f"step {record['step']} trained {record.get('train/groups')} groups, and a batch has {size}"
+
+
+def servers_had_the_weights(run: Run) -> Iterator[str]:
+    """Tokens of the current version have the trainer's own log-probs."""
+    for record in run.steps:
+        mean = record.get("train/engine_mismatch/log_prob_diff_mean", 0.0)
+        if mean is None or mean > MISMATCH:
+            yield (
+                f"step {record['step']}: log-probs of servers and trainer differ by {mean} nats on average: a server "
+                "had other weights, or samples in another way"
+            )
+
+
+def updates_are_recorded(run: Run) -> Iterator[str]:
+    """skipped_updates.jsonl has every update that metrics.jsonl counts as skipped."""
+    path = run.root / "skipped_updates.jsonl"
+    logged = Counter(record.get("step") for record in read_records(path)) if path.is_file() else Counter()
+    for record in run.steps:
+        counted = (record.get("train/skipped_updates") or 0) + (record.get("train/critic_skipped_updates") or 0)
+        if counted > logged[record["step"] - 1]:
+            yield f"step {record['step']} skipped {counted:g} updates, and skipped_updates.jsonl has fewer"
+
+
+def staleness_is_within_the_bound(run: Run) -> Iterator[str]:
+    """No step and no trained token is older than ``rollout.max_head_offpolicyness``."""
+    if run.rl is None:
+        return
+    bound = run.rl.rollout.max_head_offpolicyness
+    for record in run.steps:
+        if (oldest := record.get("train/staleness_max") or 0) > bound:
+            yield f"step {record['step']} trained tokens {oldest:g} versions old; the bound is {bound}"
+    for group in run.trained:
+        if group.head is not None and group.tail is not None and group.tail - group.head > bound:
+            yield f"{group.id}: its trained tokens have the versions {group.head} to {group.tail}; the bound is {bound}"
+
+
+# -- all groups
+
+
+def groups_ended_once(run: Run) -> Iterator[str]:
+    """Every task id is there once, without gaps, and no model call is in two trained groups."""
+    counts = Counter(group.task for group in run.groups)
+    if several := [task for task, count in counts.items() if count > 1]:
+        yield f"the tasks {some(several)} are there more than once"
+    ids = {task for task in counts if isinstance(task, int)}
+    if missing := sorted(set(range(max(ids, default=-1) + 1)) - ids):
+        if run.complete:
+            yield f"the tasks {some(missing)} are missing: {len(missing)} groups never ended, or their dumps are gone"
+        else:
+            run.unproved.append(
+                f"that each group ended: {len(missing)} task ids are missing, as a run that was killed or runs has them"
+            )
+    if run.restarted:
+        return  # a resumed run may train the calls of a lost step again
+    seen: dict[str, str] = {}
+    for group in run.trained:
+        for call in group.calls:
+            if seen.setdefault(call, group.id) != group.id:
+                yield f"{group.id} has a model call of {seen[call]}: it is a copy"
+                break
+
+
+# -- dumps against metrics
+
+
+def steps_match_dumps(run: Run) -> Iterator[str]:
+    """Sequences, groups, tokens and rewards of the dumps sum to those of metrics.jsonl."""
+    if not comparable(run):
+        return
+    trained = [group for group in run.trained if group.finished >= run.first_moment]
+    if len(run.trained) > len(trained):
+        run.unproved.append(f"{len(run.trained) - len(trained)} groups are of an earlier start, which was lost")
+    names = ("groups", "sequences", "trained_tokens", "episodes")
+    expected = [sum(record.get(f"train/{name}") or 0 for record in run.steps) for name in names]
+    found = [
+        len(trained),
+        sum(len(group.lines) for group in trained),
+        sum(group.trained for group in trained),
+        sum(len(group.rewards) for group in trained),
+    ]
+    for name, wanted, count in zip(names, expected, found, strict=True):
+        if count < wanted or (count > wanted and run.complete):
+            yield f"metrics.jsonl has {wanted:g} {name} over all steps, and the dumps have {count}"
+    if run.rl is not None and run.rl.reward_model is None and found == expected:
+        total = math.fsum(reward for group in trained for reward in group.rewards)
+        wanted = math.fsum((r.get("train/reward_mean") or 0) * r["train/episodes"] for r in run.steps)
+        if differs(total / max(1, found[3]), wanted / max(1, found[3])):
+            yield f"the mean reward over all steps is {wanted / found[3]:.6f}, and {total / found[3]:.6f} in the dumps"
+
+
+def comparable(run: Run) -> bool:
+    """Return whether dumps and metrics describe the same sequences."""
+    return bool(
+        run.rl is not None
+        and run.rl.rollout.dump_to_file
+        and not (run.rl.data_packer or run.rl.rollout_cache)
+        and run.steps
+        and "train/groups" in run.steps[0]
+    )
+
+
+def evaluations_match_dumps(run: Run) -> Iterator[str]:
+    """Rewards and counts of each evaluation are those of the held-out episodes dumped in its time."""
+    if run.rl is None or not run.rl.rollout.dump_to_file:
+        return
+    for record in run.evaluations:
+        # The time is rounded to 1 ms; greedy baselines of the next step follow at once.
+        first, last = began(record) - SLACK_S, record["time"] + 0.001
+        groups = [
+            group
+            for group in run.groups
+            if group.scope == EVALUATION and group.start == record["step"] and first <= group.finished <= last
+        ]
+        rewards = [reward for group in groups for reward in group.rewards]
+        failed = sum(not group.accepted for group in groups)
+        where = f"the evaluation after step {record['step']}"
+        if (len(rewards), failed) != (record["eval/episodes"], record["eval/failed"]):
+            yield (
+                f"{where} has {record['eval/episodes']:g} episodes and {record['eval/failed']:g} failed, and the dumps "
+                f"have {len(rewards)} and {failed}"
+            )
+        elif rewards and differs(record["eval/reward"], math.fsum(rewards) / len(rewards)):
+            mean = math.fsum(rewards) / len(rewards)
+            yield f"{where} has the reward {record['eval/reward']}, and its episodes have {mean}"
+        for group in groups:
+            if group.tail is not None and (group.head, group.tail) != (record["step"], record["step"]):
+                yield f"{where}: {group.id} was sampled by the versions {group.head} to {group.tail}"
+
+
+def batches_can_be_made(run: Run) -> Iterator[str]:
+    """Within the staleness bound and in the order of time, the dumped groups fill the batches of all steps."""
+    if not (comparable(run) and run.complete and run.rl is not None):
+        return
+    bound = run.rl.rollout.max_head_offpolicyness
+    left = [group for group in run.trained if group.head is not None and group.tail is not None]
+    if len(left) != len(run.trained):
+        run.unproved.append("the staleness of groups without versions")
+        return
+    for record in run.steps:
+        step, count = record["step"], int(record["train/groups"])
+        ready = [g for g in left if (g.tail or 0) < step and g.finished <= record["time"] + SLACK_S]
+        batch = sorted(ready, key=lambda group: (group.head, group.finished))[:count]
+        late = [group.id for group in batch if (group.head or 0) + bound + 1 < step]
+        if late:
+            yield f"step {step} must have trained {some(late)}, which is beyond the staleness bound of {bound}"
+        if len(batch) < count:
+            yield f"step {step} trained {count} groups, and {len(batch)} had ended with versions that existed"
+        chosen = {id(group) for group in batch}
+        left = [group for group in left if id(group) not in chosen]
+
+
+# -- one step
+
+
+def steps_fit_their_groups(run: Run) -> Iterator[str]:
+    """The metrics of a step follow from its groups, and each group trains in one step."""
+    config = run.rl
+    if config is None or not comparable(run):
+        return
+    try:
+        batches = _batches(run, config)
+    except ArealLiteError as error:
+        yield str(error)
+        return
+    if batches is None:
+        return
+    algorithm = _algorithm(run, config, have_baselines=batches.have_baselines)
+    trained: dict[str, int] = {}
+    for record in run.steps:
+        step = record["step"]
+        if step > len(batches):
+            yield f"step {step} is not in {BATCHES}"
+            continue
+        for task in map(str, batches.records[step - 1]["task_ids"]):
+            if (before := trained.setdefault(task, step)) != step:
+                yield f"step {step} trained task {task}, which step {before} trained"
+        try:
+            found = _recomputed(record, batches.groups(step), algorithm, config)
+        except (ArealLiteError, ValueError, KeyError, TypeError) as error:
+            yield f"step {step} cannot be computed again from its episodes: {type(error).__name__}: {error}"
+            continue
+        for name, value in found.items():
+            if f"train/{name}" in record and differs(record[f"train/{name}"], value):
+                yield f"step {step}: {name} is {record[f'train/{name}']}, and {value} by its dumped episodes"
+    if left := [group.id for group in run.trained if str(group.task) not in trained]:
+        text = f"{len(left)} accepted groups belong to no recorded step: {some(left)}"
+        if run.complete:
+            yield text
+        else:
+            run.unproved.append(f"{text}; the run was stopped or resumed there")
+
+
+def _batches(run: Run, config: RunConfig) -> TrainedBatches | None:
+    """Return the groups of each step; None, with the reason noted, if they are unknown.
+
+    Without ``batches.jsonl`` they are known on-policy: the step after version ``v`` trains its accepted groups.
+    """
+    bound = config.rollout.max_head_offpolicyness
+    if (run.root / BATCHES).is_file():
+        return TrainedBatches.open(run.root, max_staleness=bound)
+    if bound:
+        if not fact_files(run.root):
+            run.unproved.append(
+                f"rewards and advantages of each step: there is no {BATCHES}, and groups of a version may train in "
+                "several steps; sums are checked"
+            )
+        return None
+    sizes = {record["step"]: int(record["train/groups"]) for record in run.steps}
+    records: list[dict[str, Any]] = [{"task_ids": []} for _ in range(max(sizes))]
+    files: dict[str, list[Path]] = {}
+    for group in sorted(run.trained, key=lambda group: (isinstance(group.task, str), group.task)):
+        files.setdefault(f"{group.task}.jsonl", []).append(run.root / group.file)
+        if group.version is not None and group.version + 1 in sizes:
+            records[group.version]["task_ids"].append(group.task)
+    for step, size in sizes.items():  # a resumed run numbers its groups after those of the lost steps
+        tasks = records[step - 1]["task_ids"]
+        del tasks[: max(0, len(tasks) - size)]
+    return TrainedBatches(run.root, bound, records, files, oldest_schema=1)
+
+
+def _algorithm(run: Run, config: RunConfig, *, have_baselines: bool) -> Any:
+    """Return the algorithm; None, with the reason noted, if its advantages need more than the dumps have."""
+    from areal_lite.trainer.rl.algorithm import Algorithm
+
+    trainer, reason = config.trainer, ""
+    if config.reward_model is not None:
+        reason = "a reward model replaced the rewards"
+    elif trainer.kl is not None and trainer.kl.place == "reward":
+        reason = "the KL penalty is part of the rewards"
+    else:
+        try:
+            algorithm = Algorithm(trainer, max_new_tokens=config.rollout.gconfig.max_new_tokens)
+            if not (needs := algorithm.needs - {"turns", "baselines" if have_baselines else ""}):
+                return algorithm
+            reason = f"{trainer.advantage} needs {', '.join(sorted(needs))}, which are not written"
+        except ArealLiteError as error:
+            reason = str(error)
+    if not fact_files(run.root):
+        run.unproved.append(f"advantages: {reason}. Set dump_training for runs")
+    return None
+
+
+def _recomputed(record: Record, groups: Sequence[Group], algorithm: Any, config: RunConfig) -> dict[str, float]:
+    import torch
+
+    from areal_lite.trainer.rl.policy_step import Step
+
+    step = Step.of(groups, version=record["step"] - 1, device=torch.device("cpu"))
+    skipped: tuple[str, ...] = ()
+    if algorithm is not None:
+        algorithm.shape_rewards(step.scores, step.tokens)
+        turns = step.turns() if "turns" in algorithm.needs else None
+        algorithm.advantages(step.tokens, step.scores, step.baselines, step.group_ids, turns)
+    else:
+        skipped = ("advantage", "reward") if config.reward_model is not None else ("advantage",)
+    found = step_metrics(step, record, config)
+    return {name: value for name, value in found.items() if not name.startswith(skipped)}
+
+
+def step_metrics(step: Any, record: Record, config: RunConfig) -> dict[str, float]:
+    """Return the metrics of a step that follow from its sequences and advantages."""
+    import torch
+
+    from areal_lite.trainer.rl.data_metrics import batch_metrics, mismatch_statistics
+
+    tokens = step.tokens
+    found = batch_metrics(
+        step.sequences,
+        step.episodes,
+        tokens.advantages.numpy(),
+        version=step.version,
+        max_new_tokens=config.rollout.gconfig.max_new_tokens,
+    )
+    found["trained_tokens"] = float(len(tokens.behaviour))
+    computed = record.get("train/computed_tokens")
+    own = ~tokens.behaviour.isnan()
+    # The trainer does not compute episodes without an advantage, if nothing else gives them a gradient.
+    with_gradient = torch.isin(tokens.episodes, tokens.episodes[tokens.advantages != 0])
+    if computed != found["trained_tokens"]:
+        own &= with_gradient
+    if computed in (found["trained_tokens"], float(with_gradient.sum())):
+        behaviour, versions, episodes = tokens.behaviour[own], tokens.versions[own], tokens.episodes[own]
+        statistics = mismatch_statistics(behaviour, behaviour, versions, episodes, step.version)
+        found |= {name: value for name, value in statistics.items() if name.endswith("/behaviour_perplexity")}
+    return found
+
+
+METRICS_CHECKS: dict[str, RunCheck] = {
+    "steps": steps_are_whole,
+    "engine mismatch": servers_had_the_weights,
+    "skipped updates": updates_are_recorded,
+    "staleness": staleness_is_within_the_bound,
+    "ended once": groups_ended_once,
+    "dumps and metrics": steps_match_dumps,
+    "evaluations": evaluations_match_dumps,
+    "batches": batches_can_be_made,
+    "step": steps_fit_their_groups,
+}

@@ -1,0 +1,180 @@
+"""Checks of folders with weights: manifests, labels, and that every update changed the weights."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from areal_lite.errors import CheckpointError
+from areal_lite.tools.verify.verify_run import Record, Run
+from areal_lite.tools.verify.verify_steps import RunCheck
+
+_FOLDERS = {"weights": re.compile(r"v(\d{8,})"), "checkpoints": re.compile(r"step_(\d{8,})")}
+_WEIGHTS = re.compile(r"(policy/model/|^)(model|adapter_model)[^/]*\.safetensors$")
+
+
+def folders_are_whole(run: Run) -> Iterator[str]:
+    """Each published version, checkpoint and saved model equals its manifest, which has the folder's number."""
+    from areal_lite.files.atomic_folder import check_folder
+
+    folders: list[tuple[Path, int | None]] = []
+    for name in _FOLDERS:
+        folders += [(folder, number) for number, folder in _numbered(run, name)]
+    if (run.root / "model").exists():
+        folders.append((run.root / "model", None))
+    for folder, number in folders:
+        try:
+            check_folder(folder)
+        except CheckpointError as error:
+            yield str(error)
+            continue
+        label = _manifest(folder).get("version")
+        if label != number:
+            yield f"{folder.relative_to(run.root)} has the version {label} in its manifest"
+
+
+def checkpoints_have_their_step(run: Run) -> Iterator[str]:
+    """A checkpoint's counters are its step, and its optimizer made the updates that metrics.jsonl has."""
+    config = run.config
+    trainer = getattr(config, "trainer", None)
+    one_update = getattr(trainer, "minibatches_per_step", 1) == 1 and getattr(trainer, "critic", None) is None
+    for number, folder in _numbered(run, "checkpoints"):
+        name = str(folder.relative_to(run.root))
+        try:
+            state = json.loads((folder / "trainer.json").read_bytes())
+            counts = {state["step"], *(learner["steps_done"] for learner in state["learners"].values())}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            yield f"{name}: trainer.json cannot be read: {error!r}"
+            continue
+        if counts != {number}:
+            yield f"{name}: trainer.json has the steps {sorted(counts)}"
+        if not one_update or config is None:
+            continue
+        steps = [record for record in run.steps if record["step"] <= number]
+        skipped = sum(record.get("train/skipped_updates") or 0 for record in steps)
+        made = _updates_of(folder / "policy" / "optimizer.safetensors")
+        if len(steps) == number and made is not None and made != number - skipped:
+            yield f"{name}: its optimizer made {made:g} updates in {number} steps, of which {skipped:g} skipped theirs"
+
+
+def updates_change_the_weights(run: Run) -> Iterator[str]:
+    """Two versions have different weights, unless no step between them could change any."""
+    for name in _FOLDERS:
+        for (before, one), (after, other) in itertools.pairwise(_numbered(run, name)):
+            if _hashes(one) != _hashes(other) or not _hashes(one):
+                continue
+            between = [record for record in run.steps if before < record["step"] <= after]
+            if len(between) < after - before or any(_could_change(record) for record in between):
+                yield f"{name}/{one.name} and {other.name} have the same weights"
+    steps = {record["step"] for record in run.steps}
+    if steps and not any(len(_numbered(run, name)) > 1 for name in _FOLDERS):
+        run.unproved.append("that updates changed the weights: fewer than two versions are on disk")
+
+
+def copies_are_of_their_step(run: Run) -> Iterator[str]:
+    """Published weights and the saved model are the weights of the checkpoint of their step."""
+    checkpoints = dict(_numbered(run, "checkpoints"))
+    copies = [(number, folder) for number, folder in _numbered(run, "weights") if number in checkpoints]
+    last = max((record["step"] for record in run.steps), default=None)
+    if last in checkpoints and run.complete and (run.root / "model").is_dir():
+        copies.append((last, run.root / "model"))
+    if not copies:
+        run.unproved.append("that published and saved weights are those of their step: no checkpoint of such a step")
+    for number, folder in copies:
+        name = _first_difference(checkpoints[number] / "policy" / "model", folder)
+        if name == "":
+            run.unproved.append(f"that {folder.relative_to(run.root)} is of its step: its weights have other names")
+        elif name is not None:
+            where, checkpoint = folder.relative_to(run.root), checkpoints[number].name
+            yield f"{where} is not of step {number}: {name} differs from {checkpoint}"
+
+
+def checkpoints_have_the_runs_config(run: Run) -> Iterator[str]:
+    """A checkpoint was made with the run's config."""
+    from areal_lite.config.loader import dump_config
+    from areal_lite.errors import ConfigError
+    from areal_lite.trainer.checkpoint.checkpoint import check_config
+
+    for _, folder in _numbered(run, "checkpoints") if run.config is not None else ():
+        try:
+            check_config(folder, dump_config(run.config))  # type: ignore[arg-type]
+        except (ConfigError, ValueError) as error:
+            yield str(error)
+
+
+def _numbered(run: Run, name: str) -> list[tuple[int, Path]]:
+    """Return the folders of versions or checkpoints by their number."""
+    root = run.root / name
+    found = [(_FOLDERS[name].fullmatch(path.name), path) for path in (root.iterdir() if root.is_dir() else ())]
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        return manifest if isinstance(manifest, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _hashes(folder: Path) -> dict[str, Any]:
+    """Return the hashes of the files of the policy's weights."""
+    files = _manifest(folder).get("files") or {}
+    return {name: digest for name, digest in files.items() if _WEIGHTS.search(name)}
+
+
+def _could_change(record: Record) -> bool:
+    """Return whether a step could change the weights, as its metrics say."""
+    return bool(record.get("train/learning_rate") and record.get("train/grad_norm") != 0) and not (
+        record.get("train/skipped_updates") or 0
+    )
+
+
+def _updates_of(file: Path) -> float | None:
+    """Return how many updates the state of an optimizer has seen; None if unknown."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            name = next((name for name in tensors.keys() if name.endswith(".step")), None)  # noqa: SIM118
+            return None if name is None else float(tensors.get_tensor(name))
+    except (OSError, SafetensorError):
+        return None
+
+
+def _first_difference(trained: Path, copy: Path) -> str | None:
+    """Return the first weight of ``copy`` that is not the trained one in its dtype; "" if no names are shared."""
+    from contextlib import ExitStack
+
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    with ExitStack() as stack:
+        places: list[dict[str, Any]] = []
+        try:
+            for folder in (trained, copy):
+                files = [
+                    stack.enter_context(safe_open(f, framework="pt")) for f in sorted(folder.glob("model*.safetensors"))
+                ]
+                places.append({name: file for file in files for name in file.keys()})  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            return f"a file ({error})"
+        shared = sorted(places[0].keys() & places[1].keys())
+        for name in shared:
+            one, other = (place[name].get_tensor(name) for place in places)
+            if one.shape != other.shape or not torch.equal(one.to(other.dtype), other):
+                return name
+        return None if shared else ""
+
+
+WEIGHT_CHECKS: dict[str, RunCheck] = {
+    "manifests": folders_are_whole,
+    "checkpoints": checkpoints_have_their_step,
+    "weights": updates_change_the_weights,
+    "copies": copies_are_of_their_step,
+    "config": checkpoints_have_the_runs_config,
+}

@@ -1,0 +1,126 @@
+"""The page of a selection of episodes as one file that needs no server and no network.
+
+The data is JSON that cannot end its script element. The page's own script and style run because the file's content
+security policy has their hashes, and nothing else does.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_lite.errors import ConfigError
+from areal_lite.files.whole_files import write_whole
+from areal_lite.tools.inspect.dumps import Dumps
+from areal_lite.tools.view.page_data import Answers, listed_row
+from areal_lite.tools.view.page_server import static_files, to_json
+
+MAX_LINES = 2000
+"""Sequences in one file."""
+MAX_RUNS = 4
+"""Runs that are compared with each other."""
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w.]+)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class|let) )", re.MULTILINE)
+_UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def export_page(paths: Sequence[Path], out: Path, *, filter: str = "") -> str:
+    """Write the matching episodes of the runs in ``paths`` to ``out``, and return what was written.
+
+    Raises:
+        ConfigError: For a path without dumps, a wrong filter, no matching episode, or a file that cannot be written.
+    """
+    with Dumps.open(*paths) as dumps:
+        answers = Answers(dumps, filter)
+        data = _data(answers, filter)
+    if not data["rows"]:
+        raise ConfigError(f"no episode matches the filter {filter!r}: nothing to export")
+    page = page_with(data)
+    try:
+        write_whole(out, page.encode())
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror}: use a file in an existing folder") from error
+    total = data["total"]
+    more = f", the first of {total}: a --filter selects others" if total > len(data["rows"]) else ""
+    return f"{out}: {len(data['rows'])} sequences{more}, {len(page) / 1e6:.1f} MB"
+
+
+def _data(answers: Answers, filter: str) -> dict[str, Any]:
+    rows = list(answers.dumps.rows(filter, limit=MAX_LINES))
+    episodes: list[Any] = []
+    places: dict[str, int] = {}
+    texts: dict[str, Any] = {run: {"texts": None, "reason": ""} for run in answers.dumps.runs}
+    for row in rows:
+        key = f"{row['run']} {row['id']}"
+        if key not in places:
+            episode = answers.episode(row["run"], row["id"])
+            places |= {f"{row['run']} {each['id']}": len(episodes) for each in episode["sequences"]}
+            episodes.append(episode)
+            found = answers.texts(row["run"], row["id"])
+            known = texts[row["run"]]["texts"] or {}
+            texts[row["run"]] = {**found, "texts": found["texts"] and known | found["texts"]}
+    runs = list(answers.dumps.runs)
+    pairs = itertools.permutations(runs, 2) if len(runs) <= MAX_RUNS else ()
+    return {
+        **{"rows": [listed_row(row) for row in rows], "total": answers.dumps.count(filter) or len(rows)},
+        **{"episodes": episodes, "places": places, "texts": texts},
+        **{"state": answers.state() | {"filter": "", "notes": []}, "summary": answers.summary(filter)},
+        **{"metrics": answers.metrics(), "timeline": answers.timeline(filter)},
+        "compare": {f"{a} {b}": answers.compare(a, b, filter) for a, b in pairs},
+    }
+
+
+def page_with(data: Mapping[str, Any]) -> str:
+    """Return the page with its scripts, styles and ``data``."""
+    files = {name: content.decode() for name, content in static_files().items()}
+    script, style = bundle(files), files["page.css"]
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    page = files["index.html"]
+    for old, new in (
+        (
+            '<meta charset="utf-8">',
+            f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        ),
+        ('<link rel="stylesheet" href="static/page.css">', f"<style>{style}</style>"),
+        ('<script type="module" src="static/app.js"></script>', ""),
+        ("<body>", f'<body>\n<script type="application/json" id="data">{script_json(data)}</script>'),
+        ("</body>", f'<script type="module">{script}</script>\n</body>'),
+    ):
+        before, found, after = page.partition(old)
+        assert found, old
+        page = before + new + after
+    return page
+
+
+def script_json(data: Any) -> str:
+    """Return JSON that means the same inside a script element, and cannot end it."""
+    return re.sub("[<>&\u2028\u2029]", lambda match: _UNSAFE[match[0]], to_json(data).decode())
+
+
+def bundle(files: Mapping[str, str], entry: str = "app.js") -> str:
+    """Return the modules that ``entry`` needs as one script; their top-level names must differ."""
+    done: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        if name in done:
+            return
+        done[name] = ""  # modules may need each other
+        for needed in _IMPORT.findall(files[name]):
+            add(needed)
+        code = _EXPORT.sub("", _IMPORT.sub("", files[name]))
+        done[name] = done.pop(name) + f"// {name}\n{code}"
+
+    add(entry)
+    return "\n".join(done.values())
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

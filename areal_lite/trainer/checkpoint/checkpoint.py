@@ -1,0 +1,307 @@
+"""Checkpoints of a training run, one folder per step: finds, checks and loads them, and writes them in the background.
+
+Guarantees that a checkpoint is complete or absent, that a damaged one is an error and never skipped silently, that an
+older one is deleted only after a newer one was read back, and that a failed write is raised by the next call, at the
+latest when the context ends. A folder ``step_00000010`` holds the files of ``snapshot``, further
+files of the run (its config, the state of its data source), and ``manifest.json`` with the hash of each file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areal_lite.errors import CheckpointError, ConfigError, StorageError
+from areal_lite.files.atomic_folder import check_folder, remove_folder, sweep, write_folder
+from areal_lite.files.crash_points import crash_point
+from areal_lite.models.parallel.ranks import Ranks
+from areal_lite.trainer.checkpoint.snapshot import Snapshot, Trainer, restore, write_snapshot
+
+CONFIG_FILE = "config.yaml"
+"""Name of the run's resolved config inside a checkpoint."""
+
+_FOLDER = re.compile(r"step_(\d{8,})")
+_MAY_CHANGE = {
+    "total_steps", "total_epochs", "epochs", "max_tokens_per_microbatch", "max_inference_length_per_device", "device",
+    "num_threads", "gradient_checkpointing", "deterministic",
+}  # fmt: skip
+"""Keys of the trainer section that may change on resume."""
+_DATASET_MAY_CHANGE = {"path", "cache_dir", "num_workers", "filter_overlong_prompts_workers"}
+"""Keys of the dataset that may change; the data source compares the content of the rows itself."""
+_ROLLOUT_FIXED = ("group_size", "consumer_batch_size", "gconfig")
+_TOP_LEVEL_FIXED = (
+    "model_path", "seed", "workflow", "workflow_kwargs", "should_accept_fn", "data_packer", "reward_model",
+)  # fmt: skip
+SPARE = 1.2
+"""Free space required for a checkpoint, as a multiple of its size; the surplus is for other files of the run."""
+
+
+def find_checkpoint(root: Path, resume: str) -> Path | None:
+    """Return the checkpoint that ``resume`` (auto, never or a path) selects; None for a fresh start.
+
+    Raises:
+        CheckpointError: If it is missing or damaged (the newest is never skipped), or ``root`` holds later ones,
+            which ``auto`` would resume from the next time.
+        ConfigError: If ``resume`` is never and ``root`` holds checkpoints.
+    """
+    folders = checkpoints(root)
+    if resume == "never":
+        if folders:
+            raise ConfigError(
+                f"checkpoint.resume is never, and {root} already holds a training run: choose another trial_name, or "
+                "remove the folder"
+            )
+        return None
+    if resume != "auto":
+        folder = Path(resume)
+        if not folder.is_dir():
+            existing = ", ".join(str(one) for one in folders) or "none"
+            raise ConfigError(
+                f"checkpoint.resume {resume!r} is not a folder: it must be auto, never, or a checkpoint; this run has "
+                f"{existing}"
+            )
+        _check(folder, "the checkpoint", "Name another one in checkpoint.resume")
+        refuse_later(root, checkpoint_step(folder))
+        return folder
+    if not folders:
+        return None
+    earlier = f" to resume from {folders[-2].name}" if len(folders) > 1 else ""
+    _check(folders[-1], "the newest checkpoint", f"Remove {folders[-1]}{earlier}, or set another trial_name")
+    return folders[-1]
+
+
+def load_checkpoint(trainer: Trainer, folder: Path) -> None:
+    """Restore the weights, optimizers, counters and random state of ``trainer`` from a checkpoint, bit for bit."""
+    restore(trainer, folder)
+
+
+def check_config(folder: Path, config: str) -> None:
+    """Refuse to resume with a config that would train different weights.
+
+    The length of the run, its devices, what it saves and its servers may change; the model, the algorithm, the data
+    and the batch sizes may not.
+
+    Args:
+        folder: A checkpoint; one without a config is accepted.
+    """
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        return
+    then, now = (_fixed_values(yaml.safe_load(text)) for text in (path.read_text(), config))
+    if differences := list(_differences(then, now)):
+        raise ConfigError(
+            f"{folder} was made with another config: {'; '.join(differences)}. Restore these values to resume, or "
+            "start another trial_name"
+        )
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """Return the checkpoints below ``root``, oldest first."""
+    if not root.is_dir():
+        return []
+    return sorted((path for path in root.iterdir() if _FOLDER.fullmatch(path.name)), key=_number)
+
+
+def checkpoint_folder(root: Path, step: int) -> Path:
+    """Return the folder of the checkpoint after ``step`` steps."""
+    return root / f"step_{step:08d}"
+
+
+def checkpoint_step(folder: Path) -> int:
+    """Return the number of training steps done when the checkpoint was written, also its policy version.
+
+    Raises:
+        CheckpointError: If the folder is not a checkpoint.
+    """
+    try:
+        return int(json.loads((folder / "trainer.json").read_bytes())["step"])
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} has no trainer.json: to resume, name a checkpoint; to train its weights, set model_path"
+        ) from None
+
+
+def refuse_later(root: Path, step: int) -> None:
+    """Refuse to write a second history into one folder.
+
+    Raises:
+        CheckpointError: If ``root`` holds checkpoints of steps after ``step``.
+    """
+    later = [path.name for path in checkpoints(root) if _number(path) > step]
+    if later:
+        raise CheckpointError(
+            f"{root} holds {', '.join(later)}, later than step {step}: a run that resumes from there would leave two "
+            "histories, and the next start would take the wrong one. Set checkpoint.resume=auto to resume from the "
+            "newest, remove or move the later ones, or set another trial_name"
+        )
+
+
+def _check(folder: Path, name: str, hint: str) -> None:
+    try:
+        check_folder(folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name} cannot be used: {error}. {hint}") from error
+
+
+def _fixed_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that may not change, by dotted name."""
+    trainer, rollout = config.get("trainer", {}), config.get("rollout", {})
+    dataset = config.get("train_dataset", {})
+    return {
+        **{name: config[name] for name in _TOP_LEVEL_FIXED if name in config},
+        **{f"trainer.{name}": value for name, value in trainer.items() if name not in _MAY_CHANGE},
+        **{f"rollout.{name}": rollout[name] for name in _ROLLOUT_FIXED if name in rollout},
+        **{f"train_dataset.{name}": value for name, value in dataset.items() if name not in _DATASET_MAY_CHANGE},
+    }
+
+
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any], section: str = "") -> Iterator[str]:
+    """Yield the differences of the fields that both have.
+
+    A field that one of them lacks was added or removed since; its default is the behaviour without it.
+    """
+    for name in sorted(then.keys() & now.keys()):
+        before, after, path = then[name], now[name], section + name
+        if isinstance(before, dict) and isinstance(after, dict) and not name.endswith("kwargs"):
+            yield from _differences(before, after, f"{path}.")
+        elif before != after:
+            yield f"{path} was {before!r} and is {after!r}"
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+class CheckpointWriter:
+    """One write at a time, in a thread; only rank 0 writes.
+
+    Args:
+        root: Folder of the run's checkpoints; leftovers of a killed writer are removed.
+        keep: Number of newest checkpoints to keep.
+
+    Raises:
+        CheckpointError: If older ones are to be removed but the newest is damaged.
+    """
+
+    def __init__(self, root: Path | str, *, keep: int) -> None:
+        self._root = Path(root)
+        self._keep = keep
+        self._writes = Ranks.current().rank == 0
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._metrics: dict[str, float] = {}
+        if self._writes:
+            sweep(self._root)
+            existing = checkpoints(self._root)
+            if len(existing) > keep:  # the last run was killed before it could delete
+                check_folder(existing[-1])
+                self._remove_older()
+
+    def save(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:
+        """Start writing the checkpoint after ``step`` steps; wait for the previous write first.
+
+        Args:
+            snapshot: The trainer's state; its memory is freed after the write, unless the caller keeps it.
+            files: Further files of the same moment, by path inside the checkpoint.
+
+        Raises:
+            StorageError: If the disk has too little space, or the previous write failed; older checkpoints stay.
+            CheckpointError: If a checkpoint of this or a later step exists.
+        """
+        self.wait()
+        if not self._writes:
+            return
+        refuse_later(self._root, step - 1)
+        self._check_space(step, snapshot.num_bytes + sum(map(len, files.values())))
+        self._thread = threading.Thread(
+            target=self._run, args=(step, snapshot, files), name="areal-lite-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the current write.
+
+        Raises:
+            StorageError: If the write failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error of a failed write; does not wait.
+
+        Raises:
+            StorageError: If the write failed.
+        """
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return seconds and size of the last finished write, once."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.wait()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"the last checkpoint was not written either: {failure}")
+
+    def _check_space(self, step: int, num_bytes: int) -> None:
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self._root).free
+        except OSError as error:
+            raise StorageError(f"checkpoints cannot be written to {self._root}: {error}") from error
+        if free < SPARE * num_bytes:
+            raise StorageError(
+                f"the checkpoint of step {step} takes {num_bytes} bytes and {self._root} has {free} free, but "
+                f"{SPARE} times its size is needed. Free disk space, or keep fewer with checkpoint.keep"
+            )
+
+    def _run(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:
+        began = time.monotonic()
+        try:
+            self._write(step, snapshot, files)
+            self._metrics = {"write_s": time.monotonic() - began, "gb": snapshot.num_bytes / 1e9}
+        except Exception as error:  # the training thread raises it
+            self._error = error
+
+    def _write(self, step: int, snapshot: Snapshot, files: Mapping[str, bytes]) -> None:
+        def write(temporary: Path) -> None:
+            write_snapshot(snapshot, temporary, step)
+            for name, content in files.items():
+                path = temporary / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            crash_point("checkpoint:after_files")
+
+        folder = checkpoint_folder(self._root, step)
+        write_folder(folder, write, kind="checkpoint", version=step)
+        try:
+            check_folder(folder)
+        except CheckpointError as error:
+            remove_folder(folder, kind="checkpoint")
+            raise StorageError(f"the new checkpoint cannot be read back: {error}: check the disk") from error
+        crash_point("checkpoint:before_delete")
+        self._remove_older()
+        crash_point("checkpoint:after_delete")
+
+    def _remove_older(self) -> None:
+        for older in checkpoints(self._root)[: -self._keep]:
+            remove_folder(older, kind="checkpoint")

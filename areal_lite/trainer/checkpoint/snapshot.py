@@ -1,0 +1,209 @@
+"""A copy of a trainer's state in CPU memory, so that training can continue while it is written.
+
+Guarantees that :func:`restore` gives a trainer the state that :func:`snapshot` took, bit for bit. Parameters are
+stored by name, independent of their order and of the number of ranks. Atomic writing is in
+:mod:`areal_lite.trainer.checkpoint.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from areal_lite.errors import CheckpointError
+from areal_lite.files.crash_points import crash_point
+from areal_lite.models.lora import has_adapters, load_adapters
+from areal_lite.models.parallel.ranks import Ranks, gather_json
+from areal_lite.models.parallel.sharding import shard_like
+from areal_lite.models.policy_model import load_pretrained, without_progress_bars
+from areal_lite.trainer.learner import Learner
+from areal_lite.trainer.seeding import restore_rng_state, rng_state
+
+
+class Trainer(Protocol):
+    """A trainer that can be saved in a checkpoint."""
+
+    @property
+    def learners(self) -> Mapping[str, Learner]:
+        """The trained models by name; ``learner.module.model`` is a Hugging Face model."""
+
+    def counters(self) -> dict[str, Any]:
+        """Return further state that decides the next step, as JSON values, without the learners' own counts."""
+
+    def load_counters(self, counters: dict[str, Any]) -> None:
+        """Restore the result of :meth:`counters`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerSnapshot:
+    """The state of one learner."""
+
+    model: Any
+    """The model itself; only its config is written."""
+    weights: dict[str, Tensor]
+    """Trained weights, float32 on the CPU: all weights under the model's names (tied ones are one tensor), or only
+    the adapters."""
+    optimizer: dict[str, Tensor]
+    """Optimizer state by ``parameter.kind``."""
+    steps_done: int
+    skipped_in_a_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a trainer; only rank 0 has the tensors."""
+
+    learners: dict[str, LearnerSnapshot]
+    counters: dict[str, Any]
+    rng: list[dict[str, Any]]
+    """Random state of each rank."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors, in memory and on disk."""
+        tensors = (t for one in self.learners.values() for t in (*one.weights.values(), *one.optimizer.values()))
+        return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+
+
+def snapshot(trainer: Trainer) -> Snapshot:
+    """Copy all state that decides how training continues; every rank must call this."""
+    return Snapshot(
+        learners={name: _learner_snapshot(learner) for name, learner in trainer.learners.items()},
+        counters=trainer.counters(),
+        rng=gather_json(rng_state()),
+    )
+
+
+def write_snapshot(taken: Snapshot, folder: Path, step: int) -> None:
+    """Write ``NAME/model/`` (a Hugging Face folder, or peft's under adapters), ``NAME/optimizer.safetensors`` for each
+    learner, ``trainer.json`` and ``rng.json``."""
+    counts = {}
+    for name, learner in taken.learners.items():
+        crash_point("checkpoint:before_model")
+        with without_progress_bars():
+            learner.model.save_pretrained(folder / name / "model", state_dict=dict(learner.weights))
+        crash_point("checkpoint:after_model")
+        save_file(learner.optimizer, folder / name / "optimizer.safetensors")
+        crash_point("checkpoint:after_optimizer")
+        counts[name] = {"steps_done": learner.steps_done, "skipped_in_a_row": learner.skipped_in_a_row}
+    state = {"step": step, "learners": counts, "counters": taken.counters}
+    (folder / "trainer.json").write_text(json.dumps(state) + "\n")
+    (folder / "rng.json").write_text(json.dumps(taken.rng) + "\n")
+    crash_point("checkpoint:after_state")
+
+
+def restore(trainer: Trainer, folder: Path) -> None:
+    """Restore ``trainer`` from ``folder``; every rank must call this.
+
+    Each rank gets its saved random state; ranks beyond the saved number keep their own.
+
+    Raises:
+        CheckpointError: If the trainer trains other models, or other parts of them.
+    """
+    state = json.loads((folder / "trainer.json").read_bytes())
+    saved, own = set(state["learners"]), set(trainer.learners)
+    if saved != own:
+        raise CheckpointError(
+            f"{folder} holds {sorted(saved)} and this run trains {sorted(own)}: use the config it was made with"
+        )
+    for name, learner in trainer.learners.items():
+        _load_weights(learner.module.model, folder / name / "model")
+        _load_optimizer(learner, folder / name / "optimizer.safetensors")
+        learner.steps_done = state["learners"][name]["steps_done"]
+        learner.skipped_in_a_row = state["learners"][name]["skipped_in_a_row"]
+    trainer.load_counters(state["counters"])
+    rng = json.loads((folder / "rng.json").read_bytes())
+    rank = Ranks.current().rank
+    if rank < len(rng):
+        restore_rng_state(rng[rank])
+
+
+def _learner_snapshot(learner: Learner) -> LearnerSnapshot:
+    model: Any = learner.module.model
+    adapters = has_adapters(model)
+    copies: dict[int, Tensor | None] = {}
+    weights = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if adapters and not tensor.requires_grad:
+            continue
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _copy(tensor)
+        weights[name] = copies[id(tensor)]
+    optimizer = {
+        f"{name}.{kind}": _copy(value)
+        for name, parameter in _trained(learner).items()
+        for kind, value in learner.optimizer.state.get(parameter, {}).items()
+    }
+    return LearnerSnapshot(
+        model=model,
+        weights={name: copy for name, copy in weights.items() if copy is not None},
+        optimizer={name: copy for name, copy in optimizer.items() if copy is not None},
+        steps_done=learner.steps_done,
+        skipped_in_a_row=learner.skipped_in_a_row,
+    )
+
+
+def _copy(tensor: Tensor) -> Tensor | None:
+    """Return a full copy on the CPU; None on all ranks but rank 0."""
+    full = tensor.detach()
+    if isinstance(full, DTensor):
+        full = full.full_tensor()
+    return None if Ranks.current().rank else full.to("cpu", copy=True).contiguous()
+
+
+def _trained(learner: Learner) -> dict[str, torch.nn.Parameter]:
+    """Return the optimizer's parameters under the model's names, in the optimizer's order."""
+    model: Any = learner.module.model
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(p)]: p for group in learner.optimizer.param_groups for p in group["params"]}
+
+
+def _load_weights(model: Any, folder: Path) -> None:
+    if has_adapters(model):
+        load_adapters(model, folder)
+        return
+    own = model.state_dict()
+    loaded = load_pretrained(type(model), str(folder), what="checkpoint")[0].state_dict()
+    shapes = ({name: tuple(tensor.shape) for name, tensor in one.items()} for one in (loaded, own))
+    _check_same(folder, *shapes)
+    for name, tensor in own.items():
+        tensor.copy_(shard_like(tensor, loaded[name]))
+
+
+def _load_optimizer(learner: Learner, file: Path) -> None:
+    parameters = _trained(learner)
+    state: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in load_file(file).items():
+        name, _, kind = key.rpartition(".")
+        state.setdefault(name, {})[kind] = tensor
+    if state:  # empty before the first update
+        _check_same(file, dict.fromkeys(state, "trained"), dict.fromkeys(parameters, "trained"))
+    by_number = {
+        number: {
+            kind: shard_like(parameter, value) if value.shape == parameter.shape else value
+            for kind, value in state.get(name, {}).items()
+        }
+        for number, (name, parameter) in enumerate(parameters.items())
+    }
+    groups = learner.optimizer.state_dict()["param_groups"]
+    learner.optimizer.load_state_dict(
+        {"state": {number: kinds for number, kinds in by_number.items() if kinds}, "param_groups": groups}
+    )
+
+
+def _check_same(path: Path, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
+    pairs = {name: (saved.get(name, "absent"), own.get(name, "absent")) for name in {**saved, **own}}
+    other = [f"{name!r} was {then} and is {now}" for name, (then, now) in pairs.items() if then != now]
+    if other:
+        raise CheckpointError(
+            f"{path} does not fit the model: {len(other)} parameters differ, {other[0]}: use the "
+            "model_path and config it was made with"
+        )

@@ -1,0 +1,120 @@
+"""Language models with a scalar head: critics and reward models.
+
+A critic gives the value before each trained token. A reward model is read at the last token of a whole sequence:
+:func:`ending` appends one trained token, so blocks, micro-batches and shared prompts work as for any other model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from areal_lite.api.trajectory import TokenSequence
+from areal_lite.errors import ConfigError
+from areal_lite.models.parallel.ranks import Ranks
+from areal_lite.models.policy_model import load_scalar_model, prepare
+from areal_lite.trainer.forward.packed_model import PackedModel, PackedSequences
+from areal_lite.trainer.rl.step_tokens import StepCut
+
+
+def load_critic(model_path: str, *, device: torch.device, gradient_checkpointing: bool = False) -> Any:
+    """Return a critic in float32 on ``device``, without dropout, from a folder of a causal LM, critic or reward model.
+
+    The scalar head is loaded if the folder has one; otherwise it is zero, and so are all values.
+    """
+    model, _ = load_scalar_model(AutoModelForTokenClassification, model_path, what="critic")
+    return prepare(model, device=device, gradient_checkpointing=gradient_checkpointing)
+
+
+class ValueScorer(PackedModel):
+    """A model with a scalar head as a function from packed sequences to values.
+
+    Raises:
+        ConfigError: If the head is not a single linear layer with one output.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        heads = [head for head in model.children() if isinstance(head, nn.Linear) and head.out_features == 1]
+        if len(heads) != 1:
+            raise ConfigError(
+                f"{type(model).__name__} has {len(heads)} linear heads with one output, and a critic needs exactly "
+                "one: use another kind of model"
+            )
+        self._head = (heads[0],)  # a tuple, or the head would be registered twice
+
+    def forward(self, packed: PackedSequences) -> Tensor:
+        """Return ``[N]`` float32, the value at the position before each trained token."""
+        states = self.states(packed)
+        with torch.autocast(states.device.type, enabled=False):  # bfloat16 has only three digits
+            values: Tensor = self._head[0](states.float())
+        return values[:, 0].clone()  # FSDP cannot guard a view
+
+
+def load_reward_model(
+    model_path: str, *, device: torch.device, gradient_checkpointing: bool = False, new_head: bool = False
+) -> Any:
+    """Return a reward model in float32 on ``device``, without dropout.
+
+    Args:
+        model_path: Folder of a Hugging Face sequence classifier of one label, or a hub name.
+        new_head: Accept a causal LM to be trained; its head starts at 0.
+
+    Raises:
+        ConfigError: If the model cannot be loaded, or has no head and ``new_head`` is False.
+    """
+    model, trained = load_scalar_model(AutoModelForSequenceClassification, model_path, what="reward model")
+    if not trained and not new_head:
+        raise ConfigError(
+            f"the reward model {model_path!r} has no reward head, so all its rewards would be equal: give the folder "
+            "of a trained one"
+        )
+    return prepare(model, device=device, gradient_checkpointing=gradient_checkpointing)
+
+
+def ending(sequence: TokenSequence) -> TokenSequence:
+    """Return ``sequence`` with one more token, the only trained one; its id is arbitrary."""
+    length = len(sequence.input_ids)
+    return dataclasses.replace(
+        sequence,
+        input_ids=np.append(sequence.input_ids, 0),
+        loss_mask=np.arange(length + 1) == length,
+        logprobs=None,
+        versions=None,
+    )
+
+
+class RewardScorer(ValueScorer):
+    """Maps packed :func:`ending` sequences to float32 rewards, one each, with gradient.
+
+    Transformers' own forward pass reads the last token that is not the padding token instead; the two differ where a
+    sequence ends with that token.
+    """
+
+
+class RewardModel:
+    """Rewards whole sequences."""
+
+    def __init__(self, model: Any) -> None:
+        self.scorer = RewardScorer(model)
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> Tensor:
+        """Return one float32 reward per sequence, on the model's device.
+
+        Args:
+            sequences: In any order; those of one group compute shared prefixes once.
+            max_tokens: Most tokens of a forward pass, padding included.
+        """
+        device: torch.device = self.scorer.model.device
+        cut = StepCut([ending(sequence) for sequence in sequences], self.scorer, ranks=Ranks(), device=device)
+        rewards = torch.zeros(len(sequences), device=device)
+        for microbatch in cut(range(len(sequences)), max_tokens):
+            rewards[microbatch.tokens] = self.scorer(microbatch.packed)
+        return rewards

@@ -1,0 +1,328 @@
+"""The algorithm of a ``trainer:`` section: estimator, policy loss, correction. Arithmetic on flat tensors, no model.
+
+Guarantees that settings that cannot work fail before a model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_lite.config.trainer_config import TrainerConfig
+from areal_lite.errors import ConfigError
+from areal_lite.trainer.estimators import ESTIMATORS, Estimate, EstimatorInputs
+from areal_lite.trainer.estimators.grouping import normalize_advantages
+from areal_lite.trainer.estimators.inputs import PROXIMAL_INPUTS, MissingInput, Turns
+from areal_lite.trainer.estimators.reward_penalties import (
+    KLController,
+    kl_in_reward,
+    mean_kl,
+    overlong_penalty,
+)
+from areal_lite.trainer.objectives.aggregation import AggregationMode, LossTerms
+from areal_lite.trainer.objectives.corrections import (
+    WeightLevel,
+    drifted_episodes,
+    episode_weights,
+    icepop_weights,
+    importance_weights,
+    rejection_mask,
+)
+from areal_lite.trainer.objectives.kl import kl_penalty
+from areal_lite.trainer.objectives.policy_loss import (
+    ONE_TOKEN_AT_A_TIME,
+    POLICY_LOSSES,
+    VANISHES_WITHOUT_ADVANTAGE,
+    PolicyInputs,
+    aggregation_of,
+)
+from areal_lite.trainer.rl.step_tokens import StepTokens
+
+
+class Algorithm:
+    """Rewards and log-probs in, advantages, losses and correction weights out.
+
+    Raises:
+        ConfigError: If a name is unknown, an option is not accepted, or settings contradict each other.
+    """
+
+    def __init__(self, config: TrainerConfig, *, max_new_tokens: int | None) -> None:
+        self.config = config
+        self._max_new_tokens = max_new_tokens
+        self._estimate = ESTIMATORS.bound(config.advantage, config.advantage_kwargs, where="trainer.advantage")
+        self._loss = POLICY_LOSSES.bound(config.loss, config.loss_kwargs, where="trainer.loss")
+        mode = None if config.loss_aggregation is None else AggregationMode(config.loss_aggregation)
+        self.aggregation = aggregation_of(config.loss, mode, where="trainer.loss_aggregation")
+        kl = config.kl
+        self.kl_controller = KLController(kl.coef, target=kl.target, horizon=kl.horizon) if kl else KLController(0.0)
+        self.needs: frozenset[str] = frozenset()
+        """Inputs that the estimator requests."""
+        self.chooses = self._dry_run().chosen is not None
+        """Whether the loss chooses among the tokens of a whole minibatch."""
+
+    @property
+    def penalizes_reward(self) -> bool:
+        """Whether the KL penalty is subtracted from the rewards."""
+        return self.config.kl is not None and self.config.kl.place == "reward"
+
+    @property
+    def needs_proximal_early(self) -> bool:
+        """Whether something before the update needs proximal log-probs."""
+        return (
+            self.config.proximal == "behaviour"
+            or self.penalizes_reward
+            or self.config.correction.normalize
+            or not self.needs.isdisjoint(PROXIMAL_INPUTS)
+        )
+
+    @property
+    def needs_every_episode(self) -> bool:
+        """Whether episodes with an advantage of 0 may have a gradient."""
+        in_loss = self.config.kl is not None and not self.penalizes_reward
+        return in_loss or self.config.entropy_coef != 0 or self.config.loss not in VANISHES_WITHOUT_ADVANTAGE
+
+    @property
+    def couples_tokens(self) -> bool:
+        """Whether a token's loss depends on other tokens of its episode, which must then be computed together."""
+        config, correction = self.config, self.config.correction
+        by_episode = correction.level == "sequence" or "seq_" in (correction.reject or "")
+        return by_episode or correction.max_episode_kl is not None or config.loss not in ONE_TOKEN_AT_A_TIME
+
+    def shape_rewards(self, scores: Tensor, tokens: StepTokens) -> dict[str, float]:
+        """Subtract the penalty on overlong answers from ``scores [E]`` and from the reward of their last tokens.
+
+        Returns:
+            Metrics of the penalty, if there is one.
+        """
+        metrics = {}
+        if self.config.overlong_buffer:
+            assert self._max_new_tokens is not None
+            lengths = torch.bincount(tokens.episodes, minlength=len(scores))
+            penalty = overlong_penalty(lengths, max_length=self._max_new_tokens, buffer=self.config.overlong_buffer)
+            scores += penalty
+            tokens.rewards[tokens.ends] += penalty[tokens.episodes[tokens.ends]]
+            metrics = {
+                "overlong_penalty": penalty.mean().item(),
+                "overlong_fraction": (penalty < 0).float().mean().item(),
+            }
+        return metrics
+
+    def penalize(self, tokens: StepTokens, num_episodes: int) -> dict[str, float]:
+        """Subtract the KL penalty from the rewards, adapt its coefficient for the next step, and return metrics."""
+        assert self.config.kl is not None
+        controller = self.kl_controller
+        penalty = kl_penalty(tokens.proximal, tokens.reference, self.config.kl.estimator)
+        tokens.rewards = kl_in_reward(tokens.rewards, penalty, controller.coef)
+        metrics = {"reward_kl": mean_kl(penalty, tokens.episodes), "reward_kl_coef": controller.coef}
+        controller.update(metrics["reward_kl"], num_episodes)
+        return metrics
+
+    def advantages(
+        self,
+        tokens: StepTokens,
+        scores: Tensor,
+        baselines: Tensor | None,
+        group_ids: list[str],
+        turns: Turns | None = None,
+    ) -> None:
+        """Fill in the advantages of ``tokens``, and the returns if the estimator computes them.
+
+        Args:
+            scores: ``[E]`` reward of each episode; the mean of its turns' rewards where these differ.
+            baselines: ``[E]`` reward of the greedy answer.
+            group_ids: ``[E]`` group of each episode.
+            turns: Rewards per turn, for the estimators that compare turns.
+        """
+        config, early = self.config, self.needs_proximal_early
+        available: dict[str, Any] = {
+            "values": tokens.values if config.critic is not None else None,
+            "baselines": baselines,
+            "proximal_logprobs": tokens.proximal if early else None,
+            "sum_squared_probs": tokens.sum_squared_probs if early and config.proximal == "trainer" else None,
+            "turns": turns,
+        }
+        estimate = self._estimate(
+            EstimatorInputs(
+                scores=scores,
+                group_ids=group_ids,
+                episodes=tokens.episodes,
+                token_rewards=tokens.rewards,
+                importance_weights=tokens.correction if early else None,
+                **{name: available[name] for name in available if name in self.needs},
+            )
+        )
+        self._check("advantage", estimate, tokens.episodes)
+        tokens.advantages = normalize_advantages(
+            estimate.advantages,
+            tokens.episodes,
+            group_ids,
+            mean=config.advantage_mean,
+            std=config.advantage_std,
+        )
+        if estimate.returns is not None:
+            tokens.returns = estimate.returns
+
+    def policy_loss(self, inputs: PolicyInputs) -> LossTerms:
+        """Return the losses of the tokens of whole episodes."""
+        terms: LossTerms = self._loss(inputs)
+        self._check("loss", terms, inputs.episodes)
+        limit = self.config.correction.max_episode_kl
+        if limit is None:
+            return terms
+        drifted = drifted_episodes(inputs.policy, inputs.behaviour, inputs.advantages, inputs.episodes, max_kl=limit)
+        statistics = terms.statistics | {"drifted_fraction": drifted.to(terms.losses.dtype)}
+        return LossTerms(torch.where(drifted, 0.0, terms.losses), statistics, terms.chosen)
+
+    def correction(self, proximal: Tensor, behaviour: Tensor, episodes: Tensor) -> Tensor:
+        """Return ``[T]``, the factor of each token's loss that corrects for off-policy sampling."""
+        config = self.config.correction
+        if config.level == "none":
+            weights = torch.ones_like(proximal)
+        elif config.outside == "mask":
+            weights = icepop_weights(proximal, behaviour, lower=config.min_weight, upper=config.max_weight)
+        else:
+            weights = importance_weights(
+                proximal,
+                behaviour,
+                episodes,
+                level=WeightLevel(config.level),
+                max_weight=config.max_weight,
+                normalize=config.normalize,
+            )
+            if self.config.loss == "gmpo":
+                weights = episode_weights(weights, episodes)
+        if config.reject is not None:
+            bounds = config.reject_bounds or ""
+            weights *= rejection_mask(proximal, behaviour, episodes, option=config.reject, bounds=bounds)
+        return weights
+
+    def _check(self, key: str, returned: Estimate | LossTerms, episodes: Tensor) -> None:
+        """Raise a ConfigError unless the function of config ``key`` returned the right type, one float per token."""
+        kind, names, hint = _RETURNS[key]
+        where = f"trainer.{key} {getattr(self.config, key)!r} returns"
+        if not isinstance(returned, kind):
+            raise ConfigError(f"{where} a {type(returned).__name__}: return {kind.__name__}({', '.join(names)})")
+        for name in names:
+            values = getattr(returned, name)
+            if values is None:
+                continue
+            if not isinstance(values, Tensor):
+                raise ConfigError(f"{where} {name} as {type(values).__name__}: give a float tensor; {hint}")
+            if values.shape != episodes.shape or not values.is_floating_point():
+                raise ConfigError(
+                    f"{where} {name} of shape {list(values.shape)} and {values.dtype}: give floats of shape "
+                    f"{list(episodes.shape)}, one for each token; {hint}"
+                )
+
+    def _dry_run(self) -> LossTerms:
+        """Return the losses of two toy answers, so that bad options fail before the model loads."""
+        config, episodes = self.config, torch.tensor([0, 0, 0, 1, 1])
+        logprobs, scores = torch.arange(-5.0, 0.0), torch.arange(2.0)
+        tokens = StepTokens.zeros(episodes)
+        tokens.proximal.copy_(logprobs)
+        tokens.sum_squared_probs.fill_(0.5)
+        tokens.correction.fill_(1.0)
+        tokens.returns.fill_(torch.nan)
+        tokens.rewards[tokens.ends] = scores
+        if config.overlong_buffer and self._max_new_tokens is None:
+            raise ConfigError("trainer.overlong_buffer needs the length limit: give the trainer a max_new_tokens")
+        self.shape_rewards(scores, tokens)
+        try:
+            self.correction(logprobs, logprobs, episodes)
+        except ConfigError as error:
+            raise ConfigError(f"trainer.correction.reject: {error}") from error
+        with self._naming("advantage"):
+            self._find_needs(tokens, scores)
+        with self._naming("loss"):
+            terms = self.policy_loss(
+                PolicyInputs(
+                    policy=logprobs.clone().requires_grad_(),
+                    proximal=logprobs,
+                    behaviour=logprobs,
+                    advantages=tokens.advantages,
+                    episodes=episodes,
+                )
+            )
+        if not terms.losses.requires_grad:
+            raise ConfigError(
+                f"trainer.loss {config.loss!r} returns losses without a gradient: compute them from inputs.policy, not "
+                "detached"
+            )
+        for key, values in (("advantage", tokens.advantages), ("loss", terms.losses)):
+            if not bool(values.isfinite().all()):
+                name, options = getattr(config, key), getattr(config, f"{key}_kwargs")
+                raise ConfigError(
+                    f"trainer.{key} {name!r} with its options {options} gives {values.tolist()}: these must be finite; "
+                    "choose other options, or fix the function"
+                )
+        if config.critic is not None:
+            self._check_critic(tokens.returns)
+        return terms
+
+    def _find_needs(self, tokens: StepTokens, scores: Tensor) -> None:
+        """Fill in ``needs``, and advantages for two toy answers of two turns and of one."""
+        turns = Turns(
+            of_token=torch.tensor([0, 0, 1, 2, 2]),
+            rewards=torch.arange(3.0),
+            episodes=torch.tensor([0, 0, 1]),
+            index=torch.tensor([0, 1, 0]),
+            parents=torch.tensor([-1, 0, -1]),
+        )
+        while True:
+            try:
+                self.advantages(tokens, scores, scores, ["", ""], turns)
+                break
+            except MissingInput as missing:
+                if missing.name in self.needs:
+                    raise
+                self.needs |= {missing.name}
+        if self.config.overlong_buffer and "turns" in self.needs:
+            raise ConfigError(
+                f"trainer.overlong_buffer lowers the reward of a whole episode, and {self.config.advantage!r} compares "
+                "the rewards of turns: remove one of them"
+            )
+
+    def _check_critic(self, returns: Tensor) -> None:
+        name = self.config.advantage
+        if bool(returns.isnan().any()):
+            raise ConfigError(
+                f"trainer.critic has nothing to learn from {name!r}, which gives no returns: choose gae, make your own "
+                "estimator return Estimate(advantages, returns), or remove the critic"
+            )
+        if "values" not in self.needs:
+            raise ConfigError(
+                f"trainer.critic is unused: {name!r} does not ask for its values. Choose gae, call "
+                "inputs.needed('values') in your own estimator, or remove the critic"
+            )
+
+    @contextmanager
+    def _naming(self, key: str) -> Iterator[None]:
+        """Turn exceptions into config errors that name the function of the config ``key``."""
+        try:
+            yield
+        except ConfigError:
+            raise
+        except Exception as error:
+            name, options = getattr(self.config, key), getattr(self.config, f"{key}_kwargs")
+            raise ConfigError(
+                f"trainer.{key} {name!r} does not work with its options {options}: {type(error).__name__}: {error}"
+            ) from error
+
+
+_RETURNS: dict[str, tuple[type, tuple[str, ...], str]] = {
+    "advantage": (
+        Estimate,
+        ("advantages", "returns"),
+        "inputs.per_token(values) expands one value per episode",
+    ),
+    "loss": (
+        LossTerms,
+        ("losses",),
+        "the trainer averages them, and inputs.episodes is the episode of each token",
+    ),
+}
+"""Expected return type, per-token fields and a hint, per config key."""

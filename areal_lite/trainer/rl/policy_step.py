@@ -1,0 +1,275 @@
+"""The state of one reinforcement-learning step, passed from stage to stage, and its metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from areal_lite.api.trajectory import EpisodeStatus, Group, TokenSequence
+from areal_lite.data.batch.data_proto import DataProto
+from areal_lite.data.batch.training_batch import training_sequences
+from areal_lite.errors import TrainingError
+from areal_lite.models.parallel.ranks import Ranks, gather_json
+from areal_lite.trainer.estimators.inputs import Turns
+from areal_lite.trainer.rl.data_metrics import PhaseClock, batch_metrics, mismatch_statistics
+from areal_lite.trainer.rl.step_tokens import StepTokens, by_episode, number_episodes
+
+Batch = Sequence[Group] | DataProto
+"""What a step trains on."""
+ROUNDING = 1e-3
+"""A log-prob may be above 0 by this much, because engines round."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One batch and what the stages compute from it."""
+
+    sequences: list[TokenSequence]
+    """Sequences of one episode are adjacent."""
+    episodes: list[int]
+    """The episode of each sequence."""
+    version: int
+    tokens: StepTokens
+    scores: Tensor
+    """``[E]`` reward of each episode: the mean over its sequences, which share a reward or have one per turn."""
+    clock: PhaseClock
+    baselines: Tensor | None = None
+    """``[E]`` reward of a greedy episode on the same row."""
+    minibatches: list[list[int]] = field(default_factory=list)
+    """Sequences of each update."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+    """``[T]`` per-token statistics that the losses recorded, NaN where none."""
+    measured: bool = False
+    """Whether every rank has the statistics of all tokens, because nothing trained."""
+    choice: Tensor | None = None
+    """``[T]`` bool, tokens that the loss chose in the current minibatch, if it chooses."""
+
+    @classmethod
+    def of(cls, batch: Batch, *, version: int, device: torch.device) -> Step:
+        """Return the step of accepted groups, or of a DataProto (:mod:`areal_lite.data.batch.training_batch`).
+
+        Raises:
+            ValueError: If a DataProto breaks a rule of a training batch.
+            TrainingError: If there is nothing to train, or a number is not finite; a log-prob may be NaN.
+        """
+        clock = PhaseClock(device)
+        if isinstance(batch, DataProto):
+            _check_proto(batch, version)
+        sequences = by_episode(training_sequences(batch))
+        if not sequences:
+            raise TrainingError(
+                f"step {version}: no group of the batch was accepted, so nothing can train: the dump has the reasons"
+            )
+        episodes = number_episodes(sequences)
+        rewards = torch.tensor([sequence.reward for sequence in sequences])
+        numbers = torch.tensor(episodes)
+        sizes = torch.bincount(numbers)
+        scores = torch.zeros(len(sizes)).index_add_(0, numbers, rewards) / sizes
+        extreme = partial(torch.zeros_like(scores).scatter_reduce, 0, numbers, rewards, include_self=False)
+        low, high = extreme(reduce="amin"), extreme(reduce="amax")
+        scores = torch.where(low == high, low, scores)  # a mean of equal rewards may differ in the last bit
+        _refuse("rewards", (~rewards.isfinite()).nonzero()[:, 0], _task_ids(sequences), version, _FINITE_EPISODES)
+        step = cls(
+            sequences=sequences,
+            episodes=episodes,
+            version=version,
+            tokens=StepTokens.of(sequences, device=device),
+            scores=scores.to(device),
+            clock=clock,
+        )
+        as_a_whole = torch.ones_like(step.scores, dtype=torch.bool)
+        as_a_whole[[e for e, s in zip(episodes, sequences, strict=True) if s.token_rewards is not None]] = False
+        ends = step.tokens.ends & as_a_whole[step.tokens.episodes]
+        step.tokens.rewards[ends] = step.scores[step.tokens.episodes[ends]]
+        step.check_sampled()
+        if (baselines := _baselines(batch)) is not None:
+            step.baselines = torch.tensor([baselines[name] for name in step.group_ids], device=device)
+        return step
+
+    @property
+    def group_ids(self) -> list[str]:
+        """``[E]`` the group of each episode."""
+        return list(dict(zip(self.episodes, (s.group_id for s in self.sequences), strict=True)).values())
+
+    @property
+    def all_indices(self) -> range:
+        """Indices of all sequences."""
+        return range(len(self.sequences))
+
+    def turns(self) -> Turns:
+        """Return the rewards per turn, for estimators that ask for them; each sequence is a rewarded turn."""
+        device = self.scores.device
+        return Turns(
+            of_token=self.tokens.sequences,
+            rewards=torch.tensor([sequence.reward for sequence in self.sequences], device=device),
+            episodes=torch.tensor(self.episodes, device=device),
+            index=torch.tensor([sequence.turn_idx for sequence in self.sequences], device=device),
+            parents=torch.tensor(self._parents(), device=device),
+        )
+
+    def _parents(self) -> list[int]:
+        """Return, per sequence, the longest sequence of its episode that it extends; -1 for none."""
+        places = {
+            (episode, sequence.path): place
+            for place, (episode, sequence) in enumerate(zip(self.episodes, self.sequences, strict=True))
+        }
+        return [
+            next(
+                (
+                    places[episode, sequence.path[:length]]
+                    for length in range(len(sequence.path) - 1, 0, -1)
+                    if (episode, sequence.path[:length]) in places
+                ),
+                -1,
+            )
+            for episode, sequence in zip(self.episodes, self.sequences, strict=True)
+        ]
+
+    def check_sampled(self) -> None:
+        """Check the log-probs and versions that the engine recorded for the trained tokens.
+
+        Raises:
+            TrainingError: Naming the tasks with an infinite or positive log-prob, or a version that is not trained yet.
+        """
+        logprobs, versions, of_token = self.tokens.behaviour, self.tokens.versions, self.tokens.sequences
+        task_ids = _task_ids(self.sequences)
+        _refuse("logprobs", of_token[logprobs.isinf()], task_ids, self.version, _FINITE_EPISODES)
+        for name, values, highest, fix in (
+            ("logprobs", logprobs, 0, "record the natural log of each sampled token's probability"),
+            ("versions", versions, self.version, "record those that the server reported, and train with its version"),
+        ):
+            broken = values > highest + ROUNDING
+            if bool(broken.any()):
+                rule = f"must be at most {highest} and reach {values[broken].max():g}: {fix}"
+                _refuse(name, of_token[broken], task_ids, self.version, rule)
+
+    def check_finite(self, *names: str) -> None:
+        """Check that the per-token values of these ``names`` are finite.
+
+        Raises:
+            TrainingError: Naming the tasks whose numbers are not finite.
+        """
+        rule = (
+            "must be finite and are not: the model has diverged on them: resume from an earlier checkpoint with a "
+            "lower learning rate"
+        )
+        for name in names:
+            broken = ~getattr(self.tokens, name).isfinite()
+            _refuse(name, self.tokens.sequences[broken], _task_ids(self.sequences), self.version, rule)
+
+    def record_statistics(self, at: Tensor, statistics: Mapping[str, Tensor]) -> None:
+        """Record per-token statistics of a loss at the tokens ``at``."""
+        for name, values in statistics.items():
+            column = self.statistics.setdefault(name, torch.full_like(self.tokens.proximal, math.nan))
+            column[at] = values.detach().float()
+
+    def all_metrics(
+        self,
+        *,
+        ranks: Ranks,
+        has_critic: bool,
+        penalized: bool,
+        compares_engine: bool,
+        max_new_tokens: int | None,
+    ) -> dict[str, float]:
+        """Return data, loss, token and timing metrics of the whole step."""
+        tokens = self.tokens
+        earned = torch.zeros_like(self.scores).index_add_(0, tokens.episodes, tokens.rewards)
+        has_tokens = torch.bincount(tokens.episodes, minlength=len(earned)) > 0
+        earned = torch.where(has_tokens, earned, self.scores)
+        return {
+            **batch_metrics(
+                self.sequences,
+                self.episodes,
+                tokens.advantages.cpu().numpy(),
+                version=self.version,
+                penalised_rewards=earned.cpu().numpy() if penalized else None,
+                returns=tokens.returns.cpu().numpy() if has_critic else None,
+                values=tokens.values.cpu().numpy() if has_critic else None,
+                max_new_tokens=max_new_tokens,
+            ),
+            **self.metrics,
+            **self._token_metrics(ranks),
+            **(self._engine_metrics(ranks) if compares_engine else {}),
+            **self.clock.metrics(num_tokens=sum(map(len, self.sequences))),
+        }
+
+    def _token_metrics(self, ranks: Ranks) -> dict[str, float]:
+        """Return means over the tokens of all ranks with a recorded value."""
+        tokens, own = self.tokens, self.tokens.computed
+        # A rank that computed nothing has no statistics of its own.
+        names = dict.fromkeys(name for names in gather_json(list(self.statistics)) for name in names)
+        nothing = torch.full_like(tokens.proximal, math.nan)
+        metrics = {}
+        for name in names:
+            values = self.statistics.get(name, nothing)
+            recorded = ~values.isnan()
+            sums = ranks.sum_(torch.stack([values[recorded].sum(), recorded.sum().to(values.dtype)]))
+            metrics[name] = (sums[0] / sums[1].clamp(min=1)).item()
+        rejected = ranks.sum_((own & (tokens.correction == 0)).float().sum())
+        return {
+            **metrics,
+            "trained_tokens": float(len(own)),
+            "computed_tokens": ranks.sum_(own.float().sum()).item(),
+            "rejected_tokens": rejected.item(),
+        }
+
+    def _engine_metrics(self, ranks: Ranks) -> dict[str, float]:
+        """Return how far engine and trainer disagree, and how far the policy has moved."""
+        tokens, own = self.tokens, self.tokens.computed
+        proximal = tokens.proximal + tokens.log_kept
+        recorded = ~tokens.behaviour.isnan()
+        if not self.measured:
+            proximal = ranks.sum_(torch.where(own, proximal, 0.0))
+            recorded &= ranks.sum_(own.float()) > 0
+        return mismatch_statistics(
+            proximal[recorded],
+            tokens.behaviour[recorded],
+            tokens.versions[recorded],
+            tokens.episodes[recorded],
+            self.version,
+        )
+
+
+def _baselines(batch: Batch) -> dict[str, float] | None:
+    """Return the reward of a greedy episode by group; None unless every group has one."""
+    if not isinstance(batch, DataProto):
+        baselines = {g.group_id: g.baseline for g in batch if g.status is EpisodeStatus.ACCEPTED}
+        known = {name: baseline for name, baseline in baselines.items() if baseline is not None}
+        return known if len(known) == len(baselines) else None
+    if "baselines" not in batch.batch:
+        return None
+    return dict(zip(batch.non_tensor_batch["group_ids"], batch.batch["baselines"].tolist(), strict=True))
+
+
+_FINITE_EPISODES = (
+    "must be finite and are not: fail the episode if its reward or a log-prob of the engine is NaN or inf"
+)
+
+
+def _check_proto(batch: DataProto, version: int) -> None:
+    """Raise for non-finite numbers, naming tasks; :func:`check_training_batch` would name sequences."""
+    task_ids = list(batch.non_tensor_batch.get("task_ids", range(len(batch))))
+    for key in ("rewards", "baselines", "logprobs"):
+        if key in batch.batch:
+            column = batch.batch[key]
+            broken = column.isinf() if key == "logprobs" else ~column.isfinite()
+            _refuse(key, broken.nonzero()[:, 0], task_ids, version, _FINITE_EPISODES)
+
+
+def _task_ids(sequences: Sequence[TokenSequence]) -> list[str]:
+    return [sequence.task_id for sequence in sequences]
+
+
+def _refuse(name: str, places: Tensor, task_ids: Sequence[object], version: int, rule: str) -> None:
+    """Raise a TrainingError naming the tasks at ``places``, where ``name`` breaks ``rule``, if there are any."""
+    tasks = list(dict.fromkeys(str(task_ids[place]) for place in sorted(set(places.tolist()))))
+    if tasks:
+        more = f" and {len(tasks) - 8} more" if len(tasks) > 8 else ""
+        raise TrainingError(f"step {version}: {name} of task {', '.join(tasks[:8])}{more} {rule}")

@@ -1,0 +1,176 @@
+"""What the trainer computed for each trained token, as one Parquet file per step.
+
+A row is a trained sequence, a list column has an entry per trained token; docs/trajectories.md describes them.
+Guarantees that a file is whole or absent and has the tokens of all ranks, and that a step that is trained again after
+a resume replaces its file. A token has the values of its own update: with several minibatches, ``policy_logprobs``
+follows the updates of the minibatches before it, and every other column belongs to the start of the step.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from areal_lite.api.trajectory import TokenSequence
+from areal_lite.errors import StorageError
+from areal_lite.files.whole_files import write_whole
+from areal_lite.models.parallel.ranks import Ranks
+from areal_lite.trainer.rl.algorithm import Algorithm
+from areal_lite.trainer.rl.policy_step import Step
+
+_ROW_GROUP = 64
+"""Rows that are decoded to read one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFacts:
+    """The rows of one step."""
+
+    step: int
+    sequences: Sequence[TokenSequence]
+    baselines: Sequence[float] | None
+    """Reward of a greedy episode on the row of each sequence, if the estimator needs it."""
+    columns: Mapping[str, NDArray[np.float32]]
+    """``[T]`` by name, in the order of the sequences; NaN where nothing was computed."""
+
+
+def token_facts(step: Step, algorithm: Algorithm, ranks: Ranks) -> TokenFacts:
+    """Return the facts of a finished step, the same on every rank. All ranks call it together."""
+    tokens, config = step.tokens, algorithm.config
+    nothing = torch.full_like(tokens.policy, math.nan)
+    early = torch.full_like(tokens.known, algorithm.needs_proximal_early)
+    known = tokens.known | early
+    local = {  # values of the tokens that this rank computed, and where every rank has them
+        "policy_logprobs": (tokens.policy, None),
+        "proximal_logprobs": (tokens.proximal, known),
+        "importance_weights": (tokens.correction, early),
+        "clipped": (_clipped(step, config.loss), None),
+        "entropy": (step.statistics.get("entropy", nothing), None),
+        "log_kept": (tokens.log_kept, known),
+    }
+    own = torch.stack([tokens.computed.float(), *(values for values, _ in local.values())])
+    computed, *sums = ranks.sum_(torch.where(tokens.computed, own, 0.0))
+    columns = {"behaviour_logprobs": tokens.behaviour, "advantages": tokens.advantages}
+    for total, (name, (values, everywhere)) in zip(sums, local.items(), strict=True):
+        others = nothing if everywhere is None else torch.where(everywhere, values, nothing)
+        columns[name] = torch.where(computed > 0, total, others)
+    if not bool(columns["log_kept"].nan_to_num().any()):
+        del columns["log_kept"]
+    if config.kl is not None:
+        columns["reference_logprobs"] = tokens.reference
+    if config.critic is not None:
+        columns |= {"values": tokens.values, "returns": tokens.returns}
+    if "sum_squared_probs" in algorithm.needs:
+        columns["sum_squared_probs"] = tokens.sum_squared_probs
+    return TokenFacts(
+        step=step.version + 1,
+        sequences=step.sequences,
+        baselines=None if step.baselines is None else step.baselines[torch.tensor(step.episodes)].tolist(),
+        columns={name: values.cpu().numpy() for name, values in columns.items()},
+    )
+
+
+def _clipped(step: Step, loss: str) -> Tensor:
+    """Return ``[T]``, -1 and 1 where the lower or the upper bound of the ratio decided the loss, 0 elsewhere."""
+    tokens, statistics = step.tokens, step.statistics
+    shares = [statistics[name] for name in ("clip_fraction", "clip_fraction_lower") if name in statistics]
+    decided = torch.stack([tokens.policy, *shares])[1:].nan_to_num().sum(0) > 0
+    # The ratio of an episode leaves its band on the side that the advantage pushes to.
+    side = tokens.advantages if loss == "gspo" else tokens.policy - tokens.proximal
+    return torch.where(side < 0, -1.0, 1.0) * decided
+
+
+class FactsWriter:
+    """Writes ``folder/STEP.parquet`` in a thread, one step behind at most; a context manager.
+
+    Args:
+        folder: None on ranks that write nothing.
+
+    Raises:
+        StorageError: From the next call, or at the end, if the disk is full or not writable.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="areal-lite-facts")
+        self._pending: Future[None] | None = None
+
+    def __call__(self, facts: TokenFacts) -> None:
+        """Write ``facts`` once the step before is written."""
+        if self._folder is not None:
+            self._wait()
+            self._pending = self._thread.submit(write_facts, self._folder / f"{facts.step}.parquet", facts)
+
+    def _wait(self) -> None:
+        if (pending := self._pending) is not None:
+            self._pending = None
+            pending.result()
+
+    def __enter__(self) -> FactsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._thread.shutdown()
+        if kind is None:
+            self._wait()
+
+
+def write_facts(path: Path, facts: TokenFacts) -> None:
+    """Write the facts of one step."""
+    import pyarrow as pa  # type: ignore[import-untyped]
+    from pyarrow import parquet
+
+    sequences = facts.sequences
+    places = [np.flatnonzero(sequence.loss_mask) for sequence in sequences]
+    offsets = pa.array(np.cumsum([0, *map(len, places)]), pa.int32())
+
+    def lists(values: Any, kind: Any) -> Any:
+        return pa.ListArray.from_arrays(offsets, pa.array(values, from_pandas=True).cast(kind))
+
+    table: dict[str, Any] = {
+        "task_id": pa.array([sequence.task_id for sequence in sequences]),
+        "group_id": pa.array([sequence.group_id for sequence in sequences]),
+        "member_idx": pa.array([sequence.member_idx for sequence in sequences], pa.int32()),
+        "sample_idx": pa.array(list(_sample_indices(sequences)), pa.int32()),
+        "reward": pa.array([sequence.reward for sequence in sequences], pa.float64()),
+    }
+    if facts.baselines is not None:
+        table["baseline"] = pa.array(facts.baselines, pa.float64())
+    table["token_idx"] = lists(np.concatenate(places), pa.int32())
+    for name, values in facts.columns.items():
+        table[name] = lists(values, pa.int8() if name == "clipped" else pa.float32())
+    buffer = io.BytesIO()
+    keys = [name for name in table if not isinstance(table[name], pa.ListArray)]
+    options = {"compression": "zstd", "use_dictionary": keys, "write_statistics": keys}
+    parquet.write_table(pa.table(table), buffer, row_group_size=_ROW_GROUP, **options)
+    try:
+        write_whole(path, buffer.getvalue())
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error}: free disk space or fix its permissions") from error
+
+
+def _sample_indices(sequences: Sequence[TokenSequence]) -> Iterator[int | None]:
+    """Yield the ``sample_idx`` of each sequence's dumped line; None if its episode is unknown.
+
+    A dump has the lines of a task's episodes in order, and one line for an episode that left no sequence.
+    """
+    counts = Counter((sequence.task_id, sequence.member_idx) for sequence in sequences)
+    passed: Counter[tuple[str, int]] = Counter()
+    for sequence in sequences:
+        task, member = sequence.task_id, sequence.member_idx
+        if member is None:
+            yield None
+            continue
+        yield sum(max(1, counts[task, before]) for before in range(member)) + passed[task, member]
+        passed[task, member] += 1

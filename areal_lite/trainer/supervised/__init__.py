@@ -1,0 +1,1 @@
+"""Supervised training: answers, preference pairs, reward models. Read supervised_trainer."""

@@ -1,1 +1,0 @@
-"""Names that AReaL's workflow files import from ``areal.utils``; nothing inside areal_lite imports them."""

@@ -1,0 +1,144 @@
+"""Compiled operations give what torch's give, and their absence costs nothing but time."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from areal_lite.embedded.model_runner import ModelRunner
+from areal_lite.models.kernels.layer_kernels import CompiledOperations, layer_operations
+from areal_lite.models.kernels.layer_operations import LayerOperations, Turn
+from areal_lite.models.slot_cache import SlotCache, SlotLayer
+from tests.models.test_lean_decoder import MODELS, run, tiny
+
+HALF_STEP = 2.0**-8
+"""Largest relative error of rounding to bfloat16."""
+HIDDEN, WIDTH, GROUPS, HEADS = 48, 8, 3, 2
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+
+
+@cache
+def both(family: str = "llama") -> tuple[Any, LayerOperations, LayerOperations]:
+    """Return a model's first layer, and operations: torch's and compiled."""
+    model = tiny(family, torch.bfloat16)
+    compiled = layer_operations(model)
+    assert isinstance(compiled, CompiledOperations)
+    return model.model.layers[0], LayerOperations(model), compiled
+
+
+def drawn(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape) * scale).bfloat16()
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, 7])
+def test_sum_and_norm_are_those_of_torch(rows: int) -> None:
+    layer, plain, compiled = both()
+    hidden, added = drawn(rows, 1, HIDDEN, scale=3.0), drawn(rows, 1, HIDDEN, scale=3.0)
+    expected_sum, expected = plain.add_norm(hidden.clone(), added, layer.input_layernorm)
+    own_sum, own = compiled.add_norm(hidden, added, layer.input_layernorm)
+    assert own_sum is hidden
+    torch.testing.assert_close(own_sum, expected_sum, atol=0.0, rtol=0.0)
+    torch.testing.assert_close(own.float(), expected.float(), atol=0.0, rtol=2 * HALF_STEP)
+
+
+@needs_compiler
+def test_the_gate_is_torchs_for_numbers_of_any_size() -> None:
+    layer, plain, compiled = both()
+    gate = torch.tensor([0.0, -0.0, 1.0, -1.0, 79.0, -79.0, 90.0, -90.0, 3e38, -3e38]).repeat(5, 4)
+    joined = torch.cat([gate.bfloat16(), drawn(5, 400), drawn(5, 440)], -1)
+    own, expected = (operations.gated(joined, layer.mlp.act_fn) for operations in (compiled, plain))
+    torch.testing.assert_close(own, expected, atol=1e-30, rtol=2 * HALF_STEP)
+    assert (own[:, 40:] == expected[:, 40:]).float().mean() > 0.98
+
+
+@needs_compiler
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_attention_reads_each_slot_to_its_end_in_any_order(family: str, scale: float) -> None:
+    layer, plain, compiled = both(family)
+    torch.manual_seed(3)
+    slots, past = [4, 0, 2], [60, 0, 11]
+    angles = torch.rand(3, 1, WIDTH // 2) * 6
+    cos, sin = (torch.cat([part, part], -1).bfloat16() for part in (angles.cos(), angles.sin()))
+    states = drawn(3, 1, (GROUPS + 2) * HEADS, WIDTH, scale=scale)
+    stored = drawn(2, 5, HEADS, 65, WIDTH, scale=scale)
+    read: dict[str, Tensor] = {}
+    written: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, operations in (("plain", plain), ("compiled", compiled)):
+        cache = SlotCache(num_layers=1, slots=5, capacity=64, device=torch.device("cpu"))
+        cached = cache.layers[0]
+        assert isinstance(cached, SlotLayer)
+        cached.lazy_initialization(*stored[:, :, :, :1])
+        assert cached.keys is not None and cached.values is not None
+        written[name] = cached.keys.copy_(stored[0]), cached.values.copy_(stored[1])
+        cache.plan.set(slots, past, 1)
+        visible = torch.arange(cache.plan.kv_length) <= cache.plan.columns[:, :, None]
+        mask = torch.zeros(visible.shape).masked_fill_(~visible, torch.finfo(torch.float32).min)[:, None].bfloat16()
+        turn = Turn.of((cos, sin), mask, GROUPS)
+        read[name] = operations.attend(states.clone(), layer.self_attn, cached, turn)
+    for number, rtol in enumerate((2 * HALF_STEP, 0.0)):
+        torch.testing.assert_close(written["compiled"][number], written["plain"][number], atol=0.0, rtol=rtol)
+    torch.testing.assert_close(read["compiled"], read["plain"], atol=0.02 * scale, rtol=2 * HALF_STEP)
+    assert (read["compiled"] - read["plain"]).abs().mean() < 0.002 * scale
+
+
+@needs_compiler
+@pytest.mark.parametrize("slots", [[0, 1, 2], [3, 0, 4]])
+@pytest.mark.parametrize("family", sorted({*MODELS} - {"gemma"}))
+def test_logits_are_as_near_to_float32_as_those_of_torch(family: str, slots: list[int]) -> None:
+    half, exact = tiny(family, torch.bfloat16), tiny(family, torch.float32)
+    exact.load_state_dict(half.state_dict())
+    expected = run(ModelRunner(exact, slots=5, context_length=32), slots)
+    errors = {}
+    for compiled in (False, True):
+        runner = ModelRunner(half, slots=5, context_length=32, compiled=compiled)
+        assert runner._lean is not None
+        assert type(runner._lean._operations) is (CompiledOperations if compiled else LayerOperations)
+        errors[compiled] = (run(runner, slots).float() - expected).square().mean().sqrt()
+    assert errors[True] < 1.1 * errors[False]
+
+
+@needs_compiler
+def test_arithmetic_and_threads_of_the_process_stay_as_they_are() -> None:
+    both()
+    assert (torch.tensor(1e-40) * 0.5).item() > 0, "numbers below the normal range are rounded to 0"
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        pools = set(re.findall(r"\S*lib(?:gomp|omp|iomp5)[-.]\S*", maps.read_text()))
+        assert len(pools) <= 1, pools
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("gemma", torch.bfloat16), ("llama", torch.float32)])
+def test_other_models_use_torch(family: str, dtype: torch.dtype) -> None:
+    assert type(layer_operations(tiny(family, dtype))) is LayerOperations
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [
+        (
+            "no-such-compiler",
+            "INFO no C++ compiler: decoding takes up to twice as long. Install g++, or set CXX to a c",
+        ),
+        (
+            "false",
+            "WARNING decoding takes up to twice as long: /.*/false cannot compile layer_kernels.cpp: Command ",
+        ),
+    ],
+)
+def test_without_a_compiler_torch_computes(
+    compiler: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with caplog.at_level(logging.INFO):
+        assert type(layer_operations(tiny("llama", torch.bfloat16))) is LayerOperations
+    assert re.match(said.replace("+", r"\+"), f"{caplog.records[-1].levelname} {caplog.messages[-1]}")

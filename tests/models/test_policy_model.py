@@ -1,0 +1,70 @@
+"""Loading a model leaves nothing behind but the model, which computes the same in every pass."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from areal_lite.errors import ConfigError
+from areal_lite.models.policy_model import load_policy, resolve_device
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "has_gpu", "expected"),
+    [
+        ("auto", True, "cuda"),
+        ("cuda", True, "cuda"),
+        ("cpu", True, "cpu"),
+        ("auto", False, "cpu"),
+        ("cpu", False, "cpu"),
+    ],
+)
+def test_the_device_is_the_named_one_or_the_best(
+    device: str, has_gpu: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert resolve_device(device).type == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": False}, {"gradient_checkpointing": True}])
+def test_no_pass_drops_out_anything(tiny: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    config = AutoConfig.from_pretrained(tiny, attention_dropout=0.5)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load_policy(str(tmp_path), device=CPU, **options)
+    layers = model.model.layers
+    assert {layer.self_attn.attention_dropout for layer in layers} == {0.0}
+    recomputes = any(options.values())
+    assert {model.training, *(layer.gradient_checkpointing for layer in layers)} == {recomputes}
+
+
+@pytest.mark.parametrize("bars", [False, True])
+def test_loading_leaves_the_settings_of_transformers_as_they_were(tiny: Path, bars: bool) -> None:
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+
+    def choose(verbosity: int, enabled: bool) -> None:
+        logging.set_verbosity(verbosity)
+        (logging.enable_progress_bar if enabled else logging.disable_progress_bar)()
+
+    choose(logging.CRITICAL, bars)
+    try:
+        load_policy(str(tiny), device=CPU)
+        assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (logging.CRITICAL, bars)
+    finally:
+        choose(*before)
+
+
+@pytest.mark.parametrize("weights", ["absent", "cut"])
+def test_the_error_gives_the_reason_why_a_model_does_not_load(tiny: Path, tmp_path: Path, weights: str) -> None:
+    shutil.copy(tiny / "config.json", tmp_path)
+    if weights == "cut":  # as by a download that broke off
+        (tmp_path / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes()[:-9])
+    with pytest.raises(ConfigError, match=r"cannot be loaded as a causal LM \(.*\w.*\): give a folder"):
+        load_policy(str(tmp_path), device=CPU)

@@ -1,0 +1,37 @@
+"""What is sent to a child process: loaded there by name, without running the main script again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = """
+from areal_lite.agents.isolation.agent_processes import pickled_agent
+from areal_lite.config.run_config import InferenceEngineConfig
+from areal_lite.rollout.episodes.workflow_resolution import pickled_workflow
+
+class Agent:
+    async def run(self, data, **extra):
+        return 1.0
+
+"""
+SENDS = {
+    "agent": "pickled_agent(Agent())",
+    "workflow": "pickled_workflow(Agent, {}, 1, InferenceEngineConfig(workers=2))",
+}
+
+
+@pytest.mark.parametrize("what", SENDS)
+def test_a_script_that_would_run_again_in_every_process_is_refused(what: str, tmp_path: Path) -> None:
+    for main, refused in ((SENDS[what], True), (f"if __name__ == '__main__':\n    {SENDS[what]}", False)):
+        script = tmp_path / "script.py"
+        script.write_text(f"{SCRIPT}{main}\n")
+        done = subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, env={"PYTHONPATH": str(REPOSITORY)}
+        )
+        assert (done.returncode != 0) == refused, done.stderr
+        assert (f"lives in {script}, which every process would run again as a whole" in done.stderr) == refused

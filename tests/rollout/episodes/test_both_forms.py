@@ -1,0 +1,67 @@
+"""Blocking and async methods of the engine are one operation: same parameters, result and documentation."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+import pytest
+
+from areal_lite.rollout.remote_inf_engine import Operation, RemoteInfEngine
+from tests.rollout.scripted import OneTurn
+from tests.stub_server import StubThread
+
+FORMS = {
+    "submit": "asubmit",
+    "wait": "await_results",
+    "rollout_batch": "arollout_batch",
+    "prepare_batch": "aprepare_batch",
+    "close_source": "aclose_source",
+    "pause": "apause",
+    "resume": "aresume",
+    "set_version": "aset_version",
+    "update_weights": "aupdate_weights",
+    "update_weights_from_disk": "aupdate_weights_from_disk",
+    "probe": "aprobe",
+}
+
+
+@pytest.mark.parametrize(("blocking", "asynchronous"), FORMS.items())
+def test_both_forms_have_one_signature_and_documentation(blocking: str, asynchronous: str) -> None:
+    sync, async_ = getattr(RemoteInfEngine, blocking), getattr(RemoteInfEngine, asynchronous)
+    assert (sync.__name__, async_.__name__) == (blocking, asynchronous)
+    assert inspect.iscoroutinefunction(async_) and not inspect.iscoroutinefunction(sync)
+    assert inspect.signature(sync) == inspect.signature(async_)
+    assert sync.__doc__ == async_.__doc__ and sync.__doc__
+    for form in (sync, async_):
+        assert "Operation" not in str(get_type_hints(form, include_extras=True)["return"]), form
+
+
+def test_every_operation_has_two_forms_and_the_class_names_the_async_one() -> None:
+    operations = [
+        name
+        for name, method in vars(RemoteInfEngine).items()
+        if str(getattr(method, "__annotations__", {}).get("return", "")).startswith(Operation.__name__)
+    ]
+    assert {name.removeprefix("_") for name in operations} == FORMS.keys() - {"submit"}
+    assert all(f"``{name}``" in (RemoteInfEngine.__doc__ or "") for name in FORMS.values())
+
+
+def test_both_forms_give_the_same(
+    start_stub: Callable[..., StubThread], start_engine: Callable[..., RemoteInfEngine]
+) -> None:
+    engine = start_engine(start_stub())
+
+    async def main() -> Any:
+        await engine.asubmit({"n": 1}, OneTurn)
+        submitted = await engine.await_results(1, timeout=10)
+        await engine.apause()
+        await engine.aresume()
+        await engine.aset_version(2)
+        return submitted + await engine.arollout_batch([{"n": 2}], OneTurn)
+
+    groups = asyncio.run(main()) + engine.rollout_batch([{"n": 3}], OneTurn)
+    assert [(g.data["n"], g.status, g.rewards) for g in groups] == [(n, "accepted", [1.0]) for n in (1, 2, 3)]
+    assert engine.get_version() == 2

@@ -1,0 +1,79 @@
+"""An episode that blocks the event loop of all others is named, and ended at its deadline from outside the loop."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_lite.api import EpisodeStatus, InferenceEngine
+from areal_lite.api.failure import FailureKind
+from areal_lite.rollout import loop_watchdog
+from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+from tests.rollout.scripted import OneTurn
+from tests.stub_server import StubServer, StubThread
+
+
+class Blocks(OneTurn):
+    """Never returns to the event loop in rows with ``spin`` or ``sleep``, whatever is raised."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        """Block, or answer."""
+        while data.get("spin"):
+            try:
+                sum(range(1000))
+            except Exception:
+                continue
+        if "sleep" in data:
+            time.sleep(data["sleep"])  # noqa: ASYNC251
+        return await super().arun_episode(engine, data)
+
+
+def test_a_blocking_episode_ends_at_its_deadline_and_the_others_finish(
+    start_stub: Callable[..., StubThread], start_engine: Callable[..., RemoteInfEngine],
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(loop_watchdog, "BLOCKED_S", 0.2)
+    engine = start_engine(start_stub(), episode_timeout_s=1.5)
+    began = time.monotonic()
+    groups = engine.rollout_batch([{"spin": n == 7} for n in range(50)], Blocks)
+    assert time.monotonic() - began < 10
+    assert [n for n, group in enumerate(groups) if group.status is not EpisodeStatus.ACCEPTED] == [7]
+    assert groups[7].failure is not None
+    assert groups[7].failure.kind is FailureKind.DEADLINE
+    assert "blocks the event loop of all episodes at" in caplog.text
+    assert engine.rollout_batch([{}], Blocks)[0].status is EpisodeStatus.ACCEPTED
+
+
+PROGRAM = """
+from areal_lite.api import InferenceEngineConfig
+from areal_lite.rollout import loop_watchdog
+from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
+from tests.rollout.test_loop_watchdog import Blocks
+
+loop_watchdog.BLOCKED_S = loop_watchdog.EXIT_AFTER_S = 0.2
+config = InferenceEngineConfig(backend="sglang", addresses=["ADDRESS"], episode_timeout_s=0.5)
+with RemoteInfEngine(config) as engine:
+    engine.rollout_batch([{"sleep": 100}], Blocks)
+"""
+
+
+def test_a_call_into_c_that_outlives_its_deadline_ends_the_process() -> None:
+    with StubThread(StubServer()) as stub:
+        ended = subprocess.run(
+            [sys.executable, "-c", PROGRAM.replace("ADDRESS", stub.address)],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert ended.returncode == 70, ended.stderr
+    assert "cannot be interrupted" in ended.stderr
+    assert "test_loop_watchdog.py:" in ended.stderr

@@ -1,0 +1,61 @@
+"""areal-lite plan probes the real run, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal_lite.cli.main import main
+from areal_lite.config.loader import load_config
+from areal_lite.tools.plan import plan as planning
+from areal_lite.tools.plan.probe import Measurements, measure
+
+
+def test_a_plan_of_the_first_steps_agrees_with_the_run(
+    run_yaml: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "_STEADY_S", 0.0)
+    monkeypatch.setattr(planning, "MAX_HELD_OUT", 2)  # of 4 rows
+    changes = [
+        "trainer.total_steps=8",
+        "trainer.learning_rate=1e-6",
+        "rollout.weight_update=disk",
+        "evaluation.every_steps=3",
+        "dump_training=true",
+    ]
+    changes += ["rollout.gconfig.ignore_eos=true", "rollout.eval_gconfig.ignore_eos=true", "checkpoint.every_steps=2"]
+    before = set(run_yaml.parent.rglob("*"))
+    assert main(["plan", str(run_yaml), "--json", *changes]) == 0
+    assert set(run_yaml.parent.rglob("*")) == before
+    shown = capsys.readouterr()
+    plan = json.loads(shown.out)
+    assert (plan["steps"], plan["probed_steps"]) == (8, 3)
+    assert shown.err.count("step ") >= 5  # three steps and two evaluations
+
+    config, measured = load_config(run_yaml, changes), Measurements()
+    measure(config, measured)
+    assert (len(measured.step_s), len(measured.evaluation_s), measured.checkpoints) == (8, 4, 4)
+    assert plan["tokens"]["trained"] == pytest.approx(8 * 4 * 4 * 8, rel=0.05)  # steps, groups, members, tokens
+    assert plan["tokens"]["sampled"] == pytest.approx(plan["tokens"]["trained"] + 4 * 4 * 8, rel=0.01)
+    assert plan["tokens"]["sampled"] == pytest.approx(measured.tokens, rel=0.02)
+    written = sum(file.stat().st_size for file in config.run_dir.rglob("*") if file.is_file())
+    assert plan["disk_bytes"]["total"] == pytest.approx(written, rel=0.05)
+    assert plan["memory_bytes"]["servers"] > 1e8
+    seconds = plan["seconds"]
+    left = 5 * seconds["step"] + 2 * seconds["evaluation"] + 3 * seconds["checkpoint"]
+    assert plan["probe_s"] + left < seconds["total"] < plan["probe_s"] + left + 2 * seconds["evaluation"]
+
+
+def test_a_plan_of_sft_counts_its_steps(sft_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(sft_yaml)]) == 0
+    out = capsys.readouterr().out
+    assert "200 steps, from 41 steps" in out
+    assert "next: areal-lite sft" in out
+    assert not (sft_yaml.parent / "runs").exists()
+
+
+def test_a_config_that_cannot_run_is_an_error_as_in_the_run(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(run_yaml), "model_path=/nothing"]) == 64
+    assert "model_path '/nothing'" in capsys.readouterr().err
