@@ -8,7 +8,10 @@ import pytest
 from hypothesis import settings
 
 from areal_lite.servers.programs.embedded_server import EmbeddedServer
+from tests import fork_server
 from tests.fixtures.tiny_model import build_tiny_model
+
+fork_server.install()
 
 # A loaded machine is no bug; pytest-timeout bounds each test.
 settings.register_profile("areal_lite", deadline=None)

@@ -1,0 +1,241 @@
+"""Forks Python programs from a process that has imported torch and transformers, which takes seconds in each new one.
+
+:func:`install` replaces ``subprocess.Popen`` in a process of tests. ``python -m areal_lite...`` and scripts of this
+repository then begin in a fork of the server below; every other command starts as always. To its starter and to itself
+such a program is like one that was started: the same parent, process group, files, directory, variables, ``sys.argv``
+and ``sys.path``, and it ends through the interpreter's own end.
+
+What makes that true, step by step, since none of it shows when it is wrong:
+
+1. The server has one thread, so a fork finds no lock held by a thread that is gone. It checks this before each fork.
+2. The program is a grandchild of the server. Its own parent ends at once, and orphans go to their nearest ancestor that
+   is a "child subreaper": the process of tests, which is one only for that moment. A subreaper for good would have to
+   reap the orphans of tests that kill a run, and until then they would look alive.
+3. The program gets a server of its own for the programs that it starts, forked before any thread. It ends with the
+   program, whose end of their connection closes then.
+4. A fork cannot change what libraries read from the environment at import. A command whose variables differ there
+   (``_READ_AT_IMPORT``) starts as always, as does one with another interpreter or with flags.
+5. Generators of random numbers are copied by a fork: Python's seeds itself again, numpy's is seeded here, and torch's
+   begins with the same seed in every process anyway.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import json
+import os
+import runpy
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
+_READ_AT_IMPORT = ("OMP_", "GOMP_", "HF_", "TRANSFORMERS_", "TORCH_", "CUDA_", "MALLOC_", "LD_", "CXX", "PYTHON")
+_READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
+_PRELOADED = (
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.tokenization_auto",
+    "areal_lite.cli.main",
+    "areal_lite.runs.entry_points",
+    "areal_lite.runs.rl_run",
+    "areal_lite.runs.supervised_run",
+    "areal_lite.embedded.http_server",
+)
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
+_LENGTH = struct.Struct("!I")
+_MOST_DESCRIPTORS = 64
+_LONGEST_COMMAND = 4000
+_RealPopen = subprocess.Popen
+
+
+def _read_at_import(environment: Any) -> dict[str, str]:
+    return {k: v for k, v in environment.items() if k.startswith(_READ_AT_IMPORT) and k not in _READ_LATER}
+
+
+# -- in the process of tests ---------------------------------------------------------------------------------
+
+
+class _Client:
+    """Starts the server with the first program, and asks it for forks."""
+
+    def __init__(self, connection: socket.socket | None = None) -> None:
+        self._lock = threading.Lock()
+        self._connection = connection
+
+    def can_run(self, command: list[str], environment: dict[str, str]) -> bool:
+        """Return whether a fork does what the command would do."""
+        if len(command) < 2 or command[0] != sys.executable:
+            return False
+        if command[1] == "-m":
+            ours = len(command) > 2 and command[2].startswith(("areal_lite", "torch.distributed.run"))
+        else:
+            script = Path(command[1])
+            ours = script.suffix == ".py" and script.resolve().is_relative_to(ROOT)
+        return ours and _read_at_import(environment) == _read_at_import(os.environ | _ENVIRONMENT)
+
+    def start(self, request: dict[str, Any], descriptors: list[int]) -> int:
+        """Return the process id of the program, a child of this process."""
+        body = json.dumps(request).encode()
+        with self._lock:
+            connection = self._connection = self._connection or self._start_server()
+            prctl = ctypes.CDLL(None).prctl
+            prctl(_SUBREAPER, 1, 0, 0, 0)
+            try:
+                socket.send_fds(connection, [_LENGTH.pack(len(body))], descriptors)
+                connection.sendall(body)
+                (pid,) = _LENGTH.unpack(connection.recv(_LENGTH.size, socket.MSG_WAITALL))
+            finally:
+                prctl(_SUBREAPER, 0, 0, 0, 0)
+        return int(pid)
+
+    @staticmethod
+    def _start_server() -> socket.socket:
+        ours, theirs = socket.socketpair()
+        path = {"PYTHONPATH": str(ROOT)}
+        with theirs:
+            command = [sys.executable, __file__, str(theirs.fileno()), " " * _LONGEST_COMMAND]
+            _RealPopen(command, pass_fds=(theirs.fileno(),), env=os.environ | _ENVIRONMENT | path)
+        return ours
+
+
+_client = _Client()
+
+
+class _Popen(_RealPopen):  # type: ignore[type-arg]
+    """``subprocess.Popen`` that forks where it can; all else, pipes included, is the base class's."""
+
+    def _execute_child(  # type: ignore[no-untyped-def]
+        self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite,
+        restore_signals, gid, gids, uid, umask, start_new_session, process_group,
+    ):  # fmt: skip
+        environment = {os.fsdecode(k): os.fsdecode(v) for k, v in (os.environ if env is None else env).items()}
+        command = [] if isinstance(args, str | bytes) else [os.fsdecode(arg) for arg in args]
+        if shell or preexec_fn or executable or not _client.can_run(command, environment):
+            super()._execute_child(  # type: ignore[misc]
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+                p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite,
+                restore_signals, gid, gids, uid, umask, start_new_session, process_group,
+            )  # fmt: skip
+            return
+        standard = [number if one == -1 else one for number, one in enumerate((p2cread, c2pwrite, errwrite))]
+        request = {
+            "arguments": command[1:],
+            "environment": environment,
+            "directory": os.path.realpath(cwd or "."),
+            "session": start_new_session,
+            "targets": [0, 1, 2, *map(int, pass_fds)],
+        }
+        self.pid = _client.start(request, [*standard, *map(int, pass_fds)])
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+
+def install(server: socket.socket | None = None) -> None:
+    """Make every program that this process starts begin in a fork if it can; ``server`` is a server that runs."""
+    global _client
+    _client = _Client(server)
+    subprocess.Popen = _Popen  # type: ignore[misc]
+
+
+# -- in the server -------------------------------------------------------------------------------------------
+
+
+def _serve(connection: socket.socket) -> dict[str, Any] | None:
+    """Fork for each request; return None when the tests end, and the request in the process that is to run it."""
+    while True:
+        header, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, _MOST_DESCRIPTORS)
+        if not header:
+            return None
+        (size,) = _LENGTH.unpack(header)
+        request: dict[str, Any] = json.loads(connection.recv(size, socket.MSG_WAITALL))
+        assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread of the server may hold a lock"
+        pid_reads, pid_writes = os.pipe()
+        end_reads, end_writes = os.pipe()
+        if (between := os.fork()) == 0:
+            if (pid := os.fork()) > 0:
+                os.write(pid_writes, _LENGTH.pack(pid))
+                os._exit(0)
+            os.close(end_writes)
+            os.read(end_reads, 1)  # ends when the process between has ended: the parent is the process of tests then
+            connection.close()
+            if request["session"]:
+                os.setsid()
+            above = max(*request["targets"], 255) + 1
+            kept = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in descriptors]
+            os.closerange(3, above)
+            ours, theirs = socket.socketpair()
+            if os.fork() == 0:  # the server of the programs that this one starts
+                ours.close()
+                for one in kept:
+                    os.close(one)
+                connection = theirs
+                continue
+            theirs.close()
+            install(ours)
+            _become(request, kept)
+            return request
+        os.close(end_writes)
+        os.waitpid(between, 0)
+        connection.sendall(os.read(pid_reads, _LENGTH.size))
+        for descriptor in (pid_reads, pid_writes, end_reads, *descriptors):
+            os.close(descriptor)
+
+
+def _become(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Take the files, directory, variables, import path and name of the request."""
+    for descriptor, target in zip(descriptors, request["targets"], strict=True):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    shown = b"\0".join(os.fsencode(one) for one in (sys.executable, *request["arguments"]))[:_LONGEST_COMMAND]
+    begin = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45])  # arg_start
+    ctypes.memmove(begin, shown.ljust(_LONGEST_COMMAND, b"\0"), _LONGEST_COMMAND)
+    os.chdir(request["directory"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    for number, name in (1, "stdout"), (2, "stderr"):
+        lines = number == 2 or unbuffered or os.isatty(number)
+        errors = "backslashreplace" if number == 2 else None
+        stream = open(number, "w", buffering=1 if lines else -1, errors=errors, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    given = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    sys.path[:2] = given  # in place of this file's folder and ROOT
+
+
+def _run(arguments: list[str]) -> None:
+    """Run the program as the interpreter would."""
+    if arguments[0] == "-m":
+        sys.path.insert(0, str(Path.cwd()))
+        sys.argv = arguments[1:]
+        runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
+    else:
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _main() -> None:
+    for name in _PRELOADED:
+        __import__(name)
+    gc.collect()
+    gc.freeze()
+    request = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if request is None:
+        os._exit(0)
+    _run(request["arguments"])
+
+
+if __name__ == "__main__":
+    _main()
