@@ -49,15 +49,17 @@ def start_tied(
     return process, held_open
 
 
-def main_command(module: str, descriptor: int) -> list[str]:
-    """Return the command that calls ``main(descriptor)`` of ``module``, which it finds where this process does."""
-    program = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main({descriptor})"
+def main_command(module: str, *arguments: int) -> list[str]:
+    """Return the command that calls ``main(*arguments)`` of ``module``, which it finds where this process does."""
+    program = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main{arguments}"
     return [sys.executable, "-P", "-c", program, json.dumps(sys.path)]
 
 
 class PickledObject(NamedTuple):
     """An object as a child process loads it: after ``multiprocessing.spawn.prepare(preparation)``."""
 
+    name: str
+    """Its name in messages."""
     key: bytes
     preparation: dict[str, Any]
     pickled: bytes
@@ -87,7 +89,7 @@ def pickled_object(value: Any, *, name: str, hint: str) -> PickledObject:
             f"{name} lives in {script}, which every process would run again as a whole: put the script's main part "
             "under `if __name__ == '__main__':`, or move what is sent to a module of its own"
         )
-    return PickledObject(hashlib.sha256(pickled).digest(), preparation, pickled)
+    return PickledObject(name, hashlib.sha256(pickled).digest(), preparation, pickled)
 
 
 def _is_guarded(script: str) -> bool:
@@ -162,6 +164,26 @@ class ChildProcess:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         os.killpg(self.pid, signal.SIGKILL)  # its leader is not reaped yet, so the group is there
         self._process.wait()
-        self._ended.set()
         os.close(self._held_open)
+        self._ended.set()
         self._on_end()
+
+
+def start_python(
+    module: str, descriptors: Sequence[int], *arguments: int, on_end: Callable[[], object] = bool
+) -> ChildProcess:
+    """Start a process that calls ``main(*descriptors, *arguments)`` of ``module`` and shares this one's output.
+
+    Args:
+        module: Found where this process finds it.
+        descriptors: Open files that it gets.
+        arguments: Further arguments.
+        on_end: See :class:`ChildProcess`.
+    """
+    return ChildProcess(
+        main_command(module, *descriptors, *arguments),
+        environment={"OMP_NUM_THREADS": "1", **os.environ},  # many of them share the cores
+        output=None,
+        pass_fds=descriptors,
+        on_end=on_end,
+    )
