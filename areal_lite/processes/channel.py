@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import asyncio
@@ -34,6 +34,13 @@ MAX_MESSAGE = 2**30
 _MAX_PIECE = 2**16
 
 
+class Stream(Protocol):
+    """A blocking stream."""
+
+    def read(self, size: int, /) -> bytes | None:
+        """Return up to ``size`` bytes; none at the end."""
+
+
 class BrokenMessageError(ConnectionError):
     """The stream ended within a message, or holds something else than messages."""
 
@@ -43,7 +50,7 @@ def framed(body: bytes) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def read_message(stream: IO[bytes], *, max_bytes: int | None = None) -> bytes | None:
+def read_message(stream: Stream, *, max_bytes: int | None = None) -> bytes | None:
     """Return the next body of a blocking stream; None at its end. The run's messages to a child have no bound.
 
     Raises:
@@ -59,8 +66,8 @@ def read_message(stream: IO[bytes], *, max_bytes: int | None = None) -> bytes | 
     return body
 
 
-def _read(stream: IO[bytes], size: int) -> bytes:
-    data = stream.read(size)
+def _read(stream: Stream, size: int) -> bytes:
+    data = stream.read(size) or b""
     while data and len(data) < size and (more := stream.read(size - len(data))):  # an unbuffered stream reads less
         data += more
     return data
