@@ -1,7 +1,10 @@
-"""A program as a child process that cannot outlive this process.
+"""A program as a child process that cannot outlive this process: the one supervisor, for servers, workers and writers.
 
 Guarantees that the program and everything in its process group are killed when the program ends, on ``stop``, and when
-this process ends, also by SIGKILL; and that a Ctrl-C at the terminal reaches only this process.
+this process ends, also by SIGKILL; and that a Ctrl-C at the terminal reaches only this process. A thread per program
+waits for its end: freeing gigabytes takes the kernel a while, and no event loop may wait for it. Until that thread has
+reaped the leader, its id names the group and no other process, so a signal cannot hit a stranger. A process that left
+the group for a session of its own survives, unless a supervisor finds it, as ``agents/isolation/agent_program`` does.
 """
 
 from __future__ import annotations
@@ -23,30 +26,6 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from areal_lite.errors import ConfigError
-
-
-def start_tied(
-    command: Sequence[str], *, pass_fds: Sequence[int] = (), **options: Any
-) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a program in a process group of its own, which is killed when the returned descriptor closes.
-
-    It closes when this process ends, however it ends, unless its owner closes it before.
-    """
-    life_line, held_open = os.pipe()  # one for each: the kernel signals one group per pipe
-    try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=(life_line, *pass_fds), start_new_session=True, **options
-        )
-        # Nobody writes to this pipe: SIGIO, which ends a process, comes to the whole group when our end closes. A
-        # parent-death signal would come when the *thread* that started the program ends.
-        fcntl.fcntl(life_line, fcntl.F_SETOWN, -process.pid)
-        fcntl.fcntl(life_line, fcntl.F_SETFL, fcntl.fcntl(life_line, fcntl.F_GETFL) | os.O_ASYNC)
-    except BaseException:
-        os.close(held_open)
-        raise
-    finally:
-        os.close(life_line)
-    return process, held_open
 
 
 def main_command(module: str, *arguments: int) -> list[str]:
@@ -123,10 +102,26 @@ class ChildProcess:
             pass_fds: Open files that it gets.
             on_end: Called in another thread once it and its process group have ended.
         """
-        stderr = None if output is None else subprocess.STDOUT
-        self._process, self._held_open = start_tied(
-            command, pass_fds=pass_fds, stdout=output, stderr=stderr, env=environment
-        )
+        life_line, self._held_open = os.pipe()  # one for each: the kernel signals one group per pipe
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=None if output is None else subprocess.STDOUT,
+                env=environment,
+                pass_fds=(life_line, *pass_fds),
+                start_new_session=True,
+            )
+            # Nobody writes to this pipe: SIGIO, which ends a process, comes to the whole group when our end closes. A
+            # parent-death signal would come when the *thread* that started the program ends.
+            fcntl.fcntl(life_line, fcntl.F_SETOWN, -self.pid)
+            fcntl.fcntl(life_line, fcntl.F_SETFL, fcntl.fcntl(life_line, fcntl.F_GETFL) | os.O_ASYNC)
+        except BaseException:
+            os.close(self._held_open)
+            raise
+        finally:
+            os.close(life_line)
         self._on_end = on_end
         self._ended = threading.Event()
         threading.Thread(target=self._reap, name=f"wait for {self.pid}", daemon=True).start()
