@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from areal_lite.agents.session.chat_session import ChatSession, Interactions
-from areal_lite.processes.reward_worker import as_reward
+from areal_lite.api.reward_value import as_reward
 
 
 def rewarded(

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_lite.api.interaction import InteractionWithTokenLogpReward
-from areal_lite.processes.reward_worker import LARGEST_REWARD
+from areal_lite.api.reward_value import LARGEST_REWARD
 
 TOKEN_KEYS = {
     "input_ids": "iu",

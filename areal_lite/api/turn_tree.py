@@ -24,8 +24,6 @@ Arrays = Mapping[str, NDArray[Any]]
 Chain = InteractionWithTokenLogpReward | Sequence[ModelResponse]
 """The calls of a sequence."""
 _COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
-_SEQUENCE_FIELDS = (*_COLUMNS, "reward")
-_OWN_FIELDS = ("member_idx", "status", "failure", "reward", "has_loss_mask", "extras")
 Span = tuple[int, int, ModelResponse | None, bool]
 """Start and end of a turn in its sequence, its call if known, and whether the model sampled it."""
 
@@ -79,36 +77,6 @@ def trajectory_of(
     return trajectory
 
 
-def packed(trajectory: Trajectory) -> dict[str, Any]:
-    """Return a trajectory as plain data for another process that has its model calls; see :func:`unpacked`."""
-    sources = turn_sources(trajectory)
-    places: dict[Hashable, int] = {}
-    chains = [
-        [places.setdefault(_identity(call), len(places)) for call in chain]
-        for chain in ([] if sources is None else sources[0])
-    ]
-    return {
-        "own": {name: getattr(trajectory, name) for name in _OWN_FIELDS},
-        "sequences": [[getattr(sequence, name) for name in _SEQUENCE_FIELDS] for sequence in trajectory.sequences],
-        "chains": chains,
-        "calls": list(places),
-    }
-
-
-def unpacked(plain: Mapping[str, Any], calls: Sequence[ModelResponse]) -> Trajectory:
-    """Return the trajectory of :func:`packed`, whose episode made ``calls``."""
-    trajectory = Trajectory(**plain["own"])
-    trajectory.sequences += [
-        TokenSequence(**dict(zip(_SEQUENCE_FIELDS, columns, strict=True))) for columns in plain["sequences"]
-    ]
-    known = {_identity(call): call for call in calls}
-    chains: list[list[ModelResponse]] = []
-    if known.keys() >= set(plain["calls"]):  # otherwise turns are matched to calls by their tokens
-        chains = [[known[plain["calls"][place]] for place in chain] for chain in plain["chains"]]
-    link_turns(trajectory, TurnSources(chains, calls))
-    return trajectory
-
-
 def link_turns(trajectory: Trajectory, sources: TurnSources) -> None:
     """Have the trajectory make its turns from ``sources`` when they are first asked for."""
     owner = weakref.ref(trajectory)
@@ -140,7 +108,7 @@ def _make_turns(sequences: Sequence[TokenSequence], sources: TurnSources) -> lis
         if chains:
             tree.add_path(sequence, _chain_spans(_calls_of(chains[place])))
         else:  # of equal answers to one prompt, each sequence takes another
-            by_length = sorted(calls, key=lambda call: (call.input_len, _identity(call) in tree.calls))
+            by_length = sorted(calls, key=lambda call: (call.input_len, call_key(call) in tree.calls))
             tree.add_path(sequence, _spans(sequence, by_length))
     tree.add_calls(calls)
     return tree.turns
@@ -167,7 +135,7 @@ class _TurnTree:
         for start, end, call, sampled in spans:
             here = slice(start, end)
             ids, loss_mask = sequence.input_ids[here], sequence.loss_mask[here]
-            key = (parent, _identity(call)) if call is not None else (parent, sampled, _bytes(ids))
+            key = (parent, call_key(call)) if call is not None else (parent, sampled, _bytes(ids))
             place = self._places.get(key)
             trained = sampled and _any(loss_mask)
             if place is None or (trained and not _any(self.turns[place].loss_mask)):
@@ -187,7 +155,7 @@ class _TurnTree:
                     self.turns[place] = turn
                 if call is not None:
                     _describe(turn, call, trained=trained)
-                    self.calls.setdefault(_identity(call), place)
+                    self.calls.setdefault(call_key(call), place)
             path.append(place)
             parent = place
             calls_before += sampled
@@ -195,11 +163,11 @@ class _TurnTree:
 
     def add_calls(self, calls: Sequence[ModelResponse]) -> None:
         """Add the calls that no sequence holds, each after the longest call that its prompt extends."""
-        if all(map(self.calls.__contains__, map(_identity, calls))):
+        if all(map(self.calls.__contains__, map(call_key, calls))):
             return
         known: list[tuple[ModelResponse, int]] = []
         for call in calls:
-            place = self.calls.get(_identity(call))
+            place = self.calls.get(call_key(call))
             if place is None:
                 place = self._add_call(call, *_longest_prefix(known, call))
             known.append((call, place))
@@ -219,7 +187,7 @@ class _TurnTree:
         return len(self.turns) - 1
 
 
-def _identity(call: ModelResponse) -> Hashable:
+def call_key(call: ModelResponse) -> Hashable:
     """Return a key for a call: a request may be sent several times, and an engine may set no id."""
     return (call.rid, call.started) if call.rid else id(call)
 

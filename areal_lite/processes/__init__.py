@@ -1,5 +1,6 @@
-"""Child processes that never outlive their parent, and what a process may tell of itself.
+"""Child processes that never outlive their parent, and the one way to talk with them.
 
-Promises that a child ends with the process that started it, however that ends. May import ``errors`` and ``files``;
-called by every room that starts something.
+Promises that a child ends with the process that started it, however that ends, and that nothing a child sends is
+unpickled in the run. May import ``errors`` and ``files``; called by every room that starts something. Read
+child_process, channel, call_pool.
 """

@@ -1,7 +1,10 @@
-"""A program as a child process that cannot outlive this process.
+"""A program as a child process that cannot outlive this process: the one supervisor, for servers, workers and writers.
 
 Guarantees that the program and everything in its process group are killed when the program ends, on ``stop``, and when
-this process ends, also by SIGKILL; and that a Ctrl-C at the terminal reaches only this process.
+this process ends, also by SIGKILL; and that a Ctrl-C at the terminal reaches only this process. A thread per program
+waits for its end: freeing gigabytes takes the kernel a while, and no event loop may wait for it. Until that thread has
+reaped the leader, its id names the group and no other process, so a signal cannot hit a stranger. A process that left
+the group for a session of its own survives, unless a supervisor finds it, as ``agents/isolation/agent_program`` does.
 """
 
 from __future__ import annotations
@@ -25,39 +28,17 @@ from typing import IO, Any, NamedTuple
 from areal_lite.errors import ConfigError
 
 
-def start_tied(
-    command: Sequence[str], *, pass_fds: Sequence[int] = (), **options: Any
-) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a program in a process group of its own, which is killed when the returned descriptor closes.
-
-    It closes when this process ends, however it ends, unless its owner closes it before.
-    """
-    life_line, held_open = os.pipe()  # one for each: the kernel signals one group per pipe
-    try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=(life_line, *pass_fds), start_new_session=True, **options
-        )
-        # Nobody writes to this pipe: SIGIO, which ends a process, comes to the whole group when our end closes. A
-        # parent-death signal would come when the *thread* that started the program ends.
-        fcntl.fcntl(life_line, fcntl.F_SETOWN, -process.pid)
-        fcntl.fcntl(life_line, fcntl.F_SETFL, fcntl.fcntl(life_line, fcntl.F_GETFL) | os.O_ASYNC)
-    except BaseException:
-        os.close(held_open)
-        raise
-    finally:
-        os.close(life_line)
-    return process, held_open
-
-
-def main_command(module: str, descriptor: int) -> list[str]:
-    """Return the command that calls ``main(descriptor)`` of ``module``, which it finds where this process does."""
-    program = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main({descriptor})"
+def main_command(module: str, *arguments: int) -> list[str]:
+    """Return the command that calls ``main(*arguments)`` of ``module``, which it finds where this process does."""
+    program = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main{arguments}"
     return [sys.executable, "-P", "-c", program, json.dumps(sys.path)]
 
 
 class PickledObject(NamedTuple):
     """An object as a child process loads it: after ``multiprocessing.spawn.prepare(preparation)``."""
 
+    name: str
+    """Its name in messages."""
     key: bytes
     preparation: dict[str, Any]
     pickled: bytes
@@ -87,7 +68,7 @@ def pickled_object(value: Any, *, name: str, hint: str) -> PickledObject:
             f"{name} lives in {script}, which every process would run again as a whole: put the script's main part "
             "under `if __name__ == '__main__':`, or move what is sent to a module of its own"
         )
-    return PickledObject(hashlib.sha256(pickled).digest(), preparation, pickled)
+    return PickledObject(name, hashlib.sha256(pickled).digest(), preparation, pickled)
 
 
 def _is_guarded(script: str) -> bool:
@@ -121,10 +102,26 @@ class ChildProcess:
             pass_fds: Open files that it gets.
             on_end: Called in another thread once it and its process group have ended.
         """
-        stderr = None if output is None else subprocess.STDOUT
-        self._process, self._held_open = start_tied(
-            command, pass_fds=pass_fds, stdout=output, stderr=stderr, env=environment
-        )
+        life_line, self._held_open = os.pipe()  # one for each: the kernel signals one group per pipe
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=None if output is None else subprocess.STDOUT,
+                env=environment,
+                pass_fds=(life_line, *pass_fds),
+                start_new_session=True,
+            )
+            # Nobody writes to this pipe: SIGIO, which ends a process, comes to the whole group when our end closes. A
+            # parent-death signal would come when the *thread* that started the program ends.
+            fcntl.fcntl(life_line, fcntl.F_SETOWN, -self.pid)
+            fcntl.fcntl(life_line, fcntl.F_SETFL, fcntl.fcntl(life_line, fcntl.F_GETFL) | os.O_ASYNC)
+        except BaseException:
+            os.close(self._held_open)
+            raise
+        finally:
+            os.close(life_line)
         self._on_end = on_end
         self._ended = threading.Event()
         threading.Thread(target=self._reap, name=f"wait for {self.pid}", daemon=True).start()
@@ -162,6 +159,26 @@ class ChildProcess:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         os.killpg(self.pid, signal.SIGKILL)  # its leader is not reaped yet, so the group is there
         self._process.wait()
-        self._ended.set()
         os.close(self._held_open)
+        self._ended.set()
         self._on_end()
+
+
+def start_python(
+    module: str, descriptors: Sequence[int], *arguments: int, on_end: Callable[[], object] = bool
+) -> ChildProcess:
+    """Start a process that calls ``main(*descriptors, *arguments)`` of ``module`` and shares this one's output.
+
+    Args:
+        module: Found where this process finds it.
+        descriptors: Open files that it gets.
+        arguments: Further arguments.
+        on_end: See :class:`ChildProcess`.
+    """
+    return ChildProcess(
+        main_command(module, *descriptors, *arguments),
+        environment={"OMP_NUM_THREADS": "1", **os.environ},  # many of them share the cores
+        output=None,
+        pass_fds=descriptors,
+        on_end=on_end,
+    )

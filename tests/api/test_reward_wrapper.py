@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from areal_lite.api import AsyncRewardWrapper, episode_context
 from areal_lite.api.episode_context import Episode, EpisodeContext
+from areal_lite.api.reward_value import as_reward, read_reward
 from areal_lite.errors import ConfigError
-from areal_lite.processes.reward_worker import as_reward, read_reward
 from tests.api import reward_samples as samples
 
 
@@ -189,7 +189,7 @@ def test_good_calls_succeed_and_bad_ones_say_why_under_mixed_failures():
     assert all(type(end) is kinds.get(i % 40, float) for i, end in enumerate(ends))
     assert all(end == i for i, end in enumerate(ends) if i % 40 not in kinds)
     alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    children = [child for child in alive if "reward_worker" in " ".join(child.cmdline())]
+    children = [child for child in alive if "call_child" in " ".join(child.cmdline())]
     assert len(children) <= 3  # the two of this pool and the one of pools of one
 
 

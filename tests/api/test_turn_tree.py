@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from areal_lite.api import ModelResponse, Trajectory
 from areal_lite.api.trajectory import EpisodeStatus, TurnRole
-from areal_lite.api.turn_tree import packed, trajectory_of, unfinished_trajectory, unpacked
+from areal_lite.api.turn_tree import trajectory_of, unfinished_trajectory
 from tests.api.test_trajectory import call, check_paths, episode, group_of, interaction, rows, sequence_of
 
 Path = tuple[int, ...]
@@ -101,26 +100,6 @@ def test_each_call_is_one_turn_whichever_sequences_were_returned(data: st.DataOb
         assert turn.loss_mask.tolist() == [place in trained] * one.output_len
     assert [sequence.turn_idx for sequence in trajectory.sequences] == [len(path) - 1 for path, _ in wanted]
     assert trajectory.make_turns() is trajectory.turns  # made once
-
-
-@given(data=st.data(), by_rows=st.booleans(), known=st.booleans())
-def test_a_trajectory_from_another_process_has_the_same_turns(data: st.DataObject, by_rows: bool, known: bool) -> None:
-    calls, paths = data.draw(conversations())
-    wanted = data.draw(sequences(paths))
-    trajectory = trajectory_of((as_rows if by_rows else as_interactions)(calls, wanted), calls)
-    plain = pickle.loads(pickle.dumps(packed(trajectory)))
-    if not known:  # a workflow made a response of its own
-        plain["calls"] = [("another", place) for place in range(len(plain["calls"]))]
-    arrived = unpacked(plain, calls)
-    check_paths(arrived)
-    assert (arrived.status, arrived.reward) == (trajectory.status, trajectory.reward)
-    assert [*conversation_ids(arrived)] == [*conversation_ids(trajectory)]
-    assert [sequence.path for sequence in arrived.sequences] == [sequence.path for sequence in trajectory.sequences]
-    for one, other in zip(arrived.turns, trajectory.turns, strict=True):
-        assert (one.ids.tolist(), one.loss_mask.tolist()) == (other.ids.tolist(), other.loss_mask.tolist())
-    for sequence in arrived.sequences:
-        if sequence.loss_mask.any():
-            assert any(np.shares_memory(arrived.turns[place].loss_mask, sequence.loss_mask) for place in sequence.path)
 
 
 def test_a_turn_that_two_sequences_train_is_a_view_of_the_first() -> None:

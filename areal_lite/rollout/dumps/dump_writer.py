@@ -4,25 +4,24 @@
 contend with the event loop for the interpreter lock. Guarantees that a file is whole or absent, and is never written
 again.
 
-Its input is messages: 8 bytes of length, then marshalled data. The first one is the tokenizer's path and what each line
-has as ``extra``, the others are batches, lists of :data:`File`; a length of 0 ends it. Its output is :class:`Report` as
-JSON lines.
+Its input is messages (:mod:`areal_lite.processes.channel`): the tokenizer's path with each line's ``extra``, then
+batches, lists of :data:`File`. An empty message ends it, and not the end of the pipe, which a program that an agent
+forked may hold open. Its output is a :class:`Report` after each part of a batch.
 """
 
 from __future__ import annotations
 
 import itertools
-import marshal
 import os
+import pickle
 import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-import orjson
-
+from areal_lite.processes.channel import encode_reply, framed, read_message
 from areal_lite.rollout.dumps.dump_lines import dump_lines, dump_text
 from areal_lite.rollout.dumps.packed_group import unpack_group
 
@@ -32,9 +31,8 @@ REPORT_S = 0.1
 """Seconds after which files are reported before their batch is complete."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What became of the next files of a batch."""
+class Report(NamedTuple):
+    """The end of the next files of a batch."""
 
     written: int
     """Files that were written."""
@@ -46,19 +44,18 @@ class Report:
     """Bytes of that file."""
 
 
-def main(descriptor: int) -> None:
-    """Write what comes from the pipe ``descriptor`` until its end."""
+def main(requests: int, reports: int) -> None:
+    """Write what comes from the pipe ``requests`` until its end."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a job: what is queued is still written
-    with os.fdopen(descriptor, "rb") as pipe:
+    with open(requests, "rb") as batches, open(reports, "wb", buffering=0) as answers:
 
-        def receive() -> Any:
-            length = int.from_bytes(pipe.read(8), "little")
-            return marshal.loads(pipe.read(length)) if length else None
+        def report(each: Report) -> None:
+            answers.write(framed(encode_reply(each)))
 
-        path, extra = receive()
-        tokenizer, extra = _tokenizer(path), orjson.loads(extra)
-        while (batch := receive()) is not None:
-            _write_batch(batch, tokenizer, extra)
+        path, extra = pickle.loads(read_message(batches) or b"")
+        tokenizer = _tokenizer(path)
+        while batch := read_message(batches):
+            _write_batch(pickle.loads(batch), tokenizer, extra, report)
         os._exit(0)  # every file and report is written; an orderly exit would only keep the run waiting
 
 
@@ -73,7 +70,9 @@ def _tokenizer(path: str | None) -> Any:
     return load_tokenizer(path)
 
 
-def _write_batch(batch: list[File], tokenizer: Any, extra: dict[str, Any] | None) -> None:
+def _write_batch(
+    batch: list[File], tokenizer: Any, extra: dict[str, Any] | None, report: Callable[[Report], object]
+) -> None:
     """Write the files, and report, until one cannot be written."""
     written, reported = 0, time.monotonic()
     for folder, name, packed in batch:
@@ -81,24 +80,20 @@ def _write_batch(batch: list[File], tokenizer: Any, extra: dict[str, Any] | None
             group, row = unpack_group(packed)
             text = dump_text(dump_lines(group, tokenizer, row=row, extra=extra))
         except Exception:
-            _report(Report(written=written, no_text=traceback.format_exc()))
+            report(Report(written=written, no_text=traceback.format_exc()))
             written = 0
             continue
         try:
             write_file(folder, name, text)
         except OSError as error:
-            _report(Report(written=written, errno=error.errno or 1, size=len(text)))
+            report(Report(written=written, errno=error.errno or 1, size=len(text)))
             return
         written += 1
         if time.monotonic() > reported + REPORT_S:
-            _report(Report(written=written))
+            report(Report(written=written))
             written, reported = 0, time.monotonic()
     if written:
-        _report(Report(written=written))
-
-
-def _report(report: Report) -> None:
-    os.write(1, orjson.dumps(report, option=orjson.OPT_APPEND_NEWLINE))
+        report(Report(written=written))
 
 
 def write_file(folder: str, name: str, text: bytes) -> None:

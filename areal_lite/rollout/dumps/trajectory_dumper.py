@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import marshal
 import os
-import subprocess
+import pickle
 import threading
 import time
 from collections import deque
@@ -27,7 +26,8 @@ from areal_lite.api.trajectory import Group
 from areal_lite.config.run_config import InferenceEngineConfig
 from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.errors import StorageError
-from areal_lite.processes.child_process import main_command, start_tied
+from areal_lite.processes.channel import decode_reply, framed, read_message
+from areal_lite.processes.child_process import start_python
 from areal_lite.rollout.dumps.dump_writer import File, Report
 from areal_lite.rollout.dumps.packed_group import pack_group
 
@@ -43,6 +43,8 @@ BATCH_BYTES = 2**20
 """Packed groups of one batch, beyond one group."""
 PIPE_BYTES = 2**20
 """Size of the pipe to the process."""
+MAX_REPORT = 2**20
+"""Largest report in bytes; it may hold a traceback."""
 REPORT_S = 10.0
 """Seconds between the log lines of a :meth:`TrajectoryDumper.close` that waits."""
 FLUSH_S = 10.0
@@ -89,16 +91,16 @@ class TrajectoryDumper:
         self._wake, self._hurry, self._closing = threading.Event(), threading.Event(), threading.Event()
         self._advanced = threading.Condition()  # also locks ``behind``
         reads, writes = os.pipe()
+        reports, answers = os.pipe()
+        self._pipe, self._reports = os.fdopen(writes, "wb"), os.fdopen(reports, "rb")
         try:
-            command = main_command("areal_lite.rollout.dumps.dump_writer", reads)
-            environment = {"OMP_NUM_THREADS": "1", **os.environ}
-            self._process, self._tie = start_tied(command, pass_fds=[reads], stdout=subprocess.PIPE, env=environment)
+            self._process = start_python("areal_lite.rollout.dumps.dump_writer", [reads, answers])
         finally:
             os.close(reads)
+            os.close(answers)
         with contextlib.suppress(OSError):  # beyond the user's limit: a batch then wakes both sides for each page
             fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        self._pipe = os.fdopen(writes, "wb")
-        self._send((config.tokenizer_path, orjson.dumps(extra)))
+        self._send((config.tokenizer_path, orjson.loads(orjson.dumps(extra))))
         self._thread = threading.Thread(target=self._main, name="areal-lite-dumper", daemon=True)
         self._thread.start()
 
@@ -151,7 +153,6 @@ class TrajectoryDumper:
         finally:
             error = self.error
             self._process.kill()  # if it still runs
-            os.close(self._tie)
         if self.failures:
             logger.warning("%d ended groups could not be dumped below %s", self.failures, self.root)
         if not self._left:
@@ -199,8 +200,9 @@ class TrajectoryDumper:
                 self.behind = self.error is not None or (self.behind and not caught_up)
             if caught_up or self.error is not None:
                 self._on_change()
-        with contextlib.suppress(BrokenPipeError), self._process, self._pipe:
-            self._pipe.write(bytes(8))
+        with contextlib.suppress(BrokenPipeError), self._reports, self._pipe:
+            self._pipe.write(framed(b""))
+        self._process.wait()
 
     def _next_batch(self) -> list[File]:
         files: list[File] = []
@@ -219,13 +221,11 @@ class TrajectoryDumper:
 
     def _write(self, files: list[File]) -> None:
         """Have the process write the files; set ``error`` if it cannot."""
-        reports = self._process.stdout
-        assert reports is not None
         done = 0
         try:
             self._send(files)
             while done < len(files):
-                report = Report(**orjson.loads(reports.readline()))
+                report = Report(*decode_reply(read_message(self._reports, max_bytes=MAX_REPORT) or b"")[0])
                 self._written += report.written
                 done += report.written
                 if report.no_text is not None:
@@ -239,16 +239,14 @@ class TrajectoryDumper:
                         "rollout.dump_to_file: false"
                     )
                     return
-        except (BrokenPipeError, ValueError):
+        except ConnectionError:
             self.error = StorageError(
                 f"the process that writes dumps below {self.root} was killed: free memory, or set "
                 "rollout.dump_to_file: false"
             )
 
     def _send(self, message: Any) -> None:
-        data = marshal.dumps(message)
-        self._pipe.write(len(data).to_bytes(8, "little"))
-        self._pipe.write(data)
+        self._pipe.write(framed(pickle.dumps(message, pickle.HIGHEST_PROTOCOL)))
         self._pipe.flush()
 
 

@@ -1,8 +1,8 @@
 """The process of one rollout worker: runs whole groups of episodes on an event loop of its own.
 
 ``worker_pool`` starts it and sends it groups. To the episodes it is the inference engine: their model
-calls go to the run's process, which has the servers. Both sides send length-prefixed pickles over a socket that only
-they have. Guarantees that each group it gets is answered once, whatever its code does short of ending the process.
+calls go to the run's process, which has the servers. Guarantees that each group it gets is answered once, whatever its
+code does short of ending the process.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing import spawn
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from areal_lite.api import episode_context
 from areal_lite.api.engine_api import InferenceEngine
@@ -30,94 +29,21 @@ from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.io_struct import ModelRequest, ModelResponse, TokenPrefix
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.trajectory import TaskId
-from areal_lite.api.turn_tree import packed
 from areal_lite.api.workflow_api import RolloutWorkflow
-from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.run_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError
+from areal_lite.processes.channel import MessageSplitter, encode_reply, framed, read_message
 from areal_lite.processes.child_process import PickledObject
 from areal_lite.rollout import garbage_collection as collector_pace
 from areal_lite.rollout.episodes.grouped_rollout import run_group
 from areal_lite.rollout.episodes.workflow_resolution import grouped_workflow
 from areal_lite.rollout.loop_thread import LoopThread
 from areal_lite.rollout.loop_watchdog import LoopWatchdog
+from areal_lite.rollout.workers.messages import RESPONSE_FIELDS, CallRequest, WorkerSettings, pack_end
 from areal_lite.servers.client.engine_client import continued, own_copy
 
-LENGTH = struct.Struct("!Q")
 SEND_S = 600.0
 """Seconds that the run's process may leave a message unread."""
-RESPONSE_FIELDS = (
-    *("output_tokens", "output_logprobs", "output_versions", "output_top_logprobs", "stop_reason"),
-    *("latency", "ttft", "started", "attempts", "server"),
-)
-"""What the answer to a call has beyond its request."""
-
-
-def frame(message: tuple[Any, ...]) -> bytes:
-    """Return a message as it is sent."""
-    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    return LENGTH.pack(len(body)) + body
-
-
-class MessageReader(asyncio.Protocol):
-    """Passes each message that arrives on a socket to ``on_message``."""
-
-    def __init__(self, on_message: Callable[..., object], on_close: Callable[[], object]) -> None:
-        self._on_message = on_message
-        self._on_close = on_close
-        self._buffer = bytearray()
-
-    def data_received(self, data: bytes) -> None:
-        """Add what arrived and pass on the messages that are complete."""
-        self._buffer += data
-        start = 0
-        while len(self._buffer) >= start + LENGTH.size:
-            body = start + LENGTH.size
-            end = body + LENGTH.unpack_from(self._buffer, start)[0]
-            if len(self._buffer) < end:
-                break
-            with memoryview(self._buffer) as view, view[body:end] as part:
-                message = pickle.loads(part)
-            self._on_message(*message)
-            start = end
-        del self._buffer[:start]
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """Report the end of the connection."""
-        self._on_close()
-
-
-class WorkerSettings(NamedTuple):
-    """What a worker starts with."""
-
-    config: InferenceEngineConfig
-    log_levels: dict[str, int]
-    """By logger; "" is the root."""
-
-
-class CallRequest(NamedTuple):
-    """A model call of an episode, as it is sent."""
-
-    rid: str
-    gconfig: GenerationHyperparameters
-    top_logprobs: int
-    agent: Any
-    """``metadata["agent"]``."""
-    streams: bool
-    ids: list[int]
-    """Those of the prompt that its group has not sent before."""
-    prefix: tuple[int, int, int] | None
-    """Of the prompt's :class:`TokenPrefix`: number of its list of ids in the group, ``length``, ``num_accepted``. None
-    outside a group: ``ids`` are the prompt."""
-
-
-class EpisodeReply(NamedTuple):
-    """What an episode left in its worker; its model calls are in the run's process."""
-
-    trajectory: dict[str, Any] | None
-    """See :func:`areal_lite.api.turn_tree.packed`; None if it has not ended."""
-    records: dict[str, Any]
-    """What its code recorded, by field of :class:`Episode`."""
 
 
 class _RunningGroup:
@@ -188,15 +114,15 @@ class WorkerProcess(InferenceEngine):
         self._loop.call(self._connect(connection))
 
     async def _connect(self, connection: socket.socket) -> None:
-        reader = MessageReader(lambda kind, *rest: getattr(self, f"_on_{kind}")(*rest), self.ended.set)
+        reader = _Reader(lambda kind, *rest: getattr(self, f"_on_{kind}")(*rest), self.ended.set)
         await asyncio.get_running_loop().create_unix_connection(lambda: reader, sock=connection)
         self._send("ready")
 
-    def _send(self, *message: Any) -> None:
+    def _send(self, *message: Any, columns: Sequence[bytes] = ()) -> None:
         """Send a message at once, from any thread; the run's process always reads."""
-        framed = frame(message)
+        report = framed(encode_reply(message, columns))
         with self._sending, contextlib.suppress(ConnectionError):
-            self._sender.sendall(framed)
+            self._sender.sendall(report)
 
     # -- what the run's process sends --------------------------------------------------------------
 
@@ -270,16 +196,15 @@ class WorkerProcess(InferenceEngine):
             failure = Failure.of(error)
         for call in list(group.calls):  # of tasks that its code left behind
             call.cancel()
-        replies = [_reply(episode) for episode in episodes]
         try:
-            left = pickle.dumps((was_stopped, failure, replies), pickle.HIGHEST_PROTOCOL)
+            left, columns = pack_end(was_stopped, failure, episodes)
         except Exception as error:  # a workflow returned something beside tensors
             failure = replace(Failure.of(error), kind=FailureKind.OUTPUT)
-            left = pickle.dumps((was_stopped, failure, [EpisodeReply(None, {})] * len(episodes)))
+            left, columns = pack_end(was_stopped, failure, ())
         del self._groups[group.key]
         if self._by_task.get(context["task_id"]) is group:
             del self._by_task[context["task_id"]]
-        self._send("ended", group.key, left, dict(self._shared.counts))
+        self._send("ended", group.key, dict(self._shared.counts), left, columns=columns)
 
     # -- the engine of the episodes ----------------------------------------------------------------
 
@@ -297,8 +222,8 @@ class WorkerProcess(InferenceEngine):
             top_logprobs=req.top_logprobs,
             agent=req.metadata.get("agent"),
             streams=req.on_tokens is not None,
-            ids=ids,
             prefix=place,
+            ids=ids,
         )
         prompt = prefix.tolist() if req.prefix is None else req.input_ids
         call_id = next(self._call_ids)
@@ -307,7 +232,9 @@ class WorkerProcess(InferenceEngine):
         if group is not None:
             group.calls.add(future)
         try:
-            self._send("generate", call_id, None if group is None else group.key, context.member_idx, call)
+            packed, columns = call.packed()
+            key = None if group is None else group.key
+            self._send("generate", call_id, key, context.member_idx, packed, columns=columns)
             answer = dict(zip(RESPONSE_FIELDS, await future, strict=True))
         except BaseException:
             self._send("drop", call_id)
@@ -337,11 +264,20 @@ class WorkerProcess(InferenceEngine):
     asubmit = await_results = arollout_batch = aprepare_batch = apause = aresume = aset_version = _refuse
 
 
-def _reply(episode: Episode) -> EpisodeReply:
-    return EpisodeReply(
-        None if episode.trajectory is None else packed(episode.trajectory),
-        {name: getattr(episode, name) for name in ("counts", "reward_extra", "scalars", "processes")},
-    )
+class _Reader(asyncio.Protocol):
+    """Passes each message of the run to the worker."""
+
+    def __init__(self, on_message: Callable[..., object], on_close: Callable[[], object]) -> None:
+        self._on_message = on_message
+        self._on_close = on_close
+        self._messages = MessageSplitter()
+
+    def data_received(self, data: bytes) -> None:
+        for body in self._messages.feed(data):
+            self._on_message(*pickle.loads(body))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._on_close()
 
 
 class _LogSender(logging.handlers.QueueHandler):
@@ -353,7 +289,7 @@ class _LogSender(logging.handlers.QueueHandler):
 
     def enqueue(self, record: logging.LogRecord) -> None:
         """Send a record."""
-        self._send("log", record)
+        self._send("log", vars(record))
 
 
 def main(descriptor: int) -> None:
@@ -362,8 +298,10 @@ def main(descriptor: int) -> None:
         signal.signal(number, lambda *_: None)
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
-    (size,) = LENGTH.unpack(connection.recv(LENGTH.size, socket.MSG_WAITALL))
-    (sent,) = pickle.loads(connection.recv(size, socket.MSG_WAITALL))
+    with connection.makefile("rb", 0) as unbuffered:  # the event loop reads what follows
+        settings = read_message(unbuffered)
+    assert settings is not None
+    (sent,) = pickle.loads(settings)
     spawn.prepare(sent.preparation)
     WorkerProcess(connection, pickle.loads(sent.pickled)).ended.wait()
     sys.stdout.flush()

@@ -20,7 +20,7 @@ from areal_lite.api import InferenceEngine, InferenceEngineConfig, RolloutWorkfl
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, ProcessRecord, TokenSequence, Trajectory, Turn, TurnRole
 from areal_lite.errors import ConfigError, StorageError
-from areal_lite.processes.child_process import start_tied
+from areal_lite.processes.child_process import start_python
 from areal_lite.rollout.dumps import dump_writer, trajectory_dumper
 from areal_lite.rollout.dumps.dump_lines import dump_lines, dump_text
 from areal_lite.rollout.dumps.dump_writer import File, Report, write_file
@@ -343,16 +343,16 @@ def resume_disk(monkeypatch: pytest.MonkeyPatch, stack: ExitStack) -> Iterator[C
     pids: list[int] = []
 
     def start_stopped(*args: Any, **options: Any) -> Any:
-        process, tie = start_tied(*args, **options)
+        process = start_python(*args, **options)
         os.kill(process.pid, signal.SIGSTOP)
         pids.append(process.pid)
-        return process, tie
+        return process
 
     def resume() -> None:
         with suppress(ProcessLookupError):
             os.kill(pids[0], signal.SIGCONT)
 
-    monkeypatch.setattr(trajectory_dumper, "start_tied", start_stopped)
+    monkeypatch.setattr(trajectory_dumper, "start_python", start_stopped)
     yield resume
     resume()
 
@@ -571,7 +571,7 @@ def test_an_orderly_end_leaves_no_descriptor_and_kills_nobody(
     dumper.put(group_of(0))
     dumper.close()
     os.close(held_by_a_child)
-    assert (dumper._process.returncode, open_files()) == (0, before)
+    assert (dumper._process.wait(0), open_files()) == (0, before)
     assert "could not be dumped" not in caplog.text
 
 
@@ -679,7 +679,7 @@ def test_an_interrupt_of_the_end_kills_the_writer_and_says_what_is_missing(
     with pytest.raises(KeyboardInterrupt):
         dumper.close()
     assert "stopped: 1 ended groups are not dumped below" in caplog.text
-    until(lambda: dumper._process.returncode == -signal.SIGKILL)
+    until(lambda: dumper._process.wait(0) == -signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("pace_s", "written"), [(50.0, 3), (1e9, 0)])
@@ -720,9 +720,8 @@ def test_a_batch_that_takes_long_is_reported_in_parts(tmp_path: Path, monkeypatc
 
     reports: list[Report] = []
     monkeypatch.setattr(dump_writer, "time", Ticks())
-    monkeypatch.setattr(dump_writer, "_report", reports.append)
     batch = [(str(tmp_path), str(number), pack_group(group_of(number))) for number in range(5)]
-    dump_writer._write_batch(batch, None, None)
+    dump_writer._write_batch(batch, None, None, reports.append)
     assert reports == [Report(written=2), Report(written=2), Report(written=1)]
     assert len(files_in(tmp_path)) == 5
 

@@ -20,8 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from areal_lite.api import EpisodeStatus, InferenceEngineConfig, ModelRequest
 from areal_lite.api.episode_context import Episode, EpisodeContext
@@ -30,22 +28,17 @@ from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.trajectory import Group
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.errors import ConfigError, EpisodeError
+from areal_lite.processes import child_process
+from areal_lite.processes.channel import read_message
 from areal_lite.processes.child_process import PickledObject, pickled_object
 from areal_lite.rollout import garbage_collection as collector_pace
 from areal_lite.rollout import workflow_context
 from areal_lite.rollout.episodes import group_runner
 from areal_lite.rollout.episodes.workflow_resolution import pickled_workflow
 from areal_lite.rollout.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
-from areal_lite.rollout.workers import worker_pool as workers
-from areal_lite.rollout.workers.worker_process import (
-    LENGTH,
-    RESPONSE_FIELDS,
-    EpisodeReply,
-    MessageReader,
-    WorkerProcess,
-    WorkerSettings,
-    frame,
-)
+from areal_lite.rollout.workers import worker as workers
+from areal_lite.rollout.workers.messages import RESPONSE_FIELDS, WorkerSettings, read_end, read_report, request
+from areal_lite.rollout.workers.worker_process import WorkerProcess
 from tests.agents.isolated_agents import AsyncAgent, OneConversation, RecordingAgent
 from tests.agents.scripted_engine import tokenizer
 from tests.rollout.episodes.test_partial_rollout import hold, let_go
@@ -236,7 +229,7 @@ def test_workers_that_cannot_start_are_one_error(
         starts.append(module)
         return [sys.executable, "-c", "raise SystemExit(3)"]
 
-    monkeypatch.setattr(workers, "main_command", broken)
+    monkeypatch.setattr(child_process, "main_command", broken)
     with pytest.raises(
         EpisodeError, match=r"worker . \(process \d+\) ended with exit code 3 before it was ready, 3 times"
     ):
@@ -263,7 +256,9 @@ def test_a_worker_that_does_not_get_ready_has_ended(
     start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     program, end = NOT_READY[how]
-    monkeypatch.setattr(workers, "main_command", lambda _, fd: [sys.executable, "-S", "-c", program.format(fd=fd)])
+    monkeypatch.setattr(
+        child_process, "main_command", lambda _, fd: [sys.executable, "-S", "-c", program.format(fd=fd)]
+    )
     monkeypatch.setattr(workers, {"hangs": "START_S", "hangs up": "CLOSE_S"}.get(how, "UNREAD_S"), 0.1)
     with pytest.raises(EpisodeError, match=f"{end} before it was ready, 3 times"):
         start_engine(start_stub(), workers=2)
@@ -272,7 +267,7 @@ def test_a_worker_that_does_not_get_ready_has_ended(
 def test_a_worker_whose_program_is_missing_is_an_error(
     start_stub: StartStub, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "main_command", lambda *_: ["/nowhere/python"])
+    monkeypatch.setattr(child_process, "main_command", lambda *_: ["/nowhere/python"])
     with pytest.raises(EpisodeError, match=r"worker . could not be started \(.*No such file.* 3 times"):
         start_engine(start_stub(), workers=2)
 
@@ -490,7 +485,7 @@ def test_what_does_not_work_in_workers_is_refused_by_name(start_stub: StartStub,
     assert group.failure is not None and group.failure.kind is FailureKind.DATA
     (group,) = engine.rollout_batch([{"do": "not loadable"}], Scripted)
     assert group.failure is not None and group.failure.kind is FailureKind.OUTPUT
-    assert group.failure.type == "ValueError" and "not here" in group.failure.message
+    assert group.failure.type == "TypeError" and "holds a OfAnotherProcess" in group.failure.message
 
 
 @pytest.mark.parametrize("number", [0, 257, -1])
@@ -531,20 +526,6 @@ def test_no_worker_outlives_the_run(start_stub: StartStub, sent: signal.Signals)
 # -- one side of the connection ----------------------------------------------------------------
 
 
-@given(st.lists(st.binary(max_size=30)), st.lists(st.integers(0, 400)))
-def test_messages_arrive_whole_and_in_order_however_they_are_cut(sent: list[bytes], cuts: list[int]) -> None:
-    arrived: list[tuple[int, bytes]] = []
-    ends: list[bool] = []
-    reader = MessageReader(lambda *message: arrived.append(message), lambda: ends.append(True))
-    stream = b"".join(frame(message) for message in enumerate(sent))
-    edges = [0, *sorted(cuts), len(stream)]
-    for start, end in zip(edges, edges[1:], strict=False):
-        reader.data_received(stream[start:end])
-    assert arrived == list(enumerate(sent)) and not reader._buffer and not ends
-    reader.connection_lost(None)
-    assert ends == [True]
-
-
 class Line:
     """A worker's object in this process, and the run's end of its connection."""
 
@@ -556,12 +537,13 @@ class Line:
 
     def send(self, *messages: tuple[Any, ...]) -> None:
         """Send messages at once."""
-        self.socket.sendall(b"".join(map(frame, messages)))
+        self.socket.sendall(b"".join(request(*message) for message in messages))
 
     def next(self) -> Any:
         """Return what it sends next."""
-        (size,) = LENGTH.unpack(self._file.read(LENGTH.size))
-        return pickle.loads(self._file.read(size))
+        body = read_message(self._file)
+        assert body is not None
+        return read_report(body)
 
     def run(self, key: int, task_id: int = 5, workflow: Any = Scripted, **row: Any) -> list[tuple[Any, ...]]:
         """Return the messages that start a group of one episode."""
@@ -614,9 +596,10 @@ def test_a_worker_answers_each_group_once_and_keeps_nothing_of_it(line: Line) ->
     assert (kind, call.ids) == ("generate", [4, 5, 6])  # it has the others
     assert len(process._groups[1].calls) == len(process._calls) == 1
     line.send(("answer", call_id, ANSWER))
-    kind, key, left, _ = line.next()
-    was_stopped, failure, (reply,) = pickle.loads(left)
-    assert (kind, key, was_stopped, failure, reply.trajectory["own"]["reward"]) == ("ended", 1, False, None, 2.0)
+    kind, key, _, left, columns = line.next()
+    was_stopped, failure, (reply,) = read_end(left, columns)
+    assert reply.trajectory is not None
+    assert (kind, key, was_stopped, failure, reply.trajectory.reward) == ("ended", 1, False, None, 2.0)
     assert not process._groups and not process._by_task and not process._calls
     line.send(("forget_workflows",), ("cancel", 1))
     until(lambda: not process._workflows)
@@ -626,8 +609,8 @@ def test_a_group_that_has_the_task_of_another_keeps_its_deadline(line: Line) -> 
     line.send(*line.run(1, do="hang"), *line.run(2, do="hang"))
     until(lambda: line.process._deadline_of(5) == 2)
     line.send(("cancel", 1))
-    kind, key, left, _ = line.next()
-    assert (kind, key, pickle.loads(left)[:2]) == ("ended", 1, (True, None))
+    kind, key, _, left, columns = line.next()
+    assert (kind, key, read_end(left, columns)[:2]) == ("ended", 1, (True, None))
     assert line.process._deadline_of(5) == 2
     line.send(("cancel", 2))
     assert line.next()[:2] == ("ended", 2)
@@ -647,7 +630,7 @@ class LeavesTask(Scripted):
 
 
 class ReturnsLock(Scripted):
-    """Returns what cannot be pickled."""
+    """Returns what cannot be sent."""
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
         """Return it beside tensors."""
@@ -664,10 +647,10 @@ def test_calls_that_a_group_leaves_behind_are_dropped(line: Line) -> None:
 
 def test_a_result_that_cannot_be_sent_is_a_failure_of_its_group(line: Line) -> None:
     line.send(*line.run(1, workflow=ReturnsLock))
-    kind, key, left, _ = line.next()
-    was_stopped, failure, replies = pickle.loads(left)
-    assert (kind, key, was_stopped, failure.kind) == ("ended", 1, False, FailureKind.OUTPUT)
-    assert replies == [EpisodeReply(None, {})]
+    kind, key, _, left, columns = line.next()
+    was_stopped, failure, replies = read_end(left, columns)
+    assert failure is not None and (kind, key, was_stopped) == ("ended", 1, False)
+    assert (failure.kind, replies) == (FailureKind.OUTPUT, []) and "holds a lock" in failure.message
 
 
 def test_an_error_of_the_receiver_of_tokens_ends_the_call(line: Line) -> None:
@@ -689,14 +672,14 @@ def test_an_error_of_the_receiver_of_tokens_ends_the_call(line: Line) -> None:
 
 def test_a_message_waits_until_it_is_read(line: Line) -> None:
     with ThreadPoolExecutor() as thread:
-        sent = thread.submit(line.process._send, "log", b" " * 10_000_000)
+        sent = thread.submit(line.process._send, "said", " " * 10_000_000)
         assert len(line.next()[1]) == 10_000_000
         sent.result(20)
 
 
-def a_worker(shared: SharedResources | None = None) -> workers._Worker:
+def a_worker(shared: SharedResources | None = None) -> workers.Worker:
     engine: Any = RemoteInfEngine(InferenceEngineConfig(backend="sglang", addresses=["nowhere:1"]))
-    return workers._Worker(0, engine, shared or SharedResources())
+    return workers.Worker(0, engine, shared or SharedResources())
 
 
 @on_a_loop
@@ -704,9 +687,9 @@ async def test_what_workers_counted_is_summed_and_each_of_their_groups_gets_its_
     shared = SharedResources()
     for _ in range(2):
         worker = a_worker(shared)
-        for key, (count, left) in enumerate([(2.0, (False, None, [])), (5.0, (True, None, [])), (5.0, b"")]):
-            worker.groups[key] = group = workers._Group(key, EpisodeContext(episodes=[Episode()]))
-            worker._on_ended(key, left if isinstance(left, bytes) else pickle.dumps(left), {"calls": count})
+        for key, (count, left) in enumerate([(2.0, (False, None, [])), (5.0, (True, None, [])), (5.0, ())]):
+            worker.groups[key] = group = workers.WorkerGroup(key, EpisodeContext(episodes=[Episode()]))
+            worker._on_ended(key, {"calls": count}, left, [])
             was_stopped, failure = group.end.result()
             assert (was_stopped, failure and failure.kind) == (key == 1, FailureKind.OUTPUT if key == 2 else None)
     assert shared.counts["calls"] == 10
@@ -718,7 +701,7 @@ async def test_a_worker_has_each_workflow_that_it_is_to_run_and_not_too_many(mon
     worker, sent, held = a_worker(), [], set()
     monkeypatch.setattr(worker, "send", lambda *message: sent.append(message))
     for number in [0, 1, 2, 0, 3, 0, 1, 2, 2, 3]:
-        worker.run(PickledObject(bytes([number]), {}, b""), b"", EpisodeContext(episodes=[Episode()]), 1.0)
+        worker.run(PickledObject("workflow", bytes([number]), {}, b""), b"", EpisodeContext(episodes=[Episode()]), 1.0)
     for kind, *rest in sent:
         if kind == "workflow":
             assert rest[0].key not in held

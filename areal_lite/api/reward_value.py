@@ -1,0 +1,73 @@
+"""A reward that a function returned, checked; imports little, because each process that computes rewards loads it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+LARGEST_REWARD = 3.4028234e38
+"""Largest finite float32."""
+
+
+def as_reward(value: Any) -> float:
+    """Return ``value`` as a float.
+
+    Raises:
+        ValueError: If it is not a real number that is finite in float32 (int, float, array of one, Fraction, ...).
+    """
+    if not isinstance(value, str | bytes | bytearray):
+        if getattr(value, "size", None) == 1:  # a numpy array of one element
+            value = value.item()
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if abs(number) <= LARGEST_REWARD:
+            return number
+    raise ValueError(f"the reward is {repr(value)[:200]}: it must be a finite number; raise an error instead")
+
+
+class Reward(NamedTuple):
+    """What a reward function returned."""
+
+    value: float | list[float]
+    """One number, or one for each token of the answer."""
+    facts: dict[str, float | str | None]
+    """What it returned beside the reward, by name."""
+
+
+def read_reward(returned: Any) -> Reward:
+    """Return the reward, and the facts beside it if ``returned`` is a dict with ``score`` or ``reward``.
+
+    Raises:
+        ValueError: If there is no reward, a number is not finite, or a fact is neither a number nor text.
+    """
+    facts: dict[str, float | str | None] = {}
+    if isinstance(returned, Mapping):
+        if (name := next((name for name in ("score", "reward") if name in returned), None)) is None:
+            raise ValueError(f"the reward is a dict of {[*returned][:8]}: give the number as 'score'")
+        facts = {str(key): _fact(str(key), value) for key, value in returned.items() if key != name}
+        returned = returned[name]
+    if getattr(returned, "ndim", None) == 1 and len(returned) > 1:  # of numpy or torch
+        returned = returned.tolist()
+    if isinstance(returned, list | tuple):
+        return Reward([as_reward(number) for number in returned], facts)
+    return Reward(as_reward(returned), facts)
+
+
+def reward_of(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> float | dict[str, Any]:
+    """Call a reward function; return its reward as JSON, with the facts beside it as :func:`read_reward` takes them."""
+    value, facts = read_reward(function(*args, **kwargs))
+    return {"score": value, **facts} if facts or not isinstance(value, float) else value
+
+
+def _fact(name: str, value: Any) -> float | str | None:
+    if value is None or isinstance(value, str):
+        return value and value.encode(errors="replace").decode()  # without lone surrogates, which no JSON has
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(
+            f"the reward's {name!r} is {repr(value)[:200]}: beside the score, give numbers and texts"
+        ) from None

@@ -1,0 +1,171 @@
+"""Messages between the run and a child process: one framing, and one rule about who may send what.
+
+A message is eight bytes of length and a body. Its end is known before its content is read, so a reader never depends on
+what the body holds, and a child that dies in the middle of a message is seen as the end of the stream.
+
+Towards a child, the body is a pickle: the run is trusted by its own children, and users' functions, agents and rows can
+be sent no other way. From a child, the body is JSON, followed by arrays as plain bytes (:func:`encode_reply`). A child
+runs users' code on what a model wrote, and whoever can make it send a pickle runs code in the run, which holds keys,
+weights and checkpoints. Three designs that look safe are not: a restricted ``Unpickler`` still calls what it allows,
+and a forgotten entry opens it; ``marshal`` makes no calls, but malformed input may crash the interpreter; a pickle
+that is only read on success is still read.
+
+A reader bounds the length before it allocates: a child that writes noise into its socket, by mistake or not, ends its
+own connection and does not exhaust the run's memory. Both ends may still block while the other does not read; callers
+that cannot wait set a timeout.
+
+Imports only what starts quickly, and no asyncio: reward and agent processes load this module first.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import asyncio
+    import socket
+
+_LENGTH = struct.Struct("!Q")
+MAX_MESSAGE = 2**30
+"""Largest body in bytes that a child may send."""
+_MAX_PIECE = 2**16
+
+
+class Stream(Protocol):
+    """A blocking stream."""
+
+    def read(self, size: int, /) -> bytes | None:
+        """Return up to ``size`` bytes; none at the end."""
+
+
+class BrokenMessageError(ConnectionError):
+    """The stream ended within a message, or holds something else than messages."""
+
+
+def framed(body: bytes) -> bytes:
+    """Return a message as it is sent."""
+    return _LENGTH.pack(len(body)) + body
+
+
+def read_message(stream: Stream, *, max_bytes: int | None = None) -> bytes | None:
+    """Return the next body of a blocking stream; None at its end. The run's messages to a child have no bound.
+
+    Raises:
+        BrokenMessageError: If the stream ends within the message, or it is longer than ``max_bytes``.
+    """
+    header = _read(stream, _LENGTH.size)
+    if not header:
+        return None
+    size = _size_of(header, max_bytes)
+    body = _read(stream, size)
+    if len(body) < size:
+        raise BrokenMessageError("the stream ended within a message")
+    return body
+
+
+def _read(stream: Stream, size: int) -> bytes:
+    data = stream.read(size) or b""
+    while data and len(data) < size and (more := stream.read(size - len(data))):  # an unbuffered stream reads less
+        data += more
+    return data
+
+
+def _size_of(header: bytes | bytearray, max_bytes: int | None, start: int = 0) -> int:
+    if len(header) < _LENGTH.size:
+        raise BrokenMessageError("the stream ended within a message")
+    (size,) = _LENGTH.unpack_from(header, start)
+    if max_bytes is not None and size > max_bytes:
+        raise BrokenMessageError(f"a message of {size} bytes, above the limit of {max_bytes}")
+    return int(size)
+
+
+async def receive(loop: asyncio.AbstractEventLoop, connection: socket.socket, *, max_bytes: int = MAX_MESSAGE) -> bytes:
+    """Return the next body of a non-blocking socket, whose other side sends one message per request.
+
+    Raises:
+        BrokenMessageError: If the stream ends, or the message is longer than ``max_bytes``.
+    """
+    data = bytearray()
+    end = None
+    while end is None or len(data) < end:
+        piece = await loop.sock_recv(connection, _MAX_PIECE)
+        if not piece:
+            raise BrokenMessageError("the stream ended")
+        data += piece
+        if end is None and len(data) >= _LENGTH.size:
+            end = _LENGTH.size + _size_of(data, max_bytes)
+    return bytes(data[_LENGTH.size : end])
+
+
+class MessageSplitter:
+    """Cuts arriving bytes into messages, however they were cut on their way."""
+
+    def __init__(self, *, max_bytes: int | None = None) -> None:
+        self._max_bytes = max_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[memoryview]:
+        """Add what arrived and yield the bodies that are complete; each is valid until the next one.
+
+        Raises:
+            BrokenMessageError: If a message is longer than the bound.
+        """
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        try:
+            while len(buffer) >= start + _LENGTH.size:
+                body = start + _LENGTH.size
+                end = body + _size_of(buffer, self._max_bytes, start)
+                if len(buffer) < end:
+                    break
+                start = end
+                with memoryview(buffer) as view, view[body:end] as part:
+                    yield part
+        finally:
+            del buffer[:start]
+
+
+def encode_reply(head: Any, columns: Sequence[bytes] = ()) -> bytes:
+    """Return the body of a child's message: ``head`` as JSON, then the bytes of ``columns``.
+
+    Numbers of numpy and torch become Python's; what has no JSON form becomes its ``repr``.
+
+    Raises:
+        TypeError, ValueError: If a mapping's key has no JSON form, or an object contains itself.
+    """
+    text = _ENCODER.encode([head, [len(column) for column in columns]]).encode()
+    return b"".join((_LENGTH.pack(len(text)), text, *columns))
+
+
+def decode_reply(body: bytes | memoryview) -> tuple[Any, list[bytearray]]:
+    """Return head and columns of :func:`encode_reply`; tuples have become lists.
+
+    Raises:
+        BrokenMessageError: If the body is something else.
+    """
+    try:
+        at = _LENGTH.size + _LENGTH.unpack_from(body)[0]
+        head, sizes = json.loads(bytes(body[_LENGTH.size : at]))
+        columns = []
+        for size in sizes:
+            columns.append(bytearray(body[at : at + size]))  # aligned and writable, as arrays need it
+            at += size
+    except (ValueError, TypeError, RecursionError, struct.error) as error:
+        raise BrokenMessageError(f"a message that is no reply ({type(error).__name__})") from None
+    return head, columns
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    try:
+        return value.item() if hasattr(value, "item") else float(value)
+    except (TypeError, ValueError):
+        return repr(value)[:200]
+
+
+_ENCODER = json.JSONEncoder(default=_plain)

@@ -1,0 +1,94 @@
+"""An episode of a worker arrives in the run as it ended, without an object of its process."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_lite.api import GenerationHyperparameters
+from areal_lite.api.episode_context import Episode
+from areal_lite.api.trajectory import EpisodeStatus, Trajectory
+from areal_lite.api.turn_tree import trajectory_of
+from areal_lite.processes.channel import BrokenMessageError, decode_reply, encode_reply
+from areal_lite.rollout.workers.messages import CallRequest, pack_end, read_end, read_report
+from tests.api.test_trajectory import check_paths
+from tests.api.test_turn_tree import as_interactions, as_rows, conversation_ids, conversations, sequences
+
+
+@given(data=st.data(), by_rows=st.booleans(), known=st.booleans())
+def test_a_trajectory_from_another_process_has_the_same_turns(data: st.DataObject, by_rows: bool, known: bool) -> None:
+    calls, paths = data.draw(conversations())
+    wanted = data.draw(sequences(paths))
+    trajectory = trajectory_of((as_rows if by_rows else as_interactions)(calls, wanted), calls)
+    episode = Episode(trajectory=trajectory, counts={"forks": 2.0}, scalars=[("rollout/number", math.inf)])
+    end, columns = pack_end(False, None, [episode])
+    was_stopped, failure, (reply,) = read_end(*decode_reply(encode_reply(end, columns)))
+    assert (was_stopped, failure, reply.records["scalars"]) == (False, None, episode.scalars)
+    if not known:  # a workflow made a response of its own
+        reply = reply._replace(chains=[[("another", place) for place, _ in enumerate(c)] for c in reply.chains])
+    arrived = reply.trajectory
+    assert arrived is not None
+    reply.link(arrived, calls)
+    check_paths(arrived)
+    assert (arrived.status, arrived.reward) == (trajectory.status, trajectory.reward)
+    assert [*conversation_ids(arrived)] == [*conversation_ids(trajectory)]
+    assert [sequence.path for sequence in arrived.sequences] == [sequence.path for sequence in trajectory.sequences]
+    for one, other in zip(arrived.turns, trajectory.turns, strict=True):
+        assert (one.ids.tolist(), one.loss_mask.tolist()) == (other.ids.tolist(), other.loss_mask.tolist())
+    for sequence in arrived.sequences:
+        if sequence.loss_mask.any():
+            assert any(np.shares_memory(arrived.turns[place].loss_mask, sequence.loss_mask) for place in sequence.path)
+
+
+def arrived_extras(extras: dict[str, Any]) -> dict[str, Any]:
+    trajectory = Trajectory(status=EpisodeStatus.ACCEPTED, extras=extras)
+    end, columns = pack_end(False, None, [Episode(trajectory=trajectory)])
+    (reply,) = read_end(*decode_reply(encode_reply(end, columns))).replies
+    assert reply.trajectory is not None
+    return reply.trajectory.extras
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(6).reshape(2, 3),
+        torch.tensor(1.5, dtype=torch.bfloat16),
+        torch.zeros(0, 4),
+        torch.tensor([True, False]),
+        np.arange(6, dtype=np.float16).reshape(3, 2),
+        np.zeros((0, 2)),
+    ],
+)
+def test_tensors_and_arrays_beside_tokens_arrive_as_they_were(value: Any) -> None:
+    (arrived,) = arrived_extras({"multi_modal_input": [{"pixel_values": value}]})["multi_modal_input"]
+    back = arrived["pixel_values"]
+    assert (type(back), back.dtype, back.shape) == (type(value), value.dtype, value.shape)
+    assert back.tolist() == value.tolist()
+
+
+def test_plain_values_beside_tokens_keep_their_types() -> None:
+    extras = {"a": [1, (2.5, None), {"b": b"c", 3: True}], "text": "x", "number": np.int64(4)}
+    assert arrived_extras(extras) == {"a": [1, (2.5, None), {"b": b"c", 3: True}], "text": "x", "number": 4}
+    for value in (object(), {1, 2}, np.array([object()])):
+        with pytest.raises(TypeError, match="which a worker cannot send: return tensors.*rollout.workers: 1"):
+            arrived_extras({"value": value})
+
+
+@pytest.mark.parametrize("prefix", [None, (1, 3, 0)])
+def test_a_call_arrives_with_its_sampling_parameters(prefix: tuple[int, int, int] | None) -> None:
+    gconfig = GenerationHyperparameters(logit_bias={3: 1.0}, stop=["\n"], top_k=5)
+    call = CallRequest("rid", gconfig, 2, "main", True, prefix, [5, 6, 7])
+    plain, columns = call.packed()
+    body = encode_reply(["generate", 1, None, 0, plain], columns)
+    assert read_report(body) == ("generate", 1, None, 0, call)
+
+
+def test_a_report_that_is_no_message_is_refused() -> None:
+    with pytest.raises(BrokenMessageError):
+        read_report(b"\x80\x05N.")
