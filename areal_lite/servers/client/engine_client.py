@@ -32,7 +32,7 @@ from areal_lite.errors import ConfigError, ContextOverflowError, ServerError
 from areal_lite.servers.client.model_identity import ModelIdentity
 from areal_lite.servers.client.server_requests import REQUEST_ERRORS, ServerRequests, SilentServerError
 from areal_lite.servers.dialects import dialect_of
-from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ErrorReply, TopLogprobs
+from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ErrorReply, GenerationCall, TopLogprobs
 from areal_lite.servers.dialects.token_stream import Receiver, ReceiverError, TokenStream
 from areal_lite.servers.pool.reconciler import Reconciler
 from areal_lite.servers.pool.server_pool import Server, ServerPool
@@ -159,8 +159,6 @@ class EngineClient:
         """
         check_router(config)
         self.pool = ServerPool(config.addresses)
-        self.version = 0
-        """The client's policy version; labels tokens only if a server does not."""
         self.retried = 0
         """Requests that took more than one try."""
         self._config = config
@@ -199,6 +197,15 @@ class EngineClient:
         self._holds = 0
         self._held_for_update = False
         self._calls: set[_Call] = set()
+
+    @property
+    def version(self) -> int:
+        """The client's policy version; labels tokens only if a server does not."""
+        return self._requests.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._requests.version = version
 
     async def open(self) -> None:
         """Open the connections and compare every server with what the run wants; see :class:`Reconciler`.
@@ -254,18 +261,10 @@ class EngineClient:
 
         async def ask(server: Server) -> tuple[str, list[int], list[float]] | None:
             request = ModelRequest(input_ids=input_ids, gconfig=gconfig)
-            body = self._dialect.generate_body(
-                input_ids, gconfig, rid=request.rid, max_new_tokens=num_tokens, min_new_tokens=0, seed=None
-            )
+            call = GenerationCall(input_ids=input_ids, gconfig=gconfig, rid=request.rid, max_new_tokens=num_tokens)
+            body = self._dialect.generate_body(call)
             try:
-                chunk = await self._requests.generate(
-                    server,
-                    self._addressed(body, server),
-                    None,
-                    version=self.version,
-                    top_logprobs=0,
-                    max_tokens=num_tokens,
-                )
+                chunk = await self._requests.generate(server, self._addressed(body, server), call)
             except SEND_ERRORS as error:
                 self._reconciler.failed(server, _reason(error))
                 return None
@@ -355,9 +354,9 @@ class EngineClient:
             if num_tokens >= budget:
                 finish = "length"
                 break
-            body = self._dialect.generate_body(
-                input_ids + call.tokens if num_tokens else input_ids,
-                gconfig,
+            next_call = GenerationCall(
+                input_ids=input_ids + call.tokens if num_tokens else input_ids,
+                gconfig=gconfig,
                 rid=req.rid,
                 max_new_tokens=budget - num_tokens,
                 min_new_tokens=max(0, min(gconfig.min_new_tokens, budget) - num_tokens),
@@ -366,11 +365,7 @@ class EngineClient:
                 top_logprobs=req.top_logprobs,
                 stream=req.on_tokens is not None,
             )
-            if self._router is not None:
-                self._router.check_fields(body)
-            chunk, tries = await self._send(
-                body, call, req.top_logprobs, len(input_ids) + num_tokens, budget - num_tokens
-            )
+            chunk, tries = await self._send(next_call, call)
             ttft = ttft or (call.first_token_at or time.monotonic()) - clock
             attempts += tries
             call.extend(chunk)
@@ -474,15 +469,16 @@ class EngineClient:
             )
         return budget
 
-    async def _send(
-        self, body: dict[str, Any], call: _Call, top_logprobs: int, num_prompt: int, max_tokens: int
-    ) -> tuple[Chunk, int]:
+    async def _send(self, request: GenerationCall, call: _Call) -> tuple[Chunk, int]:
         """Return the first usable reply, from ``call.server``, and how often it was sent.
 
         Waits while no server takes requests. Only servers that answered count as tries. The reply of a stream that
         broke after its first token has the tokens that arrived and is "aborted".
         """
-        pool, size = self._targets, num_prompt + max_tokens
+        body = self._dialect.generate_body(request)
+        if self._router is not None:
+            self._router.check_fields(body)
+        pool, size = self._targets, len(request.input_ids) + request.max_new_tokens
         failures: _Failures | None = None
         sends = 0
         while True:
@@ -497,19 +493,16 @@ class EngineClient:
             call.server = server
             sends += 1
             acknowledged, adapter = server.version, server.adapter
-            stream = None if call.on_tokens is None else self._stream(call, top_logprobs, max_tokens)
+            stream = None if call.on_tokens is None else self._stream(request, call)
             sent = time.monotonic()
             pool.start(server, size, sent, adapter=adapter, stays=call.must_stay)
             try:
                 chunk = await self._requests.generate(
                     server,
                     self._addressed(body, server),
+                    request,
                     stream,
-                    version=self.version,
-                    top_logprobs=top_logprobs,
-                    max_tokens=max_tokens,
                     headers=self._affinity(call),
-                    newest=self._newest_version,
                 )
                 chunk = self._labelled(chunk, adapter, acknowledged)
                 if acknowledged is None or not chunk.versions or chunk.versions[-1] >= acknowledged:
@@ -618,19 +611,8 @@ class EngineClient:
         for _ in range(len(self._waiting)):
             self._wake_one()
 
-    def _newest_version(self) -> int | None:
-        return self._reconciler.newest
-
-    def _stream(self, call: _Call, top_logprobs: int, max_tokens: int) -> TokenStream:
-        return TokenStream(
-            self._dialect,
-            call.receive,
-            version=self.version,
-            vocab_size=self._requests.limits.vocab_size,
-            top_logprobs=top_logprobs,
-            max_tokens=max_tokens,
-            newest=self._newest_version,
-        )
+    def _stream(self, request: GenerationCall, call: _Call) -> TokenStream:
+        return TokenStream(self._dialect, request, call.receive, version=self.version, limits=self._requests.limits)
 
     async def _count_break(self, call: _Call, last: str) -> None:
         call.broken_streams += 1

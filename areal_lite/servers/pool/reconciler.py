@@ -86,8 +86,6 @@ class Reconciler:
         self._identity = identity or ModelIdentity.unknown()
         self.wanted: PublishedWeights | None = None
         """The newest weights; None before the first update."""
-        self.newest: int | None = None
-        """The newest version that any server was given."""
         self._locks = {server: asyncio.Lock() for server in pool.servers}
         self._loaded: dict[Server, PublishedWeights] = {}
         """What each server acknowledged last."""
@@ -170,7 +168,7 @@ class Reconciler:
         """
         server.info = await self._requests.info(server)
         self._identity.check(server.url, server.info)
-        self._requests.respect(server.info)
+        self._requests.limits.narrow(server.info)
         if server.info.paused:
             logger.warning("server %s is paused: resuming it", server.url)
         try:
@@ -306,7 +304,8 @@ class Reconciler:
             ServerError: If all servers refused, which keep what they serve, or none came back in time.
         """
         before, self.wanted = self.wanted, weights
-        self.newest = max(weights.version, self.newest or 0)
+        limits = self._requests.limits
+        limits.newest_version = max(weights.version, limits.newest_version or 0)
         self._updating = True
         loaded, versions = dict(self._loaded), {s: (s.version, s.adapter) for s in self._pool.servers}
         loads = {asyncio.create_task(self._load(s)): s for s in self._pool.servers if s.down is None}

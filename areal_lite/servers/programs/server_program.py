@@ -25,7 +25,7 @@ from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.processes.child_process import ChildProcess
 from areal_lite.processes.server_process import ServerProcess
 from areal_lite.servers.dialects import dialect_of
-from areal_lite.servers.dialects.dialect import BadResponse
+from areal_lite.servers.dialects.dialect import BadResponse, GenerationCall
 from areal_lite.servers.programs.embedded_settings import check_port
 
 Backend = Literal["sglang", "vllm"]
@@ -143,11 +143,11 @@ class ServerProgram(ServerProcess):
         """Return whether the server answers a prompt of a few tokens with tokens and log-probs."""
         dialect = dialect_of(self._backend)
         gconfig = GenerationHyperparameters(greedy=True, ignore_eos=True)
-        body = dialect.generate_body(
-            [1, 2, 3], gconfig, rid=uuid.uuid4().hex, max_new_tokens=_PROBE_TOKENS, min_new_tokens=0, seed=None
-        )
+        rid = uuid.uuid4().hex
+        call = GenerationCall(input_ids=[1, 2, 3], gconfig=gconfig, rid=rid, max_new_tokens=_PROBE_TOKENS)
         try:
-            chunk = dialect.parse_generate(_post(address + dialect.generate_path, body, timeout_s))
+            reply = _post(address + dialect.generate_path, dialect.generate_body(call), timeout_s)
+            chunk = dialect.parse_generate(reply)
             if self._backend == "vllm":  # it has no flag for it
                 _post(f"{address}/update_weight_version", {"new_version": self.weight_version}, timeout_s)
         except (OSError, http.client.HTTPException, ValueError, BadResponse):

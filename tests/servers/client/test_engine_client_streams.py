@@ -26,12 +26,13 @@ from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.client import engine_client
 from areal_lite.servers.client.engine_client import EngineClient
 from areal_lite.servers.dialects import dialect_of
-from areal_lite.servers.dialects.dialect import BadResponse, Chunk, Dialect, ErrorReply
+from areal_lite.servers.dialects.dialect import BadResponse, Chunk, Dialect, ErrorReply, Limits
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.dialects.token_stream import TokenStream
 from areal_lite.servers.dialects.vllm import VLLM
 from areal_lite.servers.pool.server_pool import Server
 from areal_lite.servers.weights.published_weights import WeightFolder
+from tests.fixtures.engines import generation_call
 from tests.stub_server import StubThread, answer_tokens
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -305,7 +306,7 @@ def test_tokens_are_the_same_however_the_bytes_are_split(data: st.DataObject, ba
     server = ScriptedServer(backend)
     server.incremental = incremental
     received, whole = Receiver(), b"".join(server.events(tokens, logprobs, "length"))
-    stream = TokenStream(dialect_of(backend), received, version=0, vocab_size=None)  # type: ignore[arg-type]
+    stream = new_stream(dialect_of(backend), received)  # type: ignore[arg-type]
     for part in cuts(whole, data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=9))):
         stream.feed(part)
     assert stream.finished
@@ -314,9 +315,13 @@ def test_tokens_are_the_same_however_the_bytes_are_split(data: st.DataObject, ba
     assert (chunk.tokens, chunk.logprobs, chunk.versions) == (tokens, logprobs, [7] * LENGTH)
 
 
-def feed_recording(dialect: Dialect, name: str, **options: Any) -> tuple[TokenStream, Receiver]:
+def new_stream(dialect: Dialect, receiver: Receiver) -> TokenStream:
+    return TokenStream(dialect, generation_call(), receiver, version=0, limits=Limits())
+
+
+def feed_recording(dialect: Dialect, name: str) -> tuple[TokenStream, Receiver]:
     received = Receiver()
-    stream = TokenStream(dialect, received, version=0, vocab_size=None, **options)
+    stream = new_stream(dialect, received)
     for _, line in json.loads((FIXTURES / f"{name}.json").read_text())["response"]["lines"]:
         stream.feed(line.encode() + b"\n\n")
     return stream, received
@@ -498,9 +503,7 @@ def test_only_the_embedded_server_is_asked_to_stream_new_tokens_alone(
     backend: Literal["sglang", "vllm", "embedded"],
 ) -> None:
     for stream in (False, True):
-        body = dialect_of(backend).generate_body(
-            [1], GenerationHyperparameters(), rid="r", max_new_tokens=2, min_new_tokens=0, seed=None, stream=stream
-        )
+        body = dialect_of(backend).generate_body(generation_call(stream=stream))
         assert body.get("incremental_streaming_output", False) == (stream and backend == "embedded")
 
 
@@ -733,9 +736,7 @@ def test_a_request_that_is_woken_and_cancelled_at_once_wakes_the_next_one() -> N
 
 def test_unset_parameters_are_not_sent_and_set_ones_have_the_servers_names() -> None:
     def sampling(dialect: Dialect, **fields: Any) -> dict[str, Any]:
-        body = dialect.generate_body(
-            [1], GenerationHyperparameters(**fields), rid="r", max_new_tokens=2, min_new_tokens=0, seed=None
-        )
+        body = dialect.generate_body(generation_call(GenerationHyperparameters(**fields)))
         parameters: dict[str, Any] = body["sampling_params"]
         return parameters
 

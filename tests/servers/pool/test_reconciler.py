@@ -17,7 +17,7 @@ from areal_lite.errors import ConfigError, ServerError
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.servers.client.server_requests import RefusedError
 from areal_lite.servers.dialects import dialect_of
-from areal_lite.servers.dialects.dialect import ControlCall, ErrorReply, ServerInfo
+from areal_lite.servers.dialects.dialect import ControlCall, ErrorReply, Limits, ServerInfo
 from areal_lite.servers.pool import reconciler as module
 from areal_lite.servers.pool.reconciler import Reconciler
 from areal_lite.servers.pool.server_pool import Server, ServerPool
@@ -40,6 +40,7 @@ class Requests:
         self.hangs = ""
         """The server whose loads never end."""
         self.given_up: list[str] = []
+        self.limits = Limits()
 
     async def info(self, server: Server) -> ServerInfo:
         self.asked["info"] += 1
@@ -58,9 +59,6 @@ class Requests:
     async def is_healthy(self, server: Server) -> bool:
         self.asked["health"] += 1
         return self.healthy.pop(0)
-
-    def respect(self, info: ServerInfo) -> None:
-        pass
 
     def give_up(self, server: Server, reason: str) -> None:
         self.given_up.append(f"{server.url} {reason}")
@@ -343,15 +341,15 @@ async def test_an_examined_server_is_bad_if_it_does_not_answer_or_has_other_weig
 @on_a_loop
 async def test_an_update_that_all_refuse_leaves_the_servers_as_they_were() -> None:
     setup = Setup(2)
-    assert setup.it.newest is None
+    assert setup.requests.limits.newest_version is None
     await setup.it.update_weights(WeightFolder("first", 0))
-    assert (setup.it.newest, len(setup.pauses)) == (0, 2)
+    assert (setup.requests.limits.newest_version, len(setup.pauses)) == (0, 2)
     await setup.it.update_weights(WeightFolder("second", 3))
-    assert setup.it.newest == 3 and len(setup.it._loaded) == 2
+    assert setup.requests.limits.newest_version == 3 and len(setup.it._loaded) == 2
     setup.requests.errors[LOAD] = RefusedError("no such folder")
     with pytest.raises(ServerError, match="no server took policy version 2 from third: no such folder$"):
         await setup.it.update_weights(WeightFolder("third", 2))
-    assert setup.it.newest == 3 and not setup.it._updating
+    assert setup.requests.limits.newest_version == 3 and not setup.it._updating
     assert [(s.version, s.usable, setup.it._has_newest(s)) for s in setup.pool.servers] == [(3, True, True)] * 2
     assert setup.requests.asked["/continue_generation"] == setup.requests.asked["/pause_generation"] == 6
     assert not setup.it._tasks and not setup.it._others
