@@ -41,7 +41,7 @@ from areal_lite.rollout.episodes.grouped_rollout import run_group
 from areal_lite.rollout.episodes.workflow_resolution import grouped_workflow
 from areal_lite.rollout.loop_thread import LoopThread
 from areal_lite.rollout.loop_watchdog import LoopWatchdog
-from areal_lite.servers.client.engine_client import continued, own_copy
+from areal_lite.servers.client.recorded_answers import continued, own_copy
 
 LENGTH = struct.Struct("!Q")
 SEND_S = 600.0
