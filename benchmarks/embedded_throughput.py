@@ -41,6 +41,7 @@ from areal_lite.api import GenerationHyperparameters
 from areal_lite.config.run_config import ServerConfig
 from areal_lite.servers.dialects import dialect_of
 from areal_lite.servers.dialects.dialect import GenerationCall
+from areal_lite.servers.programs.served_model import ServedModel
 from areal_lite.servers.programs.server_group import check_servers, make_servers
 from benchmarks.report import Figure, make_parser, of_limit, write_figures
 from benchmarks.roofline import decode_limit, limits
@@ -70,7 +71,7 @@ def start_server(stack: ExitStack, backend: str, args: argparse.Namespace, folde
     )
     check_servers(config)
     model = str(Path(args.model).absolute())
-    (server,) = make_servers(config, model_path=model, seed=0, deterministic=False, log_dir=folder)
+    (server,) = make_servers(config, ServedModel(model_path=model), folder)
     return stack.enter_context(server).address
 
 
