@@ -21,7 +21,7 @@ from areal_lite.errors import ServerError
 from areal_lite.servers.client.server_requests import ADAPTER_PREFIX, REQUEST_ERRORS, ServerRequests
 from areal_lite.servers.pool.request_gate import RequestGate
 from areal_lite.servers.pool.server_pool import Server, ServerPool
-from areal_lite.servers.weights.broadcast_update import WeightGroups
+from areal_lite.servers.weights.broadcast_loader import BroadcastLoader
 from areal_lite.servers.weights.published_weights import AdapterFolder, PublishedWeights, WeightBroadcast
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class WeightLoader:
         self._loaded: dict[Server, PublishedWeights] = {}
         """What each server acknowledged last."""
         self._locks: defaultdict[Server, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._groups = WeightGroups(requests, requests.dialect, timeout_s=config.request_timeout_s)
+        self._broadcasts = BroadcastLoader(requests, requests.dialect, timeout_s=config.request_timeout_s)
 
     def want(self, weights: PublishedWeights) -> Callable[[], None]:
         """Make ``weights`` the newest, and return a function that takes this back."""
@@ -76,11 +76,11 @@ class WeightLoader:
 
     def leave_group(self, server: Server) -> None:
         """Close the process group with a server: one that restarted is not in it."""
-        self._groups.drop(server)
+        self._broadcasts.drop(server)
 
     def close(self) -> None:
         """Close all process groups."""
-        self._groups.close()
+        self._broadcasts.close()
 
     async def load(self, server: Server) -> None:
         """Have a server load the newest weights; raises what went wrong."""
@@ -92,7 +92,7 @@ class WeightLoader:
             self.forget(server)
             name, dialect = None, self._requests.dialect
             if isinstance(wanted, WeightBroadcast):
-                await self._groups.load(server, wanted, lambda: self._paused(server))
+                await self._broadcasts.load(server, wanted, lambda: self._paused(server))
             else:
                 if isinstance(wanted, AdapterFolder):  # a new name: no earlier load of it is in the way
                     name = f"{ADAPTER_PREFIX}{wanted.version}-{secrets.token_hex(4)}"

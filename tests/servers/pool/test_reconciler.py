@@ -261,7 +261,7 @@ async def test_a_server_is_compared_and_leaves_its_group_only_if_it_was_down(
     await setup.it.update_weights(WeightFolder("folder", 3))
     setup.requests.asked.clear()
     setup.requests.infos = [OSError("reset"), ServerInfo(version=reports)] if down else []
-    group = setup.loader._groups._groups[setup.server] = Group()  # type: ignore[assignment]
+    group = setup.loader._broadcasts._groups[setup.server] = Group()  # type: ignore[assignment]
     if down:
         setup.it.failed(setup.server, "reset", at_once=True)
     else:
