@@ -36,7 +36,7 @@ class Answer:
         self.req = req
         self.episode = episode
         self.must_stay = must_stay
-        """Whether it cannot be continued on the server that has it."""
+        """It cannot be continued after an abort: its server would begin its constraint anew."""
         self.server = None if episode is None else episode.server
         """Server of its last request; before the first, the preferred server."""
         self.tokens: list[int] = []
@@ -52,7 +52,7 @@ class Answer:
 
     @property
     def interrupted(self) -> bool:
-        """Whether its episode is being stopped."""
+        """True once its episode is being stopped."""
         return self.episode is not None and self.episode.interrupted
 
     def next_call(self, input_ids: list[int], budget: int, seed: int | None) -> GenerationCall:

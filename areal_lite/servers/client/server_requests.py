@@ -37,7 +37,7 @@ from areal_lite.servers.pool.server_pool import Server
 logger = logging.getLogger(__name__)
 
 REQUEST_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
-"""What a request raises if its server cannot be reached or stays silent."""
+"""Raised by a request whose server cannot be reached or stays silent."""
 CONTROL_TIMEOUT_S = 25.0
 """Seconds for a request of the control plane; loading weights may take longer."""
 MAX_RETRY_AFTER_S = 30.0
@@ -65,7 +65,7 @@ class _Request:
         self.task = task
         self.server = server
         self.begun = False
-        """Whether a part of its stream has come, so that it does not wait in the server's queue."""
+        """A part of its stream has come, so it does not wait in the server's queue."""
         self.given_up: str | None = None
 
     def give_up(self, reason: str) -> None:

@@ -111,7 +111,7 @@ class ControlCall:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server reports about itself; None if unreported."""
+    """Facts that a server reports about itself; None if unreported."""
 
     context_length: int | None = None
     vocab_size: int | None = None
@@ -139,13 +139,13 @@ class Dialect(Protocol):
     info_paths: tuple[str, ...]
     """Routes that describe the server; the facts of later ones win."""
     receives_while_generating: bool
-    """Whether a server takes broadcast weights while it generates, and need pause only to load them."""
+    """A server takes broadcast weights while it generates, and need pause only to load them."""
     adapter_variables: dict[str, str]
     """Environment variables with which a server loads adapters."""
     keeps_adapter: bool
-    """Whether a request keeps its adapter until it ends, also if it stays on the server over an update."""
+    """A request keeps its adapter until it ends, also if it stays on the server over an update."""
     continues_constraints: bool
-    """Whether a schema, regex or grammar holds for a continued answer as a whole. If not, it starts anew."""
+    """A schema, regex or grammar holds for a continued answer as a whole. If not, it starts anew."""
 
     def generate_body(self, call: GenerationCall) -> dict[str, Any]:
         """Return the JSON body of one generation.

@@ -54,11 +54,11 @@ class TokenStream:
         self._top_logprobs: TopLogprobs = []
         self._finish: str | None = None
         self.reports_versions = True
-        """Whether the server reported the version of all tokens so far."""
+        """The server reported the version of all tokens so far."""
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete."""
+        """True once the answer is complete."""
         return self._finish is not None
 
     def __len__(self) -> int:

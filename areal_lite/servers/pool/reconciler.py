@@ -93,7 +93,7 @@ class Reconciler:
         self._loader = WeightLoader(config, pool, requests, gate)
         self._outage = OutageWatch(pool.servers, gate, patience_s=config.outage_patience_s)
         self._tasks: dict[Server, asyncio.Task[None]] = {}
-        """What repairs or examines a server."""
+        """The task that repairs or examines a server."""
         self._others: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._closed = False

@@ -47,7 +47,7 @@ class RequestGate:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there are model calls that a server should be answering."""
+        """True while there are model calls that a server should be answering."""
         return self.running > 0 and not self.holds
 
     def must_stay(self, server: Server) -> bool:

@@ -158,7 +158,7 @@ class Router:
         self._gate = gate
         self._patience_s = config.outage_patience_s
         self._blocked = False
-        """Whether the router has no server that may answer."""
+        """The router has no server that may answer."""
         self._lock = asyncio.Lock()
         self._examination: asyncio.Task[bool] | None = None
         self._watching: asyncio.Task[None] | None = None

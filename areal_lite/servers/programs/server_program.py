@@ -215,7 +215,7 @@ def visible_gpus() -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
-    return [str(place) for place in range(sum(line.startswith("GPU ") for line in listed.splitlines()))]
+    return [str(index) for index in range(sum(line.startswith("GPU ") for line in listed.splitlines()))]
 
 
 def interpreter(config: ServerConfig) -> str:

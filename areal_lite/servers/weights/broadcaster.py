@@ -87,7 +87,7 @@ class BroadcastGroup:
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """True after :meth:`close`, or a broadcast that failed."""
         return self._closed.is_set()
 
     def join(self) -> None:

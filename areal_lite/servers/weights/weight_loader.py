@@ -40,9 +40,9 @@ class WeightLoader:
         self.wanted: PublishedWeights | None = None
         """The newest weights; None before the first update."""
         self.updating = False
-        """Whether an update runs; the pauses of its loads hold generation, those of repairs do not."""
+        """True while an update runs; the pauses of its loads hold generation, those of repairs do not."""
         self._loaded: dict[Server, PublishedWeights] = {}
-        """What each server acknowledged last."""
+        """The weights that each server acknowledged last."""
         self._locks: defaultdict[Server, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._broadcasts = BroadcastLoader(requests, requests.dialect, timeout_s=config.request_timeout_s)
 
