@@ -40,6 +40,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from areal_lite.api import GenerationHyperparameters
 from areal_lite.config.run_config import ServerConfig
 from areal_lite.servers.dialects import dialect_of
+from areal_lite.servers.dialects.dialect import GenerationCall
+from areal_lite.servers.programs.served_model import ServedModel
 from areal_lite.servers.programs.server_group import check_servers, make_servers
 from benchmarks.report import Figure, make_parser, of_limit, write_figures
 from benchmarks.roofline import decode_limit, limits
@@ -69,7 +71,7 @@ def start_server(stack: ExitStack, backend: str, args: argparse.Namespace, folde
     )
     check_servers(config)
     model = str(Path(args.model).absolute())
-    (server,) = make_servers(config, model_path=model, seed=0, deterministic=False, log_dir=folder)
+    (server,) = make_servers(config, ServedModel(model_path=model), folder)
     return stack.enter_context(server).address
 
 
@@ -83,14 +85,9 @@ async def served(address: str, backend: str, prompts: Prompts, in_flight: int, n
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=no_limits) as session:
 
         async def one(number: int, prompt: list[int]) -> None:
-            body = dialect.generate_body(
-                prompt,
-                gconfig,
-                rid=f"{time.monotonic_ns()}-{number}",
-                max_new_tokens=new_tokens,
-                min_new_tokens=0,
-                seed=None,
-            )
+            rid = f"{time.monotonic_ns()}-{number}"
+            call = GenerationCall(input_ids=prompt, gconfig=gconfig, rid=rid, max_new_tokens=new_tokens)
+            body = dialect.generate_body(call)
             async with session.post(address + dialect.generate_path, json=body) as response:
                 reply = await response.json()
                 assert response.status == 200, reply

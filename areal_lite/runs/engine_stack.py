@@ -16,6 +16,7 @@ from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.runs.run_data import WorkflowChoice
 from areal_lite.servers.pool.sglang_router import check_router
 from areal_lite.servers.programs.embedded_settings import check_model_path
+from areal_lite.servers.programs.served_model import ServedModel
 from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_router, make_servers
 
 logger = logging.getLogger(__name__)
@@ -85,14 +86,13 @@ def generating_engine(config: RunConfig, run_dir: Path) -> Iterator[RemoteInfEng
     if settings.backend in (None, "embedded"):
         threads = settings.num_threads or max(1, thread_budget(config).server // settings.replicas)
         settings = replace(settings, num_threads=threads)
-    servers = make_servers(
-        settings,
+    model = ServedModel(
         model_path=config.model_path,
         seed=config.seed,
         deterministic=config.trainer.deterministic,
-        log_dir=run_dir / "servers",
         adapters=_adapters(config),
     )
+    servers = make_servers(settings, model, run_dir / "servers")
     with ServerGroup(servers) as group, ServerGroup(make_router(settings, run_dir / "servers")) as router:
         patience = max(config.rollout.outage_patience_s, settings.start_timeout_s)  # for all of them to restart
         rollout = replace(

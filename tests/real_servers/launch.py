@@ -12,6 +12,7 @@ import pytest
 from areal_lite.config.run_config import ServerConfig
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.processes.server_process import ServerProcess
+from areal_lite.servers.programs.served_model import ServedModel
 from areal_lite.servers.programs.server_group import check_servers, make_servers
 
 HERE = Path(__file__).parent
@@ -59,7 +60,5 @@ def real_process(backend: str, model: Path, folder: Path, *, adapters: AdapterSh
     """Return a server that logs into ``folder``, not yet started; it keeps its address when it starts again."""
     config = ServerConfig(**server_settings(backend, model))
     check_servers(config)
-    (server,) = make_servers(
-        config, model_path=str(model), seed=0, deterministic=False, log_dir=folder, adapters=adapters
-    )
+    (server,) = make_servers(config, ServedModel(model_path=str(model), adapters=adapters), folder)
     return server

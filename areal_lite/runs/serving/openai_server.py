@@ -27,6 +27,7 @@ from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.embedded.__main__ import main
 from areal_lite.embedded.http_server import SGLangDialect
 from areal_lite.errors import ConfigError, ServerError
+from areal_lite.servers.dialects.dialect import GenerationCall
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.dialects.sglang_errors import BadRequest
 
@@ -67,9 +68,9 @@ class LocalEngine:
             ServerError: If the server was paused, or its weights changed with ``abort_all_requests``.
         """
         began, gconfig = time.time(), req.gconfig
-        body = self._protocol.generate_body(
-            req.input_ids,
-            gconfig,
+        call = GenerationCall(
+            input_ids=req.input_ids,
+            gconfig=gconfig,
             rid=req.rid,
             max_new_tokens=gconfig.max_new_tokens,
             min_new_tokens=gconfig.min_new_tokens,
@@ -77,6 +78,7 @@ class LocalEngine:
             top_logprobs=req.top_logprobs,
             stream=True,
         )
+        body = self._protocol.generate_body(call)
         response = ModelResponse(input_tokens=req.input_ids, output_tokens=[], output_logprobs=[], output_versions=[])
         try:
             async with aclosing(self._dialect.events(body)) as events:

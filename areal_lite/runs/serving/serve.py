@@ -13,6 +13,7 @@ from areal_lite.config.run_config import ServerConfig
 from areal_lite.embedded.__main__ import argument_parser
 from areal_lite.errors import ConfigError
 from areal_lite.servers.programs.embedded_settings import check_model_path, checked_settings
+from areal_lite.servers.programs.served_model import ServedModel
 from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_router, make_servers
 
 
@@ -44,11 +45,8 @@ def serve(argv: Sequence[str]) -> NoReturn:
     print(f"logs: {log_dir}", flush=True)
     servers = make_servers(
         config,
-        model_path=arguments["model_path"],
-        seed=arguments["seed"],
-        deterministic=arguments["deterministic"],
-        weight_version=arguments["weight_version"],
-        log_dir=log_dir,
+        ServedModel(**{name: arguments[name] for name in ("model_path", "seed", "deterministic", "weight_version")}),
+        log_dir,
         program="areal_lite.runs.serving.openai_server",
     )
     with ServerGroup(servers) as group, ServerGroup(make_router(config, log_dir)) as router:

@@ -1,4 +1,4 @@
-"""Which model a run trains, and whether a server serves it, by what both report."""
+"""The model that a run trains, compared with what servers report about theirs."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,9 +27,9 @@ from areal_lite.servers.dialects.dialect import (
     ControlCall,
     Dialect,
     ErrorReply,
+    GenerationCall,
+    Limits,
     ServerInfo,
-    check_budget,
-    check_version,
 )
 from areal_lite.servers.dialects.token_stream import TokenStream
 from areal_lite.servers.pool.server_pool import Server
@@ -37,7 +37,7 @@ from areal_lite.servers.pool.server_pool import Server
 logger = logging.getLogger(__name__)
 
 REQUEST_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
-"""What a request raises if its server cannot be reached or stays silent."""
+"""Raised by a request whose server cannot be reached or stays silent."""
 CONTROL_TIMEOUT_S = 25.0
 """Seconds for a request of the control plane; loading weights may take longer."""
 MAX_RETRY_AFTER_S = 30.0
@@ -65,7 +65,7 @@ class _Request:
         self.task = task
         self.server = server
         self.begun = False
-        """Whether a part of its stream has come, so that it does not wait in the server's queue."""
+        """A part of its stream has come, so it does not wait in the server's queue."""
         self.given_up: str | None = None
 
     def give_up(self, reason: str) -> None:
@@ -79,12 +79,14 @@ class ServerRequests:
 
     def __init__(self, config: InferenceEngineConfig, dialect: Dialect) -> None:
         self._config = config
-        self._dialect = dialect
+        self.dialect = dialect
         self._session: aiohttp.ClientSession | None = None
         self._silences: Deadlines[_Request] = Deadlines(config.request_timeout_s, self._on_silence)
         self._warned_no_version = False
-        self.limits = ServerInfo(vocab_size=_vocab_size(config.tokenizer_path))
-        """What every request must respect: limits that servers, or the tokenizer's folder, report."""
+        self.limits = Limits(vocab_size=_vocab_size(config.tokenizer_path))
+        """Those of the tokenizer's folder, narrowed by what servers report."""
+        self.version = 0
+        """Policy version of tokens whose version a server does not report."""
 
     def open(self) -> None:
         """Open the session."""
@@ -112,49 +114,37 @@ class ServerRequests:
         if self._session is not None:
             await self._session.close()
 
-    def respect(self, info: ServerInfo) -> None:
-        """Narrow :attr:`limits` to those of one more server."""
-        ours = self.limits
-        self.limits = ServerInfo(
-            context_length=min(filter(None, (ours.context_length, info.context_length)), default=None),
-            vocab_size=min(filter(None, (ours.vocab_size, info.vocab_size)), default=None),
-        )
-
     async def generate(
         self,
         server: Server,
         body: bytes,
-        stream: TokenStream | None,
+        call: GenerationCall,
+        stream: TokenStream | None = None,
         *,
-        version: int,
-        top_logprobs: int,
-        max_tokens: int | None = None,
         headers: Mapping[str, str] | None = None,
-        newest: Callable[[], int | None] = lambda: None,
     ) -> Chunk:
         """Return the reply to one generation; its tokens go to ``stream`` as they arrive, if given.
 
         Args:
-            server: Where to send it.
-            body: JSON.
+            server: Receiver of the request.
+            body: ``call`` as JSON in the server's dialect.
+            call: The request, which the reply must fit.
             stream: Reads the events of a streamed reply.
-            version: Label of tokens whose version the server does not report.
-            top_logprobs: Number of top log-probs asked for.
-            max_tokens: The budget that ``body`` asks for.
             headers: Further headers.
-            newest: Returns the newest version that any server was given; an answer may stay while it grows.
 
         Raises:
             ErrorReply: If the server refused.
             BadResponse: If the reply cannot be trusted or ends too early.
             ReceiverError: If the receiver of the stream raised.
         """
+        version = self.version
         status, reply, retry_after_s = await self._post(server, body, stream, headers or {})
         if status != 200:
             raise ErrorReply(status, _message(reply), retry_after_s)
         if stream is None:
-            chunk = self._dialect.parse_generate(orjson.loads(reply), top_logprobs=top_logprobs)
-            self._check(chunk, max_tokens, newest)
+            chunk = self.dialect.parse_generate(orjson.loads(reply), top_logprobs=call.top_logprobs)
+            _check_not_empty(chunk)
+            self.limits.check_reply(chunk.tokens, chunk.versions or [], len(chunk.tokens), call.max_new_tokens)
             if chunk.versions is not None or not chunk.tokens:  # vLLM reports none for an answer without tokens
                 return chunk
             chunk = replace(chunk, versions=[version] * len(chunk.tokens))
@@ -174,15 +164,6 @@ class ServerRequests:
             )
         return chunk
 
-    def _check(self, chunk: Chunk, max_tokens: int | None, newest: Callable[[], int | None]) -> None:
-        _check_not_empty(chunk)
-        check_budget(len(chunk.tokens), max_tokens)
-        if chunk.versions is not None:
-            check_version(chunk.versions, newest())
-        vocab_size = self.limits.vocab_size
-        if vocab_size and max(chunk.tokens, default=0) >= vocab_size:
-            raise BadResponse(f"token {max(chunk.tokens)}, which is not in the vocabulary [0, {vocab_size})")
-
     async def _post(
         self, server: Server, body: bytes, stream: TokenStream | None, headers: Mapping[str, str]
     ) -> tuple[int, bytes, float]:
@@ -191,7 +172,7 @@ class ServerRequests:
         request = _Request(server)
         self._silences.add(request)
         try:
-            url = server.url + self._dialect.generate_path
+            url = server.url + self.dialect.generate_path
             async with self._session.post(url, data=body, headers={**_JSON, **headers}, allow_redirects=False) as reply:
                 if stream is not None and reply.status == 200:
                     await self._feed(stream, reply, request)
@@ -249,14 +230,14 @@ class ServerRequests:
             aiohttp.ClientError, TimeoutError, OSError: If it cannot be reached.
         """
         info, known = ServerInfo(), False
-        for path in self._dialect.info_paths:
+        for path in self.dialect.info_paths:
             status, body = await self._get(server, path)
             if status == 200:
                 known = True
                 with contextlib.suppress(orjson.JSONDecodeError):
-                    info = info.merged(self._dialect.parse_info(orjson.loads(body)))
-        if not known and (status := (await self._get(server, self._dialect.health_path))[0]) != 200:
-            paths = ", ".join((*self._dialect.info_paths, self._dialect.health_path))
+                    info = info.merged(self.dialect.parse_info(orjson.loads(body)))
+        if not known and (status := (await self._get(server, self.dialect.health_path))[0]) != 200:
+            paths = ", ".join((*self.dialect.info_paths, self.dialect.health_path))
             raise ErrorReply(status, f"{server.url} said HTTP {status} to {paths}")
         return info
 
@@ -269,7 +250,7 @@ class ServerRequests:
     async def is_healthy(self, server: Server) -> bool:
         """Return whether the health route answers in time; SGLang's takes 20 s to say that it is stuck."""
         try:
-            status, _ = await self._get(server, self._dialect.health_path)
+            status, _ = await self._get(server, self.dialect.health_path)
         except REQUEST_ERRORS:
             return False
         return status < 500
@@ -316,7 +297,7 @@ class ServerRequests:
             kind = OSError if status in (429, 502, 503, 504) else RefusedError
             raise kind(f"{server.url}{call.path} said HTTP {status}: {_message(text)}")
         try:
-            error = self._dialect.update_error(orjson.loads(text))
+            error = self.dialect.update_error(orjson.loads(text))
         except orjson.JSONDecodeError:
             return
         if error is not None:

@@ -56,6 +56,51 @@ class StreamEvent:
     """None if more tokens follow."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationCall:
+    """One request for tokens, before a dialect words it."""
+
+    input_ids: list[int]
+    """Prompt, and the tokens of the answer sampled so far."""
+    gconfig: GenerationHyperparameters
+    rid: str
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    seed: int | None = None
+    num_continued: int = 0
+    """How many of the last ``input_ids`` are tokens of the answer."""
+    top_logprobs: int = 0
+    stream: bool = False
+
+
+@dataclass(slots=True)
+class Limits:
+    """Limits on requests and replies, from what servers report; they change while answers run. None: unknown."""
+
+    context_length: int | None = None
+    vocab_size: int | None = None
+    newest_version: int | None = None
+    """Newest policy version that any server was given."""
+
+    def narrow(self, info: ServerInfo) -> None:
+        """Respect the limits of one more server."""
+        self.context_length = min(filter(None, (self.context_length, info.context_length)), default=None)
+        self.vocab_size = min(filter(None, (self.vocab_size, info.vocab_size)), default=None)
+
+    def check_reply(self, tokens: list[int], versions: list[int], num_tokens: int, budget: int) -> None:
+        """Check the next tokens of an answer, which then has ``num_tokens``.
+
+        Raises:
+            BadResponse: If they exceed the budget, the vocabulary or the newest version.
+        """
+        if num_tokens > budget:
+            raise BadResponse(f"{num_tokens} tokens for a request of at most {budget}")
+        if self.newest_version is not None and versions and versions[-1] > self.newest_version:
+            raise BadResponse(f"tokens of version {versions[-1]}, but the newest is {self.newest_version}")
+        if self.vocab_size and max(tokens, default=0) >= self.vocab_size:
+            raise BadResponse(f"token {max(tokens)}, which is not in the vocabulary [0, {self.vocab_size})")
+
+
 @dataclass(frozen=True, slots=True)
 class ControlCall:
     """One request of the control plane."""
@@ -66,7 +111,7 @@ class ControlCall:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server reports about itself; None if unreported."""
+    """Facts that a server reports about itself; None if unreported."""
 
     context_length: int | None = None
     vocab_size: int | None = None
@@ -94,31 +139,16 @@ class Dialect(Protocol):
     info_paths: tuple[str, ...]
     """Routes that describe the server; the facts of later ones win."""
     receives_while_generating: bool
-    """Whether a server takes broadcast weights while it generates, and need pause only to load them."""
+    """A server takes broadcast weights while it generates, and need pause only to load them."""
     adapter_variables: dict[str, str]
     """Environment variables with which a server loads adapters."""
     keeps_adapter: bool
-    """Whether a request keeps its adapter until it ends, also if it stays on the server over an update."""
+    """A request keeps its adapter until it ends, also if it stays on the server over an update."""
     continues_constraints: bool
-    """Whether a schema, regex or grammar holds for a continued answer as a whole. If not, it starts anew."""
+    """A schema, regex or grammar holds for a continued answer as a whole. If not, it starts anew."""
 
-    def generate_body(
-        self,
-        input_ids: list[int],
-        gconfig: GenerationHyperparameters,
-        *,
-        rid: str,
-        max_new_tokens: int,
-        min_new_tokens: int,
-        seed: int | None,
-        num_continued: int = 0,
-        top_logprobs: int = 0,
-        stream: bool = False,
-    ) -> dict[str, Any]:
+    def generate_body(self, call: GenerationCall) -> dict[str, Any]:
         """Return the JSON body of one generation.
-
-        Args:
-            num_continued: How many of the last ``input_ids`` are tokens of the answer sampled so far.
 
         Raises:
             ConfigError: If ``gconfig.extra`` has a parameter that another field sets.
@@ -252,18 +282,6 @@ def _check_pairs(tokens: list[int], logprobs: list[float]) -> None:
         total = sum(logprobs)
         if total - total != 0.0 or max(logprobs) > 1e-3:
             raise BadResponse("log-probs that are not finite numbers up to 0")
-
-
-def check_budget(count: int, max_tokens: int | None) -> None:
-    """Raise BadResponse for more tokens than the request asked for."""
-    if max_tokens is not None and count > max_tokens:
-        raise BadResponse(f"{count} tokens for a request of at most {max_tokens}")
-
-
-def check_version(versions: list[int], newest: int | None) -> None:
-    """Raise BadResponse if the last token has a version that no server was given."""
-    if newest is not None and versions and versions[-1] > newest:
-        raise BadResponse(f"tokens of version {versions[-1]}, but the newest is {newest}")
 
 
 def check_error_event(event: Any) -> None:

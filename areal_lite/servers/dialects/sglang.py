@@ -11,6 +11,7 @@ from areal_lite.servers.dialects.dialect import (
     Chunk,
     ControlCall,
     ErrorReply,
+    GenerationCall,
     ServerInfo,
     StreamEvent,
     TopLogprobs,
@@ -49,39 +50,27 @@ class SGLang:
         self.continues_constraints = embedded
         self.receives_while_generating = embedded
 
-    def generate_body(
-        self,
-        input_ids: list[int],
-        gconfig: GenerationHyperparameters,
-        *,
-        rid: str,
-        max_new_tokens: int,
-        min_new_tokens: int,
-        seed: int | None,
-        num_continued: int = 0,
-        top_logprobs: int = 0,
-        stream: bool = False,
-    ) -> dict[str, Any]:
+    def generate_body(self, call: GenerationCall) -> dict[str, Any]:
         """Return the JSON body of one generation."""
-        sampling = _sampling_params(gconfig)
-        sampling["max_new_tokens"] = max_new_tokens
-        if min_new_tokens:
-            sampling["min_new_tokens"] = min_new_tokens
-        if seed is not None:
-            sampling["sampling_seed"] = seed
+        sampling = _sampling_params(call.gconfig)
+        sampling["max_new_tokens"] = call.max_new_tokens
+        if call.min_new_tokens:
+            sampling["min_new_tokens"] = call.min_new_tokens
+        if call.seed is not None:
+            sampling["sampling_seed"] = call.seed
         body = {
-            "rid": rid,
-            "input_ids": input_ids,
-            "sampling_params": with_extra(sampling, gconfig.extra) if gconfig.extra else sampling,
+            "rid": call.rid,
+            "input_ids": call.input_ids,
+            "sampling_params": with_extra(sampling, call.gconfig.extra) if call.gconfig.extra else sampling,
             "return_logprob": True,
-            "stream": stream,
+            "stream": call.stream,
         }
-        if top_logprobs:
-            body["top_logprobs_num"] = top_logprobs
+        if call.top_logprobs:
+            body["top_logprobs_num"] = call.top_logprobs
         if self.continues_constraints:  # the embedded server
-            if num_continued:
-                body["num_continued"] = num_continued
-            if stream:
+            if call.num_continued:
+                body["num_continued"] = call.num_continued
+            if call.stream:
                 body["incremental_streaming_output"] = True
         return body
 

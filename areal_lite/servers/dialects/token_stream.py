@@ -14,10 +14,10 @@ from areal_lite.servers.dialects.dialect import (
     BadResponse,
     Chunk,
     Dialect,
+    GenerationCall,
+    Limits,
     StreamEvent,
     TopLogprobs,
-    check_budget,
-    check_version,
 )
 
 Receiver = Callable[[Sequence[int], Sequence[float]], None]
@@ -31,34 +31,22 @@ class TokenStream:
     """Reads server-sent events and passes on their tokens."""
 
     def __init__(
-        self,
-        dialect: Dialect,
-        receive: Receiver,
-        *,
-        version: int,
-        vocab_size: int | None,
-        top_logprobs: int = 0,
-        max_tokens: int | None = None,
-        newest: Callable[[], int | None] = lambda: None,
+        self, dialect: Dialect, call: GenerationCall, receive: Receiver, *, version: int, limits: Limits
     ) -> None:
         """Start an answer.
 
         Args:
             dialect: The server's.
+            call: The request.
             receive: Called with new ids and log-probs.
             version: Label of tokens whose version the server does not report.
-            vocab_size: Ids must be below it.
-            top_logprobs: Number of top log-probs asked for.
-            max_tokens: The request's budget; None checks none.
-            newest: Returns the newest version that any server was given; None checks none.
+            limits: Bounds of ids and versions.
         """
         self._dialect = dialect
+        self._call = call
         self._receive = receive
         self._version = version
-        self._vocab_size = vocab_size
-        self._num_top = top_logprobs
-        self._max_tokens = max_tokens
-        self._newest = newest
+        self._limits = limits
         self._rest = b""
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
@@ -66,11 +54,11 @@ class TokenStream:
         self._top_logprobs: TopLogprobs = []
         self._finish: str | None = None
         self.reports_versions = True
-        """Whether the server reported the version of all tokens so far."""
+        """The server reported the version of all tokens so far."""
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete."""
+        """True once the answer is complete."""
         return self._finish is not None
 
     def __len__(self) -> int:
@@ -91,16 +79,15 @@ class TokenStream:
                     parsed = orjson.loads(text)
                 except orjson.JSONDecodeError as error:
                     raise BadResponse(f"an event that is not JSON ({error})") from None
-                event = self._dialect.parse_event(parsed, len(self._tokens), top_logprobs=self._num_top)
+                event = self._dialect.parse_event(parsed, len(self._tokens), top_logprobs=self._call.top_logprobs)
                 if event is not None:
                     self._take(event)
 
     def _take(self, event: StreamEvent) -> None:
-        largest = max(event.tokens, default=0)
-        if self._vocab_size and largest >= self._vocab_size:
-            raise BadResponse(f"token {largest}, which is not in the vocabulary [0, {self._vocab_size})")
-        check_budget(len(self._tokens) + len(event.tokens), self._max_tokens)
-        check_version(event.all_versions or ([] if event.version is None else [event.version]), self._newest())
+        versions = event.all_versions or ([] if event.version is None else [event.version])
+        self._limits.check_reply(
+            event.tokens, versions, len(self._tokens) + len(event.tokens), self._call.max_new_tokens
+        )
         self._tokens += event.tokens
         self._logprobs += event.logprobs
         self._top_logprobs += event.top_logprobs

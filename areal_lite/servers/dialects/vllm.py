@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.servers.dialects.dialect import (
     BadResponse,
     Chunk,
     ControlCall,
+    GenerationCall,
     ServerInfo,
     StreamEvent,
     TopLogprobs,
@@ -46,23 +46,12 @@ class VLLM:
     keeps_adapter = True
     continues_constraints = False
 
-    def generate_body(
-        self,
-        input_ids: list[int],
-        gconfig: GenerationHyperparameters,
-        *,
-        rid: str,
-        max_new_tokens: int,
-        min_new_tokens: int,
-        seed: int | None,
-        num_continued: int = 0,
-        top_logprobs: int = 0,
-        stream: bool = False,
-    ) -> dict[str, Any]:
+    def generate_body(self, call: GenerationCall) -> dict[str, Any]:
         """Return the JSON body of one generation; vLLM silently ignores unknown fields, so names must be exact."""
+        gconfig, top_logprobs = call.gconfig, call.top_logprobs
         sampling: dict[str, Any] = {
-            "max_tokens": max_new_tokens,
-            "min_tokens": min_new_tokens,
+            "max_tokens": call.max_new_tokens,
+            "min_tokens": call.min_new_tokens,
             "temperature": gconfig.effective_temperature,
             "top_p": gconfig.top_p,
             "top_k": gconfig.top_k or -1,
@@ -84,13 +73,13 @@ class VLLM:
         for name, key in (("json_schema", "json"), ("regex", "regex"), ("ebnf", "grammar")):
             if (text := getattr(gconfig, name)) is not None:
                 sampling["structured_outputs"] = {key: text}
-        if seed is not None:
-            sampling["seed"] = seed
+        if call.seed is not None:
+            sampling["seed"] = call.seed
         return {
-            "request_id": rid,
-            "token_ids": input_ids,
+            "request_id": call.rid,
+            "token_ids": call.input_ids,
             "sampling_params": with_extra(sampling, gconfig.extra) if gconfig.extra else sampling,
-            "stream": stream,
+            "stream": call.stream,
         }
 
     def parse_generate(self, reply: Any, *, top_logprobs: int = 0) -> Chunk:

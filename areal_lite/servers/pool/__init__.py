@@ -1,4 +1,5 @@
-"""Which servers there are, which one takes a request, and what brings each to the wanted state.
+"""The set of servers: which one takes a request, which requests wait, and what brings each to the wanted state.
 
-Read server_pool (pure bookkeeping), then reconciler (probes, pauses, weights) and sglang_router.
+Read server_pool (pure bookkeeping), request_gate (waiting requests), then reconciler (probes, repairs, weight updates)
+and sglang_router.
 """

@@ -1,9 +1,30 @@
 """Keeps every server at the state that the run wants: reachable, not paused, this model, the newest weights.
 
-Each server that differs has one task that brings it back while the others serve: probe until it answers, compare what
-it reports, load the newest weights, resume. A watch looks once a second while something differs, else every 15 s, for
-servers that are silent and for outages. Guarantees that a server serves only after it has acknowledged the newest
-version, and that no wait here outlives :meth:`close`.
+Guarantees that a server gets requests only after it has acknowledged the newest version, and that no wait here outlives
+:meth:`Reconciler.close`.
+
+A server's state is never set by the code that finds a fault. A failed request, an update, an examination and the watch
+only mark the server as down or behind; one task for each such server (``_bring_back``) compares it with what is wanted
+*now*, and repeats until nothing differs. Designs that look simpler, and the case that breaks each:
+
+- Repair where the fault is found. Fifty requests that fail together would repair one server fifty times, and the
+  cancellation of a request would cancel the repair that all the others wait for.
+- Queue the updates that a server missed, and replay them. A server that is away for an hour would load sixty versions
+  when it is back. Only the newest counts, so there is one wanted version, and no queue.
+- Trust a server that is back from a rest. It may have restarted with the weights that it was started with, and answer
+  well; so its version is asked for first, and whatever it acknowledged before counts no more if that differs.
+
+Races, and where they end:
+
+- Newer weights arrive during a repair. ``_bring_back`` lets the server try again only if it has what is wanted after
+  its load, which may no longer be what was wanted before it.
+- A server fails while its repair ends. Its task is still registered, so ``_repair`` begins no other; ``_on_end`` looks
+  once more after the task is gone.
+- A load lags behind the other servers in an update. The update does not wait for it beyond ``_until_enough``: the
+  server is marked as behind, and the lock of its load makes the repair wait for it rather than load twice.
+
+What can still fail: a server that acknowledges a version and serves another. The engine client compares each answer
+with what was acknowledged, and reports the server as :meth:`Reconciler.behind`.
 """
 
 from __future__ import annotations
@@ -11,19 +32,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from areal_lite.config.run_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.model_identity import ModelIdentity
-from areal_lite.servers.client.server_requests import ADAPTER_PREFIX, REQUEST_ERRORS, RefusedError, ServerRequests
-from areal_lite.servers.dialects.dialect import Dialect, ErrorReply
+from areal_lite.servers.client.server_requests import REQUEST_ERRORS, RefusedError, ServerRequests
+from areal_lite.servers.dialects.dialect import ErrorReply
+from areal_lite.servers.pool.outage_watch import OUTAGE_LINE_S, OutageWatch, failures_of
+from areal_lite.servers.pool.request_gate import RequestGate
 from areal_lite.servers.pool.server_pool import Server, ServerPool
-from areal_lite.servers.weights.broadcast_update import WeightGroups
-from areal_lite.servers.weights.published_weights import AdapterFolder, PublishedWeights, WeightBroadcast
+from areal_lite.servers.weights.published_weights import PublishedWeights
+from areal_lite.servers.weights.weight_loader import WeightLoader
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +56,6 @@ SILENCE_S = 60.0
 """Seconds without anything from a server that generates before its health is probed."""
 SILENT_PROBES = 2
 """Health probes that a silent server must miss before its requests go elsewhere."""
-OUTAGE_LINE_S = 10.0
 START_TIMEOUT_S = 30.0
 """Seconds a server has to answer at the start."""
 STRAGGLER_S = 30.0
@@ -51,13 +72,8 @@ class Reconciler:
         config: InferenceEngineConfig,
         pool: ServerPool,
         requests: ServerRequests,
-        dialect: Dialect,
+        gate: RequestGate,
         *,
-        must_stay: Callable[[Server], bool],
-        on_change: Callable[[Server], None],
-        on_pause: Callable[[], None],
-        is_waiting: Callable[[], bool],
-        on_outage: Callable[[ServerError], None],
         identity: ModelIdentity | None = None,
     ) -> None:
         """Start with unknown servers.
@@ -66,39 +82,20 @@ class Reconciler:
             config: Time limits.
             pool: All servers.
             requests: Sends the calls.
-            dialect: The servers'.
-            must_stay: Whether a server runs an answer that it could not continue after an abort.
-            on_change: Called with a server that may take requests again.
-            on_pause: Called before an update pauses a server.
-            is_waiting: Whether there are requests to answer.
-            on_outage: Called when the servers stay away longer than ``outage_patience_s``.
+            gate: The requests that wait for these servers.
             identity: The run's model, which servers are compared with.
         """
         self._config = config
         self._pool = pool
         self._requests = requests
-        self._dialect = dialect
-        self._must_stay = must_stay
-        self._on_change = on_change
-        self._on_pause = on_pause
-        self._is_waiting = is_waiting
-        self._on_outage = on_outage
+        self._gate = gate
         self._identity = identity or ModelIdentity.unknown()
-        self.wanted: PublishedWeights | None = None
-        """The newest weights; None before the first update."""
-        self.newest: int | None = None
-        """The newest version that any server was given."""
-        self._locks = {server: asyncio.Lock() for server in pool.servers}
-        self._loaded: dict[Server, PublishedWeights] = {}
-        """What each server acknowledged last."""
-        self._groups = WeightGroups(requests, dialect, timeout_s=config.request_timeout_s)
+        self._loader = WeightLoader(config, pool, requests, gate)
+        self._outage = OutageWatch(pool.servers, gate, patience_s=config.outage_patience_s)
         self._tasks: dict[Server, asyncio.Task[None]] = {}
-        """What repairs or examines a server."""
+        """The task that repairs or examines a server."""
         self._others: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
-        self._outage_since: float | None = None
-        self._said_at: float
-        self._updating = False
         self._closed = False
 
     # -- start and end ---------------------------------------------------------------------------
@@ -129,7 +126,7 @@ class Reconciler:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
-        self._groups.close()
+        self._loader.close()
 
     def _own(self, task: asyncio.Task[None]) -> None:
         def on_end(_: object) -> None:
@@ -170,11 +167,11 @@ class Reconciler:
         """
         server.info = await self._requests.info(server)
         self._identity.check(server.url, server.info)
-        self._requests.respect(server.info)
+        self._requests.limits.narrow(server.info)
         if server.info.paused:
             logger.warning("server %s is paused: resuming it", server.url)
         try:
-            await self._requests.control(server, self._dialect.resume())
+            await self._requests.control(server, self._requests.dialect.resume())
         except RefusedError as error:  # servers that only generate may have no control routes
             logger.debug("%s", error)
 
@@ -187,7 +184,7 @@ class Reconciler:
 
     def behind(self, server: Server, reason: str) -> None:
         """Send a server no requests until it has loaded the newest weights again; a second time in a row it rests."""
-        self._forget(server)
+        self._loader.forget(server)
         if server.trial:
             self._pool.rest(server, reason)
         else:
@@ -201,11 +198,11 @@ class Reconciler:
         except (ErrorReply, *REQUEST_ERRORS) as error:
             self.failed(server, str(error) or type(error).__name__, at_once=True)
             return True
-        if self.wanted is None:
+        if (wanted := self._loader.wanted) is None:
             return False
-        if self._has_newest(server) and info.version not in (None, self.wanted.version):
-            self.behind(server, f"it acknowledged version {self.wanted.version} and reports version {info.version}")
-        return not self._has_newest(server)
+        if self._loader.has_newest(server) and info.version not in (None, wanted.version):
+            self.behind(server, f"it acknowledged version {wanted.version} and reports version {info.version}")
+        return not self._loader.has_newest(server)
 
     def _repair(self, server: Server) -> None:
         self._wake.set()
@@ -223,7 +220,7 @@ class Reconciler:
 
     async def _bring_back(self, server: Server) -> None:
         """Return once the server may get requests again."""
-        was_down = False
+        was_down, loader = False, self._loader
         while server.down is not None or server.behind is not None:
             if server.down is not None:
                 was_down = True
@@ -231,67 +228,16 @@ class Reconciler:
             try:
                 if was_down:
                     await self._compare(server)
-                    self._groups.drop(server)  # a restarted server is not in it
-                    if self.wanted is not None and server.info.version != self.wanted.version:
-                        self._forget(server)  # it may have restarted with other weights
-                if self.wanted is not None:
-                    await self._load(server)
-                if self.wanted is None or self._has_newest(server):  # else there were newer ones meanwhile
+                    loader.leave_group(server)
+                    if loader.wanted is not None and server.info.version != loader.wanted.version:
+                        loader.forget(server)
+                if loader.wanted is not None:
+                    await loader.load(server)
+                if loader.wanted is None or loader.has_newest(server):
                     self._pool.try_again(server)
             except (ConfigError, *_ERRORS) as error:
                 self._pool.rest(server, str(error) or type(error).__name__)
-        self._on_change(server)
-
-    async def _load(self, server: Server) -> None:
-        """Have a server load the newest weights; raises what went wrong."""
-        async with self._locks[server]:
-            wanted = self.wanted
-            assert wanted is not None
-            if self._has_newest(server):
-                return
-            self._forget(server)
-            name = None
-            if isinstance(wanted, WeightBroadcast):
-                await self._groups.load(server, wanted, lambda: self._paused(server))
-            else:
-                if isinstance(wanted, AdapterFolder):  # a new name: no earlier load of it is in the way
-                    name = f"{ADAPTER_PREFIX}{wanted.version}-{secrets.token_hex(4)}"
-                    calls = self._dialect.load_adapter(name, wanted)
-                else:
-                    calls = self._dialect.load_folder(wanted)
-                async with self._paused(server):
-                    for call in calls:
-                        await self._requests.control(server, call, timeout_s=self._config.request_timeout_s)
-            self._loaded[server], server.version, server.adapter = wanted, wanted.version, name
-            if name is not None:
-                await self._unload_all_but({name, *server.adapters_in_use}, server)
-
-    async def _unload_all_but(self, needed: set[str], server: Server) -> None:
-        """Unload the adapters of earlier versions, also those of runs that ended."""
-        try:
-            for name in await self._requests.adapters(server):
-                if name not in needed:
-                    await self._requests.control(server, self._dialect.unload_adapter(name))
-        except (KeyError, TypeError, ValueError, *_ERRORS) as error:  # the next update tries again
-            logger.debug("server %s keeps old adapters: %s", server.url, error)
-
-    @contextlib.asynccontextmanager
-    async def _paused(self, server: Server) -> AsyncIterator[None]:
-        if self._updating:
-            self._on_pause()
-        keep = self._config.weight_update_pause == "keep" or self._must_stay(server)
-        await self._requests.control(server, self._dialect.pause(keep=keep))
-        try:
-            yield
-        finally:
-            await self._requests.control(server, self._dialect.resume())
-
-    def _has_newest(self, server: Server) -> bool:
-        return self.wanted is not None and self._loaded.get(server) is self.wanted
-
-    def _forget(self, server: Server) -> None:
-        self._loaded.pop(server, None)
-        server.version = server.adapter = None
+        self._gate.server_changed(server)
 
     # -- updates ---------------------------------------------------------------------------------
 
@@ -305,21 +251,18 @@ class Reconciler:
         Raises:
             ServerError: If all servers refused, which keep what they serve, or none came back in time.
         """
-        before, self.wanted = self.wanted, weights
-        self.newest = max(weights.version, self.newest or 0)
-        self._updating = True
-        loaded, versions = dict(self._loaded), {s: (s.version, s.adapter) for s in self._pool.servers}
-        loads = {asyncio.create_task(self._load(s)): s for s in self._pool.servers if s.down is None}
+        loader, servers = self._loader, self._pool.servers
+        take_back = loader.want(weights)
+        loader.updating = True
+        loads = {asyncio.create_task(loader.load(server)): server for server in servers if server.down is None}
         for task in loads:
             self._own(task)
         try:
             await self._until_enough(set(loads))
             errors = {server: _error_of(task) for task, server in loads.items()}
-            if errors and len(errors) == len(versions) and all(isinstance(e, RefusedError) for e in errors.values()):
-                self.wanted, self._loaded = before, loaded  # none is behind another: all serve what they have
-                for server, had in versions.items():
-                    server.version, server.adapter = had
-                raise ServerError(f"no server took {weights}: {next(iter(errors.values()))}{self._hint(weights)}")
+            if errors and len(errors) == len(servers) and all(isinstance(e, RefusedError) for e in errors.values()):
+                take_back()  # none is behind another: all serve what they have
+                raise ServerError(f"no server took {weights}: {next(iter(errors.values()))}{loader.hint(weights)}")
             for server, error in errors.items():
                 if error is not None:
                     reason = str(error) or type(error).__name__
@@ -330,21 +273,11 @@ class Reconciler:
                 task.cancel()
             raise
         finally:
-            self._updating = False
-        self._loaded = {server: has for server, has in self._loaded.items() if has is weights}  # frees older ones
+            loader.updating = False
+        loader.free_older()
         for task in loads:
-            if task.done() and self._has_newest(loads[task]):
+            if task.done() and loader.has_newest(loads[task]):
                 self._pool.caught_up(loads[task])
-
-    def _hint(self, weights: PublishedWeights) -> str:
-        """Return how servers that load adapters are started, if that is what they refused."""
-        if not isinstance(weights, AdapterFolder) or not (flags := self._dialect.adapter_flags(weights.shape)):
-            return ""
-        words = [f"{name}={value}" for name, value in self._dialect.adapter_variables.items()]
-        for name, value in flags.items():
-            values = value if isinstance(value, list) else [] if value is True else [value]
-            words.append(" ".join([f"--{name}", *map(str, values)]))
-        return f". Adapters need servers that were started with {' '.join(words)}"
 
     async def _until_enough(self, pending: set[asyncio.Task[None]]) -> None:
         """Return when all loads have ended; once one has succeeded, the rest gets as long again, at least 30 s."""
@@ -359,14 +292,17 @@ class Reconciler:
         """Return once a server has the version; servers that are being repaired get ``outage_patience_s``."""
         patience, waited = self._config.outage_patience_s, time.monotonic()
         said = waited
-        while not any(s.down is None and self._has_newest(s) for s in self._pool.servers):
+        while not any(s.down is None and self._loader.has_newest(s) for s in self._pool.servers):
             now = time.monotonic()
             if now - waited >= patience:
-                raise ServerError(f"no server took {weights} in {patience:g} s: {self._why()}")
+                raise ServerError(f"no server took {weights} in {patience:g} s: {failures_of(self._pool.servers)}")
             if now - said >= OUTAGE_LINE_S:
                 said = now
                 logger.warning(
-                    "no server has taken version %d for %.0f s: %s", weights.version, now - waited, self._why()
+                    "no server has taken version %d for %.0f s: %s",
+                    weights.version,
+                    now - waited,
+                    failures_of(self._pool.servers),
                 )
             tasks = list(self._tasks.values())
             await asyncio.wait(tasks, timeout=min(WATCH_S, patience)) if tasks else await asyncio.sleep(0)
@@ -377,9 +313,9 @@ class Reconciler:
         while True:
             now = time.monotonic()
             for server in self._pool.servers:
-                if _silent_s(server) >= SILENCE_S and server not in self._tasks and not self._updating:
+                if _silent_s(server) >= SILENCE_S and server not in self._tasks and not self._loader.updating:
                     self._begin(server, self._examine(server))
-            differs = self._look_for_outage(now)
+            differs = self._outage.look(now, updating=self._loader.updating)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_S if differs else IDLE_WATCH_S):
                     await self._wake.wait()
@@ -390,7 +326,7 @@ class Reconciler:
         reason = f"nothing from it for {_silent_s(server):.0f} s while {server.outstanding} requests run"
         for _ in range(SILENT_PROBES):
             with contextlib.suppress(*_ERRORS):  # it may be paused: another run paused it, or our resume was lost
-                await self._requests.control(server, self._dialect.resume())
+                await self._requests.control(server, self._requests.dialect.resume())
             healthy = await self._requests.is_healthy(server)
             if _silent_s(server) < SILENCE_S:  # it has answered meanwhile
                 return
@@ -400,36 +336,6 @@ class Reconciler:
                 return
         self._pool.failed(server, f"{reason}, and no answer to its health probes", at_once=True)
         self._requests.give_up(server, "the server hangs")
-
-    def _look_for_outage(self, now: float) -> bool:
-        """Say every 10 s that no server is healthy, and end the wait when patience is over; return what to watch."""
-        servers = self._pool.servers
-        outage = all(s.unhealthy for s in servers) and self._is_waiting()
-        if not outage or self._updating or all(s.state == "slow" for s in servers):
-            self._outage_since = None
-            return any(s.unhealthy for s in servers)
-        if self._outage_since is None:
-            self._outage_since = self._said_at = now
-        lasted, patience = now - self._outage_since, self._config.outage_patience_s
-        if lasted >= patience:
-            self._outage_since = None
-            self._on_outage(ServerError(f"no inference server is healthy since {patience:g} s: {self._why()}"))
-        elif now - self._said_at >= OUTAGE_LINE_S:
-            self._said_at = now
-            logger.warning(
-                "no inference server is healthy since %.0f s; the run ends after %.0f s: %s",
-                lasted,
-                patience,
-                self._why(),
-            )
-        return True
-
-    def _why(self) -> str:
-        reasons = [
-            f"{s.url}: {s.down or s.behind or s.last_failure or 'no answer yet'}" for s in self._pool.servers[:3]
-        ]
-        more = len(self._pool.servers) - len(reasons)
-        return "; ".join(reasons) + (f"; and {more} more" if more else "")
 
 
 def _silent_s(server: Server) -> float:

@@ -39,7 +39,7 @@ class Server:
     url: str
     index: int
     is_router: bool = False
-    """Whether other servers answer for it."""
+    """Other servers answer for it."""
     info: ServerInfo = field(default_factory=ServerInfo)
     version: int | None = None
     """The last version that it acknowledged; None before the first update."""
@@ -49,13 +49,13 @@ class Server:
     down: str | None = None
     """Why it rests until a probe succeeds."""
     trial: bool = False
-    """Whether it was down or behind and its first answer is awaited: one request at a time."""
+    """It was down or behind and its first answer is awaited: one request at a time."""
     behind: str | None = None
     """Why its weights are outdated; such a server gets no requests until it has the newest."""
     said: str = "up"
     """The state that was logged last."""
     slow: bool = False
-    """Whether it has been silent for long, but answers its health route."""
+    """It has been silent for long, but answers its health route."""
     capacity: float = math.inf
     """Requests it may run at once; 0 while it is down, behind or waits for its Retry-After."""
     limit: float = math.inf
@@ -64,7 +64,7 @@ class Server:
     """Running waits for its Retry-After."""
     limited_at: float = 0.0
     unhealthy: bool = False
-    """Whether it has given no answer since it failed, was down, behind, or said HTTP 429."""
+    """It has given no answer since it failed, was down, behind, or said HTTP 429."""
     failures: int = 0
     """Failures in a row."""
     last_failure: str = ""
@@ -91,11 +91,11 @@ class Server:
     failed_requests: int = 0
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=512))
     entry: tuple[int, int, int] | None = None
-    """Its place in the pool's heap."""
+    """Its entry in the pool's heap."""
 
     @property
     def usable(self) -> bool:
-        """Whether it takes one more request."""
+        """True if it takes one more request."""
         return self.outstanding < self.capacity
 
     @property

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from areal_lite.config.run_config import InferenceEngineConfig
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.servers.client.server_requests import REQUEST_ERRORS, ServerRequests
 from areal_lite.servers.pool.reconciler import START_TIMEOUT_S, Reconciler
+from areal_lite.servers.pool.request_gate import RequestGate
 from areal_lite.servers.pool.server_pool import Server, ServerPool
 
 logger = logging.getLogger(__name__)
@@ -130,6 +130,13 @@ def _worker_url(router: str, worker: dict[str, Any]) -> str:
     return url.rstrip("/")
 
 
+def router_pool(url: str) -> ServerPool:
+    """Return the pool of the generations that go through a router: the router as its only server."""
+    pool = ServerPool([url], key="rollout.router")
+    pool.servers[0].is_router = True
+    return pool
+
+
 class Router:
     """The router and its list of servers, from :meth:`open` to :meth:`close`."""
 
@@ -139,28 +146,20 @@ class Router:
         servers: ServerPool,
         requests: ServerRequests,
         reconciler: Reconciler,
-        *,
-        on_change: Callable[[], None],
-        is_waiting: Callable[[], bool],
-        on_outage: Callable[[ServerError], None],
+        gate: RequestGate,
     ) -> None:
-        """Describe the router of a checked config; the callbacks are those of :class:`Reconciler`."""
-        assert config.router is not None
-        self.pool = ServerPool([config.router], key="rollout.router")
+        """Describe the router of a checked config; the pool of ``gate`` is :func:`router_pool`."""
+        self.pool = gate.pool
         """The router alone, as the server of every generation."""
         self._target = self.pool.servers[0]
-        self._target.is_router = True
         self._servers = servers
         self._requests = requests
         self._reconciler = reconciler
-        self._on_change = on_change
-        self._is_waiting = is_waiting
-        self._on_outage = on_outage
+        self._gate = gate
         self._patience_s = config.outage_patience_s
         self._blocked = False
-        """Whether the router has no server that may answer."""
+        """The router has no server that may answer."""
         self._lock = asyncio.Lock()
-        self._wake = asyncio.Event()
         self._examination: asyncio.Task[bool] | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -210,11 +209,7 @@ class Router:
     def failed(self, _: Server, reason: str, *, at_once: bool = False) -> None:
         """Count a failure of the router."""
         self.pool.failed(self._target, reason, at_once=at_once)
-        self._wake.set()
-
-    def refresh(self) -> None:
-        """Take over changes of the servers' states soon."""
-        self._wake.set()
+        self._gate.servers_changed.set()
 
     async def _confirm(self) -> None:
         """Examine the servers on trial, as no answer will tell that they are well again."""
@@ -263,10 +258,10 @@ class Router:
             if ready == self._blocked:
                 self._blocked = not ready
                 self.pool.wait(self._target, -1 if ready else 1)
-                self._on_change()
+                self._gate.wake_all()
             if self._target.down is not None:
                 self.pool.try_again(self._target)
-                self._on_change()
+                self._gate.wake_all()
             return ready and listed.keys() == serving
 
     def _serving(self) -> list[Server]:
@@ -290,15 +285,15 @@ class Router:
                 settled = False
                 self._target.last_failure = str(error) or type(error).__name__
             now = time.monotonic()
-            unusable = self._is_waiting() and (self._target.down is not None or self._blocked)
+            unusable = self._gate.is_waiting and (self._target.down is not None or self._blocked)
             unusable_since = (unusable_since or now) if unusable else None
             if unusable_since is not None and now - unusable_since >= self._patience_s:
                 unusable_since = None
                 reason = self._target.down or self._target.last_failure or "it has no healthy server"
-                self._on_outage(
+                self._gate.give_up(
                     ServerError(f"the router {self._target.url} is unusable since {self._patience_s:g} s: {reason}")
                 )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(IDLE_SYNC_S if settled else SYNC_S):
-                    await self._wake.wait()
-            self._wake.clear()
+                    await self._gate.servers_changed.wait()
+            self._gate.servers_changed.clear()

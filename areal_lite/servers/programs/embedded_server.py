@@ -7,8 +7,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,11 +17,27 @@ from areal_lite.processes.child_process import ChildProcess
 from areal_lite.processes.server_process import ServerProcess
 from areal_lite.servers.programs.embedded_settings import (
     check_model_path,
-    check_port,
     check_text_model,
     cpu_threads,
     server_config,
 )
+from areal_lite.servers.programs.ports import check_port
+
+EMBEDDED_PROGRAM = "areal_lite.embedded"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddedProcess:
+    """How the child process of an embedded server is started."""
+
+    name: str = "the embedded server"
+    """Its name in messages."""
+    program: str = EMBEDDED_PROGRAM
+    """Module that it runs, which takes the arguments of :mod:`areal_lite.embedded`."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Further environment variables."""
+    start_timeout_s: float = 600.0
+    """Seconds in which it must be ready."""
 
 
 class EmbeddedServer(ServerProcess):
@@ -41,10 +56,7 @@ class EmbeddedServer(ServerProcess):
         weight_version: str = "0",
         deterministic: bool = False,
         log_path: str | Path | None = None,
-        start_timeout_s: float = 600.0,
-        name: str = "the embedded server",
-        variables: Mapping[str, str] | None = None,
-        program: str = "areal_lite.embedded",
+        process: EmbeddedProcess | None = None,
         **settings: Any,
     ) -> None:
         """Check the settings; ``start`` runs the server.
@@ -57,27 +69,23 @@ class EmbeddedServer(ServerProcess):
             deterministic: Make the bits of each answer depend on its request, the weights and ``num_threads`` only.
                 Requests run one by one and share no KV cache: several times slower with many at once.
             log_path: File to append the child's stdout and stderr to. None: a temporary file, for error messages.
-            start_timeout_s: Seconds in which it must be ready.
-            name: Its name in messages.
-            variables: Environment variables of the child.
-            program: Module that the child runs; it takes the arguments of :mod:`areal_lite.embedded`.
+            process: How the child is started.
             settings: Fields of ``EmbeddedServerConfig``.
 
         Raises:
             ConfigError: If a setting is unknown or out of range, or model or port cannot be used.
         """
+        self._process = process or EmbeddedProcess()
         super().__init__(
-            name,
+            self._process.name,
             model_path=model_path,
             weight_version=weight_version,
             log_path=log_path,
-            start_timeout_s=start_timeout_s,
+            start_timeout_s=self._process.start_timeout_s,
         )
         self.config = server_config(**settings)
         self.seed = seed
         self.deterministic = deterministic
-        self._variables = dict(variables or {})
-        self._program = program
         check_model_path(model_path)
         check_text_model(model_path)
         check_port(self.config.host, self.config.port)
@@ -88,7 +96,7 @@ class EmbeddedServer(ServerProcess):
         self._ready, ready_write = os.pipe()
         try:
             return ChildProcess(
-                [sys.executable, "-m", self._program, *self._arguments(ready_write)],
+                [sys.executable, "-m", self._process.program, *self._arguments(ready_write)],
                 environment=self._environment(),
                 output=output,
                 pass_fds=(ready_write,),
@@ -139,7 +147,7 @@ class EmbeddedServer(ServerProcess):
         """Return the child's environment: threads that wait sleep soon, and this package can be imported."""
         threads = str(cpu_threads(self.config))
         package_root = str(Path(areal_lite.__file__).resolve().parent.parent)
-        variables = os.environ | self._variables
+        variables = os.environ | self._process.variables
         return variables | {
             # With spinning threads, two processes on the same cores generated 15 times slower; GOMP_SPINCOUNT in the
             # environment of a run whose processes take turns lets them spin a little.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -98,17 +97,3 @@ def check_text_model(model_path: str) -> None:
             f"model_path {model_path!r} is a {config.get('model_type')} model, which reads images: trainer and "
             "embedded server take models of text only. Use the text model of the same family."
         )
-
-
-def check_port(host: str, port: int) -> None:
-    """Check that the server can listen on an address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port} ({error.strerror}): stop the process that uses the port, choose "
-                "another, or use port 0 to take a free one."
-            ) from error

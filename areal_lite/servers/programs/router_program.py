@@ -13,7 +13,8 @@ from areal_lite.config.run_config import ServerConfig
 from areal_lite.errors import ConfigError
 from areal_lite.processes.child_process import ChildProcess
 from areal_lite.processes.server_process import ServerProcess
-from areal_lite.servers.programs.server_program import free_ports, interpreter
+from areal_lite.servers.programs.ports import free_ports
+from areal_lite.servers.programs.server_program import interpreter
 
 _MODULE = "sglang_router"
 _POLL_S = 0.2

@@ -13,14 +13,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from areal_lite.config.run_config import EmbeddedServerConfig, ServerConfig
 from areal_lite.errors import ArealLiteError, ServerError
-from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.processes.server_process import ServerProcess, cause_of_death
-from areal_lite.servers.programs.embedded_server import EmbeddedServer
+from areal_lite.servers.programs.embedded_server import EMBEDDED_PROGRAM, EmbeddedProcess, EmbeddedServer
 from areal_lite.servers.programs.router_program import RouterProgram, check_router_program
+from areal_lite.servers.programs.served_model import ServedModel
 from areal_lite.servers.programs.server_program import (
     ServerProgram,
     check_embedded,
@@ -50,53 +50,34 @@ def check_servers(config: ServerConfig) -> None:
 
 
 def make_servers(
-    config: ServerConfig,
-    *,
-    model_path: str,
-    seed: int,
-    deterministic: bool,
-    log_dir: Path,
-    weight_version: str = "0",
-    adapters: AdapterShape | None = None,
-    program: str = "areal_lite.embedded",
+    config: ServerConfig, model: ServedModel, log_dir: Path, *, program: str = EMBEDDED_PROGRAM
 ) -> list[ServerProcess]:
     """Return the servers of a checked config, not yet started; their logs go to ``log_dir``.
 
-    SGLang and vLLM can load adapters only of the given shape; the embedded server loads any. ``program`` is the module
-    that an embedded server runs.
+    ``program`` is the module that an embedded server runs.
     """
-    backend: Literal["sglang", "vllm", "embedded"] = config.backend or "embedded"
+    backend = config.backend or "embedded"
     servers: list[ServerProcess] = []
     for number, (gpus, port) in enumerate(zip(gpu_groups(config), server_ports(config), strict=True)):
         name, log_path = f"server {backend}-{number}", log_dir / f"{backend}-{number}.log"
         if backend != "embedded":
-            server = ServerProgram(
-                name,
-                backend=backend,
-                config=config,
-                model_path=model_path,
-                seed=seed,
-                weight_version=weight_version,
-                port=port,
-                gpus=gpus,
-                log_path=log_path,
-                adapters=adapters,
-            )
-            servers.append(server)
+            servers.append(ServerProgram(name, config, model, port=port, gpus=gpus, log_path=log_path))
             continue
         settings = {field.name: getattr(config, field.name) for field in fields(EmbeddedServerConfig)}
-        variables = config.env | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
+        process = EmbeddedProcess(
+            name=name,
+            program=program,
+            variables=config.env | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
+            start_timeout_s=config.start_timeout_s,
+        )
         servers.append(
             EmbeddedServer(
-                model_path=model_path,
-                seed=seed,
-                weight_version=weight_version,
-                deterministic=deterministic,
+                model_path=model.model_path,
+                seed=model.seed,
+                weight_version=model.weight_version,
+                deterministic=model.deterministic,
                 log_path=log_path,
-                start_timeout_s=config.start_timeout_s,
-                name=name,
-                variables=variables,
-                program=program,
+                process=process,
                 **settings | {"port": port if config.port else 0},  # it reports a free port itself
             )
         )

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import http.client
-import itertools
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -21,12 +19,12 @@ from typing import IO, Any, Literal
 from areal_lite.config.generation import GenerationHyperparameters
 from areal_lite.config.run_config import ServerConfig
 from areal_lite.errors import ConfigError
-from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.processes.child_process import ChildProcess
 from areal_lite.processes.server_process import ServerProcess
 from areal_lite.servers.dialects import dialect_of
-from areal_lite.servers.dialects.dialect import BadResponse
-from areal_lite.servers.programs.embedded_settings import check_port
+from areal_lite.servers.dialects.dialect import BadResponse, GenerationCall
+from areal_lite.servers.programs.ports import check_port, free_ports
+from areal_lite.servers.programs.served_model import ServedModel
 
 Backend = Literal["sglang", "vllm"]
 
@@ -49,7 +47,6 @@ _OF_TORCHRUN = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|M
 """Variables of the trainers, which a server would take for its own."""
 _EMBEDDED_ONLY = ("max_running_requests", "max_total_tokens", "max_prefill_tokens")
 _TENSOR_PARALLEL = ("tp", "tp-size", "tensor-parallel-size")
-_PORTS = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
 _PROBE_SECONDS = 0.2
 _PROBE_TOKENS = 4
 
@@ -60,51 +57,44 @@ class ServerProgram(ServerProcess):
     def __init__(
         self,
         name: str,
-        *,
-        backend: Backend,
         config: ServerConfig,
-        model_path: str,
-        seed: int,
-        weight_version: str,
+        model: ServedModel,
+        *,
         port: int,
         gpus: str | None,
         log_path: Path,
-        adapters: AdapterShape | None = None,
     ) -> None:
         """Describe the server; :func:`check_program` has checked the config.
 
         Args:
+            name: Its name in messages.
+            config: Program, its options and its environment.
+            model: The model that it serves.
+            port: Port to listen on.
             gpus: Value of CUDA_VISIBLE_DEVICES; None leaves it.
-            adapters: The adapters that it must be able to load.
+            log_path: File to append its output to.
         """
         super().__init__(
             name,
-            model_path=model_path,
-            weight_version=weight_version,
+            model_path=model.model_path,
+            weight_version=model.weight_version,
             log_path=log_path,
             start_timeout_s=config.start_timeout_s,
         )
-        self._backend = backend
+        assert config.backend in ("sglang", "vllm")
+        self._backend: Backend = config.backend
         self._config = config
-        self._seed = seed
+        self._model = model
         self._port = port
         self._gpus = gpus
-        self._adapters = adapters
 
     def _launch(self, output: IO[bytes]) -> ChildProcess:
         return ChildProcess(self._command(), environment=self._environment(), output=output)
 
     def _command(self) -> list[str]:
-        flags = _flags(
-            self._backend,
-            self._config,
-            model_path=self.model_path,
-            version=self.weight_version,
-            seed=self._seed,
-            port=self._port,
-        )
-        if self._adapters is not None:
-            flags |= dialect_of(self._backend).adapter_flags(self._adapters)
+        flags = _flags(self._backend, self._config, self._model, self._port)
+        if self._model.adapters is not None:
+            flags |= dialect_of(self._backend).adapter_flags(self._model.adapters)
             if self._backend == "sglang" and self._config.device == "cpu":
                 flags["lora-backend"] = "torch_native"  # the others are kernels for GPUs
         given = {_flag(name): value for name, value in self._config.args.items()}
@@ -118,7 +108,7 @@ class ServerProgram(ServerProcess):
         variables = {
             name: value for name, value in os.environ.items() if not _OF_TORCHRUN.fullmatch(name)
         } | self._config.env
-        if self._adapters is not None:
+        if self._model.adapters is not None:
             variables |= dialect_of(self._backend).adapter_variables
         variables.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probs without temperature
         variables["PYTHONUNBUFFERED"] = "1"
@@ -143,11 +133,11 @@ class ServerProgram(ServerProcess):
         """Return whether the server answers a prompt of a few tokens with tokens and log-probs."""
         dialect = dialect_of(self._backend)
         gconfig = GenerationHyperparameters(greedy=True, ignore_eos=True)
-        body = dialect.generate_body(
-            [1, 2, 3], gconfig, rid=uuid.uuid4().hex, max_new_tokens=_PROBE_TOKENS, min_new_tokens=0, seed=None
-        )
+        rid = uuid.uuid4().hex
+        call = GenerationCall(input_ids=[1, 2, 3], gconfig=gconfig, rid=rid, max_new_tokens=_PROBE_TOKENS)
         try:
-            chunk = dialect.parse_generate(_post(address + dialect.generate_path, body, timeout_s))
+            reply = _post(address + dialect.generate_path, dialect.generate_body(call), timeout_s)
+            chunk = dialect.parse_generate(reply)
             if self._backend == "vllm":  # it has no flag for it
                 _post(f"{address}/update_weight_version", {"new_version": self.weight_version}, timeout_s)
         except (OSError, http.client.HTTPException, ValueError, BadResponse):
@@ -225,7 +215,7 @@ def visible_gpus() -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
-    return [str(place) for place in range(sum(line.startswith("GPU ") for line in listed.splitlines()))]
+    return [str(index) for index in range(sum(line.startswith("GPU ") for line in listed.splitlines()))]
 
 
 def interpreter(config: ServerConfig) -> str:
@@ -244,23 +234,6 @@ def server_ports(config: ServerConfig) -> list[int]:
     return free_ports(config.host, config.replicas)
 
 
-def free_ports(host: str, count: int) -> list[int]:
-    """Return ports that nothing listens on; raises ConfigError if there are not enough."""
-    free = (port for port in random.SystemRandom().sample(_PORTS, len(_PORTS)) if _is_free(host, port))
-    ports = list(itertools.islice(free, count))
-    if len(ports) < count:
-        raise ConfigError(f"too few ports from {_PORTS[0]} to {_PORTS[-1]} are free on {host}: set server.port")
-    return ports
-
-
-def _is_free(host: str, port: int) -> bool:
-    try:
-        check_port(host, port)
-    except ConfigError:
-        return False
-    return True
-
-
 def check_embedded(config: ServerConfig) -> None:
     """Check that nothing is set that the embedded server does not have."""
     for name in ("args", "python"):
@@ -268,24 +241,22 @@ def check_embedded(config: ServerConfig) -> None:
             raise ConfigError(f"server.{name} is for sglang and vllm, and server.backend is embedded: remove it")
 
 
-def _flags(
-    backend: Backend, config: ServerConfig, *, model_path: str, version: str, seed: int, port: int
-) -> dict[str, Any]:
+def _flags(backend: Backend, config: ServerConfig, model: ServedModel, port: int) -> dict[str, Any]:
     shared = {"host": config.host, "port": port, "dtype": config.dtype}
     if backend == "sglang":
         return shared | {
-            "model-path": model_path,
+            "model-path": model.model_path,
             "context-length": config.context_length,
-            "random-seed": seed,
+            "random-seed": model.seed,
             "device": None if config.device == "auto" else config.device,
-            "weight-version": version,
+            "weight-version": model.weight_version,
             "incremental-streaming-output": True,
             "constrained-json-disable-any-whitespace": True,  # a small model fills its budget with white space
         }
     return shared | {
-        "model": model_path,
+        "model": model.model_path,
         "max-model-len": config.context_length,
-        "seed": seed,
+        "seed": model.seed,
         "enable-scale-out": True,
         "logprobs-mode": "processed_logprobs",
         "worker-extension-cls": "areal_lite_vllm.WorkerExtension",

@@ -1,6 +1,7 @@
 """Published weights as a copy in memory of the first rank, which sends it to servers over process groups.
 
-Each server has a group of its own, so a server that is gone or hangs delays no other.
+Each server has a group of its own, so a server that is gone or hangs delays no other. A copy, because training goes on
+while servers receive, and one that comes back later gets the same version.
 """
 
 from __future__ import annotations
@@ -14,17 +15,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from areal_lite.models.lora import plain_weights
 from areal_lite.models.parallel.sharding import full_tensors
-from areal_lite.servers.weights.process_group import STALL_S, Backend, broadcast, join_group, open_store
+from areal_lite.servers.weights.process_group import JOIN_TIMEOUT_S, STALL_S, Backend, broadcast, join_group, open_store
 from areal_lite.servers.weights.published_weights import WeightBroadcast, WeightBucket
+from areal_lite.servers.weights.weight_folder import in_parts
 
 MAX_BUCKET_BYTES = 1 << 30
 """Servers that load tensors as they arrive need this much memory besides their weights."""
-JOIN_TIMEOUT_S = 60.0
 _POLL_S = 0.01
 
 
@@ -41,18 +41,11 @@ class WeightBroadcaster:
     def publish(self, version: int) -> WeightBroadcast:
         """Copy the weights, with adapters merged; on other ranks than the first the result is empty."""
         own = {one.data_ptr() for one in self._model.parameters() if not isinstance(one, DTensor)}
-        buckets: list[dict[str, Tensor]] = [{}]
-        size = 0
-        for name, tensor in full_tensors(plain_weights(self._model, self._dtype)):
-            if tensor is None:
-                continue
-            copied = tensor.to("cpu", copy=tensor.data_ptr() in own).contiguous()
-            if size and size + copied.nbytes > MAX_BUCKET_BYTES:
-                buckets.append({})
-                size = 0
-            buckets[-1][name] = copied
-            size += copied.nbytes
-        return WeightBroadcast(version, [WeightBucket(bucket) for bucket in buckets], self)
+        copies = (
+            (name, None if tensor is None else tensor.to("cpu", copy=tensor.data_ptr() in own).contiguous())
+            for name, tensor in full_tensors(plain_weights(self._model, self._dtype))
+        )
+        return WeightBroadcast(version, [WeightBucket(part) for part in in_parts(copies, MAX_BUCKET_BYTES)], self)
 
     def open_group(self, host: str, *, num_ranks: int, device: str | None) -> BroadcastGroup:
         """Open a group with the ``num_ranks`` processes of the server at ``host``; NCCL if both ends are on GPUs."""
@@ -94,7 +87,7 @@ class BroadcastGroup:
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """True after :meth:`close`, or a broadcast that failed."""
         return self._closed.is_set()
 
     def join(self) -> None:
@@ -166,9 +159,9 @@ class BroadcastGroup:
 
 def _own_address(host: str) -> str:
     """Return the address of this machine from which ``host`` is reached."""
-    family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(place)  # sends nothing
+        probe.connect(address)  # sends nothing
         return str(probe.getsockname()[0])
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Backend = Literal["gloo", "nccl"]
+JOIN_TIMEOUT_S = 60.0
 STALL_S = 5.0
 """Seconds that the other end may send or take nothing before a broadcast fails."""
 _SLOWEST_BYTES_PER_S = 50e6

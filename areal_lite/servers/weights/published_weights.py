@@ -1,6 +1,6 @@
 """A published version of the policy's weights. Each way in which servers take weights has its class here.
 
-The trainer's side makes one, launch hands it to the engine, and infra has every server load it, some of them later.
+A publisher makes one beside the trainer, and the weight loader has every server load it, some of them later.
 """
 
 from __future__ import annotations

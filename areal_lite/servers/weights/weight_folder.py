@@ -113,7 +113,7 @@ def write_model(model: Any, folder: Path, dtype: torch.dtype, *, max_shard_bytes
     plain = copy.copy(model)  # shares the weights, has its own attributes
     plain._hf_peft_config_loaded = False  # or transformers would write only the adapters
     parts: list[Path] = []
-    for weights in _shards(full_tensors(plain_weights(model, dtype)), max_shard_bytes):
+    for weights in in_parts(full_tensors(plain_weights(model, dtype)), max_shard_bytes):
         with without_progress_bars():
             plain.save_pretrained(folder, state_dict=weights, max_shard_size=sys.maxsize)
         parts.append((folder / WEIGHTS_FILE).rename(folder / f"{len(parts)}.part"))
@@ -130,20 +130,20 @@ def names_differ(model: Any) -> bool:
     return bool(getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False))
 
 
-def _shards(weights: Iterable[tuple[str, Tensor | None]], max_bytes: float) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights of one file at a time, copied to the CPU; nothing on ranks without weights."""
-    shard: dict[str, Tensor] = {}
+def in_parts(weights: Iterable[tuple[str, Tensor | None]], max_bytes: float) -> Iterator[dict[str, Tensor]]:
+    """Yield the weights on the CPU in parts of at most ``max_bytes``; nothing on ranks without weights."""
+    part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights:
         if tensor is None:
             continue
-        if shard and size + tensor.nbytes > max_bytes:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor.cpu()
+        if part and size + tensor.nbytes > max_bytes:
+            yield part
+            part, size = {}, 0
+        part[name] = tensor.cpu()
         size += tensor.nbytes
-    if shard:
-        yield shard
+    if part:
+        yield part
 
 
 def _name_parts(folder: Path, parts: list[Path]) -> None:
@@ -151,10 +151,10 @@ def _name_parts(folder: Path, parts: list[Path]) -> None:
     if len(parts) == 1:
         parts[0].rename(folder / WEIGHTS_FILE)
         return
-    places: dict[str, str] = {}
+    files: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
         name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         with safe_open(part.rename(folder / name), framework="pt") as file:
-            places |= dict.fromkeys(file.keys(), name)
-    index = {"metadata": {}, "weight_map": places}
+            files |= dict.fromkeys(file.keys(), name)
+    index = {"metadata": {}, "weight_map": files}
     (folder / f"{WEIGHTS_FILE}.index.json").write_text(json.dumps(index, indent=2) + "\n")

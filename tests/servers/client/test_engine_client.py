@@ -28,6 +28,7 @@ from areal_lite.servers.dialects.dialect import BadResponse, Dialect, ServerInfo
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.dialects.vllm import VLLM
 from areal_lite.servers.pool.server_pool import ServerPool
+from tests.fixtures.engines import generation_call
 from tests.rollout.scripted import OneTurn, TwoTurns, until
 from tests.stub_server import StubThread, answer_tokens
 
@@ -390,7 +391,7 @@ def test_vllm_replies_and_requests_in_its_own_words() -> None:
         [3, 3],
         "length",
     )
-    body = VLLM().generate_body([1], GenerationHyperparameters(), rid="r", max_new_tokens=7, min_new_tokens=0, seed=4)
+    body = VLLM().generate_body(generation_call(max_new_tokens=7, seed=4))
     assert body["sampling_params"]["max_tokens"] == 7
     assert body["sampling_params"]["seed"] == 4
     with pytest.raises(BadResponse):
@@ -401,8 +402,7 @@ def test_vllm_replies_and_requests_in_its_own_words() -> None:
 def test_vllm_is_asked_for_one_more_top_logprob_because_the_sampled_token_may_replace_the_last(
     asked: int, sent: int
 ) -> None:
-    rest = {"rid": "r", "max_new_tokens": 7, "min_new_tokens": 0, "seed": 4}
-    body = VLLM().generate_body([1], GenerationHyperparameters(), top_logprobs=asked, **rest)
+    body = VLLM().generate_body(generation_call(top_logprobs=asked))
     assert body["sampling_params"]["logprobs"] == sent
     best = [{"token_id": place, "logprob": -1.0 * place, "rank": place} for place in range(1, asked + 1)]
     entry = {"logprob": -9.0, "top_logprobs": [{"token_id": 9, "logprob": -9.0, "rank": 30}, *best]}
@@ -415,13 +415,13 @@ def test_vllm_is_asked_for_one_more_top_logprob_because_the_sampled_token_may_re
 @pytest.mark.parametrize(("top_k", "sent"), [(None, -1), (5, 5)])
 def test_vllm_takes_minus_one_for_no_top_k(top_k: int | None, sent: int) -> None:
     gconfig = GenerationHyperparameters(top_k=top_k)
-    body = VLLM().generate_body([1], gconfig, rid="r", max_new_tokens=7, min_new_tokens=0, seed=4)
+    body = VLLM().generate_body(generation_call(gconfig))
     assert body["sampling_params"]["top_k"] == sent
 
 
 def test_ignoring_the_end_ignores_stop_tokens_on_vllm_too() -> None:
     gconfig = GenerationHyperparameters(ignore_eos=True, stop_token_ids=[2])
-    body = VLLM().generate_body([1], gconfig, rid="r", max_new_tokens=7, min_new_tokens=0, seed=4)
+    body = VLLM().generate_body(generation_call(gconfig))
     assert "stop_token_ids" not in body["sampling_params"]
 
 

@@ -23,15 +23,17 @@ from areal_lite.api import episode_context as context
 from areal_lite.api.episode_context import Episode, EpisodeContext
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
-from areal_lite.servers.client import engine_client
+from areal_lite.servers.client import engine_client, request_sender
+from areal_lite.servers.client.answer import Answer
 from areal_lite.servers.client.engine_client import EngineClient
 from areal_lite.servers.dialects import dialect_of
-from areal_lite.servers.dialects.dialect import BadResponse, Chunk, Dialect, ErrorReply
+from areal_lite.servers.dialects.dialect import BadResponse, Chunk, Dialect, ErrorReply, Limits
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.dialects.token_stream import TokenStream
 from areal_lite.servers.dialects.vllm import VLLM
 from areal_lite.servers.pool.server_pool import Server
 from areal_lite.servers.weights.published_weights import WeightFolder
+from tests.fixtures.engines import generation_call
 from tests.stub_server import StubThread, answer_tokens
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -225,7 +227,7 @@ async def connected(server: ScriptedServer, **config: Any) -> AsyncIterator[Engi
 def _no_pauses() -> Iterator[None]:
     """Retries wait for random times; here they wait for none."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_client, "random", SimpleNamespace(uniform=lambda low, high: 0.0))
+        patch.setattr(request_sender, "random", SimpleNamespace(uniform=lambda low, high: 0.0))
         yield
 
 
@@ -305,7 +307,7 @@ def test_tokens_are_the_same_however_the_bytes_are_split(data: st.DataObject, ba
     server = ScriptedServer(backend)
     server.incremental = incremental
     received, whole = Receiver(), b"".join(server.events(tokens, logprobs, "length"))
-    stream = TokenStream(dialect_of(backend), received, version=0, vocab_size=None)  # type: ignore[arg-type]
+    stream = new_stream(dialect_of(backend), received)  # type: ignore[arg-type]
     for part in cuts(whole, data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=9))):
         stream.feed(part)
     assert stream.finished
@@ -314,9 +316,13 @@ def test_tokens_are_the_same_however_the_bytes_are_split(data: st.DataObject, ba
     assert (chunk.tokens, chunk.logprobs, chunk.versions) == (tokens, logprobs, [7] * LENGTH)
 
 
-def feed_recording(dialect: Dialect, name: str, **options: Any) -> tuple[TokenStream, Receiver]:
+def new_stream(dialect: Dialect, receiver: Receiver) -> TokenStream:
+    return TokenStream(dialect, generation_call(), receiver, version=0, limits=Limits())
+
+
+def feed_recording(dialect: Dialect, name: str) -> tuple[TokenStream, Receiver]:
     received = Receiver()
-    stream = TokenStream(dialect, received, version=0, vocab_size=None, **options)
+    stream = new_stream(dialect, received)
     for _, line in json.loads((FIXTURES / f"{name}.json").read_text())["response"]["lines"]:
         stream.feed(line.encode() + b"\n\n")
     return stream, received
@@ -498,9 +504,7 @@ def test_only_the_embedded_server_is_asked_to_stream_new_tokens_alone(
     backend: Literal["sglang", "vllm", "embedded"],
 ) -> None:
     for stream in (False, True):
-        body = dialect_of(backend).generate_body(
-            [1], GenerationHyperparameters(), rid="r", max_new_tokens=2, min_new_tokens=0, seed=None, stream=stream
-        )
+        body = dialect_of(backend).generate_body(generation_call(stream=stream))
         assert body.get("incremental_streaming_output", False) == (stream and backend == "embedded")
 
 
@@ -519,7 +523,7 @@ def test_an_error_in_a_stream_is_the_servers_answer(
 
 def test_a_request_gives_up_after_its_tries_and_after_fewer_replies_that_cannot_be() -> None:
     def last_error(max_tries: int, *errors: Exception) -> str | None:
-        failures = engine_client._Failures(max_tries)
+        failures = request_sender.Failures(max_tries)
         for error in errors:
             failures.record(Server("a", 0), error)
         try:
@@ -534,21 +538,20 @@ def test_a_request_gives_up_after_its_tries_and_after_fewer_replies_that_cannot_
     assert "in 2 tries" in str(last_error(2, ErrorReply(500, "oops"), ErrorReply(408, "late")))
     assert last_error(9, bad, bad) is None
     assert "in 3 tries; the last: a sent no tokens" in str(last_error(9, bad, bad, bad))
-    outdated = engine_client.OutdatedReplyError("old")
-    silent = engine_client.SilentServerError("silent")
+    outdated = request_sender.OutdatedReplyError("old")
+    silent = request_sender.SilentServerError("silent")
     assert last_error(1, *[away, outdated, silent, ErrorReply(429, "slower")] * 9) is None
     for status, kind in ((400, ConfigError), (413, ConfigError), (422, ConfigError), (501, ServerError)):
         with pytest.raises(kind, match=f"a said HTTP {status}: refused"):
-            engine_client._Failures(9).record(Server("a", 0), ErrorReply(status, "refused"))
+            request_sender.Failures(9).record(Server("a", 0), ErrorReply(status, "refused"))
 
 
 def test_pauses_grow_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[float, float]] = []
     uniform = SimpleNamespace(uniform=lambda low, high: drawn.append((low, high)) or 0.0)
-    monkeypatch.setattr(engine_client, "random", uniform)
-    failures = engine_client._Failures(9)
+    monkeypatch.setattr(request_sender, "random", uniform)
     for sends in range(1, 10):
-        failures.pause_s(sends)
+        request_sender.pause_s(sends)
     assert drawn == [(0, high) for high in (0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0, 5.0)]
 
     async def run() -> None:
@@ -637,7 +640,7 @@ def test_a_recorded_answer_is_reused_if_it_has_all_that_is_asked_for(with_top: b
 
 
 def test_an_answer_keeps_all_of_its_parts() -> None:
-    call = engine_client._Call(request(), None, must_stay=False)
+    call = Answer(request(), None, must_stay=False)
     parts = range(3)
     for part in parts:
         call.extend(Chunk([part], [-0.5 * part], [part], "abort", top_logprobs=[[(part, -0.5)]]))
@@ -655,16 +658,16 @@ def test_the_end_of_patience_fails_all_that_wait(told: bool) -> None:
     async def run() -> None:
         said: list[ServerError] = []
         client = client_alone(on_outage=said.append) if told else client_alone()
-        left, *waiting = [asyncio.create_task(client._until_usable()) for _ in range(3)]
+        left, *waiting = [asyncio.create_task(client._gate.until_usable()) for _ in range(3)]
         await asyncio.sleep(0)
         left.cancel()
         await asyncio.wait([left])
         error = ServerError("all are away")
-        client.give_up(error)
+        client._gate.give_up(error)
         for task in waiting:
             with pytest.raises(ServerError, match="all are away"):
                 await task
-        assert said == [error] * told and not client._waiting
+        assert said == [error] * told and not client._gate._waiting
 
     asyncio.run(run())
 
@@ -673,12 +676,12 @@ def test_as_many_requests_are_woken_as_the_server_has_places() -> None:
     async def run() -> None:
         client = client_alone()
         (server,) = client.pool.servers
-        gone, *waiting = [asyncio.create_task(client._until_usable()) for _ in range(6)]
+        gone, *waiting = [asyncio.create_task(client._gate.until_usable()) for _ in range(6)]
         await asyncio.sleep(0)
         gone.cancel()  # wakes nobody
         for limit, woken in ((1, 0), (3, 2), (4, 5)):
             server.capacity, server.outstanding = limit, 1
-            client._wake_for(server)
+            client._gate.wake_for(server)
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             assert sum(task.done() for task in waiting) == woken
@@ -689,30 +692,30 @@ def test_as_many_requests_are_woken_as_the_server_has_places() -> None:
 
 def test_holds_nest_and_nobody_waits_for_a_server_meanwhile() -> None:
     client = client_alone()
-    assert (client.version, client.retried, client._is_waiting()) == (0, 0, False)
-    client._calls.add(object())  # type: ignore[arg-type]
-    assert client._is_waiting() and client._may_send.is_set()
+    assert (client.version, client.retried, client._gate.is_waiting) == (0, 0, False)
+    client._gate.running += 1
+    assert client._gate.is_waiting and client._gate._released.is_set()
     client.hold()
     client.hold()
     client.release()
-    assert not client._may_send.is_set() and not client._is_waiting()
+    assert not client._gate._released.is_set() and not client._gate.is_waiting
     client.release()
-    assert client._may_send.is_set() and client._is_waiting()
+    assert client._gate._released.is_set() and client._gate.is_waiting
     server = client.pool.servers[0]
-    assert not client._must_stay(server)
+    assert not client._gate.must_stay(server)
     client.pool.start(server, 1, 0.0, stays=True)
-    assert client._must_stay(server)
+    assert client._gate.must_stay(server)
 
 
 def test_a_router_looks_at_once_at_a_server_that_is_back() -> None:
     client = EngineClient(InferenceEngineConfig(backend="sglang", addresses=["a:1"], router="r:1"))
-    assert client._router is not None and not client._router._wake.is_set()
-    client._on_change(client.pool.servers[0])
-    assert client._router._wake.is_set()
+    assert not client._gate.servers_changed.is_set()
+    client._gate.server_changed(client.pool.servers[0])
+    assert client._gate.servers_changed.is_set()
 
 
 def test_a_request_avoids_each_server_that_failed_it() -> None:
-    servers, failures = [Server("a", 0), Server("b", 1)], engine_client._Failures(9)
+    servers, failures = [Server("a", 0), Server("b", 1)], request_sender.Failures(9)
     for server in (servers[0], servers[1], servers[0]):
         failures.record(server, OSError("reset"))
     assert failures.servers == servers and failures.last == "a failed: OSError: reset"
@@ -721,9 +724,9 @@ def test_a_request_avoids_each_server_that_failed_it() -> None:
 def test_a_request_that_is_woken_and_cancelled_at_once_wakes_the_next_one() -> None:
     async def run() -> None:
         async with connected(ScriptedServer("sglang", [])) as client:
-            first, second = (asyncio.create_task(client._until_usable()) for _ in range(2))
+            first, second = (asyncio.create_task(client._gate.until_usable()) for _ in range(2))
             await asyncio.sleep(0)
-            client._wake_one()
+            client._gate.wake_one()
             first.cancel()
             await asyncio.wait_for(second, 10)
             assert first.cancelled()
@@ -733,9 +736,7 @@ def test_a_request_that_is_woken_and_cancelled_at_once_wakes_the_next_one() -> N
 
 def test_unset_parameters_are_not_sent_and_set_ones_have_the_servers_names() -> None:
     def sampling(dialect: Dialect, **fields: Any) -> dict[str, Any]:
-        body = dialect.generate_body(
-            [1], GenerationHyperparameters(**fields), rid="r", max_new_tokens=2, min_new_tokens=0, seed=None
-        )
+        body = dialect.generate_body(generation_call(GenerationHyperparameters(**fields)))
         parameters: dict[str, Any] = body["sampling_params"]
         return parameters
 

@@ -16,11 +16,12 @@ from aiohttp import web
 from areal_lite.api import InferenceEngineConfig
 from areal_lite.errors import ServerError
 from areal_lite.servers.client.server_requests import RefusedError, ServerRequests, SilentServerError
-from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ControlCall, ErrorReply, ServerInfo
+from areal_lite.servers.dialects.dialect import BadResponse, Chunk, ControlCall, ErrorReply, Limits, ServerInfo
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.dialects.token_stream import TokenStream
 from areal_lite.servers.dialects.vllm import VLLM
 from areal_lite.servers.pool.server_pool import Server
+from tests.fixtures.engines import generation_call
 from tests.rollout.scripted import on_a_loop, until
 
 ANSWER = {
@@ -70,21 +71,26 @@ async def opened(dialect: Any = None, **config: Any) -> AsyncIterator[tuple[Site
         await runner.cleanup()
 
 
-async def generate(requests: ServerRequests, server: Server, **options: Any) -> Chunk:
-    return await requests.generate(server, b"{}", None, **{"version": 4, "top_logprobs": 0} | options)
+async def generate(requests: ServerRequests, server: Server, max_new_tokens: int = 9) -> Chunk:
+    return await requests.generate(server, b"{}", generation_call(max_new_tokens=max_new_tokens))
+
+
+def streaming(requests: ServerRequests) -> TokenStream:
+    """Return a stream that throws its tokens away."""
+    return TokenStream(SGLang(), generation_call(), lambda *_: None, version=4, limits=requests.limits)
 
 
 @on_a_loop
 async def test_limits_are_the_smallest_that_a_server_or_the_tokenizer_reports() -> None:
     async with opened() as (_, requests, _):
-        assert requests.limits == ServerInfo()
+        assert requests.limits == Limits()
         for told, limits in (
-            (ServerInfo(context_length=9, model="m"), ServerInfo(context_length=9)),
-            (ServerInfo(vocab_size=8), ServerInfo(9, 8)),
-            (ServerInfo(7, 9), ServerInfo(7, 8)),
-            (ServerInfo(), ServerInfo(7, 8)),
+            (ServerInfo(context_length=9, model="m"), Limits(context_length=9)),
+            (ServerInfo(vocab_size=8), Limits(9, 8)),
+            (ServerInfo(7, 9), Limits(7, 8)),
+            (ServerInfo(), Limits(7, 8)),
         ):
-            requests.respect(told)
+            requests.limits.narrow(told)
             assert requests.limits == limits
 
 
@@ -109,17 +115,21 @@ def test_the_tokenizers_folder_gives_the_vocabulary(tmp_path: Path, size: Any) -
 async def test_a_server_that_reports_no_version_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     async with opened() as (site, requests, server):
         site.replies["/generate"] = 200, ANSWER
+        requests.limits.newest_version = 3
         for version in (4, 5):
-            chunk = await generate(requests, server, version=version, max_tokens=2, newest=lambda: 3)
+            requests.version = version
+            chunk = await generate(requests, server, 2)
             assert chunk.versions == [version] * 2
         assert sum("does not report the weight version" in line for line in caplog.messages) == 1
         with pytest.raises(BadResponse, match="2 tokens for a request of at most 1"):
-            await generate(requests, server, max_tokens=1)
+            await generate(requests, server, 1)
         meta = ANSWER["meta_info"] | {"weight_version": "9"}  # type: ignore[operator]
         site.replies["/generate"] = 200, ANSWER | {"meta_info": meta}
-        assert (await generate(requests, server, newest=lambda: 9)).versions == [9, 9]
+        requests.limits.newest_version = 9
+        assert (await generate(requests, server)).versions == [9, 9]
+        requests.limits.newest_version = 8
         with pytest.raises(BadResponse, match="version 9, but the newest is 8"):
-            await generate(requests, server, newest=lambda: 8)
+            await generate(requests, server)
 
 
 @pytest.mark.parametrize(("header", "seconds"), [("3", 3.0), ("900", 30.0), ("soon", 0.0), (None, 0.0), ("-1", 0.0)])
@@ -132,9 +142,8 @@ async def test_a_refusal_says_how_long_to_wait(header: str | None, seconds: floa
             with pytest.raises(ErrorReply, match="busy") as raised:
                 await generate(requests, server)
             assert (raised.value.status, raised.value.retry_after_s) == (status, seconds)
-            stream = TokenStream(SGLang(), lambda *_: None, version=0, vocab_size=None)
             with pytest.raises(ErrorReply, match="busy"):
-                await requests.generate(server, b"{}", stream, version=0, top_logprobs=0)
+                await requests.generate(server, b"{}", generation_call(), streaming(requests))
         site.headers["Location"] = "/elsewhere"
         site.replies["/generate"] = 307, {}
         with pytest.raises(ErrorReply):
@@ -298,10 +307,10 @@ async def test_a_stream_must_end_its_answer_and_an_answer_has_tokens() -> None:
             meta["output_token_logprobs"] = meta["output_token_logprobs"][:count]
             event = json.dumps({"output_ids": [5, 0][:count], "meta_info": meta})
             site.replies["/generate"] = 200, f"data: {event}\n\n"
-            stream = TokenStream(SGLang(), lambda *_: None, version=4, vocab_size=None)
+            stream = streaming(requests)
             if error is None:
-                chunk = await requests.generate(server, b"{}", stream, version=4, top_logprobs=0)
+                chunk = await requests.generate(server, b"{}", generation_call(), stream)
                 assert (chunk.tokens, chunk.versions) == ([5, 0], [4, 4])
             else:
                 with pytest.raises(BadResponse, match=error):
-                    await requests.generate(server, b"{}", stream, version=4, top_logprobs=0)
+                    await requests.generate(server, b"{}", generation_call(), stream)

@@ -12,11 +12,12 @@ import pytest
 
 from areal_lite.api import GenerationHyperparameters
 from areal_lite.models.adapter_shape import AdapterShape
-from areal_lite.servers.dialects.dialect import BadResponse, ControlCall, Dialect, ErrorReply, ServerInfo
+from areal_lite.servers.dialects.dialect import BadResponse, ControlCall, Dialect, ErrorReply, Limits, ServerInfo
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.dialects.token_stream import ReceiverError, TokenStream
 from areal_lite.servers.dialects.vllm import VLLM
 from areal_lite.servers.weights.published_weights import AdapterFolder, WeightBucket, WeightFolder
+from tests.fixtures.engines import generation_call
 
 EMBEDDED = SGLang(embedded=True)
 GROUP: Any = SimpleNamespace(name="g", master_address="host", master_port=5, size=3, backend="nccl")
@@ -30,8 +31,8 @@ ALL = {**SHARED, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "logit_bias": {5:
 
 
 def body_of(dialect: Dialect, fields: dict[str, Any], **more: Any) -> dict[str, Any]:
-    settings = {"rid": "r", "max_new_tokens": 7, "min_new_tokens": 0, "seed": None} | more
-    return dialect.generate_body([1, 2], GenerationHyperparameters(**fields), **settings)
+    settings = {"input_ids": [1, 2], "max_new_tokens": 7} | more
+    return dialect.generate_body(generation_call(GenerationHyperparameters(**fields), **settings))
 
 
 @pytest.mark.parametrize("dialect", [SGLang(), EMBEDDED])
@@ -338,7 +339,9 @@ def event_of(*tokens: int, received: int = 0, finish: str | None = None, **meta:
 
 
 def stream_of(received: list[int], **options: Any) -> TokenStream:
-    return TokenStream(SGLang(), lambda ids, _: received.extend(ids), **{"version": 2, "vocab_size": None} | options)
+    bounds = {name: options.pop(name) for name in options.keys() & {"vocab_size", "newest_version"}}
+    call, limits = generation_call(**options), Limits(**bounds)
+    return TokenStream(SGLang(), call, lambda ids, _: received.extend(ids), version=2, limits=limits)
 
 
 @pytest.mark.parametrize(
@@ -346,12 +349,12 @@ def stream_of(received: list[int], **options: Any) -> TokenStream:
     [
         ({"vocab_size": 7}, event_of(6, received=1), None),
         ({"vocab_size": 6}, event_of(6, received=1), r"token 6, which is not in the vocabulary \[0, 6\)"),
-        ({"max_tokens": 2}, event_of(6, received=1), None),
-        ({"max_tokens": 2}, event_of(6, 6, received=1), "3 tokens for a request of at most 2"),
-        ({"newest": lambda: 3}, event_of(6, received=1, weight_version="3"), None),
-        ({"newest": lambda: 3}, event_of(6, received=1, weight_version="4"), "version 4, but the newest is 3"),
-        ({"newest": lambda: 3}, event_of(6, received=1, weight_version="3", **spans(2, version="4")), "version 4"),
-        ({"newest": lambda: 3}, event_of(6, received=1), None),
+        ({"max_new_tokens": 2}, event_of(6, received=1), None),
+        ({"max_new_tokens": 2}, event_of(6, 6, received=1), "3 tokens for a request of at most 2"),
+        ({"newest_version": 3}, event_of(6, received=1, weight_version="3"), None),
+        ({"newest_version": 3}, event_of(6, received=1, weight_version="4"), "version 4, but the newest is 3"),
+        ({"newest_version": 3}, event_of(6, received=1, weight_version="3", **spans(2, version="4")), "version 4"),
+        ({"newest_version": 3}, event_of(6, received=1), None),
         ({}, b"data: {oops\n\n", "an event that is not JSON"),
         ({}, b": a comment\n\nid: 5\n\ndata: [DONE]\n\n", ""),
     ],
@@ -396,7 +399,7 @@ def test_a_stream_without_top_log_probs_asks_for_none_and_its_receiver_may_fail(
     stream.feed(event_of(5, output_top_logprobs=TOP[:1]))
     assert stream.chunk().top_logprobs == [[(5, -0.5), (7, -1.0)]] and stream.chunk().logprobs == [-0.5]
     stream_of([], vocab_size=1).feed(event_of(finish="abort"))
-    stream = TokenStream(SGLang(), fail, version=0, vocab_size=None)
+    stream = TokenStream(SGLang(), generation_call(), fail, version=0, limits=Limits())
     with pytest.raises(ReceiverError) as raised:
         stream.feed(event_of(5))
     assert str(raised.value.__cause__) == "mine"

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,11 @@ from areal_lite.errors import ConfigError, ServerError
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.servers.client.server_requests import RefusedError
 from areal_lite.servers.dialects import dialect_of
-from areal_lite.servers.dialects.dialect import ControlCall, ErrorReply, ServerInfo
+from areal_lite.servers.dialects.dialect import ControlCall, Dialect, ErrorReply, Limits, ServerInfo
 from areal_lite.servers.pool import reconciler as module
+from areal_lite.servers.pool.outage_watch import failures_of
 from areal_lite.servers.pool.reconciler import Reconciler
+from areal_lite.servers.pool.request_gate import RequestGate
 from areal_lite.servers.pool.server_pool import Server, ServerPool
 from areal_lite.servers.weights.published_weights import AdapterFolder, WeightFolder
 from tests.rollout.scripted import on_a_loop
@@ -29,6 +32,8 @@ LOAD = "/update_weights_from_disk"
 
 class Requests:
     """Answers at once, as scripted."""
+
+    dialect: Dialect
 
     def __init__(self) -> None:
         self.infos: list[ServerInfo | Exception] = []
@@ -40,6 +45,7 @@ class Requests:
         self.hangs = ""
         """The server whose loads never end."""
         self.given_up: list[str] = []
+        self.limits = Limits()
 
     async def info(self, server: Server) -> ServerInfo:
         self.asked["info"] += 1
@@ -59,11 +65,25 @@ class Requests:
         self.asked["health"] += 1
         return self.healthy.pop(0)
 
-    def respect(self, info: ServerInfo) -> None:
-        pass
-
     def give_up(self, server: Server, reason: str) -> None:
         self.given_up.append(f"{server.url} {reason}")
+
+
+class ScriptedGate(RequestGate):
+    """Counts pauses, and calls ``on_change`` with servers that are back."""
+
+    pauses = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.changed: list[Server] = []
+        self.on_change: Callable[[Server], None] = self.changed.append
+
+    def hold_for_update(self) -> None:
+        self.pauses += 1
+
+    def server_changed(self, server: Server) -> None:
+        self.on_change(server)
 
 
 class Setup:
@@ -71,21 +91,13 @@ class Setup:
         addresses = [f"s:{index}" for index in range(count)]
         self.pool, self.requests = ServerPool(addresses), Requests()
         self.server = self.pool.servers[0]
-        self.waiting = True
         self.outages: list[str] = []
-        self.changed: list[Server] = []
-        self.pauses: list[None] = []
-        self.it = Reconciler(
-            InferenceEngineConfig(backend=backend, addresses=addresses, **config),
-            self.pool,
-            self.requests,  # type: ignore[arg-type]
-            dialect_of(backend),
-            must_stay=lambda server: False,
-            on_change=self.changed.append,
-            on_pause=lambda: self.pauses.append(None),
-            is_waiting=lambda: self.waiting,
-            on_outage=lambda error: self.outages.append(str(error)),
-        )
+        self.gate = ScriptedGate(self.pool, on_outage=lambda error: self.outages.append(str(error)))
+        self.gate.running = 1
+        settings = InferenceEngineConfig(backend=backend, addresses=addresses, **config)
+        self.requests.dialect = dialect_of(backend)
+        self.it = Reconciler(settings, self.pool, self.requests, self.gate)  # type: ignore[arg-type]
+        self.loader = self.it._loader
 
     async def repaired(self) -> None:
         while self.it._tasks:
@@ -95,10 +107,13 @@ class Setup:
 
 def test_an_outage_is_told_every_ten_seconds_and_ends_after_the_patience(caplog: pytest.LogCaptureFixture) -> None:
     setup = Setup(2, outage_patience_s=30.0)
-    look = setup.it._look_for_outage
+
+    def look(now: float) -> bool:
+        return setup.it._outage.look(now, updating=setup.loader.updating)
+
     assert not look(50.0)
     for server in setup.pool.servers:
-        assert not setup.it._updating
+        assert not setup.loader.updating
         setup.pool.rest(server, "reset")
     caplog.clear()
 
@@ -119,13 +134,13 @@ def test_an_outage_is_told_every_ten_seconds_and_ends_after_the_patience(caplog:
     assert look(131.0) and look(160.0) and len(setup.outages) == 1
     assert look(161.0) and len(setup.outages) == 2  # a new wait
     look(170.0)
-    setup.waiting = False
+    setup.gate.running = 0
     assert look(250.0) and len(setup.outages) == 2
-    setup.waiting = True
+    setup.gate.running = 1
     assert look(251.0) and look(280.0) and len(setup.outages) == 2
-    setup.it._updating = True
+    setup.loader.updating = True
     assert look(290.0) and len(setup.outages) == 2
-    setup.it._updating = False
+    setup.loader.updating = False
     assert look(300.0)
     setup.pool.try_again(setup.server)
     setup.pool.recovered(setup.server)
@@ -145,7 +160,7 @@ def test_the_reasons_of_three_servers_are_told(count: int, end: str) -> None:
     setup.server.last_failure = "reset"
     setup.pool.set_behind(setup.pool.servers[1], "old")
     why = "http://s:0: reset; http://s:1: old; http://s:2: no answer yet"
-    assert setup.it._why().startswith(why) and setup.it._why().endswith(end)
+    assert failures_of(setup.pool.servers).startswith(why) and failures_of(setup.pool.servers).endswith(end)
 
 
 def silent(server: Server, seconds: float = 100.0) -> None:
@@ -246,7 +261,7 @@ async def test_a_server_is_compared_and_leaves_its_group_only_if_it_was_down(
     await setup.it.update_weights(WeightFolder("folder", 3))
     setup.requests.asked.clear()
     setup.requests.infos = [OSError("reset"), ServerInfo(version=reports)] if down else []
-    group = setup.it._groups._groups[setup.server] = Group()  # type: ignore[assignment]
+    group = setup.loader._broadcasts._groups[setup.server] = Group()  # type: ignore[assignment]
     if down:
         setup.it.failed(setup.server, "reset", at_once=True)
     else:
@@ -255,7 +270,7 @@ async def test_a_server_is_compared_and_leaves_its_group_only_if_it_was_down(
     await setup.repaired()
     assert (setup.requests.asked["info"], setup.requests.asked[LOAD]) == (2 if down else 0, loads)
     assert group.closed == down
-    assert setup.changed == [setup.server] and setup.server.trial and setup.server.version == 3
+    assert setup.gate.changed == [setup.server] and setup.server.trial and setup.server.version == 3
     if not down:  # a second time in a row it rests
         setup.it.behind(setup.server, "old again")
         assert setup.server.down == "old again"
@@ -283,16 +298,16 @@ async def test_a_server_that_fails_again_at_the_end_of_its_repair_is_repaired_ag
     setup = Setup()
 
     def fail_again(server: Server) -> None:
-        setup.changed.append(server)
-        if len(setup.changed) == 1:
+        setup.gate.changed.append(server)
+        if len(setup.gate.changed) == 1:
             setup.it.failed(server, "reset", at_once=True)
-        elif len(setup.changed) == 2:
+        elif len(setup.gate.changed) == 2:
             setup.pool.set_behind(server, "old")
 
-    setup.it._on_change = fail_again
+    setup.gate.on_change = fail_again
     setup.it.failed(setup.server, "reset", at_once=True)
     await setup.repaired()
-    assert len(setup.changed) == 3 and setup.server.trial
+    assert len(setup.gate.changed) == 3 and setup.server.trial
 
 
 @on_a_loop
@@ -343,16 +358,16 @@ async def test_an_examined_server_is_bad_if_it_does_not_answer_or_has_other_weig
 @on_a_loop
 async def test_an_update_that_all_refuse_leaves_the_servers_as_they_were() -> None:
     setup = Setup(2)
-    assert setup.it.newest is None
+    assert setup.requests.limits.newest_version is None
     await setup.it.update_weights(WeightFolder("first", 0))
-    assert (setup.it.newest, len(setup.pauses)) == (0, 2)
+    assert (setup.requests.limits.newest_version, setup.gate.pauses) == (0, 2)
     await setup.it.update_weights(WeightFolder("second", 3))
-    assert setup.it.newest == 3 and len(setup.it._loaded) == 2
+    assert setup.requests.limits.newest_version == 3 and len(setup.loader._loaded) == 2
     setup.requests.errors[LOAD] = RefusedError("no such folder")
     with pytest.raises(ServerError, match="no server took policy version 2 from third: no such folder$"):
         await setup.it.update_weights(WeightFolder("third", 2))
-    assert setup.it.newest == 3 and not setup.it._updating
-    assert [(s.version, s.usable, setup.it._has_newest(s)) for s in setup.pool.servers] == [(3, True, True)] * 2
+    assert setup.requests.limits.newest_version == 3 and not setup.loader.updating
+    assert [(s.version, s.usable, setup.loader.has_newest(s)) for s in setup.pool.servers] == [(3, True, True)] * 2
     assert setup.requests.asked["/continue_generation"] == setup.requests.asked["/pause_generation"] == 6
     assert not setup.it._tasks and not setup.it._others
 
@@ -374,7 +389,7 @@ async def test_an_update_that_no_server_takes_in_time_fails_with_the_reason(repa
             await setup.it.update_weights(WeightFolder("f", 1))
         assert next(seconds) == 32  # the beginnings of both waits, and 30
     assert [(version, waited) for version, waited, _ in said] == [(1, 10), (1, 20)]
-    assert not setup.it._updating and bool(setup.it._tasks) == repaired
+    assert not setup.loader.updating and bool(setup.it._tasks) == repaired
     await setup.it.close()
     assert not setup.it._tasks
 
@@ -390,7 +405,7 @@ async def test_only_servers_that_fail_an_update_are_behind(error: Exception, rea
     setup.requests.errors[bad.url + LOAD] = error
     await setup.it.update_weights(WeightFolder("new", 2))
     assert [server.behind for server in setup.pool.servers] == [None, f"version 2 failed to load: {reason}", None]
-    assert good.state == "up" and list(setup.it._loaded) == [good]  # the old weights are freed
+    assert good.state == "up" and list(setup.loader._loaded) == [good]  # the old weights are freed
     await setup.it.close()
 
 
@@ -403,7 +418,7 @@ async def test_an_update_leaves_a_server_behind_that_takes_far_longer(monkeypatc
     reason = "version 1 failed to load: it takes far longer than on other servers"
     assert [server.last_failure for server in setup.pool.servers] == ["", ""]
     assert [server.behind for server in setup.pool.servers] == [None, reason]
-    assert [setup.it._has_newest(server) for server in setup.pool.servers] == [True, False]
+    assert [setup.loader.has_newest(server) for server in setup.pool.servers] == [True, False]
     await setup.it.close()
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -418,7 +433,7 @@ async def test_an_update_that_is_cancelled_loads_no_longer() -> None:
     assert setup.requests.asked[LOAD] == 1
     update.cancel()
     await asyncio.wait([update, *setup.it._others], timeout=5)
-    assert update.cancelled() and not setup.it._updating
+    assert update.cancelled() and not setup.loader.updating
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -427,7 +442,7 @@ async def test_an_update_that_is_cancelled_loads_no_longer() -> None:
 async def test_only_silent_servers_that_nobody_repairs_are_examined(what: str, examined: int) -> None:
     setup = Setup()
     silent(setup.server, 30.0 if what == "quick" else 100.0)
-    setup.it._updating = what == "updating"
+    setup.loader.updating = what == "updating"
     if what == "repaired":
         setup.it._begin(setup.server, asyncio.Event().wait())  # type: ignore[arg-type]
     watch = asyncio.create_task(setup.it._watch())
@@ -452,11 +467,11 @@ async def test_servers_are_watched_closely_while_one_is_not_well(
     monkeypatch.setattr(module, "IDLE_WATCH_S", 1000.0 if differs else 0.0)
     setup, looks = Setup(), asyncio.Semaphore(0)
 
-    def look(now: float) -> bool:
+    def look(now: float, *, updating: bool) -> bool:
         looks.release()
         return differs
 
-    monkeypatch.setattr(setup.it, "_look_for_outage", look)
+    monkeypatch.setattr(setup.it._outage, "look", look)
     watch = asyncio.create_task(setup.it._watch())
     async with asyncio.timeout(10):
         for _ in range(3):
@@ -477,5 +492,5 @@ def test_servers_that_refuse_adapters_are_told_how_to_start(backend: str, hint: 
     setup = Setup(backend=backend)
     weights = AdapterFolder("folder", 3, AdapterShape(8, ("q_proj", "o_proj")))
     said = f". Adapters need servers that were started with {hint}" if hint else ""
-    assert setup.it._hint(weights) == said
-    assert setup.it._hint(WeightFolder("folder", 3)) == ""
+    assert setup.loader.hint(weights) == said
+    assert setup.loader.hint(WeightFolder("folder", 3)) == ""

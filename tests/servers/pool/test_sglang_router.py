@@ -18,6 +18,7 @@ from areal_lite.api import InferenceEngineConfig, ModelRequest, RolloutWorkflow
 from areal_lite.errors import ConfigError, ServerError
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.pool import sglang_router as router
+from areal_lite.servers.pool.request_gate import RequestGate
 from areal_lite.servers.pool.server_pool import Server, ServerPool
 from tests.rollout.router_stand_in import RouterStandIn
 from tests.rollout.scripted import OneTurn, on_a_loop, until
@@ -284,6 +285,15 @@ def test_an_address_of_a_router_that_cannot_be_used_fails_the_start(
         RemoteInfEngine(InferenceEngineConfig(backend="sglang", addresses=[thread.address, *beside])).initialize()
 
 
+class CountingGate(RequestGate):
+    """Counts how often all requests were woken."""
+
+    woken = 0
+
+    def wake_all(self) -> None:
+        self.woken += 1
+
+
 class Listed:
     """A router's list, without a router."""
 
@@ -293,25 +303,14 @@ class Listed:
         self.bad: set[int] = set()
         """Servers that an examination finds to be bad."""
         self.examined: list[int] = []
-        self.changes = 0
-        self.waiting = True
         self.outages: asyncio.Queue[str] = asyncio.Queue()
         addresses = [f"s:{index}" for index in range(count)]
         config = InferenceEngineConfig(backend="sglang", addresses=addresses, router="r:1", outage_patience_s=0.05)
         self.pool = ServerPool(addresses)
-        self.it = router.Router(
-            config,
-            self.pool,
-            self,  # type: ignore[arg-type]
-            self,  # type: ignore[arg-type]
-            on_change=self.change,
-            is_waiting=lambda: self.waiting,
-            on_outage=lambda error: self.outages.put_nowait(str(error)),
-        )
+        self.gate = CountingGate(router.router_pool("r:1"), on_outage=lambda error: self.outages.put_nowait(str(error)))
+        self.gate.running = 1
+        self.it = router.Router(config, self.pool, self, self, self.gate)  # type: ignore[arg-type]
         (self.target,) = self.it.pool.servers
-
-    def change(self) -> None:
-        self.changes += 1
 
     async def ask(self, server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         assert server is self.target
@@ -335,31 +334,28 @@ async def test_the_routers_list_becomes_that_of_the_servers_that_serve() -> None
     listed = Listed()
     assert listed.target.is_router
     assert not await listed.it.sync()  # added, and not listed yet
-    assert (listed.target.waits, listed.changes) == (1, 1) and not listed.target.usable
+    assert (listed.target.waits, listed.gate.woken) == (1, 1) and not listed.target.usable
     for _ in range(2):
         assert await listed.it.sync()
-        assert (listed.target.waits, listed.changes) == (0, 2) and listed.target.usable
+        assert (listed.target.waits, listed.gate.woken) == (0, 2) and listed.target.usable
     listed.it.failed(listed.target, "one error is no outage")
-    assert listed.target.usable and listed.it._wake.is_set()
-    listed.it._wake.clear()
-    listed.it.refresh()
-    assert listed.it._wake.is_set()
+    assert listed.target.usable and listed.gate.servers_changed.is_set()
     for worker in listed.workers.values():
         worker["is_healthy"] = False
     for _ in range(2):
         assert not await listed.it.sync()
-        assert (listed.target.waits, listed.changes) == (1, 3)
+        assert (listed.target.waits, listed.gate.woken) == (1, 3)
     listed.workers["http://s:1"]["is_healthy"] = True
     assert await listed.it.sync()
-    assert (listed.target.waits, listed.changes) == (0, 4)
+    assert (listed.target.waits, listed.gate.woken) == (0, 4)
     listed.pool.rest(listed.pool.servers[1], "reset")
     assert not await listed.it.sync()
     assert list(listed.workers) == ["http://s:0"]
     listed.it.failed(listed.target, "reset", at_once=True)
     assert listed.target.down == "reset"
-    changes = listed.changes
+    changes = listed.gate.woken
     await listed.it.sync()
-    assert listed.target.trial and listed.changes > changes
+    assert listed.target.trial and listed.gate.woken > changes
     listed.it.failed(listed.target, "reset")
     assert listed.target.down == "reset"
 
@@ -408,7 +404,7 @@ async def test_a_router_that_is_away_for_longer_than_the_patience_is_told_again_
         assert time.monotonic() - began >= 0.05 * count
     listed.error = None
     changed = asyncio.Event()
-    listed.it._on_change = changed.set
+    listed.gate.wake_all = changed.set  # type: ignore[method-assign]
     await asyncio.wait_for(changed.wait(), 10)
     assert listed.target.usable
     watch.cancel()
@@ -425,13 +421,13 @@ async def test_only_those_who_wait_for_a_router_that_is_away_run_out_of_patience
     listed = Listed()
     for _ in range(2):
         await listed.it.sync()
-    listed.waiting = sound
+    listed.gate.running = int(sound)
     if not sound:
         listed.it.failed(listed.target, "reset", at_once=True)
         listed.error = OSError("reset")
     listed.it._watching = asyncio.create_task(listed.it._watch())
     for _ in range(5):
-        listed.it.refresh()
+        listed.gate.servers_changed.set()
         for _ in range(10):
             await asyncio.sleep(0)
     assert next(seconds) >= 5 and listed.outages.empty()

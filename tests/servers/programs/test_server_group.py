@@ -27,6 +27,7 @@ from areal_lite.errors import ConfigError, ServerError
 from areal_lite.models.adapter_shape import AdapterShape
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.servers.programs import server_group
+from areal_lite.servers.programs.served_model import ServedModel
 from areal_lite.servers.programs.server_group import ServerGroup, check_servers, make_router, make_servers
 from areal_lite.servers.programs.server_program import gpu_groups, visible_gpus
 
@@ -43,10 +44,8 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def servers(tmp_path: Path, *, adapters: AdapterShape | None = None, **settings: Any) -> ServerGroup:
     config = ServerConfig(**{"backend": "sglang", "env": ENV, **settings})
     check_servers(config)
-    log_dir = tmp_path / "servers"
-    return ServerGroup(
-        make_servers(config, model_path="a/model", seed=5, deterministic=False, log_dir=log_dir, adapters=adapters)
-    )
+    model = ServedModel(model_path="a/model", seed=5, adapters=adapters)
+    return ServerGroup(make_servers(config, model, tmp_path / "servers"))
 
 
 @contextmanager

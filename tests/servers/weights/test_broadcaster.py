@@ -30,6 +30,8 @@ from tests.fixtures.tiny_model import build_tiny_model
 
 EXACT = 1e-5
 PROMPT = [5, 9, 14, 3, 27]
+LONG = 600
+"""Tokens of an answer that a busy machine does not finish before its first ones arrive."""
 
 
 def load(path: Path) -> Any:
@@ -51,13 +53,13 @@ def generate(engine: RemoteInfEngine, max_new_tokens: int = 8) -> ModelResponse:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny", context=1024)
 
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The model of other weights; its embeddings are tied, as the served ones."""
-    return load(build_tiny_model(tmp_path_factory.mktemp("models") / "other", seed=1))
+    return load(build_tiny_model(tmp_path_factory.mktemp("models") / "other", seed=1, context=1024))
 
 
 @pytest.fixture
@@ -96,6 +98,13 @@ def broadcaster(stack: ExitStack, model: Any) -> WeightBroadcaster:
     made = WeightBroadcaster(model, dtype=torch.float32)
     stack.callback(made.close)
     return made
+
+
+def post(server: EmbeddedServer, path: str, body: dict[str, Any]) -> Any:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(server.address + path, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.load(reply)
 
 
 def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
@@ -178,14 +187,16 @@ def test_a_running_answer_goes_on_under_the_new_weights_and_its_versions_say_fro
     sender.until_arrived(1)
 
     def receive(new: Sequence[int], logprobs: Sequence[float]) -> None:
-        sender.released.set()
+        if not sender.released.is_set():
+            post(server, "/pause_generation", {"mode": "retract"})  # or the answer might end before the update does
+            sender.released.set()
 
-    gconfig = GenerationHyperparameters(max_new_tokens=200, ignore_eos=True)
+    gconfig = GenerationHyperparameters(max_new_tokens=LONG, ignore_eos=True)
     answer = asyncio.run(engine.agenerate(ModelRequest(input_ids=PROMPT, gconfig=gconfig, on_tokens=receive)))
     update.join()
     switch = answer.output_versions.index(1)
-    assert answer.output_versions == [0] * switch + [1] * (200 - switch)
-    assert 0 < switch < 200
+    assert answer.output_versions == [0] * switch + [1] * (LONG - switch)
+    assert 0 < switch < LONG
     assert answer.attempts == (1 if pause == "keep" else 2)
     assert distance(answer, load(tiny), 0, switch) < EXACT
     assert distance(answer, other, switch) < EXACT
@@ -241,11 +252,7 @@ def test_a_server_that_lost_its_group_gets_the_next_update_over_a_new_one(
     sender = broadcaster(stack, other)
     engine.update_weights(sender.publish(1))
     (group,) = sender._groups
-    body = json.dumps({"group_name": group.name}).encode()
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{server.address}/destroy_weights_update_group", body, headers)
-    with urllib.request.urlopen(request, timeout=10) as reply:
-        assert json.load(reply)["success"]
+    assert post(server, "/destroy_weights_update_group", {"group_name": group.name})["success"]
     engine.update_weights(sender.publish(2))
     answer = generate(engine)
     assert set(answer.output_versions) == {2}

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lite.errors import StorageError
 from areal_lite.models.policy_model import load_policy
-from areal_lite.servers.weights.weight_folder import _shards, publish_weights, save_model, write_model
+from areal_lite.servers.weights.weight_folder import in_parts, publish_weights, save_model, write_model
 
 CPU = torch.device("cpu")
 
@@ -67,10 +67,10 @@ def test_the_newest_two_versions_are_kept(model: Any, tmp_path: Path) -> None:
 
 def test_files_of_weights_are_as_large_as_allowed_and_no_larger() -> None:
     tensors = [(name, torch.zeros(2)) for name in "abcde"]
-    assert [sorted(one) for one in _shards(tensors, 16)] == [["a", "b"], ["c", "d"], ["e"]]
-    assert [sorted(one) for one in _shards(tensors, 15)] == [[name] for name in "abcde"]
-    assert [sorted(one) for one in _shards([("a", None), *tensors], 1e9)] == [[*"abcde"]]
-    assert list(_shards([("a", None)], 1e9)) == []
+    assert [sorted(one) for one in in_parts(tensors, 16)] == [["a", "b"], ["c", "d"], ["e"]]
+    assert [sorted(one) for one in in_parts(tensors, 15)] == [[name] for name in "abcde"]
+    assert [sorted(one) for one in in_parts([("a", None), *tensors], 1e9)] == [[*"abcde"]]
+    assert list(in_parts([("a", None)], 1e9)) == []
 
 
 def test_several_files_of_weights_load_in_transformers(model: Any, tmp_path: Path) -> None:

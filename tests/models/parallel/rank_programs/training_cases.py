@@ -171,8 +171,9 @@ def run_rank(out: Path, model_path: Path) -> None:
                 folder = out / f"{name}_weights"
                 folder.mkdir(exist_ok=True)
                 write_model(trainer.model, folder, torch.float32, max_shard_bytes=SHARD_BYTES)
-                (bucket,) = WeightBroadcaster(trainer.model, dtype=torch.float32).publish(1).buckets
-                if ranks.rank == 0:
+                buckets = WeightBroadcaster(trainer.model, dtype=torch.float32).publish(1).buckets
+                assert len(buckets) == (ranks.rank == 0)
+                for bucket in buckets:
                     save_file(dict(bucket.tensors), out / f"{name}_broadcast.safetensors")
             if name in RESUMED and ranks.size == 2:
                 taken, folder = snapshot(trainer), out / f"{name}_snapshot"

@@ -1,7 +1,15 @@
-"""Weight updates over process groups, one for each server.
+"""Broadcasts of the weights to servers, over one process group for each.
 
 Guarantees that a group whose broadcast failed is never used again: the next update forms another one, and so does the
-first after a server was down.
+first after a server was down. The two ends of a group know only how many tensors they have exchanged, so after a
+failure the next tensor could land in the memory of another one, of equal size, without an error.
+
+One group of the trainer and all servers would send each tensor once. But a collective waits for its slowest member: one
+server that is gone would stop all the others, and a server that is back could not join before all had left.
+
+Each step has two halves that only end together: a request to the server, and the trainer's part in a thread. A thread
+that is in a collective cannot be cancelled. So when one half fails, the other is left, not awaited, and the group is
+closed under it; the thread then ends within the stall limit of :mod:`process_group`.
 """
 
 from __future__ import annotations
@@ -26,8 +34,8 @@ Paused = Callable[[], AbstractAsyncContextManager[None]]
 """Returns a context in which a server is paused."""
 
 
-class WeightGroups:
-    """The process groups of the trainer with its servers."""
+class BroadcastLoader:
+    """Has servers load broadcasts, and owns the trainer's process groups with them."""
 
     def __init__(self, requests: ServerRequests, dialect: Dialect, *, timeout_s: float) -> None:
         self._requests = requests
@@ -35,12 +43,7 @@ class WeightGroups:
         self._timeout_s = timeout_s
         self._groups: dict[Server, WeightGroup] = {}
 
-    async def load(
-        self,
-        server: Server,
-        weights: WeightBroadcast,
-        paused: Paused,
-    ) -> None:
+    async def load(self, server: Server, weights: WeightBroadcast, paused: Paused) -> None:
         """Broadcast ``weights`` to a server, which generates meanwhile if it can; ``paused`` pauses it.
 
         Raises:
@@ -75,12 +78,7 @@ class WeightGroups:
             self.drop(server)
             raise
 
-    async def _broadcast(
-        self,
-        server: Server,
-        weights: WeightBroadcast,
-        paused: Paused,
-    ) -> None:
+    async def _broadcast(self, server: Server, weights: WeightBroadcast, paused: Paused) -> None:
         group, dialect = self._groups[server], self._dialect
         try:
             async with AsyncExitStack() as stack:

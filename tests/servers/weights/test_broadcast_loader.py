@@ -15,7 +15,7 @@ from areal_lite.servers.client.server_requests import RefusedError
 from areal_lite.servers.dialects.dialect import ControlCall, ServerInfo
 from areal_lite.servers.dialects.sglang import SGLang
 from areal_lite.servers.pool.server_pool import Server
-from areal_lite.servers.weights.broadcast_update import WeightGroups
+from areal_lite.servers.weights.broadcast_loader import BroadcastLoader
 from areal_lite.servers.weights.published_weights import WeightBroadcast, WeightBucket
 from tests.rollout.scripted import on_a_loop
 
@@ -58,7 +58,7 @@ class Setup:
         self.made: list[Group] = []
         self.work: Callable[[], None] = lambda: None
         self.server = Server("http://host:1", 0)
-        self.groups = WeightGroups(self, SGLang(embedded=embedded), timeout_s=5.0)  # type: ignore[arg-type]
+        self.groups = BroadcastLoader(self, SGLang(embedded=embedded), timeout_s=5.0)  # type: ignore[arg-type]
 
     async def control(self, server: Server, call: ControlCall, *, timeout_s: float | None = None) -> None:
         assert server is self.server and timeout_s in (None, 5.0)

@@ -1,0 +1,174 @@
+"""The answer to one model request while it is sampled, over all generation calls that it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from areal_lite.api.episode_context import Episode
+from areal_lite.api.io_struct import ModelRequest, ModelResponse
+from areal_lite.errors import ConfigError, ContextOverflowError, ServerError
+from areal_lite.servers.dialects.dialect import Chunk, GenerationCall, Limits, TopLogprobs
+
+
+class Answer:
+    """The tokens so far, and how they came about."""
+
+    __slots__ = (
+        "attempts",
+        "began",
+        "broken_streams",
+        "episode",
+        "first_token_at",
+        "logprobs",
+        "must_stay",
+        "parked",
+        "req",
+        "server",
+        "started",
+        "tokens",
+        "top_logprobs",
+        "versions",
+    )
+
+    def __init__(self, req: ModelRequest, episode: Episode | None, *, must_stay: bool) -> None:
+        self.req = req
+        self.episode = episode
+        self.must_stay = must_stay
+        """It cannot be continued after an abort: its server would begin its constraint anew."""
+        self.server = None if episode is None else episode.server
+        """Server of its last request; before the first, the preferred server."""
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.top_logprobs: TopLogprobs = []
+        self.attempts = self.broken_streams = 0
+        self.started, self.began = time.time(), time.monotonic()
+        self.first_token_at = 0.0
+        """Monotonic time of the first token."""
+        self.parked: asyncio.Event | None = None
+        """Set once an interrupted call has kept its tokens."""
+
+    @property
+    def interrupted(self) -> bool:
+        """True once its episode is being stopped."""
+        return self.episode is not None and self.episode.interrupted
+
+    def next_call(self, input_ids: list[int], budget: int, seed: int | None) -> GenerationCall:
+        """Return the request for the tokens that are missing."""
+        gconfig, num_tokens = self.req.gconfig, len(self.tokens)
+        return GenerationCall(
+            input_ids=input_ids + self.tokens if num_tokens else input_ids,
+            gconfig=gconfig,
+            rid=self.req.rid,
+            max_new_tokens=budget - num_tokens,
+            min_new_tokens=max(0, min(gconfig.min_new_tokens, budget) - num_tokens),
+            seed=seed,
+            num_continued=num_tokens,
+            top_logprobs=self.req.top_logprobs,
+            stream=self.req.on_tokens is not None,
+        )
+
+    def receive(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Pass tokens on to the receiver of a streamed answer."""
+        self.first_token_at = self.first_token_at or time.monotonic()
+        assert self.req.on_tokens is not None
+        self.req.on_tokens(tokens, logprobs)
+
+    def begin_with(self, recorded: ModelResponse) -> str:
+        """Begin with a recorded answer, if it has all that is asked for; return its stop reason."""
+        if self.must_stay and recorded.stop_reason == "abort":
+            return "abort"
+        if self.req.top_logprobs and len(recorded.output_top_logprobs) != len(recorded.output_tokens):
+            return "abort"
+        self.tokens += recorded.output_tokens
+        self.logprobs += recorded.output_logprobs
+        self.versions += recorded.output_versions
+        self.top_logprobs += recorded.output_top_logprobs
+        if self.req.on_tokens is not None and self.tokens:
+            self.receive(recorded.output_tokens, recorded.output_logprobs)
+        return recorded.stop_reason
+
+    def extend(self, chunk: Chunk, attempts: int = 1) -> None:
+        """Add the tokens of a call that was sent ``attempts`` times."""
+        self.attempts += attempts
+        self.first_token_at = self.first_token_at or time.monotonic()
+        if not self.tokens:  # the usual answer is one reply, whose lists nobody else holds
+            self.tokens, self.logprobs, self.versions = chunk.tokens, chunk.logprobs, chunk.versions or []
+            self.top_logprobs = chunk.top_logprobs
+            return
+        self.tokens += chunk.tokens
+        self.logprobs += chunk.logprobs
+        self.versions += chunk.versions or ()
+        self.top_logprobs += chunk.top_logprobs
+
+    def start_over(self) -> None:
+        """Forget an aborted constrained answer: the server would begin the constraint anew after its tokens.
+
+        Raises:
+            ServerError: If its tokens were passed on.
+        """
+        if self.req.on_tokens is not None and self.tokens:
+            assert self.server is not None
+            raise ServerError(
+                f"{self.server.url} aborted request {self.req.rid}, a streamed answer under a schema, regex or "
+                "grammar, which it cannot continue. Send it without on_tokens, or use the embedded server"
+            )
+        self.tokens, self.logprobs, self.versions, self.top_logprobs = [], [], [], []
+
+    def response(self, input_ids: list[int], stop_reason: str) -> ModelResponse:
+        """Return the complete answer."""
+        return ModelResponse(
+            input_tokens=input_ids,
+            output_tokens=self.tokens,
+            output_logprobs=self.logprobs,
+            output_versions=self.versions,
+            output_top_logprobs=self.top_logprobs,
+            stop_reason=stop_reason,
+            latency=time.monotonic() - self.began,
+            ttft=self.first_token_at - self.began if self.attempts else 0.0,
+            started=self.started,
+            attempts=self.attempts,
+            rid=self.req.rid,
+            server=self.server.url if self.attempts and self.server is not None else "",
+            tokenizer=self.req.tokenizer,
+            metadata=self.req.metadata,
+        )
+
+
+def token_budget(req: ModelRequest, num_accepted: int, limits: Limits) -> int:
+    """Return the maximum tokens of the answer.
+
+    Args:
+        num_accepted: Leading ids of the prompt that a server has taken before, which are not checked again.
+
+    Raises:
+        ConfigError: If no server can serve the request.
+        ContextOverflowError: If the prompt fills the window.
+    """
+    ids, gconfig = req.input_ids, req.gconfig
+    if gconfig.n_samples != 1:
+        raise ConfigError(
+            f"gconfig.n_samples is {gconfig.n_samples}: one request gives one answer; use gconfig.new(n_samples=1)"
+        )
+    if req.top_logprobs < 0:
+        raise ConfigError(f"top_logprobs is {req.top_logprobs}: it is a number of tokens, 0 for none")
+    if not ids:
+        raise ConfigError("input_ids is empty: a prompt has at least one token")
+    vocab_size = limits.vocab_size  # an id beyond it ends an SGLang server
+    new = ids[num_accepted:]
+    if set(map(type, new)) - {int} or min(new, default=0) < 0 or (vocab_size and max(new, default=0) >= vocab_size):
+        bad = next(i for i in new if type(i) is not int or i < 0 or (vocab_size and i >= vocab_size))
+        raise ConfigError(
+            f"input_ids holds {bad!r}: ids are plain ints from 0 to below the vocabulary size"
+            f"{'' if vocab_size is None else f' {vocab_size}'}; a tensor needs .tolist()"
+        )
+    window = min(gconfig.max_tokens, limits.context_length or gconfig.max_tokens)
+    budget = min(gconfig.max_new_tokens, window - len(ids))
+    if budget < 1:
+        raise ContextOverflowError(
+            f"the prompt has {len(ids)} tokens and the window {window}, so no token can be sampled: shorten the "
+            "prompt, or raise gconfig.max_tokens or the server's context length"
+        )
+    return budget

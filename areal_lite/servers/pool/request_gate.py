@@ -1,0 +1,137 @@
+"""The requests of a client that may not be sent yet, and who wakes them.
+
+A request waits for one of two reasons: generation is held (by the trainer, or while a server loads weights), or no
+server of the pool takes one more request. The second wait is a queue of futures rather than a condition, because a
+condition wakes everyone: with 8,000 requests and a server that comes back with room for 64, each of them would look
+for a server and queue again. Here a server that has room wakes as many as it takes, the oldest first.
+
+That makes each wake-up a permit which must not be lost. A request that is woken and cancelled in the same turn of the
+loop has used up a permit that it will not use, so it passes it on (see ``until_usable``). A request that is woken and
+finds the room taken by a new one queues again, behind; it may be overtaken, but the one that overtook it wakes the next
+when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from areal_lite.errors import ServerError
+from areal_lite.servers.pool.server_pool import Server, ServerPool
+
+
+class RequestGate:
+    """Holds generations back, and lets them through to the servers of ``pool``."""
+
+    def __init__(self, pool: ServerPool, *, on_outage: Callable[[ServerError], None] | None = None) -> None:
+        """Start open.
+
+        Args:
+            pool: Receivers of generations: the servers, or the router alone.
+            on_outage: Called when no server has been healthy for ``outage_patience_s``.
+        """
+        self.pool = pool
+        self.running = 0
+        """Model calls that have not returned."""
+        self.holds = 0
+        self.servers_changed = asyncio.Event()
+        """Set when a server behind a router fails or is back; the router's watch clears it."""
+        self._routed = pool.servers[0].is_router
+        self._on_outage = on_outage
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        """Requests that no server takes now, the oldest first."""
+        self._released = asyncio.Event()
+        self._released.set()
+        self._held_for_update = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while there are model calls that a server should be answering."""
+        return self.running > 0 and not self.holds
+
+    def must_stay(self, server: Server) -> bool:
+        """Return whether a server runs an answer that it could not continue after an abort."""
+        return (self.pool.servers[0] if self._routed else server).staying > 0
+
+    # -- holds -----------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Send no generation until :meth:`release`; holds nest."""
+        self.holds += 1
+        self._released.clear()
+
+    def release(self) -> None:
+        """End one :meth:`hold`."""
+        self.holds -= 1
+        if self.holds == 0:
+            self._released.set()
+
+    def hold_for_update(self) -> None:
+        """Hold until :meth:`end_update`; each server that a weight update pauses asks for it."""
+        if not self._held_for_update:
+            self._held_for_update = True
+            self.hold()
+
+    def end_update(self) -> None:
+        """End the hold of a weight update, if there is one, and wake all requests."""
+        if self._held_for_update:
+            self._held_for_update = False
+            self.release()
+        self.wake_all()
+
+    async def until_released(self) -> None:
+        """Return when no hold is left."""
+        while self.holds:
+            await self._released.wait()
+
+    # -- waiting for a server --------------------------------------------------------------------
+
+    async def until_usable(self) -> None:
+        """Wait until a server may take a request.
+
+        Raises:
+            ServerError: If none has been healthy for ``outage_patience_s``.
+        """
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            # set_result only schedules this task, and a cancellation may come before it runs: the room that it was
+            # woken for would stay empty until the next answer, or for ever if there is none.
+            if waiter.done() and not waiter.cancelled():
+                self.wake_one()
+            raise
+
+    def wake_one(self) -> None:
+        """Wake the oldest waiting request; those that were cancelled are still in the queue, and skipped."""
+        while self._waiting:
+            if not (waiter := self._waiting.popleft()).done():
+                waiter.set_result(None)
+                return
+
+    def wake_for(self, server: Server) -> None:
+        """Wake as many requests as the server has room for."""
+        for _ in range(int(min(len(self._waiting), max(0, server.capacity - server.outstanding)))):
+            self.wake_one()
+
+    def wake_all(self) -> None:
+        """Wake all waiting requests."""
+        for _ in range(len(self._waiting)):
+            self.wake_one()
+
+    def server_changed(self, server: Server) -> None:
+        """Act on a server that may take requests again; one behind a router takes none from here."""
+        if self._routed:
+            self.servers_changed.set()
+        else:
+            self.wake_for(server)
+
+    def give_up(self, error: ServerError) -> None:
+        """Fail all requests that wait for a server, and report the end of patience."""
+        if self._on_outage is not None:
+            self._on_outage(error)
+        while self._waiting:
+            if not (waiter := self._waiting.popleft()).done():
+                waiter.set_exception(ServerError(str(error)))

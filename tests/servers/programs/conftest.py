@@ -1,0 +1,3 @@
+from tests.fixtures.tiny_policies import tiny, untied
+
+__all__ = ["tiny", "untied"]
