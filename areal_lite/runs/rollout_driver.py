@@ -21,7 +21,7 @@ from areal_lite.data.chat.tokenizer import load_tokenizer
 from areal_lite.data.packer.data_packer import row_of, training_batch
 from areal_lite.data.packer.decoder_only_llm_packer import DecoderOnlyLLMDataPacker
 from areal_lite.data.rows.collate import object_array
-from areal_lite.data.source.buffered_data_source import CurriculumDataSource
+from areal_lite.data.source.row_streams import CurriculumRows
 from areal_lite.models.policy_model import resolve_device
 from areal_lite.rollout.remote_inf_engine import RemoteInfEngine
 from areal_lite.runs.evaluation import Evaluation, evaluate
@@ -118,7 +118,8 @@ class RolloutDriver:
             record_batch(self._run_dir, step, self._groups)
         if self._config.dump_scores and self._groups:
             self._dump(step)
-        curriculum = self.data.source if isinstance(self.data.source, CurriculumDataSource) else None
+        stream = self.data.source.rows
+        curriculum = stream if isinstance(stream, CurriculumRows) else None
         grows = step < self._config.trainer.steps and hasattr(self.data.dataset, "on_batch_end")
         if curriculum is None and not grows:
             return

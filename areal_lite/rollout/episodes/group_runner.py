@@ -174,8 +174,6 @@ class GroupRunner:
         )
         try:
             with attributed_to(FailureKind.DATA):  # a packer is user code, so it runs here
-                if submission.feed is not None:
-                    submission.data = submission.feed.source.rollout_input(submission.samples)
                 if isinstance(submission.data, UnpreparedRow):
                     submission.data = submission.data.prepared()
             if self.workers is None:

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from areal_lite.api.episode_context import Episode
 from areal_lite.api.io_struct import ModelResponse, SharedPromptResponse, TokenPrefix
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory, TurnRole
-from areal_lite.data.source.rollout_data_source import SampleGroup, restarted
+from areal_lite.data.source.rollout_data_source import restarted
 from areal_lite.data.source.sample import Sample, SampleStatus
+from areal_lite.data.source.source_settings import SampleGroup
 
 _STATUS = {EpisodeStatus.ACCEPTED: SampleStatus.COMPLETED, EpisodeStatus.FAILED: SampleStatus.FAILED}
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from areal_lite.api.failure import FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
-from areal_lite.data.source.rollout_data_source import RolloutDataSource, SampleGroup, restarted
+from areal_lite.data.source.rollout_data_source import RolloutDataSource, restarted
+from areal_lite.data.source.source_settings import SampleGroup
 from areal_lite.errors import ConfigError, StarvationError
 from areal_lite.rollout.episodes.failure_tally import PASSING
 from areal_lite.rollout.episodes.finished_groups import ResultBox

@@ -12,7 +12,7 @@ from areal_lite.api.episode_context import Episode
 from areal_lite.api.failure import Failure
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
 from areal_lite.api.workflow_api import RolloutWorkflow
-from areal_lite.data.source.rollout_data_source import SampleGroup
+from areal_lite.data.source.source_settings import SampleGroup
 from areal_lite.processes.child_process import PickledObject
 from areal_lite.rollout.episodes.row_feed import RowFeed
 

@@ -21,8 +21,10 @@ from areal_lite.api.scalars import Scalars
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.trajectory import EpisodeStatus, Group, TaskId
 from areal_lite.config.run_config import InferenceEngineConfig
-from areal_lite.data.source.buffered_data_source import IterableDataSource
+from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
+from areal_lite.data.source.row_streams import IterableRows
+from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.rollout.episodes.admission_gate import AdmissionGate
 from areal_lite.rollout.episodes.failure_tally import FailureTally
@@ -298,16 +300,16 @@ class WorkflowExecutor:
         if id(source) in self._feeds:
             feed, _ = self._feeds[id(source)]
         else:
-            size = recipe.group_size
+            settings = SourceSettings(n_samples_per_prompt=recipe.group_size)
             data_source = (
                 source
                 if isinstance(source, RolloutDataSource)
-                else IterableDataSource(source, n_samples_per_prompt=size)
+                else RolloutDataSourceWithBuffer(IterableRows(source, settings))
             )
             feed = RowFeed(data_source, retries=self.config.failed_group_retries)
-        if feed.source.n_samples_per_prompt != recipe.group_size:
+        if feed.source.settings.n_samples_per_prompt != recipe.group_size:
             raise ConfigError(
-                f"the data source gives groups of {feed.source.n_samples_per_prompt} and group_size is "
+                f"the data source gives groups of {feed.source.settings.n_samples_per_prompt} and group_size is "
                 f"{recipe.group_size}: make them equal"
             )
         self._feeds.pop(id(source), None)
@@ -392,7 +394,7 @@ class WorkflowExecutor:
                 return
             feed.running += 1
             submission = self._runner.make(
-                feed.source.columns_of(samples[0].row),
+                feed.source.unprepared_input(samples),
                 recipe,
                 partial(self._deliver_to_feed, feed),
                 training=True,

@@ -13,8 +13,10 @@ import pytest
 
 from areal_lite.api.failure import Failure, FailureKind
 from areal_lite.api.trajectory import EpisodeStatus, Group, Trajectory
-from areal_lite.data.source.buffered_data_source import IterableDataSource
+from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
 from areal_lite.data.source.rollout_data_source import RolloutDataSource
+from areal_lite.data.source.row_streams import IterableRows
+from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError, ServerError, StarvationError
 from areal_lite.rollout.episodes import row_feed
 from areal_lite.rollout.episodes.row_feed import RowFeed, drop_reason
@@ -145,7 +147,7 @@ def test_a_source_hears_once_that_a_batch_was_trained() -> None:
 
 
 def test_a_row_that_comes_back_is_drawn_again_though_the_source_had_ended() -> None:
-    feed = RowFeed(IterableDataSource(iter([{"n": 0}])), retries=1)
+    feed = RowFeed(RolloutDataSourceWithBuffer(IterableRows(iter([{"n": 0}]), SourceSettings())), retries=1)
     failed = drawn(feed, "failed")
     assert feed.next_group() is None
     for give_back in (feed.miss, feed.owe, feed.keep):
@@ -204,7 +206,7 @@ def woken(feed: RowFeed, act: Callable[[], object], *, count: int = 1) -> bool:
 
 def test_a_wait_ends_with_the_source_once_no_group_runs() -> None:
     for running in (1, 0):
-        feed = RowFeed(IterableDataSource(iter([])), retries=0)
+        feed = RowFeed(RolloutDataSourceWithBuffer(IterableRows(iter([]), SourceSettings())), retries=0)
         feed.running = running
         assert woken(feed, feed.next_group) is not bool(running)
     with pytest.raises(ConfigError, match="has no rows, fewer than consumer_batch_size=2"):

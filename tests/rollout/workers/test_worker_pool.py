@@ -29,6 +29,7 @@ from areal_lite.api.failure import FailureKind
 from areal_lite.api.shared_resources import SharedResources
 from areal_lite.api.trajectory import Group
 from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuffer
+from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.processes.child_process import PickledObject, pickled_object
 from areal_lite.rollout import garbage_collection as collector_pace
@@ -199,7 +200,7 @@ def test_a_row_whose_worker_died_is_drawn_again(
 ) -> None:
     engine = start_engine(start_stub(), workers=2, consumer_batch_size=2, group_size=2)
     rows = [{"do": "die", "mark": str(tmp_path / "mark")}, {"do": "ok"}]
-    batch = engine.prepare_batch(RolloutDataSourceWithBuffer(rows, n_samples_per_prompt=2), Scripted)
+    batch = engine.prepare_batch(RolloutDataSourceWithBuffer(rows, SourceSettings(n_samples_per_prompt=2)), Scripted)
     assert {group.data["do"] for group in batch} == {"die", "ok"}
     assert engine.failures.metrics()["failed_episodes/worker"] >= 2
 
