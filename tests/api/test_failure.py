@@ -230,7 +230,7 @@ def test_a_packer_that_cannot_read_a_row_is_a_data_failure(engine: RemoteInfEngi
             raise KeyError("question")
 
     ended: list[Group] = []
-    engine._executor._on_end = ended.append
+    engine._executor.ended.on_end = ended.append
     with pytest.raises(StarvationError):
         engine.prepare_batch(RolloutDataSource([{"n": 1}], SourceSettings(packer=Picky())), OneTurn)
     assert {group.failure.kind for group in ended if group.failure is not None} == {"data"}
@@ -238,7 +238,7 @@ def test_a_packer_that_cannot_read_a_row_is_a_data_failure(engine: RemoteInfEngi
 
 def test_episodes_that_the_run_stops_are_cancelled(engine: RemoteInfEngine) -> None:
     ended: list[Group] = []
-    engine._executor._on_end = ended.append
+    engine._executor.ended.on_end = ended.append
     engine.submit({"do": "hang"}, OneTurn)
     engine.destroy()
     (group,) = ended

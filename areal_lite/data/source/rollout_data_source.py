@@ -25,10 +25,10 @@ from areal_lite.data.source.data_source_state import (
     state_path,
     write_state,
 )
-from areal_lite.data.source.row_streams import DatasetRows, EmptyRows, RowStream, checked_row
-from areal_lite.data.source.sample import Sample, deep_copy, with_own_containers
+from areal_lite.data.source.row_streams import DatasetRows, EmptyRows, RowStream
+from areal_lite.data.source.sample import with_own_containers
 from areal_lite.data.source.slime_args import dataset_of, is_slime_args
-from areal_lite.data.source.source_settings import DrawnRow, SampleGroup, SourceSettings
+from areal_lite.data.source.source_settings import SampleGroup, SourceSettings
 from areal_lite.errors import ConfigError
 
 SCHEMA = 1
@@ -107,7 +107,9 @@ class RolloutDataSource:
             try:
                 taken += self._get_samples_from_buffer(num_samples - len(taken))
                 for drawn in self.rows.draw(num_samples - len(taken)):
-                    taken.append(self._new_group(drawn))
+                    taken.append(self.settings.new_group(drawn, self._next_group, self.sample_index))
+                    self._next_group += 1
+                    self.sample_index += self.settings.n_samples_per_prompt
             except BaseException:
                 self._returned[:0] = taken
                 raise
@@ -139,17 +141,6 @@ class RolloutDataSource:
     def _get_samples_from_buffer(self, num_samples: int) -> list[SampleGroup]:
         return []
 
-    def _new_group(self, drawn: DrawnRow) -> SampleGroup:
-        row = deep_copy(checked_row(drawn.row))
-        fields, metadata = self.settings.sample_fields(row), self.settings.metadata_of(row)
-        number, self._next_group = self._next_group, self._next_group + 1
-        first, self.sample_index = self.sample_index, self.sample_index + self.settings.n_samples_per_prompt
-        group = [Sample(first, group_index=number, position=drawn.position, metadata=metadata, **fields)]
-        group[0].mini_batch = drawn.mini_batch
-        for index in range(first + 1, self.sample_index):
-            group.append(group[0].sibling(index))
-        return group
-
     # -- how an owed group ends ------------------------------------------------------------------
 
     def mark_trained(self, groups: Iterable[SampleGroup]) -> None:
@@ -159,21 +150,13 @@ class RolloutDataSource:
         """
         with self._lock:
             for group in groups:
-                self._stop_owing(group)
+                _end_owed(self._owed, group)
 
     def drop(self, group: SampleGroup, reason: str) -> None:
         """End the group without training; its row comes again in the next epoch."""
         with self._lock:
-            if self._stop_owing(group):
+            if _end_owed(self._owed, group):
                 self.dropped[reason] += 1
-
-    def _stop_owing(self, group: SampleGroup) -> bool:
-        """Stop owing this group; return whether it was owed."""
-        number = group_index_of(group)
-        owed = self._owed.get(number) is group
-        if owed:
-            del self._owed[number]
-        return owed
 
     def give_back(self, groups: Sequence[SampleGroup]) -> None:
         """Hand the groups out again, before any row is drawn; discard what was sampled."""
@@ -290,6 +273,15 @@ class RolloutDataSource:
             return False
         self.load_state_dict(read_state(path))
         return True
+
+
+def _end_owed(owed: dict[int, SampleGroup], group: SampleGroup) -> bool:
+    """Remove the group; return False if it is not owed, or was handed out again as another list since."""
+    number = group_index_of(group)
+    if owed.get(number) is not group:
+        return False
+    del owed[number]
+    return True
 
 
 def _stream(dataset: Any, settings: SourceSettings) -> RowStream:

@@ -12,7 +12,7 @@ import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from areal_lite.data.rows.fingerprint import FINGERPRINT_ROWS, content_hash, spread_positions
 from areal_lite.data.rows.samplers import AbstractSampler
-from areal_lite.data.source.source_settings import DrawnRow, SourceSettings
+from areal_lite.data.source.source_settings import DrawnRow, SourceSettings, checked_row
 from areal_lite.errors import ConfigError
 
 _AHEAD = 64
@@ -254,16 +254,3 @@ class IterableRows(RowStream):
     def state_dict(self) -> dict[str, Any]:
         """Raise: an iterable has no position to save."""
         raise ConfigError("an iterable has no position to save: use RolloutDataSource over a list or dataset")
-
-
-def checked_row(row: Any) -> Any:
-    """Return the row.
-
-    Raises:
-        ConfigError: If it is neither a dict nor text nor a list.
-    """
-    if not isinstance(row, Mapping | str | list):
-        raise ConfigError(
-            f"a row of the dataset is {row!r:.100}: each row must be a dict of columns, text, or a list of messages"
-        )
-    return row

@@ -109,3 +109,28 @@ class SourceSettings:
             mini_batch = MiniBatch(self.packer, own, prompt_key=self.prompt_key)
             drawn += [DrawnRow(positions[start + i], rows[start + i], (mini_batch, i)) for i in range(len(own))]
         return drawn
+
+    def new_group(self, drawn: DrawnRow, number: int, first_index: int) -> SampleGroup:
+        """Return the samples of a row, whose indices count from ``first_index``; they share no container with it.
+
+        Raises:
+            ConfigError: If the row is neither a dict nor text nor a list.
+        """
+        row = deep_copy(checked_row(drawn.row))
+        fields, metadata = self.sample_fields(row), self.metadata_of(row)
+        first = Sample(first_index, group_index=number, position=drawn.position, metadata=metadata, **fields)
+        first.mini_batch = drawn.mini_batch
+        return [first, *(first.sibling(first_index + i) for i in range(1, self.n_samples_per_prompt))]
+
+
+def checked_row(row: Any) -> Any:
+    """Return the row.
+
+    Raises:
+        ConfigError: If it is neither a dict nor text nor a list.
+    """
+    if not isinstance(row, Mapping | str | list):
+        raise ConfigError(
+            f"a row of the dataset is {row!r:.100}: each row must be a dict of columns, text, or a list of messages"
+        )
+    return row

@@ -185,7 +185,7 @@ def test_sb17_finished_surplus_groups_are_accepted_later_without_generation(
     )
     source = source_of(9)
     first = engine.prepare_batch(source, AskTwice)
-    while engine._executor._runner.live:
+    while engine._executor.runner.live:
         engine.rollout_batch([], OneTurn)
     engine.close_source(source)
     statuses = [g[0].status for g in source.buffer]

@@ -126,7 +126,7 @@ def test_a_batch_is_owed_until_the_next_is_handed_over_and_one_taken_back_stays_
     assert feed.source.num_owed == 1
     feed.take_back(second)
     feed.mark_trained()
-    assert (feed.source.num_owed, feed.box.groups) == (1, second)
+    assert (feed.source.num_owed, feed.finished.groups) == (1, second)
 
 
 class Marked(RolloutDataSource):
@@ -190,7 +190,7 @@ def test_groups_that_run_and_groups_that_wait_are_ahead() -> None:
 
 async def wakes(feed: RowFeed, act: Callable[[], object], *, count: int = 1) -> bool:
     """Return whether the wait for a batch, which goes on before, is over after ``act``."""
-    waiter = asyncio.create_task(feed.box.until(feed.ready(count, 2)))
+    waiter = asyncio.create_task(feed.finished.until(feed.ready(count, 2)))
     await asyncio.sleep(0)
     assert not waiter.done()
     act()
@@ -330,6 +330,6 @@ def test_a_new_count_of_running_groups_forgets_those_it_does_not_name() -> None:
     feed.accept(ended("accepted", start_version=9))
     feed.wait_for_oldest({7: 3}, 3)
     feed.wait_for_oldest({}, 3)
-    feed.note_running(8, 3)
+    feed.oldest_groups.add_running(8, 3)
     feed.ended(ended("accepted", task_id=7))
     assert not feed.ready(1, 10)()

@@ -32,8 +32,7 @@ from areal_lite.data.source.buffered_data_source import RolloutDataSourceWithBuf
 from areal_lite.data.source.source_settings import SourceSettings
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.processes.child_process import PickledObject, pickled_object
-from areal_lite.rollout import garbage_collection as collector_pace
-from areal_lite.rollout import workflow_context
+from areal_lite.rollout import garbage_collection, workflow_context
 from areal_lite.rollout.episodes import group_runner
 from areal_lite.rollout.episodes.workflow_resolution import pickled_workflow
 from areal_lite.rollout.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfEngine
@@ -189,7 +188,7 @@ def test_a_killed_worker_fails_its_own_groups_and_is_started_again(
     with pytest.raises(TimeoutError, match="0 of 1"):
         engine.wait(1, timeout=0.01)
     ends: list[Group] = []
-    engine._executor._on_end = ends.append
+    engine._executor.ended.on_end = ends.append
     engine.destroy()
     assert [(group.task_id, group.status) for group in ends] == [(other, "cancelled")]
     assert not any(map(alive, before | after))
@@ -589,7 +588,7 @@ def line() -> Iterator[Line]:
         line.process._sender.close()
         logging.getLogger("areal_lite.of_a_worker").setLevel(logging.NOTSET)
         logging.getLogger().handlers[:] = handlers
-        collector_pace.restore()
+        garbage_collection.restore()
         gc.set_threshold(*pace)
 
 
