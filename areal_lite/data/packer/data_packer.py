@@ -62,7 +62,7 @@ class DataPacker(ABC):
 
     @property
     def collates(self) -> bool:
-        """Whether rows become input together, because the class has a ``rollout_collate_fn`` of its own."""
+        """True if rows become input together, because the class has a ``rollout_collate_fn`` of its own."""
         return type(self).rollout_collate_fn is not DataPacker.rollout_collate_fn
 
     @abstractmethod
@@ -184,7 +184,7 @@ class MiniBatch:
     """Rows that become workflow input together, when the first input is needed.
 
     Args:
-        packer: What turns them into input.
+        packer: Turns them into input.
         rows: The dataset rows, which it may change.
         prompt_key: As for :func:`rollout_inputs`.
     """
@@ -195,11 +195,11 @@ class MiniBatch:
         self._prompt_key = prompt_key
         self._inputs: list[dict[str, Any]] | None = None
 
-    def input(self, place: int) -> dict[str, Any]:
-        """Return the input of the row at ``place``."""
+    def input(self, index: int) -> dict[str, Any]:
+        """Return the input of the row at ``index``."""
         if self._inputs is None:
             self._inputs = rollout_inputs(self._packer, self._rows, prompt_key=self._prompt_key)
-        return self._inputs[place]
+        return self._inputs[index]
 
 
 def training_batch(packer: DataPacker, groups: Iterable[Group]) -> DataProto:

@@ -49,7 +49,7 @@ class RolloutDataSource:
     """
 
     supports_buffer = False
-    """Whether :meth:`add_samples` works."""
+    """True if :meth:`add_samples` works."""
 
     def __init__(self, dataset: Any = None, settings: SourceSettings | None = None) -> None:
         if is_slime_args(dataset):

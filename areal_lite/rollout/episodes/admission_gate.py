@@ -27,17 +27,17 @@ class AdmissionGate:
     extra: int = 0
     """Groups that may be started beyond what the batches need."""
     cut: bool = False
-    """Whether this version's batch was cut; until the next is requested, only ``lookahead`` groups may run."""
+    """True once this version's batch was cut; until the next is requested, only ``lookahead`` groups may run."""
     version: int = 0
     paused: bool = False
     held: bool = False
-    """Whether too many ended groups wait for the disk, or it failed."""
+    """True while too many ended groups wait for the disk, or it failed."""
     running: int = 0
     """Groups running now, evaluation included."""
     taken: int = 0
     """Training groups that run, or ended accepted and were not given back as stale."""
     lookahead: Lookahead = field(init=False)
-    """How many groups of a data source may start before the batch that needs them."""
+    """Number of groups of a data source that may start before the batch that needs them."""
 
     def __post_init__(self) -> None:
         self.lookahead = Lookahead(batch_size=self.batch_size, max_staleness=self.max_staleness)
@@ -74,14 +74,14 @@ class AdmissionGate:
         self.taken += training
 
     def end(self, *, training: bool, accepted: bool) -> None:
-        """Count a group that ended; only accepted training groups keep their place."""
+        """Count a group that ended; only accepted training groups stay counted."""
         self.running -= 1
         if training and not accepted:
             self.taken -= 1
         assert self.running >= 0 and self.taken >= 0
 
     def give_back(self) -> None:
-        """Free the place of an accepted group that will not train."""
+        """Stop counting an accepted group that will not train."""
         self.taken -= 1
         assert self.taken >= 0
 

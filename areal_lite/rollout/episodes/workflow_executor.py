@@ -204,7 +204,7 @@ class WorkflowExecutor:
         self.runner.start(submission, version=self.gate.version)
 
     def _finish(self, submission: Submission, group: Group) -> None:
-        """Count the ended group, deliver it, and start what may start in its place."""
+        """Count the ended group, deliver it, and start others."""
         accepted = group.status is EpisodeStatus.ACCEPTED
         if submission.task is not None:
             self.gate.end(training=submission.training, accepted=accepted)
